@@ -1,0 +1,1 @@
+"""torch.compile: what is compiled, how, and what happened."""

@@ -1,0 +1,1 @@
+"""Where frozen weights live while a run uses them."""

@@ -1,0 +1,1 @@
+"""Model families: how the weights that ComfyUI holds are run for training."""

@@ -1,0 +1,1 @@
+"""Training: data, buckets, LoRA networks, objective, optimizer and the loop."""

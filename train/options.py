@@ -1,0 +1,124 @@
+"""What a user may set about a run, as frozen dataclasses with the defaults that unconnected options take.
+
+Each class checks its own values when it is made, so that bad input ends before any work is done.
+"""
+
+from dataclasses import dataclass
+
+CHECKPOINTING = ("none", "selective", "full")
+ATTENTION = ("auto", "sdpa", "flash-attn")
+TIMESTEP_SAMPLING = ("logit_normal", "uniform", "resolution_shifted")
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy")
+LR_SCHEDULERS = ("constant", "cosine", "linear")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; set it between {low} and {high}.")
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """The adapter to train (TESSERA_NETWORK).
+
+    `include` and `exclude` are glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty
+    `include` stands for the default targets of the model family. `alpha` scales the update by alpha / rank.
+    `dropout` is the probability that an element of the rank activations (after the down projection) is dropped.
+    """
+
+    algorithm: str = "lora"
+    rank: int = 16
+    alpha: float = 16.0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm", self.algorithm, ("lora",))
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; set it to 1 or more (16 suits most LoRAs).")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha is {self.alpha}; set it above 0 (equal to rank keeps the update unscaled).")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; set it to 0 or more and below 1.")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How the LoRA's weights are stepped (TESSERA_OPTIMIZER). `max_grad_norm` of 0 turns clipping off."""
+
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-4
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; set it above 0 (1e-4 suits AdamW, 1 suits Prodigy).")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; set it to 0 or more.")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; set it to 0 (no clipping) or more.")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay is {self.weight_decay}; set it to 0 or more.")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"beta1 and beta2 are {self.beta1} and {self.beta2}; both must be 0 or more and below 1.")
+        if self.eps <= 0:
+            raise ValueError(f"eps is {self.eps}; set it above 0.")
+        _within("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """Which noise levels are drawn and what the loss is (TESSERA_OBJECTIVE).
+
+    `shift` moves the drawn sigmas towards noise: s·sigma / (1 + (s − 1)·sigma); 0 takes the family's own shift.
+    `guidance` is what a guidance-distilled model is told while it trains.
+    """
+
+    timestep_sampling: str = "logit_normal"
+    shift: float = 0.0
+    loss: str = "mse"
+    guidance: float = 1.0
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
+        _one_of("loss", self.loss, ("mse",))
+        if self.shift < 0:
+            raise ValueError(f"shift is {self.shift}; set it to 0 (the family's own) or more.")
+        if self.logit_std <= 0:
+            raise ValueError(f"logit_std is {self.logit_std}; set it above 0.")
+        if self.guidance < 0:
+            raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What is kept for backward and which attention kernel runs (TESSERA_MEMORY).
+
+    `activation_budget` is read by selective checkpointing only: the part of the activations that is kept, 0 to 1.
+    """
+
+    checkpointing: str = "full"
+    attention: str = "auto"
+    activation_budget: float = 0.5
+
+    def __post_init__(self) -> None:
+        _one_of("checkpointing", self.checkpointing, CHECKPOINTING)
+        _one_of("attention", self.attention, ATTENTION)
+        _within("activation_budget", self.activation_budget, 0.0, 1.0)
