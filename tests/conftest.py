@@ -1,0 +1,58 @@
+"""Puts ComfyUI on the path, sets it up for tests and imports the pack under the name `tessera`.
+
+The pack's root is itself a package with relative imports, so it is never put on sys.path: it is loaded by its path,
+as ComfyUI does. The test tools in tests/tiny and tests/server.py are loaded the same way, as `tiny` and
+`comfy_server`.
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+
+def _load(name: str, file: Path) -> ModuleType:
+    """Imports `file` as `name`; an `__init__.py` becomes a package whose submodules lie beside it."""
+    folders = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _set_up_comfyui(path: Path, base: Path) -> None:
+    """Sets ComfyUI's options before the modules that read them at import are there."""
+    sys.path[:] = [str(path)] + [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+    from comfy.cli_args import args
+
+    for folder in ("input", "output", "temp", "user", "models", "datasets"):
+        (base / folder).mkdir()
+    args.base_directory = str(base)
+    args.database_url = "sqlite:///:memory:"
+    args.cpu = not torch.cuda.is_available()
+    args.use_pytorch_cross_attention = True
+
+
+torch.set_num_threads(1)
+_dev = _load("tessera_dev", ROOT / "dev.py")
+_base = Path(tempfile.mkdtemp(prefix="tessera-tests-"))
+_set_up_comfyui(_dev.find_comfyui(), _base)
+_load("tessera", ROOT / "__init__.py")
+_load("tiny", TESTS / "tiny" / "__init__.py")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_base, ignore_errors=True)
