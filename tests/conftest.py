@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -56,3 +57,56 @@ _load("tiny", TESTS / "tiny" / "__init__.py")
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_base, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny checkpoints on disk: `flux` (dev-like, fp32), `schnell`, `clip_l`, `t5`, `vae`, `vae4`, `wan`."""
+    import tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "flux": tiny.write_flux(folder / "flux.safetensors"),
+        "schnell": tiny.write_flux(folder / "schnell.safetensors", guidance=False),
+        "clip_l": tiny.write_clip_l(folder / "clip_l.safetensors"),
+        "t5": tiny.write_t5(folder / "t5xxl.safetensors"),
+        "vae": tiny.write_taesd(folder / "vae.safetensors"),
+        "vae4": tiny.write_taesd(folder / "vae4.safetensors", channels=4),
+        "wan": tiny.write_wan(folder / "wan.safetensors"),
+    }
+
+
+@pytest.fixture
+def tiny_flux(tiny_files: dict[str, Path]) -> Any:
+    """A fresh MODEL: FLUX.1 dev-like, fp32, hidden 128, two double and two single blocks."""
+    import tiny
+
+    return tiny.load_flux(tiny_files["flux"])
+
+
+@pytest.fixture
+def tiny_clip(tiny_files: dict[str, Path]) -> Any:
+    """A fresh FLUX CLIP whose text and pooled widths fit `tiny_flux`."""
+    import tiny
+
+    return tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])
+
+
+@pytest.fixture
+def tiny_vae(tiny_files: dict[str, Path]) -> Any:
+    """A fresh 16-channel VAE that gives a picture back as its 8x8 means."""
+    import tiny
+
+    return tiny.load_vae(tiny_files["vae"])
+
+
+@pytest.fixture
+def other_family(tiny_files: dict[str, Path]) -> dict[str, Any]:
+    """Inputs that FLUX cannot take: a Wan `model`, an SD1 `clip`, a 4-channel `vae`."""
+    import tiny
+
+    return {
+        "model": tiny.load_wan(tiny_files["wan"]),
+        "clip": tiny.load_sd1_clip(tiny_files["clip_l"]),
+        "vae": tiny.load_vae(tiny_files["vae4"]),
+    }
