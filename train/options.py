@@ -3,7 +3,9 @@
 Each class checks its own values when it is made, so that bad input ends before any work is done.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from typing import Any
 
 CHECKPOINTING = ("none", "selective", "full")
 ATTENTION = ("auto", "sdpa", "flash-attn")
@@ -15,6 +17,13 @@ LR_SCHEDULERS = ("constant", "cosine", "linear")
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
+def _finite(options: Any) -> None:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} is {value}; give a finite number.")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -39,6 +48,7 @@ class NetworkOptions:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        _finite(self)
         _one_of("algorithm", self.algorithm, ("lora",))
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; set it to 1 or more (16 suits most LoRAs).")
@@ -64,10 +74,13 @@ class OptimizerOptions:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
+        _finite(self)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; set it above 0 (1e-4 suits AdamW, 1 suits Prodigy).")
+            raise ValueError(
+                f"learning_rate is {self.learning_rate}; set it above 0 (1e-4 suits AdamW, 1 suits Prodigy)."
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps}; set it to 0 or more.")
         if self.max_grad_norm < 0:
@@ -97,6 +110,7 @@ class ObjectiveOptions:
     logit_std: float = 1.0
 
     def __post_init__(self) -> None:
+        _finite(self)
         _one_of("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
         _one_of("loss", self.loss, ("mse",))
         if self.shift < 0:
@@ -119,6 +133,7 @@ class MemoryOptions:
     activation_budget: float = 0.5
 
     def __post_init__(self) -> None:
+        _finite(self)
         _one_of("checkpointing", self.checkpointing, CHECKPOINTING)
         _one_of("attention", self.attention, ATTENTION)
         _within("activation_budget", self.activation_budget, 0.0, 1.0)

@@ -1,0 +1,123 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tessera.train.draws import generator
+from tessera.train.objective import (
+    draw_noise,
+    draw_sigma,
+    noised,
+    resolution_shift,
+    shift_sigma,
+    velocity_loss,
+    velocity_target,
+)
+from tessera.train.options import ObjectiveOptions
+
+DRAWS = 20_000
+
+
+def sigmas(options: ObjectiveOptions, tokens: int = 4096, shift: float = 1.0) -> np.ndarray:
+    return np.array([draw_sigma(options, generator(11, "sigma", step, 0), tokens, shift) for step in range(DRAWS)])
+
+
+def logit_normal_cdf(mean: float, std: float, shift: float):
+    """P(sigma' ≤ s): undo the shift, sigma = s / (shift − (shift − 1)·s), then the normal distribution of its logit."""
+
+    def cdf(s):
+        unshifted = s / (shift - (shift - 1) * s)
+        return stats.norm.cdf((np.log(unshifted) - np.log1p(-unshifted) - mean) / std)
+
+    return cdf
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "family_shift", "cdf"),
+    [
+        (ObjectiveOptions(), 4096, 1.0, logit_normal_cdf(0, 1, 1)),
+        (ObjectiveOptions(logit_mean=0.8, logit_std=0.5), 4096, 1.0, logit_normal_cdf(0.8, 0.5, 1)),
+        (ObjectiveOptions(shift=3.0), 4096, 1.0, logit_normal_cdf(0, 1, 3)),
+        (ObjectiveOptions(), 4096, 2.5, logit_normal_cdf(0, 1, 2.5)),
+        (ObjectiveOptions(shift=1.0), 4096, 2.5, logit_normal_cdf(0, 1, 1)),
+        (ObjectiveOptions("uniform"), 4096, 1.0, lambda s: s),
+        (ObjectiveOptions("uniform", shift=2.0), 4096, 1.0, lambda s: s / (2 - s)),
+        (ObjectiveOptions("resolution_shifted"), 4096, 1.0, logit_normal_cdf(0, 1, math.exp(1.15))),
+        (ObjectiveOptions("resolution_shifted"), 256, 1.0, logit_normal_cdf(0, 1, math.exp(0.5))),
+        (ObjectiveOptions("resolution_shifted", shift=3.0), 256, 1.0, logit_normal_cdf(0, 1, 3)),
+    ],
+)
+def test_sigmas_follow_the_written_out_distribution(options, tokens, family_shift, cdf):
+    assert stats.kstest(sigmas(options, tokens, family_shift), cdf).pvalue > 0.01
+
+
+def test_the_resolution_shift_is_the_one_of_flux():
+    """Values of BFL's time_shift(mu, 1.0, t), by hand: exp(mu) / (exp(mu) + 1/t − 1)."""
+    for tokens, mu in [(256, 0.5), (4096, 1.15), (2176, 0.825), (8000, 1.15 + 0.65 * 3904 / 3840)]:
+        assert resolution_shift(tokens) == pytest.approx(math.exp(mu), rel=1e-12)
+        for t in (0.03, 0.5, 0.97):
+            by_hand = math.exp(mu) / (math.exp(mu) + 1 / t - 1)
+            assert shift_sigma(t, resolution_shift(tokens)) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_a_shift_keeps_the_ends_and_moves_the_middle_to_noise():
+    assert shift_sigma(0.0, 3.0) == 0.0
+    assert shift_sigma(1.0, 3.0) == 1.0
+    assert shift_sigma(0.5, 3.0) == pytest.approx(0.75)
+    assert shift_sigma(0.3, 1.0) == pytest.approx(0.3)
+
+
+def test_extreme_settings_still_give_sigmas_between_0_and_1():
+    for mean in (-2000.0, 2000.0):
+        values = [draw_sigma(ObjectiveOptions(logit_mean=mean, logit_std=50), generator(1, i), 64) for i in range(5)]
+        assert all(0 <= v <= 1 for v in values)
+
+
+def test_a_sample_s_noise_does_not_depend_on_the_rest_of_the_batch_or_the_global_generator():
+    alone = draw_noise((16, 8, 6), generator(5, "noise", 2, 9))
+    torch.manual_seed(123)
+    others = [draw_noise((16, 4, 12), generator(5, "noise", 2, sample)) for sample in range(4)]
+    again = draw_noise((16, 8, 6), generator(5, "noise", 2, 9))
+    assert torch.equal(alone, again)
+    assert alone.dtype == torch.float32 and alone.device.type == "cpu"
+    assert len({float(noise.sum()) for noise in others}) == 4
+
+
+def test_noise_is_normal():
+    values = draw_noise((16, 32, 32), generator(5, "noise", 0, 0)).flatten().double().numpy()
+    assert stats.kstest(values, "norm").pvalue > 0.01
+
+
+def test_each_sample_is_noised_by_its_own_sigma():
+    x0, noise = torch.tensor([[[2.0, 4.0]], [[-1.0, 3.0]]]), torch.tensor([[[0.0, 8.0]], [[1.0, 1.0]]])
+    x_t = noised(x0, noise, torch.tensor([0.25, 1.0]))
+    assert torch.equal(x_t, torch.tensor([[[1.5, 5.0]], [[1.0, 1.0]]]))
+
+
+def test_the_target_leads_from_x_t_to_both_ends_of_the_path():
+    x0, noise = torch.randn(3, 5, 4, generator=generator(1)), torch.randn(3, 5, 4, generator=generator(2))
+    sigma = torch.tensor([0.1, 0.5, 0.9])
+    x_t, velocity = noised(x0, noise, sigma), velocity_target(x0, noise)
+    torch.testing.assert_close(x_t - sigma[:, None, None] * velocity, x0)
+    torch.testing.assert_close(x_t + (1 - sigma[:, None, None]) * velocity, noise)
+
+
+def test_noising_bf16_latents_happens_in_fp32():
+    x0 = torch.tensor([[1.0]], dtype=torch.bfloat16)
+    noise = torch.tensor([[0.001]], dtype=torch.float32)
+    assert noised(x0, noise, torch.tensor([0.001])).item() == pytest.approx(0.999001, abs=1e-7)
+    assert velocity_target(x0, noise).item() == pytest.approx(-0.999, abs=1e-7)
+
+
+def test_the_loss_is_the_mean_square_of_each_sample():
+    prediction = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    target = torch.tensor([[[1.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0]]])
+    assert velocity_loss(prediction, target, "mse").tolist() == [13 / 4, 1.0]
+
+
+def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
+    prediction = torch.full((1, 64, 64), 1.0, dtype=torch.bfloat16)
+    loss = velocity_loss(prediction, torch.full((1, 64, 64), 1.001), "mse")
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(1e-6, rel=1e-3)

@@ -1,0 +1,58 @@
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "sentence"),
+    [
+        (NetworkOptions, {"algorithm": "loha"}, "algorithm is 'loha'; choose one of lora."),
+        (NetworkOptions, {"rank": 0}, "rank is 0; set it to 1 or more (16 suits most LoRAs)."),
+        (NetworkOptions, {"alpha": 0.0}, "alpha is 0.0; set it above 0 (equal to rank keeps the update unscaled)."),
+        (NetworkOptions, {"alpha": INF}, "alpha is inf; give a finite number."),
+        (NetworkOptions, {"dropout": 1.0}, "dropout is 1.0; set it to 0 or more and below 1."),
+        (NetworkOptions, {"dropout": -0.1}, "dropout is -0.1; set it to 0 or more and below 1."),
+        (OptimizerOptions, {"optimizer": "sgd"}, "optimizer is 'sgd'; choose one of adamw, adamw8bit, prodigy."),
+        (OptimizerOptions, {"lr_scheduler": "x"}, "lr_scheduler is 'x'; choose one of constant, cosine, linear."),
+        (
+            OptimizerOptions,
+            {"learning_rate": 0.0},
+            "learning_rate is 0.0; set it above 0 (1e-4 suits AdamW, 1 suits Prodigy).",
+        ),
+        (OptimizerOptions, {"learning_rate": NAN}, "learning_rate is nan; give a finite number."),
+        (OptimizerOptions, {"warmup_steps": -1}, "warmup_steps is -1; set it to 0 or more."),
+        (OptimizerOptions, {"max_grad_norm": -1.0}, "max_grad_norm is -1.0; set it to 0 (no clipping) or more."),
+        (OptimizerOptions, {"weight_decay": -0.1}, "weight_decay is -0.1; set it to 0 or more."),
+        (OptimizerOptions, {"beta2": 1.0}, "beta1 and beta2 are 0.9 and 1.0; both must be 0 or more and below 1."),
+        (OptimizerOptions, {"eps": 0.0}, "eps is 0.0; set it above 0."),
+        (OptimizerOptions, {"min_lr_ratio": 1.5}, "min_lr_ratio is 1.5; set it between 0.0 and 1.0."),
+        (
+            ObjectiveOptions,
+            {"timestep_sampling": "sigmoid"},
+            "timestep_sampling is 'sigmoid'; choose one of logit_normal, uniform, resolution_shifted.",
+        ),
+        (ObjectiveOptions, {"loss": "huber"}, "loss is 'huber'; choose one of mse."),
+        (ObjectiveOptions, {"shift": -1.0}, "shift is -1.0; set it to 0 (the family's own) or more."),
+        (ObjectiveOptions, {"logit_std": 0.0}, "logit_std is 0.0; set it above 0."),
+        (ObjectiveOptions, {"logit_mean": NAN}, "logit_mean is nan; give a finite number."),
+        (ObjectiveOptions, {"guidance": -1.0}, "guidance is -1.0; set it to 0 or more (1 suits LoRA training)."),
+        (MemoryOptions, {"checkpointing": "some"}, "checkpointing is 'some'; choose one of none, selective, full."),
+        (MemoryOptions, {"attention": "sage"}, "attention is 'sage'; choose one of auto, sdpa, flash-attn."),
+        (MemoryOptions, {"activation_budget": 2.0}, "activation_budget is 2.0; set it between 0.0 and 1.0."),
+    ],
+)
+def test_a_bad_value_is_one_sentence_with_its_name_and_the_fix(options, values, sentence):
+    with pytest.raises(ValueError) as raised:
+        options(**values)
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("options", [NetworkOptions, OptimizerOptions, ObjectiveOptions, MemoryOptions])
+def test_options_are_frozen_and_their_defaults_are_valid(options):
+    made = options()
+    assert made == options()
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, fields(options)[0].name, "x")

@@ -1,0 +1,79 @@
+"""The objective of rectified flow: which noise levels are drawn, what the model is shown, and what it is to say.
+
+Sigma is the noise level: 0 is the picture, 1 is noise, and on the straight path between them x_t = (1 − sigma)·x0 +
+sigma·noise the velocity is noise − x0 (Liu et al. 2022, arXiv 2209.03003; Esser et al. 2024, arXiv 2403.03206, sec. 2).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .options import ObjectiveOptions
+
+# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
+# (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
+MU_AT_256_TOKENS = 0.5
+MU_AT_4096_TOKENS = 1.15
+
+
+def shift_sigma(sigma: float, shift: float) -> float:
+    """s·sigma / (1 + (s − 1)·sigma): moves sigmas towards noise for s > 1 and leaves 0 and 1 in place.
+
+    Esser et al. 2024, arXiv 2403.03206, sec. 5.3.2, with s = sqrt(m / n). FLUX's `time_shift`,
+    exp(mu) / (exp(mu) + 1/sigma − 1), is the same with s = exp(mu).
+    """
+    return shift * sigma / (1.0 + (shift - 1.0) * sigma)
+
+
+def resolution_shift(tokens: int) -> float:
+    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
+    mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
+    return math.exp(mu)
+
+
+def draw_sigma(options: ObjectiveOptions, generator: torch.Generator, tokens: int, shift: float = 1.0) -> float:
+    """One noise level, 0 to 1, computed in float64 on the host.
+
+    tokens: of the sample's picture, read by `resolution_shifted` only.
+    shift: the family's own for training (1 leaves the draw as it is). `options.shift`, where it is above 0, takes its
+    place, and takes the place of the resolution's shift too.
+
+    logit_normal: sigmoid(mean + std·n), n from the normal distribution (arXiv 2403.03206, sec. 3.1), then shifted.
+    uniform: from [0, 1), then shifted.
+    resolution_shifted: logit_normal, then shifted by `resolution_shift(tokens)`.
+    """
+    if options.timestep_sampling == "uniform":
+        sigma = torch.rand((), generator=generator, dtype=torch.float64).item()
+    else:
+        n = torch.randn((), generator=generator, dtype=torch.float64)
+        sigma = torch.sigmoid(options.logit_mean + options.logit_std * n).item()
+    if options.shift > 0:
+        return shift_sigma(sigma, options.shift)
+    if options.timestep_sampling == "resolution_shifted":
+        return shift_sigma(sigma, resolution_shift(tokens))
+    return shift_sigma(sigma, shift)
+
+
+def draw_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Normal noise of one sample, fp32 on the host."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+
+
+def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """x_t = (1 − sigma)·x0 + sigma·noise in fp32. x0, noise: (B, …); sigma: (B,)."""
+    sigma = sigma.float().reshape(-1, *[1] * (x0.ndim - 1))
+    return (1.0 - sigma) * x0.float() + sigma * noise.float()
+
+
+def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
+    """noise − x0 in fp32, the velocity along the path from the picture to noise."""
+    return noise.float() - x0.float()
+
+
+def velocity_loss(prediction: Tensor, target: Tensor, loss: str = "mse") -> Tensor:
+    """The loss of each sample, (B,) in fp32: the mean over its tokens and channels. Both inputs are (B, N, C)."""
+    assert prediction.shape == target.shape, (prediction.shape, target.shape)
+    assert loss == "mse", loss
+    return (prediction.float() - target.float()).square().mean(dim=(1, 2))

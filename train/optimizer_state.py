@@ -1,0 +1,67 @@
+"""A nested state, such as an optimizer's `state_dict`, as tensors and plain JSON, and back without a difference.
+
+safetensors holds named tensors only, and a state file is untrusted input, so nothing is pickled: the tree goes to JSON,
+in which a tensor stands as its name, and what JSON does not know (tuples, keys that are numbers, infinity) is tagged.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
+    """(tensors, tree) of a state made of dicts, lists, tuples, tensors, numbers, strings, booleans and None.
+
+    The tensors are contiguous copies on the CPU, named by their path below `prefix`; one that occurs several times (the
+    code table of 8-bit moments) is stored once. `json.dumps(tree, allow_nan=False)` holds the tree exactly.
+    """
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def pack(value: Any, path: str) -> Json:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, Tensor):
+            assert not hasattr(value, "__tensor_flatten__"), type(value)
+            if id(value) not in names:
+                assert path not in tensors, path
+                names[id(value)] = path
+                tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": names[id(value)]}
+        if isinstance(value, Mapping):
+            return {"dict": [[pack(k, path), pack(v, f"{path}.{k}")] for k, v in value.items()]}
+        if type(value) in (list, tuple):
+            packed = [pack(item, f"{path}.{place}") for place, item in enumerate(value)]
+            return packed if type(value) is list else {"tuple": packed}
+        raise TypeError(f"{path} is a {type(value).__name__}, which a saved state cannot hold.")
+
+    return tensors, pack(state, prefix)
+
+
+def unpack_state(tensors: Mapping[str, Tensor], tree: Json) -> Any:
+    """The state that `pack_state` was given; mappings come back as dicts, tensors on the device that they are given on.
+
+    Raises ValueError where a tensor is missing or the tree is not one of `pack_state`.
+    """
+    if isinstance(tree, list):
+        return [unpack_state(tensors, item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match tree:
+        case {"dict": list(items)}:
+            return {unpack_state(tensors, key): unpack_state(tensors, value) for key, value in items}
+        case {"tuple": list(items)}:
+            return tuple(unpack_state(tensors, item) for item in items)
+        case {"float": str(text)}:
+            return float(text)
+        case {"tensor": str(name)} if name in tensors:
+            return tensors[name]
+        case {"tensor": str(name)}:
+            raise ValueError(f"The saved state lacks the tensor {name!r}; the file is damaged, so start from another.")
+    raise ValueError(f"The saved state holds {str(tree)[:60]!r}, which is no part of a state; start from another file.")
