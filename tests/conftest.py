@@ -53,6 +53,7 @@ _base = Path(tempfile.mkdtemp(prefix="tessera-tests-"))
 _set_up_comfyui(_dev.find_comfyui(), _base)
 _load("tessera", ROOT / "__init__.py")
 _load("tiny", TESTS / "tiny" / "__init__.py")
+_load("comfy_server", TESTS / "server.py")
 
 
 def pytest_unconfigure() -> None:

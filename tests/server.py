@@ -1,0 +1,203 @@
+"""Runs a real ComfyUI server with this pack and the fixture pack, and talks to it over HTTP.
+
+Standard library only: the tests, `dev.py serve` and the demo all use it.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+PACK = TESTS.parent
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*_cache", "demo-output")
+
+
+class ServerFailure(RuntimeError):
+    """The server refused a prompt, died or took too long; the message ends with the last lines of its log."""
+
+
+def _link(target: Path, link: Path) -> None:
+    """A link, or a copy where the system does not allow links."""
+    if link.is_symlink() or link.exists():
+        return
+    try:
+        link.symlink_to(target, target_is_directory=True)
+    except OSError:
+        shutil.copytree(target, link, ignore=LEFT_OUT)
+
+
+def prepare_base(base: Path) -> None:
+    """Makes ComfyUI's folders below `base`, with this pack and the fixture pack among its custom nodes."""
+    for folder in ("custom_nodes", "input", "output", "temp", "user", "models", "datasets"):
+        (base / folder).mkdir(parents=True, exist_ok=True)
+    _link(PACK, base / "custom_nodes" / "tessera")
+    _link(TESTS / "fixture_pack", base / "custom_nodes" / "tessera_fixtures")
+
+
+def command(comfyui: Path, base: Path, port: int, cpu: bool, python: str = sys.executable) -> list[str]:
+    """The command that starts ComfyUI over `base`; nothing is written into ComfyUI's own folder."""
+    options = ["--use-pytorch-cross-attention", "--disable-auto-launch", "--port", str(port)]
+    options += ["--base-directory", str(base), "--database-url", "sqlite:///:memory:"]
+    return [python, str(comfyui / "main.py"), *options, *(["--cpu"] if cpu else [])]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ComfyServer:
+    """A ComfyUI server over `base`. A killed server may be started again over the same base.
+
+    with ComfyServer(base, comfyui) as server:
+        entry = server.run(prompt)
+    """
+
+    def __init__(self, base: Path, comfyui: Path, cpu: bool = True, env: Mapping[str, str] | None = None) -> None:
+        self.base = Path(base).resolve()
+        self.comfyui = comfyui
+        self.cpu = cpu
+        self.env = dict(env or {})
+        self.log = self.base / "server.log"
+        self.process: subprocess.Popen | None = None
+        self.url = ""
+        prepare_base(self.base)
+
+    def __enter__(self) -> "ComfyServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, timeout: float = 180) -> None:
+        """Starts the server and returns when it answers."""
+        assert self.process is None, "the server runs already"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command(self.comfyui, self.base, port, self.cpu),
+                cwd=self.base,
+                env=os.environ | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                self.get("/system_stats")
+                return
+            except OSError:
+                self._check_alive()
+            if time.monotonic() > end:
+                self.kill()
+                raise ServerFailure(f"ComfyUI did not answer within {timeout:g} s.\n{self.log_tail()}")
+            time.sleep(0.2)
+
+    def stop(self, timeout: float = 20) -> None:
+        """Ends the server in an orderly way, by force where that does not work."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def kill(self) -> None:
+        """Ends the server at once (SIGKILL), as a crash would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
+            return json.load(reply)
+
+    def post(self, path: str, body: Any) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            raise ServerFailure(f"{path} answered {error.code}: {error.read().decode()}") from None
+        return json.loads(text) if text else None
+
+    def queue(self, prompt: Mapping[str, Any], client_id: str | None = None) -> str:
+        """Queues a prompt in API format and returns its id."""
+        body: dict[str, Any] = {"prompt": prompt}
+        if client_id is not None:
+            body["client_id"] = client_id
+        return self.post("/prompt", body)["prompt_id"]
+
+    def history(self, prompt_id: str) -> dict[str, Any] | None:
+        """The history entry of a prompt that has ended, else None."""
+        return self.get(f"/history/{prompt_id}").get(prompt_id)
+
+    def wait(self, prompt_id: str, timeout: float = 300) -> dict[str, Any]:
+        """Waits for a prompt to end, well or badly, and returns its history entry."""
+        end = time.monotonic() + timeout
+        while (entry := self.history(prompt_id)) is None:
+            self._check_alive()
+            if time.monotonic() > end:
+                raise ServerFailure(f"The prompt did not end within {timeout:g} s.\n{self.log_tail()}")
+            time.sleep(0.1)
+        return entry
+
+    def wait_until_running(self, prompt_id: str, timeout: float = 60) -> None:
+        """Waits until a queued prompt is being executed (or has ended already)."""
+        end = time.monotonic() + timeout
+        while prompt_id not in [item[1] for item in self.get("/queue")["queue_running"]]:
+            if self.history(prompt_id) is not None:
+                return
+            self._check_alive()
+            if time.monotonic() > end:
+                raise ServerFailure(f"The prompt did not start within {timeout:g} s.\n{self.log_tail()}")
+            time.sleep(0.05)
+
+    def run(self, prompt: Mapping[str, Any], timeout: float = 300) -> dict[str, Any]:
+        """Queues a prompt, waits for it and returns its history entry; fails where it did not end well."""
+        entry = self.wait(self.queue(prompt), timeout)
+        if entry["status"]["status_str"] != "success":
+            raise ServerFailure(f"{error_of(entry)}\n{self.log_tail()}")
+        return entry
+
+    def interrupt(self) -> None:
+        self.post("/interrupt", {})
+
+    def log_tail(self, lines: int = 60) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(["The last lines of ComfyUI's log:", *text.splitlines()[-lines:]])
+
+    def _check_alive(self) -> None:
+        assert self.process is not None, "the server was not started"
+        if (status := self.process.poll()) is not None:
+            self.process = None
+            raise ServerFailure(f"ComfyUI ended with status {status}.\n{self.log_tail()}")
+
+
+def error_of(entry: Mapping[str, Any]) -> str:
+    """The error text of a history entry, with the node it came from; empty where there was none."""
+    for kind, message in entry["status"]["messages"]:
+        if kind == "execution_error":
+            return f"{message['node_type']} {message['node_id']}: {message['exception_message'].strip()}"
+        if kind == "execution_interrupted":
+            return f"{message['node_type']} {message['node_id']} was interrupted."
+    return ""
