@@ -1,0 +1,99 @@
+"""What the options nodes show is what the trainer's options are."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from tessera.nodes.options import TesseraLoraNetwork, TesseraMemory, TesseraObjective, TesseraOptimizer
+from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+
+NODES = {
+    TesseraLoraNetwork: NetworkOptions,
+    TesseraOptimizer: OptimizerOptions,
+    TesseraObjective: ObjectiveOptions,
+    TesseraMemory: MemoryOptions,
+}
+pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
+
+
+def inputs(node) -> dict[str, tuple[str, dict]]:
+    """name: (type or choices, settings), as the server gives them to the frontend."""
+    shown = node.INPUT_TYPES()
+    return {name: entry for kind in ("required", "optional") for name, entry in shown.get(kind, {}).items()}
+
+
+def run(node, **values):
+    with torch.inference_mode():
+        (made,) = node.execute(**values).result
+    return made
+
+
+@pairs
+def test_the_values_shown_first_are_the_defaults_of_an_unconnected_input(node, options):
+    shown = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
+    assert run(node, **shown) == options()
+
+
+@pairs
+def test_a_client_that_sends_only_the_required_inputs_gets_the_defaults(node, options):
+    required = {name: settings["default"] for name, (_, settings) in node.INPUT_TYPES()["required"].items()}
+    assert run(node, **required) == options()
+
+
+@pairs
+def test_each_input_reaches_the_option_of_its_name(node, options):
+    defaults = asdict(options())
+    for name, (kind, settings) in inputs(node).items():
+        if name == "targets":
+            continue
+        if kind == "COMBO":
+            value = settings["options"][-1]
+        else:
+            value = settings["min"] + 1 if kind == "INT" else settings["min"] * 2 + 0.25
+        start = {n: s["default"] for n, (_, s) in inputs(node).items()}
+        assert asdict(run(node, **(start | {name: value}))) == defaults | {name: value}
+
+
+@pairs
+def test_every_input_has_a_tooltip_and_no_number_is_rounded_away(node, options):
+    for name, (kind, settings) in inputs(node).items():
+        assert len(settings["tooltip"]) > 30, name
+        if kind == "FLOAT":
+            assert settings["round"] is False, name
+            assert settings["min"] <= settings["default"] <= settings["max"], name
+
+
+@pairs
+def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
+    start = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
+    for name, (kind, settings) in inputs(node).items():
+        if kind == "COMBO":
+            for choice in settings["options"]:
+                run(node, **(start | {name: choice}))
+        elif kind in ("INT", "FLOAT"):
+            run(node, **(start | {name: settings["min"]}))
+            run(node, **(start | {name: settings["max"]}))
+
+
+def test_targets_are_parsed():
+    made = run(
+        TesseraLoraNetwork, algorithm="lora", rank=8, alpha=4.0, targets="single_blocks.*\n-*.linear2\n", dropout=0.0
+    )
+    assert made == NetworkOptions(rank=8, alpha=4.0, include=("single_blocks.*",), exclude=("*.linear2",))
+
+
+def test_ids_inputs_and_outputs_are_the_contract():
+    surface = {node.GET_SCHEMA().node_id: (list(inputs(node)), node.RETURN_TYPES) for node in NODES}
+    assert surface == {
+        "TesseraLoraNetwork": (["algorithm", "rank", "alpha", "targets", "dropout"], ["TESSERA_NETWORK"]),
+        "TesseraOptimizer": (
+            "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm "
+            "weight_decay beta1 beta2 eps min_lr_ratio".split(),
+            ["TESSERA_OPTIMIZER"],
+        ),
+        "TesseraObjective": (
+            "timestep_sampling shift loss guidance logit_mean logit_std".split(),
+            ["TESSERA_OBJECTIVE"],
+        ),
+        "TesseraMemory": (["checkpointing", "attention", "activation_budget"], ["TESSERA_MEMORY"]),
+    }
