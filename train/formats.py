@@ -1,0 +1,118 @@
+"""LoRA files: the same update in the names and layouts that ComfyUI, kohya's scripts and diffusers read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .atomic_write import write_atomically
+from .flux_keys import SHIFT_SCALE_SWAPPED, diffusers_names, diffusers_rows
+from .lora_model import ALPHA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
+from .metadata import for_file
+
+FORMATS = ("kohya", "comfyui", "diffusers")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp32") -> dict[str, Tensor]:
+    """The LoRA's tensors under the names of a format, on the host, each with storage of its own.
+
+    format: `kohya` (`lora_unet_*`, alpha kept), `comfyui` (`diffusion_model.<module>.lora_A/lora_B`) or `diffusers`
+    (PEFT names, FLUX's fused layers cut by rows). The last two have alpha / rank multiplied into `lora_B` in float32,
+    before the cast, and hold no alpha. dtype: `fp32`, `bf16` or `fp16`; alphas are always float32.
+
+    Raises ValueError where the format can't carry an update, or the dtype a value.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; choose one of {', '.join(FORMATS)}.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    layout = {"kohya": _kohya, "comfyui": _comfyui, "diffusers": _diffusers}[format]
+    model = normalised(lora)
+    tensors: dict[str, Tensor] = {}
+    for flat, parts in model.parts().items():
+        tensors.update(layout(model, flat, parts))
+    return {key: _cast(key, tensor, dtype) for key, tensor in tensors.items()}
+
+
+def save_lora(
+    path: str | Path,
+    lora: Mapping[str, Tensor],
+    format: str = "kohya",
+    dtype: str = "fp32",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the LoRA as a safetensors file, whole or not at all.
+
+    metadata: what `metadata_for` gave; None takes the LoRA's own. The hash and the names that depend on the format
+    are set for this file. Raises ValueError as `convert` does, and OSError with one sentence when it can't be written.
+    """
+    tensors = convert(lora, format, dtype)
+    facts = getattr(lora, "metadata", {}) if metadata is None else metadata
+    header = for_file(facts, tensors, format)
+    write_atomically(Path(path), lambda beside: save_file(tensors, beside, metadata=header))
+
+
+def _kohya(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    module = low_rank(parts)
+    # diffusers' converter of kohya files drops the alphas of the last layer: with alpha = rank nothing is lost.
+    if module and flat.startswith("final_layer_"):
+        parts = {**parts, UP: module.scaled_up, ALPHA: torch.tensor(float(module.rank))}
+    return {f"{PREFIX}{flat}.{suffix}": tensor for suffix, tensor in parts.items()}
+
+
+def _comfyui(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"diffusion_model.{_native(model, flat, 'comfyui')}"
+    module = low_rank(parts)
+    if module is None:
+        return {f"{prefix}.{suffix}": tensor for suffix, tensor in parts.items()}
+    others = {f"{prefix}.{suffix}": tensor for suffix, tensor in parts.items() if suffix not in (DOWN, UP, ALPHA)}
+    return {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": module.scaled_up, **others}
+
+
+def _diffusers(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    name = _native(model, flat, "diffusers")
+    targets = diffusers_names(name)
+    module = low_rank(parts)
+    if module is None or not set(parts) <= {DOWN, UP, ALPHA}:
+        raise ValueError(
+            f"format diffusers carries plain LoRA pairs only, and {name} has {', '.join(sorted(parts))}; "
+            "choose kohya or comfyui."
+        )
+    if not targets:
+        raise ValueError(f"format diffusers has no place for {name}, as it knows FLUX only; choose kohya or comfyui.")
+    ups = module.scaled_up.split(diffusers_rows(name, module.up.shape[0], module.down.shape[1]))
+    if name == SHIFT_SCALE_SWAPPED:
+        shift, scale = ups[0].chunk(2)
+        ups = (torch.cat((scale, shift)),)
+    return {
+        f"transformer.{target}.{key}": tensor
+        for target, up in zip(targets, ups, strict=True)
+        for key, tensor in (("lora_A.weight", module.down), ("lora_B.weight", up))
+    }
+
+
+def _native(model: LoraModel, flat: str, format: str) -> str:
+    name = model.name(flat)
+    if name is None:
+        raise ValueError(f"format {format} needs the module's own name, which {flat!r} does not tell; choose kohya.")
+    return name
+
+
+def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.to("cpu", copy=True).contiguous()
+    if not tensor.isfinite().all():
+        raise ValueError(f"lora holds NaN or infinite values ({key}); go back to an earlier save of the training.")
+    target = torch.float32 if key.endswith("." + ALPHA) else DTYPES[dtype]
+    cast = tensor.to("cpu", target, copy=True).contiguous()
+    if not cast.isfinite().all():
+        largest = float(tensor.abs().max())
+        raise ValueError(f"dtype {dtype} can't hold {largest:.4g} ({key}), its largest value is "
+                         f"{torch.finfo(target).max:.5g}; choose bf16 or fp32.")
+    return cast
+
+
+__all__ = ["DTYPES", "FORMATS", "LoraModel", "LowRank", "convert", "normalised", "save_lora"]

@@ -1,0 +1,130 @@
+"""LORA_MODEL: what the trainer hands to the graph, and what other nodes may hand to us."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .flux_keys import flat_name, flux_name
+
+PREFIX = "lora_unet_"
+DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
+_SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
+# Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
+_SUFFIXES = (*_SYNONYMS, DOWN, UP, "lora_mid.weight")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One module's update: delta W = alpha / rank · up @ down.
+
+    down: (rank, in). up: (out, rank).
+    """
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def scaled_up(self) -> Tensor:
+        """`up` in float32 with alpha / rank multiplied in, so that delta W = scaled_up @ down."""
+        return self.up.float() * (self.alpha / self.rank)
+
+
+class LoraModel(dict[str, Tensor]):
+    """A LoRA as ComfyUI's LORA_MODEL: contiguous tensors in kohya's keys, with the metadata that a file of it gets.
+
+    Keys are `lora_unet_<module, dots as underscores>` with `.lora_down.weight` (rank, in), `.lora_up.weight`
+    (out, rank) and `.alpha` (scalar). `names` says which module a flat name stands for, where that is known.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = (),
+        metadata: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ):
+        super().__init__(tensors)
+        self.metadata: dict[str, str] = dict(metadata or {})
+        self.names: dict[str, str] = dict(names or {})
+
+    @classmethod
+    def from_modules(cls, modules: Mapping[str, LowRank], metadata: Mapping[str, str] | None = None) -> "LoraModel":
+        """From native module names such as `double_blocks.0.img_attn.qkv`. The tensors are taken as they are."""
+        tensors: dict[str, Tensor] = {}
+        for name, module in modules.items():
+            key = PREFIX + flat_name(name)
+            tensors[f"{key}.{DOWN}"] = module.down.detach().contiguous()
+            tensors[f"{key}.{UP}"] = module.up.detach().contiguous()
+            tensors[f"{key}.{ALPHA}"] = torch.tensor(float(module.alpha))
+        return cls(tensors, metadata, {flat_name(name): name for name in modules})
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors by flat module name and then by suffix."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.items():
+            flat, _, suffix = key.removeprefix(PREFIX).partition(".")
+            found.setdefault(flat, {})[suffix] = tensor
+        return found
+
+    def name(self, flat: str) -> str | None:
+        """The native module name behind a flat one, or None where it can't be told."""
+        return self.names.get(flat) or flux_name(flat)
+
+    def modules(self) -> dict[str, LowRank]:
+        """The low-rank updates by native module name; what is not low-rank, or of unknown name, is left out."""
+        named = ((self.name(flat), low_rank(parts)) for flat, parts in self.parts().items())
+        return {name: module for name, module in named if name and module}
+
+
+def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:
+    """The low-rank update of one module's tensors (by suffix), or None for another kind of update."""
+    if DOWN not in parts or UP not in parts or "lora_mid.weight" in parts:
+        return None
+    down, up = parts[DOWN], parts[UP]
+    return LowRank(down, up, float(parts[ALPHA]) if ALPHA in parts else float(down.shape[0]))
+
+
+def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
+    """Any LORA_MODEL as a LoraModel: ours, a plain dict in kohya's keys, or `diffusion_model.<module>.…` (core's
+    Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, which is what loaders take it for.
+
+    Raises ValueError for keys of another model part or layout, and for half a pair.
+    """
+    if not isinstance(lora, Mapping) or not lora:
+        raise ValueError("lora is empty; connect the LORA_MODEL of a training node.")
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, str] = dict(lora.names) if isinstance(lora, LoraModel) else {}
+    for key, tensor in lora.items():
+        # torch.compile wraps a module and adds this to its name; no loader knows it.
+        module, suffix = _split(key.replace("_orig_mod.", ""))
+        if module.startswith("diffusion_model."):
+            native = module.removeprefix("diffusion_model.")
+            module = PREFIX + flat_name(native)
+            names[flat_name(native)] = native
+        elif not module.startswith(PREFIX):
+            raise ValueError(
+                f"lora holds {key!r}, which is no update of a diffusion model in kohya's or ComfyUI's names; "
+                "connect the LORA_MODEL of a training node."
+            )
+        tensors[f"{module}.{suffix}"] = tensor.detach().contiguous()
+    result = LoraModel(tensors, getattr(lora, "metadata", None), names)
+    for flat, parts in result.parts().items():
+        if (DOWN in parts) != (UP in parts):
+            raise ValueError(f"lora holds only half of the pair for {flat}; train or load it again.")
+        if DOWN in parts and ALPHA not in parts:
+            result[f"{PREFIX}{flat}.{ALPHA}"] = torch.tensor(float(parts[DOWN].shape[0]))
+    return result
+
+
+def _split(key: str) -> tuple[str, str]:
+    for suffix in _SUFFIXES:
+        if key.endswith("." + suffix):
+            return key[: -len(suffix) - 1], _SYNONYMS.get(suffix, suffix)
+    module, _, suffix = key.rpartition(".")
+    return module, suffix

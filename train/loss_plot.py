@@ -1,0 +1,219 @@
+"""The loss of a run as a picture, drawn with Pillow alone so that it works on every ComfyUI."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+# Pillow's lines have hard edges: everything is drawn this many times larger and scaled down.
+_SUPERSAMPLING = 3
+_BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
+_RAW, _SMOOTH, _BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)
+
+
+def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
+    """The exponential moving average of the loss, one value per step.
+
+    m_t = s·m_(t−1) + (1 − s)·x_t, divided by 1 − s^t against the zero start (Adam, arXiv 1412.6980, section 3).
+    A value that is not finite is left out of the average and gives NaN at its place.
+    """
+    average, weight = 0.0, 0.0
+    result = np.full(len(loss), np.nan)
+    for step, value in enumerate(loss):
+        if math.isfinite(value):
+            average = smoothing * average + (1 - smoothing) * value
+            weight = smoothing * weight + (1 - smoothing)
+            result[step] = average / weight
+    return result
+
+
+def plot_loss(
+    loss: Sequence[float],
+    smoothing: float = 0.9,
+    log_scale: bool = False,
+    width: int = 1024,
+    height: int = 512,
+    title: str = "Training loss",
+) -> Image.Image:
+    """The loss of each step faint, its moving average strong, over steps 1 to n. Returns an RGB picture.
+
+    Values that are not finite, and on a log scale those of 0 or less, are left out and marked at the foot.
+    Raises ValueError where nothing is left to draw.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing is {smoothing}; set it to 0 or more and below 1.")
+    if len(loss) == 0:
+        raise ValueError("loss is empty; train at least one step.")
+    values = np.asarray(loss, dtype=np.float64)
+    average = smoothed(values.tolist(), smoothing)
+    drawable = np.isfinite(values) & (values > 0 if log_scale else True)
+    if not drawable.any():
+        fix = "switch log_scale off" if np.isfinite(values).any() else "lower the learning rate and train again"
+        raise ValueError(f"loss has no value that can be drawn among its {len(values)}; {fix}.")
+    values = np.where(drawable, values, np.nan)
+    average = np.where(drawable & ((average > 0) | (not log_scale)), average, np.nan)
+    canvas = _Canvas(width, height, len(values), _value_range(values[drawable], log_scale), log_scale)
+    canvas.axes(title)
+    if smoothing > 0:
+        canvas.curve(values, _RAW, 1.0)
+        canvas.curve(average, _SMOOTH, 2.2)
+    else:
+        canvas.curve(values, _SMOOTH, 1.6)
+    canvas.marks(np.flatnonzero(~drawable))
+    canvas.legend(values, average, smoothing)
+    return canvas.picture()
+
+
+def _value_range(values: np.ndarray, log_scale: bool) -> tuple[float, float]:
+    """The ends of the value axis, in its own units (log10 on a log scale), with a little room."""
+    ends = np.log10([values.min(), values.max()]) if log_scale else np.array([values.min(), values.max()])
+    low, high = float(ends[0]), float(ends[1])
+    least = 0.1 if log_scale else max(abs(high) * 0.02, 1e-12)
+    room = max((high - low) * 0.06, least)
+    bottom = low - room
+    return (max(bottom, 0.0) if not log_scale and low >= 0 else bottom), high + room
+
+
+def _round_ticks(low: float, high: float, most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between low and high, `most` of them at most."""
+    if high <= low:
+        return [low]
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= most)
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round values for an axis of log10: 1, 2, 5 per decade where they fit, else whole decades, else linear ones."""
+    for factors in ((1, 2, 5), (1,)):
+        ticks = [f * 10.0**d for d in range(math.floor(low), math.ceil(high) + 1) for f in factors]
+        ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
+        if 3 <= len(ticks) <= most:
+            return ticks
+    if high - low < 1:
+        return [tick for tick in _round_ticks(10**low, 10**high, most) if tick > 0]
+    stride = math.ceil((high - low) / most)
+    return [10.0**d for d in range(math.ceil(low), math.floor(high) + 1, stride)]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """The shortest labels of one style that give the ticks exactly."""
+    for digits in range(1, 8):
+        texts = [f"{tick:.{digits}g}" for tick in ticks]
+        if all(math.isclose(float(t), tick, rel_tol=1e-6, abs_tol=1e-15) for t, tick in zip(texts, ticks, strict=True)):
+            break
+    if any("e" in text for text in texts) or max(abs(tick) for tick in ticks) >= 1e5:
+        return [f"{tick:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    return [f"{tick:.{decimals}f}" for tick in ticks]
+
+
+class _Canvas:
+    """The plot's area and scales; positions are in pixels of the finished picture."""
+
+    def __init__(self, width: int, height: int, steps: int, ends: tuple[float, float], log_scale: bool):
+        scale = _SUPERSAMPLING
+        self.size = (width, height)
+        self.steps, self.ends, self.log_scale = steps, ends, log_scale
+        self.image = Image.new("RGB", (width * scale, height * scale), _BACKGROUND)
+        self.draw = ImageDraw.Draw(self.image)
+        self.unit = height / 512
+        self.font = ImageFont.load_default(15 * self.unit * scale)
+        self.title_font = ImageFont.load_default(19 * self.unit * scale)
+        margin = self.unit
+        self.left, self.right = 84 * margin, width - 28 * margin
+        self.top, self.bottom = 56 * margin, height - 58 * margin
+
+    def x(self, step: float) -> float:
+        """step: counted from 0. A single step stands in the middle."""
+        part = step / (self.steps - 1) if self.steps > 1 else 0.5
+        return self.left + part * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.ends
+        position = math.log10(value) if self.log_scale else value
+        return self.bottom - (position - low) / (high - low) * (self.bottom - self.top)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: tuple[int, int, int], width: float) -> None:
+        scaled = [(x * _SUPERSAMPLING, y * _SUPERSAMPLING) for x, y in points]
+        self.draw.line(scaled, colour, max(1, round(width * self.unit * _SUPERSAMPLING)), joint="curve")
+
+    def dot(self, x: float, y: float, colour: tuple[int, int, int], radius: float) -> None:
+        self.draw.circle((x * _SUPERSAMPLING, y * _SUPERSAMPLING), radius * self.unit * _SUPERSAMPLING, colour)
+
+    def text(self, x: float, y: float, text: str, anchor: str, colour: tuple[int, int, int] = _TEXT) -> None:
+        self.draw.text((x * _SUPERSAMPLING, y * _SUPERSAMPLING), text, colour, self.font, anchor)
+
+    def axes(self, title: str) -> None:
+        scale, unit, (low, high) = _SUPERSAMPLING, self.unit, self.ends
+        ticks = _log_ticks(low, high, 8) if self.log_scale else _round_ticks(low, high, 7)
+        for tick, label in zip(ticks, _labels(ticks), strict=True):
+            self.line([(self.left, self.y(tick)), (self.right, self.y(tick))], _GRID, 1)
+            self.text(self.left - 10 * unit, self.y(tick), label, "rm")
+        for step in self._step_ticks():
+            x = self.x(step - 1)
+            self.line([(x, self.top), (x, self.bottom)], _GRID, 1)
+            self.line([(x, self.bottom), (x, self.bottom + 5 * unit)], _AXIS, 1.2)
+            self.text(x, self.bottom + 9 * unit, f"{step:,}", "ma")
+        self.line([(self.left, self.top), (self.left, self.bottom), (self.right, self.bottom)], _AXIS, 1.2)
+        self.draw.text((self.left * scale, 30 * unit * scale), title, _TEXT, self.title_font, "lm")
+        self.text((self.left + self.right) / 2, self.size[1] - 10 * unit, "optimizer step", "ms", _AXIS)
+        self._upright(16 * unit, (self.top + self.bottom) / 2, "loss (log scale)" if self.log_scale else "loss")
+
+    def _step_ticks(self) -> list[int]:
+        if self.steps == 1:
+            return [1]
+        inner = [int(tick) for tick in _round_ticks(1, self.steps, 10) if tick == int(tick) and tick >= 1]
+        gap = (inner[1] - inner[0]) * 0.6 if len(inner) > 1 else 0
+        first = [] if inner and inner[0] - 1 < gap else [1]
+        return sorted({*first, *inner})
+
+    def _upright(self, x: float, y: float, text: str) -> None:
+        left, top, right, bottom = self.font.getbbox(text)
+        label = Image.new("RGB", (math.ceil(right - left) + 4, math.ceil(bottom - top) + 4), _BACKGROUND)
+        ImageDraw.Draw(label).text((2 - left, 2 - top), text, _AXIS, self.font)
+        label = label.rotate(90, expand=True)
+        scale = _SUPERSAMPLING
+        self.image.paste(label, (round(x * scale - label.width / 2), round(y * scale - label.height / 2)))
+
+    def curve(self, values: np.ndarray, colour: tuple[int, int, int], width: float) -> None:
+        """A line through the values, broken where one is missing; a value without neighbours is a dot."""
+        for run in np.split(np.arange(len(values)), np.flatnonzero(np.diff(np.isnan(values))) + 1):
+            if np.isnan(values[run[0]]):
+                continue
+            if len(run) == 1:
+                self.dot(self.x(run[0]), self.y(values[run[0]]), colour, 5 if self.steps == 1 else width)
+            else:
+                self.line([(self.x(step), self.y(values[step])) for step in self._thinned(run, values)], colour, width)
+
+    def _thinned(self, run: np.ndarray, values: np.ndarray) -> list[int]:
+        """The steps to draw: all, or for long runs the lowest and the highest of each half pixel column."""
+        columns = int(self.right - self.left) * 2
+        if len(run) <= 2 * columns:
+            return run.tolist()
+        kept: list[int] = []
+        for part in np.array_split(run, columns):
+            kept += sorted({int(part[np.argmin(values[part])]), int(part[np.argmax(values[part])])})
+        return kept
+
+    def marks(self, steps: np.ndarray) -> None:
+        for step in steps[:: max(1, len(steps) // 2000)]:
+            self.line([(self.x(step), self.bottom), (self.x(step), self.bottom - 12 * self.unit)], _BAD, 2)
+
+    def legend(self, values: np.ndarray, average: np.ndarray, smoothing: float) -> None:
+        last = int(np.flatnonzero(~np.isnan(values))[-1])
+        entries = [(_SMOOTH if smoothing == 0 else _RAW, f"each step (last {values[last]:.4g})")]
+        if smoothing > 0 and not np.isnan(average[last]):
+            entries.append((_SMOOTH, f"moving average {smoothing:g} (last {average[last]:.4g})"))
+        if missing := int(np.isnan(values).sum()):
+            entries.append((_BAD, f"left out: {missing:,}"))
+        x, unit = self.right, self.unit
+        for colour, text in reversed(entries):
+            x -= self.font.getlength(text) / _SUPERSAMPLING
+            self.text(x, 30 * unit, text, "lm")
+            self.line([(x - 26 * unit, 30 * unit), (x - 8 * unit, 30 * unit)], colour, 3)
+            x -= 44 * unit
+
+    def picture(self) -> Image.Image:
+        return self.image.resize(self.size, Image.Resampling.LANCZOS)
