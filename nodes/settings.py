@@ -1,0 +1,119 @@
+"""Which folders of this machine a workflow may read: those of ComfyUI, and what the user's own settings file adds."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import folder_paths
+
+from ..train.dataset import is_picture
+
+SETTINGS_FILE = "tessera.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's settings. allowed_folders: absolute folders that workflows may read pictures from, with all below."""
+
+    allowed_folders: tuple[Path, ...] = ()
+
+
+def read_settings() -> Settings:
+    """Read `tessera.json` in ComfyUI's user folder, such as {"allowed_folders": ["/photos/training"]}.
+
+    No file means no settings. Raises ValueError if the file is broken.
+    """
+    path = Path(folder_paths.get_user_directory(), SETTINGS_FILE)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_place()} can't be read as JSON ({error}); mend it or delete it.") from error
+    folders = content.get("allowed_folders", []) if isinstance(content, dict) else None
+    if not isinstance(folders, list) or not all(isinstance(f, str) and os.path.isabs(f) for f in folders):
+        raise ValueError(
+            f'{_place()} has no list of absolute folders under "allowed_folders"; write it as '
+            f'{{"allowed_folders": ["/photos/training"]}}.'
+        )
+    return Settings(tuple(Path(folder) for folder in folders))
+
+
+def cache_folder() -> Path:
+    """Where encoded pictures and captions are kept."""
+    return Path(folder_paths.get_user_directory(), "tessera", "cache")
+
+
+def list_picture_folders() -> list[str]:
+    """What `resolve_folder` accepts on this machine: the folders that hold pictures, in themselves or below."""
+    found = {
+        f"{name}/{below}"
+        for name, roots in _own_roots().items()
+        for root in roots
+        for below in _folders_with_pictures(root)
+        if below != "."
+    }
+    try:
+        allowed = read_settings().allowed_folders
+    except ValueError as error:
+        logger.warning("%s", error)
+        allowed = ()
+    extra = {(root / below).as_posix() for root in allowed for below in _folders_with_pictures(root)}
+    return sorted(found) + sorted(extra)
+
+
+def resolve_folder(choice: str) -> Path:
+    """The folder that a workflow names: `input/…` or `datasets/…`, or an absolute path that the settings allow.
+
+    Links are followed before the check. Raises ValueError for any other folder, there or not.
+    """
+    if os.path.isabs(choice):
+        candidates = [(root, Path(choice)) for root in read_settings().allowed_folders]
+    else:
+        name, _, below = choice.replace("\\", "/").partition("/")
+        candidates = [(root, root / below) for root in _own_roots().get(name, []) if below]
+    inside = [folder for root, folder in candidates if _is_within(folder, root)]
+    if not inside:
+        raise ValueError(
+            f"The folder {choice!r} may not be read: it is not under ComfyUI's input or datasets folder; move it there "
+            f'(and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
+        )
+    for folder in inside:
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"The folder {choice!r} does not exist; put your pictures and captions there, or choose another.")
+
+
+def _own_roots() -> dict[str, list[Path]]:
+    try:
+        datasets = folder_paths.get_folder_paths("datasets")
+    except KeyError:  # ComfyUI before it had a datasets folder
+        datasets = [os.path.join(folder_paths.base_path, "datasets")]
+    return {"input": [Path(folder_paths.get_input_directory())], "datasets": [Path(folder) for folder in datasets]}
+
+
+def _folders_with_pictures(root: Path) -> set[str]:
+    """Relative paths of the folders that hold a picture in themselves or below; "." is the root."""
+    found: set[str] = set()
+    for parent, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        if any(is_picture(name) for name in names):
+            below = Path(parent).relative_to(root)
+            found |= {folder.as_posix() for folder in (below, *below.parents)}
+    return found
+
+
+def _is_within(folder: Path, root: Path) -> bool:
+    try:
+        real = os.path.realpath(root)
+        return os.path.commonpath((real, os.path.realpath(folder))) == real
+    except ValueError:  # another drive, or a NUL in the name
+        return False
+
+
+def _place() -> str:
+    return f"the file {SETTINGS_FILE} in ComfyUI's user folder"

@@ -1,0 +1,270 @@
+"""Preparing: what is encoded equals what core's nodes would give, once and only once, and bad inputs are told first."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tessera.train.dataset import Dataset, scan_folder
+from tessera.train.fingerprint import weights_fingerprint
+from tessera.train.pictures import load_picture
+from tessera.train.prepare import prepare, summary
+from tessera.train.tokens import crop_box
+
+SIZES = {"a": (96, 64), "b": (64, 96), "c": (70, 70), "d": (64, 200)}  # width, height
+CAPTIONS = {"a": "a red fox", "b": "a (very) small house", "c": "a red fox", "d": "tree " * 300}
+OPTIONS = {"megapixels": 0.01, "max_graphs": 1, "fit": "whole grids", "max_text_length": 512}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for name, (width, height) in SIZES.items():
+        Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(CAPTIONS[name])
+    return folder
+
+
+class Counted:
+    """The encoder's own method, with what it was called with."""
+
+    def __init__(self, monkeypatch, owner, method):
+        self.calls = []
+        original = getattr(owner, method)
+
+        def call(*args, **kwargs):
+            self.calls.append(args)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, call)
+
+    def since_last(self):
+        count = len(self.calls)
+        self.calls.clear()
+        return count
+
+
+@pytest.fixture
+def counts(tiny_vae, tiny_clip, monkeypatch):
+    return Counted(monkeypatch, tiny_vae, "encode"), Counted(monkeypatch, tiny_clip, "encode_from_tokens")
+
+
+def run(folder, vae, clip, tmp_path, **changes):
+    dataset = folder if isinstance(folder, Dataset) else scan_folder(folder, repeats=2)
+    return prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **{**OPTIONS, **changes})
+
+
+def test_samples_hold_what_core_encodes_of_the_cropped_picture_and_of_the_caption(
+    folder, tiny_vae, tiny_clip, tmp_path
+):
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        prepared = run(folder, tiny_vae, tiny_clip, tmp_path)
+        loaded = [sample.load() for sample in prepared.data.samples]
+    for sample, tensors, placement, size in zip(
+        prepared.data.samples, loaded, prepared.plan.placements, prepared.sizes, strict=True
+    ):
+        _, height, width = sample.grid
+        assert sample.tokens == height * width == prepared.plan.token_counts[0]
+        assert sample.repeats == 2
+        box, target = crop_box(size, placement.grid, 16)
+        assert target == (height * 16, width * 16)
+        with torch.inference_mode():
+            latent = tiny_vae.encode(load_picture(folder / sample.name, box, *target))
+        assert torch.equal(tensors.latent, latent[0]) and tensors.latent.shape == (16, height * 2, width * 2)
+        assert tensors.text.shape[1] == sample.text_length == (512 if sample.name == "d.png" else 256)
+        if sample.name in ("a.png", "c.png"):
+            ((cond, extra),) = tiny_clip.encode_from_tokens_scheduled(tiny_clip.tokenize("a red fox"))
+            assert torch.equal(tensors.text, cond) and tensors.text.dtype == cond.dtype
+            assert torch.equal(tensors.conditioning["pooled_output"], extra["pooled_output"])
+        for tensor in (tensors.latent, tensors.text, tensors.conditioning["pooled_output"]):
+            assert not tensor.is_inference()
+            weight = torch.ones((), requires_grad=True)
+            (tensor.float() * weight).sum().backward()
+    assert prepared.data.graph_keys() == [(sample.tokens, 256), (sample.tokens, 512)]
+    text = summary(prepared)
+    assert "d.png" not in text and f"{sample.tokens} tokens" in text
+
+
+def test_each_picture_and_each_distinct_caption_is_encoded_once_and_an_unchanged_data_set_not_again(
+    folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
+):
+    vae_calls, clip_calls = counts
+    first = run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (4, 3)
+    import comfy.model_management
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", load)
+    again = run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 0)
+    assert again.data.fingerprint == first.data.fingerprint
+    assert torch.equal(first.data.samples[1].load().latent, again.data.samples[1].load().latent)
+
+
+def test_a_changed_caption_encodes_that_caption_and_a_changed_picture_that_picture(
+    folder, tiny_vae, tiny_clip, counts, tmp_path
+):
+    vae_calls, clip_calls = counts
+    before = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    vae_calls.since_last(), clip_calls.since_last()
+
+    (folder / "b.txt").write_text("a large house")
+    after = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 1)
+    assert after.fingerprint != before.fingerprint
+    assert not torch.equal(after.samples[1].load().text, before.samples[1].load().text)
+
+    # The same size and the same second: only the bytes tell.
+    stat = (folder / "c.png").stat()
+    Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")
+    os.utime(folder / "c.png", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (1, 0)
+
+
+def test_changed_weights_or_a_lora_on_the_clip_encode_again_with_that_model_only(
+    folder, tiny_vae, tiny_clip, tiny_files, counts, tmp_path, monkeypatch
+):
+    import comfy.weight_adapter
+    import tiny
+
+    vae_calls, clip_calls = counts
+    before = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    vae_calls.since_last(), clip_calls.since_last()
+
+    patched = tiny_clip.clone()
+    key = "clip_l.transformer.text_model.encoder.layers.0.mlp.fc1.weight"
+    weight = patched.cond_stage_model.state_dict()[key]
+    adapter = comfy.weight_adapter.LoRAAdapter(
+        {key}, (torch.ones(weight.shape[0], 1), torch.ones(1, weight.shape[1]), 1.0, None, None, None)
+    )
+    assert patched.add_patches({key: adapter}, 0.5) == [key]
+    patched_calls = Counted(monkeypatch, patched, "encode_from_tokens")
+    with_lora = run(folder, tiny_vae, patched, tmp_path).data
+    assert (vae_calls.since_last(), patched_calls.since_last()) == (0, 3)
+    pooled = [data.samples[0].load().conditioning["pooled_output"] for data in (before, with_lora)]
+    assert not torch.equal(*pooled)
+    # The patched weights lie in the model now, yet the CLIP without the LoRA is still known.
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 0)
+
+    other_vae = tiny.load_vae(tiny_files["vae"])
+    with torch.no_grad():
+        other_vae.first_stage_model.taesd_encoder[0].weight[0, 0, 1, 1] += 1e-2
+    other_calls = Counted(monkeypatch, other_vae, "encode")
+    run(folder, other_vae, tiny_clip, tmp_path)
+    assert (other_calls.since_last(), clip_calls.since_last()) == (4, 0)
+
+
+def test_broken_cache_files_are_made_again_and_a_vanished_one_is_told(folder, tiny_vae, tiny_clip, counts, tmp_path):
+    vae_calls, clip_calls = counts
+    data = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    expected = [sample.load() for sample in data.samples]
+    vae_calls.since_last(), clip_calls.since_last()
+    files = sorted((tmp_path / "cache").rglob("*.safetensors"))
+    assert len(files) == 7
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-5])
+    data = run(folder, tiny_vae, tiny_clip, tmp_path).data
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (4, 3)
+    for sample, tensors in zip(data.samples, expected, strict=True):
+        assert torch.equal(sample.load().latent, tensors.latent) and torch.equal(sample.load().text, tensors.text)
+    for file in files:
+        file.unlink()
+    with pytest.raises(ValueError, match=r"encoded data of 'a.png' is gone from the cache folder; free"):
+        data.samples[0].load()
+
+
+def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(folder, tiny_vae, tiny_clip, counts, tmp_path):
+    class Cancelled(BaseException):
+        pass
+
+    vae_calls, clip_calls = counts
+    told = []
+
+    def interrupted():
+        if len(vae_calls.calls) == 2:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted)
+    vae_calls.since_last()
+    run(folder, tiny_vae, tiny_clip, tmp_path, progress=lambda *args: told.append(args))
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (2, 3)
+    assert (1, 2, "Encoding pictures: 1 of 2, about 0 s left") in told
+    assert told[-1] == (3, 3, "Encoding captions: 3 of 3")
+
+
+def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, tiny_clip, tmp_path):
+    prepared = run(folder, tiny_vae, tiny_clip, tmp_path, max_text_length=256)
+    length = len(tiny_clip.tokenize(CAPTIONS["d"].strip())["t5xxl"][0])
+    assert prepared.notes == (
+        f"Cut at the end, being longer than 256 tokens, the captions of d.png ({length - 256} tokens).",
+    )
+    assert {sample.text_length for sample in prepared.data.samples} == {256}
+    assert prepared.notes[0] in summary(prepared)
+
+
+def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny_clip, tmp_path):
+    pictures = scan_folder(folder).pictures
+    sets = [pictures, pictures[::-1], scan_folder(folder, repeats=3).pictures]
+    names = {run(Dataset(s), tiny_vae, tiny_clip, tmp_path).data.fingerprint for s in sets}
+    assert len(names) == 3
+
+
+def test_a_ragged_edge_keeps_the_same_number_of_tokens_of_every_picture(folder, tiny_vae, tiny_clip, tmp_path):
+    prepared = run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge", megapixels=0.02)
+    assert len({sample.tokens for sample in prepared.data.samples}) == 1
+    assert any(sample.tokens < sample.grid[1] * sample.grid[2] for sample in prepared.data.samples)
+    for sample in prepared.data.samples:
+        assert sample.load().latent.shape == (16, sample.grid[1] * 2, sample.grid[2] * 2)
+
+
+def test_a_clip_or_vae_of_another_family_is_refused_before_anything_is_encoded(
+    folder, tiny_vae, tiny_clip, other_family, counts, tmp_path
+):
+    with pytest.raises(ValueError, match=r"The CLIP holds SD1ClipModel \(sd1_clip\) text encoders, which FLUX.1 does"):
+        run(folder, tiny_vae, other_family["clip"], tmp_path)
+    with pytest.raises(ValueError, match=r"The VAE is a picture VAE with 4 latent channels at 1/8 of the size; FLUX.1"):
+        run(folder, other_family["vae"], tiny_clip, tmp_path)
+    assert not counts[0].calls and not (tmp_path / "cache").exists()
+
+
+def test_an_unreadable_picture_is_named_before_anything_is_encoded(folder, tiny_vae, tiny_clip, counts, tmp_path):
+    (folder / "c.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"'c.png' can't be read \(it is no picture or is damaged\); save it again"):
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert not counts[0].calls
+
+
+def test_values_that_are_not_finite_are_told(folder, tiny_vae, tiny_clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_vae, "encode", lambda pixels: torch.full((1, 16, 2, 2), float("nan")))
+    with pytest.raises(ValueError, match=r"Encoding a.png gave values that are not finite"):
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+
+
+def test_weights_are_known_by_every_byte_whether_or_not_they_are_patched_in(tiny_files):
+    import tiny
+
+    import comfy.model_management
+
+    first, second = (tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"]) for _ in range(2))
+    patched = second.clone()
+    key = "t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight"
+    weight = second.cond_stage_model.state_dict()[key]
+    before = weight.clone()
+    patched.add_patches({key: ("diff", (torch.ones(weight.shape),))})
+    comfy.model_management.load_models_gpu([patched.patcher])
+    assert not torch.equal(second.cond_stage_model.state_dict()[key], before)
+    assert weights_fingerprint(first.patcher) == weights_fingerprint(second.patcher)
+    assert weights_fingerprint(first.patcher) != weights_fingerprint(patched.patcher)
+    third = tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])
+    embedding = third.cond_stage_model.t5xxl.transformer.shared.weight
+    with torch.no_grad():
+        embedding[20001, 3] += embedding[20001, 3].abs() * 0.01 + 1e-3
+    assert weights_fingerprint(third.patcher) != weights_fingerprint(first.patcher)

@@ -1,0 +1,127 @@
+"""Names for weights and values: two things with one fingerprint hold the same numbers."""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+_COLUMNS = 1024  # 8-byte words per row of the column sums: 8 KiB are hashed for a tensor of any size
+_SAMPLES = 4096  # words taken at an even stride, which see what a column sum cannot: rows that changed places
+
+# The weights of a module are taken as constant while it lives: patches have a key of their own.
+_weights_of: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+_patches_of: "WeakKeyDictionary[nn.Module, dict[Any, str]]" = WeakKeyDictionary()
+
+
+def fingerprint(*values: Any) -> str:
+    """A stable hex name (40 characters) for nested values: tensors, numbers, strings, bytes, lists, dicts, adapters."""
+    digest = blake2b(digest_size=20)
+    _feed(digest, values)
+    return digest.hexdigest()
+
+
+def weights_fingerprint(patcher: Any) -> str:
+    """Name the weights that a ComfyUI model patcher stands for: those of its model without patches, and its patches.
+
+    Every byte of every parameter counts, so that a single changed element changes the name. The model's own weights
+    are read once in its life, its patches once for each `patches_uuid`. Loaded or not, patched in place or not, on
+    the device or the host, the name is the same.
+    """
+    model = patcher.model
+    if model not in _weights_of:
+        _weights_of[model] = _fingerprint_weights(patcher)
+    patches = _patches_of.setdefault(model, {})
+    if patcher.patches_uuid not in patches:
+        patches[patcher.patches_uuid] = fingerprint(sorted(patcher.patches.items()))
+    adapters = fingerprint([_injected(group) for _, group in sorted(patcher.injections.items())])
+    return fingerprint(_weights_of[model], patches[patcher.patches_uuid], adapters)
+
+
+def _fingerprint_weights(patcher: Any) -> str:
+    # A patch that core has written into the model keeps the original in `backup` (weights) or `hook_backup` (hooks).
+    originals = {key: saved[0] for key, saved in getattr(patcher, "hook_backup", {}).items()}
+    originals.update({key: saved.weight for key, saved in patcher.backup.items()})
+    digest = blake2b(digest_size=20)
+    for name, tensor in sorted(_named_weights(patcher.model), key=lambda named: named[0]):
+        digest.update(name.encode())
+        feed_tensor(digest, originals.get(name, tensor))
+    return digest.hexdigest()
+
+
+def _named_weights(model: nn.Module):
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        # The sampling schedule is a setting that nodes swap on the living model; it is no weight.
+        if prefix == "model_sampling" or prefix.startswith("model_sampling."):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _injected(group: list) -> list:
+    """The adapters of bypass injections, which core holds in the closure of the function that injects them."""
+    found: list = []
+    for injection in group:
+        cells = getattr(injection.inject, "__closure__", None) or ()
+        managers = [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "adapters")]
+        found.append([sorted(manager.adapters.items()) for manager in managers] or injection.inject.__qualname__)
+    return found
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        feed_tensor(digest, value)
+    elif isinstance(value, bytes):
+        digest.update(b"bytes%d:" % len(value))
+        digest.update(value)
+    elif isinstance(value, Mapping):
+        digest.update(b"map%d:" % len(value))
+        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
+            _feed(digest, (key, item))
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"list%d:" % len(value))
+        for item in value:
+            _feed(digest, item)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        text = repr(value).encode()
+        digest.update(b"%s%d:" % (type(value).__name__.encode(), len(text)))
+        digest.update(text)
+    elif isinstance(value, nn.Module):
+        _feed(digest, (type(value).__qualname__, sorted(value.state_dict().items())))
+    elif hasattr(value, "weights"):  # comfy.weight_adapter's adapters
+        _feed(digest, (type(value).__qualname__, value.weights))
+    else:
+        _feed(digest, getattr(value, "__qualname__", type(value).__qualname__))
+
+
+@torch.inference_mode()
+def feed_tensor(digest: Any, tensor: Tensor) -> None:
+    """Feed dtype, shape and bytes of a tensor, on any device, quantised or not, to a hashlib digest.
+
+    Large tensors are reduced where they lie: the bytes are viewed as 64-bit words in rows of 1024 and each column is
+    summed with wrap-around, so that a change of one element changes a sum; only the sums and a sample are hashed.
+    """
+    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    if type(tensor).__name__ == "QuantizedTensor":
+        parts, layout = tensor.__tensor_flatten__()
+        digest.update(f"{layout.get('layout_cls')}{sorted(layout.get('non_tensor_fields', {}).items())}".encode())
+        for part in parts:
+            feed_tensor(digest, getattr(tensor, part))
+        return
+    if tensor.is_meta or tensor.numel() == 0:
+        return
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.numel() <= _COLUMNS * 8:
+        digest.update(raw.cpu().numpy().tobytes())
+        return
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    rows = raw.numel() // (_COLUMNS * 8)
+    words = raw[: rows * _COLUMNS * 8].view(torch.int64)
+    sample = words[:: max(1, words.numel() // _SAMPLES)][:_SAMPLES]
+    for part in (words.view(rows, _COLUMNS).sum(0), sample, raw[rows * _COLUMNS * 8 :]):
+        digest.update(part.cpu().numpy().tobytes())

@@ -1,0 +1,138 @@
+"""From a picture file to pixels: colours as they are meant to be seen, upright, cropped and scaled in one pass."""
+
+import logging
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError, features
+from torch import Tensor
+
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff"})
+
+_ORIENTATION = 0x0112  # EXIF tag
+_PROFILE_SPACE = {"RGB": "RGB", "CMYK": "CMYK", "L": "GRAY"}
+# What a PNG file holds somewhere if it may carry an orientation. Looking for it in the bytes spares decoding, as
+# these chunks may stand behind the pixels.
+_PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PictureFacts:
+    """What planning needs of a picture file: a name for its bytes, and (height, width) in pixels when upright."""
+
+    digest: str
+    size: tuple[int, int]
+
+
+def inspect_picture(path: Path) -> PictureFacts:
+    """Read a picture's bytes, not its pixels. Unchanged files (size and time) are read once per process.
+
+    Raises ValueError if the file is no picture.
+    """
+    with _named_errors(path):
+        stat = os.stat(path)
+    return _inspect(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=65536)
+def _inspect(path: Path, size: int, mtime_ns: int) -> PictureFacts:
+    with _named_errors(path):
+        data = path.read_bytes()
+        with Image.open(BytesIO(data)) as image:
+            width, height = image.size
+            may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
+            if may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8):
+                width, height = height, width
+    return PictureFacts(blake2b(data, digest_size=20).hexdigest(), (height, width))
+
+
+def load_picture(path: Path, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:
+    """Decode a picture, cut it to `box` and scale that to `height` by `width`: float32, (1, H, W, 3), sRGB, 0 to 1.
+
+    box: (left, top, right, bottom) in pixels of the upright picture, fractions allowed.
+    The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
+    applied, an embedded colour profile is converted to sRGB, transparent parts show white, grey pictures become
+    three equal channels, an animation gives its first frame. 16-bit grey keeps its 16 bits; of 16-bit colour Pillow
+    reads the upper 8.
+    Raises ValueError, naming the file, if the picture can't be decoded.
+    """
+    with _named_errors(path), Image.open(path) as image:
+        planes = _planes(ImageOps.exif_transpose(image))
+        scaled = [
+            np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
+            for plane in planes
+        ]
+    pixels = np.stack(scaled if len(scaled) == 3 else scaled * 3, axis=-1).clip(0.0, 1.0)
+    return torch.from_numpy(pixels)[None]
+
+
+def _planes(image: Image.Image) -> Iterator[np.ndarray]:
+    """The one (grey) or three (red, green, blue) channels, 0 to 1, one at a time as they are large."""
+    if image.mode.startswith("I"):  # 16-bit grey; "I" is what older Pillow opens it as
+        yield np.asarray(image).astype(np.float32) / 65535
+        return
+    if image.mode == "F":
+        yield np.nan_to_num(np.asarray(image), nan=0.0, posinf=1.0, neginf=0.0)
+        return
+    profile = image.info.get("icc_profile")
+    alpha = None
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        alpha = np.asarray(image.getchannel("A")).astype(np.float32) / 255
+    if image.mode not in _PROFILE_SPACE:
+        image = image.convert("RGB")
+    image = _to_srgb(image, profile)
+    for band in image.split():
+        plane = np.asarray(band).astype(np.float32) / 255
+        yield plane if alpha is None else plane * alpha + (1 - alpha)
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Convert by the embedded profile if it is one of the image's own kind; without one RGB is taken as sRGB."""
+    if profile:
+        try:
+            source = ImageCms.ImageCmsProfile(BytesIO(profile))
+            fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[image.mode]
+            if fits and "srgb" not in ImageCms.getProfileDescription(source).lower():
+                converted = ImageCms.profileToProfile(
+                    image,
+                    source,
+                    ImageCms.createProfile("sRGB"),
+                    renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+                    outputMode="RGB",
+                    flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+                )
+                assert converted is not None
+                return converted
+        except (ImageCms.PyCMSError, OSError) as error:
+            logger.warning("A colour profile is damaged and is left out: %s", error)
+    return image if image.mode in ("RGB", "L") else image.convert("RGB")
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            yield
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"The picture {path.name!r} is too large to open ({error}); scale it down.") from error
+    except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, struct.error) as error:
+        if path.suffix.lower() == ".avif" and not features.check("avif"):
+            fix = "this Pillow reads no AVIF: update Pillow to 11.3 or later, or save the picture as PNG"
+        else:
+            fix = "save it again as PNG or JPEG, or take it out of the folder"
+        reason = "it is no picture or is damaged" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"The picture {path.name!r} can't be read ({reason}); {fix}.") from error
