@@ -1,0 +1,31 @@
+"""A workflow for real models, fitted to the tiny ones."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+
+def fit_workflow(
+    prompt: Mapping[str, Any], names: Mapping[str, str], folder: str, megapixels: float = 0.06, **train: Any
+) -> dict[str, Any]:
+    """The API workflow `prompt` with the tiny files (`names` of `write_models`) and the pictures in `folder`.
+
+    `train` are inputs of TesseraTrainLora. Core's DualCLIPLoader becomes the fixture pack's loader.
+    """
+    fitted = copy.deepcopy(dict(prompt))
+    for node in fitted.values():
+        kind, inputs = node["class_type"], node["inputs"]
+        if kind in ("UNETLoader", "TesseraLoadDiffusionModel"):
+            inputs["unet_name"] = names["unet_name"]
+        elif kind == "DualCLIPLoader":
+            node["class_type"] = "TesseraTinyClipLoader"
+            node["inputs"] = {key: names[key] for key in ("clip_name1", "clip_name2")}
+        elif kind == "VAELoader":
+            inputs["vae_name"] = names["vae_name"]
+        elif kind == "TesseraImageFolder":
+            inputs["folder"] = folder
+        elif kind == "TesseraPrepareDataset":
+            inputs["megapixels"] = megapixels
+        elif kind == "TesseraTrainLora":
+            inputs.update(train)
+    return fitted
