@@ -1,0 +1,59 @@
+"""How a region is compiled."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from .regions import run_block
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """backend and mode as `torch.compile` takes them. Training is always static in shape and whole (fullgraph)."""
+
+    backend: str = "inductor"
+    mode: str = "default"
+
+
+def compile_region(name: str, settings: CompileSettings, graphs: int) -> Callable[..., Any]:
+    """A compiled `run_block` of its own, which may hold up to `graphs` graphs and raises beyond that.
+
+    The limit belongs to this one region: nothing process-wide is written, and regions do not share entries. A torch
+    without those arguments gets a code object of its own per region, and torch's own limit.
+    """
+    # A copy of the code object under its own name: dynamo keeps its entries, and names its reports, by code object.
+    body = FunctionType(run_block.__code__.replace(co_name=f"run_{name}"), run_block.__globals__, f"run_{name}")
+    supported = inspect.signature(torch.compile).parameters
+    limits = {"recompile_limit": graphs, "isolate_recompiles": True}
+    extra: dict[str, Any] = {k: v for k, v in limits.items() if k in supported}
+    if settings.mode != "default" and settings.backend == "inductor":
+        extra["mode"] = settings.mode
+    return torch.compile(body, backend=settings.backend, fullgraph=True, dynamic=False, **extra)
+
+
+def compiler_missing(error: BaseException) -> str | None:
+    """One line of cause where `error` says that this machine cannot compile, else None."""
+    from torch._dynamo import exc as dynamo_errors
+
+    kinds: tuple[type[BaseException], ...] = (
+        dynamo_errors.BackendCompilerFailed,
+        dynamo_errors.InternalTorchDynamoError,
+    )
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, kinds) or type(seen).__module__.startswith("torch._inductor"):
+            return str(seen).strip().splitlines()[0][:300] if str(seen).strip() else type(seen).__name__
+        seen = seen.__cause__
+    return None
+
+
+def over_the_limit(error: BaseException) -> bool:
+    """True where dynamo gave up because a region met more shapes than were planned."""
+    return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")

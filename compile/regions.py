@@ -1,0 +1,19 @@
+"""What is compiled: one region per block structure, called with the block as an argument.
+
+All blocks of one structure share a region, so the number of graphs does not grow with depth.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..models.family import Block
+
+
+def block_regions(blocks: Sequence[tuple[str, Block]]) -> list[str]:
+    """The distinct structures among the blocks, in order of first use: one region each."""
+    return list(dict.fromkeys(block.structure() for _, block in blocks))
+
+
+def run_block(block: Block, *args: Any) -> Any:
+    """The body of every region."""
+    return block(*args)

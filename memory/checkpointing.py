@@ -1,0 +1,83 @@
+"""Which activations of a block are kept for backward and which are computed again.
+
+`full` keeps a block's inputs only, around the compiled block or the eager one. `selective` keeps a part of the
+expensive results: inside a compiled block the partitioner chooses them under a budget, in eager a policy over ops does.
+Nothing random happens inside a block (dropout masks come in as inputs), so no RNG state has to be kept.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def _matmul_ops() -> set[Any]:
+    return MATMUL_OPS | {torch.ops.tessera.stored_linear.default}
+
+
+def _policy(budget: float) -> Callable[..., CheckpointPolicy]:
+    """Keeps every attention result, and of the matmuls the part `budget`, spread evenly over the block."""
+    seen = {False: 0, True: 0}  # a counter each for the forward and for its recompute, which must agree
+
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in ATTENTION_OPS:
+            return CheckpointPolicy.MUST_SAVE if budget > 0 else CheckpointPolicy.PREFER_RECOMPUTE
+        if op in _matmul_ops():
+            count = seen[context.is_recompute]
+            seen[context.is_recompute] = count + 1
+            if int((count + 1) * budget) > int(count * budget):
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose
+
+
+def full(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with nothing kept but its inputs."""
+
+    def run_checkpointed(*args: Any) -> Any:
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return run_checkpointed
+
+
+def selective_eager(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
+    """`run` with a policy over ops; `budget` is the part of the matmul results that is kept, 0 to 1."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(_policy(budget))
+
+    def run_checkpointed(*args: Any) -> Any:
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    return run_checkpointed
+
+
+@contextmanager
+def partitioner_budget(budget: float) -> Iterator[None]:
+    """Within it, graphs are compiled to keep the part `budget` of what the partitioner could keep, 0 to 1."""
+    with functorch_config.patch(activation_memory_budget=budget):
+        yield
+
+
+def selective_compiled(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
+    """A compiled `run` whose graphs are partitioned under the budget."""
+
+    @functools.wraps(run)
+    def run_budgeted(*args: Any) -> Any:
+        with partitioner_budget(budget):
+            return run(*args)
+
+    return run_budgeted

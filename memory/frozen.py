@@ -1,0 +1,155 @@
+"""The frozen weights of a MODEL as plain tensors on the training device, and the linear layer that reads them.
+
+ComfyUI keeps the master copy. On the device that holds it a weight is shared without a copy, elsewhere it is copied
+once. Nothing here is ever written back.
+"""
+
+from dataclasses import dataclass
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.quant_ops import QuantizedTensor
+from torch import Tensor
+
+
+def share_outside_inference_mode(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd may save for backward.
+
+    Weights loaded by a node were made under `torch.inference_mode`, and autograd refuses to save such tensors; detach,
+    view and Parameter keep that mark, a new tensor over the same storage does not.
+    """
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        shared = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return shared.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+@dataclass(frozen=True)
+class FrozenLinear:
+    """weight: (out, in) as stored or in the compute dtype; scale: fp32 scalar of a scaled fp8 weight; bias: (out,)."""
+
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+
+class FrozenWeights:
+    """Reads the weights of a diffusion model by name, with the MODEL's weight patches in force.
+
+    The patcher has to be unloaded (its module weights are the unpatched masters): on a loaded one a patch would be
+    applied twice. Raises ValueError if ComfyUI still holds it loaded.
+    """
+
+    def __init__(self, patcher: ModelPatcher, device: torch.device, compute_dtype: torch.dtype):
+        if patcher.backup:
+            raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
+        self.patcher = patcher
+        self.device = device
+        self.compute_dtype = compute_dtype
+
+    def _stored(self, name: str) -> Tensor | None:
+        """The weight on the device in its stored dtype, patched. Stored wider than computed, it is narrowed once."""
+        key = f"diffusion_model.{name}"
+        weight, _, _ = get_key_weight(self.patcher.model, key)
+        if weight is None:
+            return None
+        module, _, parameter = key.rpartition(".")
+        if key in self.patcher.patches:
+            weight = self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
+        if isinstance(weight, QuantizedTensor):
+            return weight
+        # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
+        owner = self.patcher.model.get_submodule(module)
+        stored_dtype = getattr(owner, f"{parameter}_comfy_model_dtype", None) or weight.dtype
+        if stored_dtype.itemsize > self.compute_dtype.itemsize:
+            stored_dtype = self.compute_dtype
+        with torch.inference_mode(False):
+            return share_outside_inference_mode(weight.data).to(device=self.device, dtype=stored_dtype)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
+        weight = self._stored(name)
+        return None if weight is None else weight.to(self.compute_dtype)
+
+    def linear(self, name: str) -> FrozenLinear:
+        """The Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`."""
+        module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
+        weight, scale = self._stored(f"{name}.weight"), None
+        assert weight is not None, name
+        if isinstance(weight, QuantizedTensor):
+            weight, scale = self._plain(weight, getattr(module, "pre_quant_scale", None))
+        bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
+        return FrozenLinear(weight, scale, bias)
+
+    def _plain(self, weight: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A quantised weight as (stored, scale) where it is fp8 with one scale, else dequantised once."""
+        with torch.inference_mode(False), torch.no_grad():
+            stored = weight._qdata
+            scale = weight._params.scale
+            if input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and scale.numel() == 1:
+                stored = share_outside_inference_mode(stored).to(self.device)
+                return stored, share_outside_inference_mode(scale).to(self.device, torch.float32).reshape(())
+            full = share_outside_inference_mode(weight.dequantize()).to(self.device, self.compute_dtype)
+            if input_scale is not None:
+                full = full * input_scale.to(self.device, self.compute_dtype)
+            return full.clone(), None
+
+
+def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    full = weight.to(dtype)
+    return full if scale is None else full * scale.to(dtype)
+
+
+@torch.library.custom_op("tessera::stored_linear", mutates_args=())
+def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`linear` on a weight stored in another dtype than x.
+
+    Opaque on purpose: a plain cast followed by a matmul makes autograd, and the partitioner of a compiled graph, keep
+    the cast weight for backward, which for an fp8 model is a full-size copy of it among the activations. This op saves
+    the stored weight and casts again in backward.
+    """
+    return torch.nn.functional.linear(x, _dequantise(weight, scale, x.dtype), bias)
+
+
+@torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
+def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient of `stored_linear` with respect to x."""
+    return grad @ _dequantise(weight, scale, grad.dtype)
+
+
+@stored_linear.register_fake
+def _(x, weight, scale, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@stored_linear_input_grad.register_fake
+def _(grad, weight, scale):
+    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
+
+
+def _save_stored(ctx, inputs, output) -> None:
+    _, weight, scale, _ = inputs
+    ctx.save_for_backward(weight, scale)
+
+
+def _stored_linear_backward(ctx, grad):
+    weight, scale = ctx.saved_tensors
+    return stored_linear_input_grad(grad, weight, scale), None, None, None
+
+
+stored_linear.register_autograd(_stored_linear_backward, setup_context=_save_stored)
+
+
+def frozen_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
+    if weight.dtype == x.dtype and scale is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    return stored_linear(x, weight, scale, bias)
+
+
+def unload_everything() -> None:
+    """Takes every model off its device, so that the run starts with all the memory and unpatched master weights."""
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()

@@ -1,0 +1,46 @@
+"""One sample's conditioning, taken through the MODEL's own `extra_conds` exactly as ComfyUI does when it samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from comfy.model_base import BaseModel
+from torch import Tensor
+
+# What other nodes put on a conditioning to steer sampling; a training step has no use for it.
+SAMPLING_ONLY = {"start_percent", "end_percent", "clip_start_percent", "clip_end_percent", "strength", "area", "mask"}
+
+
+def model_conditioning(
+    model: BaseModel,
+    noisy: Tensor,
+    text: Tensor,
+    conditioning: Mapping[str, Any],
+    guidance: float,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The keyword tensors of `apply_model` for one sample, in the inference dtype, on the device.
+
+    noisy: (C, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError where the
+    conditioning carries what a training step can't honour (a ControlNet, GLIGEN, hooks, reference latents).
+    """
+    for name in ("control", "gligen", "hooks"):
+        if conditioning.get(name) is not None:
+            raise ValueError(f"positive carries {name}, which training cannot honour; connect it without that node.")
+    known = {k: v for k, v in conditioning.items() if k not in SAMPLING_ONLY}
+    known |= {"guidance": guidance}
+    made = model.extra_conds(cross_attn=text, noise=noisy[None], device=device, **known)
+    dtype = model.get_dtype_inference()
+    result: dict[str, Tensor] = {}
+    for name, cond in made.items():
+        value = cond.process_cond(batch_size=1, area=None, device=device).cond
+        if isinstance(value, Tensor):
+            result[name] = _cast(value, device, dtype)
+        elif isinstance(value, list):
+            raise ValueError(f"positive carries {name}, which LoRA training of this model does not take; remove it.")
+    return result
+
+
+def _cast(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    keep = value.dtype in (torch.int, torch.long)
+    return value.to(device=device, dtype=None if keep else dtype)

@@ -1,0 +1,360 @@
+"""FLUX.1: the transformer of black-forest-labs/flux over the weights of ComfyUI's `comfy.ldm.flux.model.Flux`.
+
+ComfyUI's block forward adds to its inputs in place, which is wrong under autograd, and its attention wrapper does not
+trace whole; so the blocks are written here again, without in-place operations, on SDPA.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_base
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..memory.frozen import FrozenWeights
+from .attention import Attention, attention_function
+from .conditioning import model_conditioning
+from .family import Block, ModelInputs, NoisySample, Patches, RunBlock
+from .lora_linear import LoraLinear
+
+PATCH_SIZE = 2
+SCHNELL_TEXT_LENGTH = 256
+Modulation = tuple[Tensor, Tensor, Tensor]
+
+
+def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
+    """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
+
+    positions: (B, T, axes) → (B, 1, T, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does
+    (fp32 where the device has no fp64).
+    """
+    real = torch.float32 if positions.device.type == "mps" else torch.float64
+    angles = []
+    for axis, dim in enumerate(axes_dim):
+        scale = torch.linspace(0, (dim - 2) / dim, steps=dim // 2, dtype=real, device=positions.device)
+        angles.append(positions[..., axis, None].to(real) / theta**scale)
+    angle = torch.cat(angles, dim=-1)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(1)
+
+
+def rotate(x: Tensor, pe: Tensor) -> Tensor:
+    """Turns the pairs (0, 1), (2, 3), … of the head dimension. x: (B, H, T, D), pe: (B, 1, T, D/2, 2) → as x."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = pe.unbind(-1)
+    return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2).to(x.dtype)
+
+
+def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -> Tensor:
+    """Sinusoidal embedding of 1000·t. t: (B,) → (B, dim), in the dtype of t: core casts guidance first, so in bf16 a
+    guidance of 3.5 embeds as 3504, and what the model was shown at inference is kept here."""
+    t = 1000.0 * t
+    half = dim // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
+    angle = t[:, None].float() * torch.exp(-math.log(max_period) * exponent)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1).to(t.dtype)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Adaptive layer norm: LN(x)·(1 + scale) + shift. x: (B, T, D), shift and scale: (B, 1, D)."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=1e-6), 1 + scale)
+
+
+def finite_in_fp16(x: Tensor) -> Tensor:
+    """Core clamps overflow in fp16 so that the picture survives; the same values have to be seen in training."""
+    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
+
+
+class QKNorm(nn.Module):
+    """RMS norm of queries and keys over the head dimension."""
+
+    query_scale: Tensor | None
+    key_scale: Tensor | None
+
+    def __init__(self, weights: FrozenWeights, name: str, eps: float | None):
+        super().__init__()
+        self.register_buffer("query_scale", weights.tensor(f"{name}.query_norm.weight"), persistent=False)
+        self.register_buffer("key_scale", weights.tensor(f"{name}.key_norm.weight"), persistent=False)
+        self.eps = eps
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        head = q.shape[-1:]
+        return F.rms_norm(q, head, self.query_scale, self.eps), F.rms_norm(k, head, self.key_scale, self.eps)
+
+
+class Stream(nn.Module):
+    """One half of a double block: the layers of the picture's tokens or of the text's."""
+
+    def __init__(self, weights: FrozenWeights, prefix: str, side: str, block: Any):
+        super().__init__()
+        self.mod = LoraLinear(weights.linear(f"{prefix}.{side}_mod.lin"))
+        self.qkv = LoraLinear(weights.linear(f"{prefix}.{side}_attn.qkv"))
+        self.norm = QKNorm(weights, f"{prefix}.{side}_attn.norm", getattr(block, f"{side}_attn").norm.query_norm.eps)
+        self.proj = LoraLinear(weights.linear(f"{prefix}.{side}_attn.proj"))
+        self.mlp_in = LoraLinear(weights.linear(f"{prefix}.{side}_mlp.0"))
+        self.mlp_out = LoraLinear(weights.linear(f"{prefix}.{side}_mlp.2"))
+        self.num_heads = block.num_heads
+
+    def heads(self, x: Tensor, modulation: Modulation, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (B, T, D) → normalised q and k, and v, each (B, H, T, head)."""
+        qkv = self.qkv(modulate(x, modulation[0], modulation[1]), mask)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.norm(q, k)
+        return q, k, v
+
+    def after_attention(
+        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, masks: dict[str, Tensor]
+    ) -> Tensor:
+        x = x + first[2] * self.proj(attended, masks.get("proj"))
+        hidden = F.gelu(self.mlp_in(modulate(x, second[0], second[1]), masks.get("mlp_in")), approximate="tanh")
+        return x + second[2] * self.mlp_out(hidden, masks.get("mlp_out"))
+
+
+class DoubleBlock(Block):
+    """Picture and text with weights of their own, joined in attention. Text comes first in the joint sequence."""
+
+    kind = "double"
+    native = {"mod": "mod.lin", "qkv": "attn.qkv", "proj": "attn.proj", "mlp_in": "mlp.0", "mlp_out": "mlp.2"}
+
+    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
+        super().__init__()
+        self.img = Stream(weights, prefix, "img", block)
+        self.txt = Stream(weights, prefix, "txt", block)
+        self.attention = attention
+
+    def native_name(self, name: str) -> str:
+        side, _, layer = name.partition(".")
+        return f"{side}_{self.native[layer]}"
+
+    def lora_rows(self, image_tokens: int, text_tokens: int) -> dict[str, int]:
+        rows = {"img": image_tokens, "txt": text_tokens}
+        return {name: 1 if name.endswith("mod") else rows[name.partition(".")[0]] for name in self.linears()}
+
+    def forward(
+        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """img: (B, N, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N, head/2, 2)."""
+        img_mod = self.img.mod(vec, masks.get("img.mod")).chunk(6, dim=-1)
+        txt_mod = self.txt.mod(vec, masks.get("txt.mod")).chunk(6, dim=-1)
+        img_q, img_k, img_v = self.img.heads(img, img_mod[:3], masks.get("img.qkv"))
+        txt_q, txt_k, txt_v = self.txt.heads(txt, txt_mod[:3], masks.get("txt.qkv"))
+        q = rotate(torch.cat((txt_q, img_q), dim=2), pe)
+        k = rotate(torch.cat((txt_k, img_k), dim=2), pe)
+        attended = self.attention(q, k, torch.cat((txt_v, img_v), dim=2))
+        txt_attended, img_attended = attended.split((txt.shape[1], img.shape[1]), dim=1)
+        img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], _of("img.", masks))
+        txt = self.txt.after_attention(txt, txt_attended, txt_mod[:3], txt_mod[3:], _of("txt.", masks))
+        return img, finite_in_fp16(txt)
+
+
+class SingleBlock(Block):
+    """Attention and MLP in parallel on the joint sequence (arXiv 2302.05442)."""
+
+    kind = "single"
+    native = {"mod": "modulation.lin", "linear1": "linear1", "linear2": "linear2"}
+
+    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
+        super().__init__()
+        self.mod = LoraLinear(weights.linear(f"{prefix}.modulation.lin"))
+        self.linear1 = LoraLinear(weights.linear(f"{prefix}.linear1"))
+        self.linear2 = LoraLinear(weights.linear(f"{prefix}.linear2"))
+        self.norm = QKNorm(weights, f"{prefix}.norm", block.norm.query_norm.eps)
+        self.num_heads = block.num_heads
+        self.attention = attention
+
+    def native_name(self, name: str) -> str:
+        return self.native[name]
+
+    def lora_rows(self, image_tokens: int, text_tokens: int) -> dict[str, int]:
+        return {name: 1 if name == "mod" else image_tokens + text_tokens for name in self.linears()}
+
+    def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]) -> Tensor:
+        """x: (B, L + N, D), vec: (B, 1, D) after SiLU."""
+        shift, scale, gate = self.mod(vec, masks.get("mod")).chunk(3, dim=-1)
+        width = x.shape[-1]
+        joint = self.linear1(modulate(x, shift, scale), masks.get("linear1"))
+        qkv, hidden = joint.split((3 * width, joint.shape[-1] - 3 * width), dim=-1)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.norm(q, k)
+        attended = self.attention(rotate(q, pe), rotate(k, pe), v)
+        hidden = torch.cat((attended, F.gelu(hidden, approximate="tanh")), dim=-1)
+        return finite_in_fp16(x + gate * self.linear2(hidden, masks.get("linear2")))
+
+
+def _of(prefix: str, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}
+
+
+class Embedder(nn.Module):
+    """Two Linears with SiLU between, for time, guidance and the pooled text."""
+
+    def __init__(self, weights: FrozenWeights, name: str):
+        super().__init__()
+        self.in_layer = LoraLinear(weights.linear(f"{name}.in_layer"))
+        self.out_layer = LoraLinear(weights.linear(f"{name}.out_layer"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_layer(F.silu(self.in_layer(x)))
+
+
+class FluxTransformer:
+    """FLUX.1 with its weights frozen, ready for LoRA."""
+
+    def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
+        self.axes_dim, self.theta = tuple(flux.params.axes_dim), flux.params.theta
+        self.dtype = weights.compute_dtype
+        self.img_in = LoraLinear(weights.linear("img_in"))
+        self.txt_in = LoraLinear(weights.linear("txt_in"))
+        self.time_in = Embedder(weights, "time_in")
+        self.vector_in = Embedder(weights, "vector_in") if flux.vector_in is not None else None
+        self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
+        self.double_blocks = [
+            DoubleBlock(weights, f"double_blocks.{i}", b, attention) for i, b in enumerate(flux.double_blocks)
+        ]
+        self.single_blocks = [
+            SingleBlock(weights, f"single_blocks.{i}", b, attention) for i, b in enumerate(flux.single_blocks)
+        ]
+        self.final_modulation = LoraLinear(weights.linear("final_layer.adaLN_modulation.1"))
+        self.final_linear = LoraLinear(weights.linear("final_layer.linear"))
+
+    def blocks(self) -> list[tuple[str, Block]]:
+        double = [(f"double_blocks.{i}", block) for i, block in enumerate(self.double_blocks)]
+        single = [(f"single_blocks.{i}", block) for i, block in enumerate(self.single_blocks)]
+        return [*double, *single]
+
+    def linears(self) -> dict[str, LoraLinear]:
+        """Every Linear by the model's own module name."""
+        found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
+        outer = {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
+        outer["final_layer.adaLN_modulation.1"] = self.final_modulation
+        for name in ("time_in", "vector_in", "guidance_in"):
+            if (embedder := getattr(self, name)) is not None:
+                outer |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
+        return found | outer
+
+    def embed(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """→ img (B, N, D), txt (B, L, D), vec (B, D), pe (B, 1, L + N, head/2, 2)."""
+        img = self.img_in(inputs.tokens)
+        vec = self.time_in(timestep_embedding(inputs.timestep).to(self.dtype))
+        if self.guidance_in is not None and inputs.guidance is not None:
+            vec = vec + self.guidance_in(timestep_embedding(inputs.guidance).to(self.dtype))
+        if self.vector_in is not None:
+            width = self.vector_in.in_layer.weight.shape[1]
+            pooled = inputs.pooled
+            vec = vec + self.vector_in(vec.new_zeros(vec.shape[0], width) if pooled is None else pooled[:, :width])
+        txt = self.txt_in(inputs.text)
+        text_positions = inputs.positions.new_zeros(*inputs.text.shape[:2], inputs.positions.shape[-1])
+        pe = rope(torch.cat((text_positions, inputs.positions), dim=1), self.axes_dim, self.theta)
+        return img, txt, vec, pe
+
+    def head(self, img: Tensor, vec: Tensor) -> Tensor:
+        """img: (B, N, D) → velocity (B, N, C·patch)."""
+        shift, scale = self.final_modulation(F.silu(vec)[:, None]).chunk(2, dim=-1)
+        return self.final_linear(modulate(img, shift, scale))
+
+    def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
+        img, txt, vec, pe = self.embed(inputs)
+        if torch.is_grad_enabled():
+            # The first block must look like the others to the compiler: its inputs require grad too.
+            img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
+        silu_vec = F.silu(vec)[:, None]
+        for block in self.double_blocks:
+            img, txt = run(block, img, txt, silu_vec, pe)
+        x = torch.cat((txt, finite_in_fp16(img)), dim=1)
+        for single in self.single_blocks:
+            x = run(single, x, silu_vec, pe)
+        return self.head(x[:, txt.shape[1] :], vec)
+
+
+class Flux:
+    """The FLUX.1 family: dev, schnell, and every checkpoint of that shape."""
+
+    name = "flux"
+    patch_size = PATCH_SIZE
+    latent_channels = 16
+    # Attention and MLP of every block; the modulation is left out, as the common FLUX trainers do.
+    default_targets: tuple[str, ...] = (
+        "double_blocks.*.img_attn.*",
+        "double_blocks.*.txt_attn.*",
+        "double_blocks.*.img_mlp.*",
+        "double_blocks.*.txt_mlp.*",
+        "single_blocks.*.linear1",
+        "single_blocks.*.linear2",
+    )
+    default_shift = 1.0
+
+    def matches(self, model: Any) -> bool:
+        """True for ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
+        if type(model) is not comfy.model_base.Flux:
+            return False
+        params = model.diffusion_model.params
+        other = ("global_modulation", "mlp_silu_act", "yak_mlp", "txt_norm")
+        return not any(getattr(params, name, False) for name in other) and not getattr(params, "txt_ids_dims", [])
+
+    def variant(self, model: Any) -> str:
+        """`dev` where the model takes guidance, else `schnell`."""
+        return "dev" if model.diffusion_model.params.guidance_embed else "schnell"
+
+    def text_width(self, model: Any) -> int:
+        """The width of the text encoder's output that the model takes."""
+        return model.diffusion_model.txt_in.in_features
+
+    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
+        """What a user should know about these captions' lengths (tokens) on this model."""
+        long = sum(length > SCHNELL_TEXT_LENGTH for length in text_lengths)
+        if self.variant(model) == "dev" or not long:
+            return []
+        return [
+            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was trained "
+            f"with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
+        ]
+
+    def build(
+        self, patcher: ModelPatcher, device: torch.device, compute_dtype: torch.dtype, attention: str
+    ) -> FluxTransformer:
+        weights = FrozenWeights(patcher, device, compute_dtype)
+        attend = attention_function(attention, device, compute_dtype)
+        return FluxTransformer(weights, patcher.model.diffusion_model, attend)
+
+    def linear_names(self, model: Any) -> list[str]:
+        """The module names of every Linear of the model, without reading a weight."""
+        return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
+
+    def inputs(
+        self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+    ) -> ModelInputs:
+        """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
+        that this forward does not run."""
+        device, dtype = sigma.device, patcher.model.get_dtype_inference()
+        patches, conds = [], []
+        for sample in samples:
+            cond = model_conditioning(patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device)
+            if "attention_mask" in cond:
+                raise ValueError("positive carries an attention mask, which FLUX.1 training does not take; remove it.")
+            concat = cond.get("c_concat")
+            latent = sample.latent if concat is None else torch.cat((sample.latent, concat[0].to(sample.latent.dtype)))
+            patches.append(self.cut(latent.to(dtype), sample.tokens))
+            conds.append(cond)
+        # Core casts the latent, then the text and the float extras, guidance too; sigma stays fp32 up to the embedding.
+        timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()
+        return ModelInputs(
+            tokens=torch.stack([p.tokens for p in patches]),
+            positions=torch.stack([p.positions for p in patches]),
+            text=torch.cat([c["c_crossattn"] for c in conds]),
+            pooled=torch.cat([c["y"] for c in conds]) if all("y" in c for c in conds) else None,
+            timestep=patcher.model.process_timestep(timestep),
+            guidance=torch.cat([c["guidance"] for c in conds]) if all("guidance" in c for c in conds) else None,
+        )
+
+    def cut(self, latent: Tensor, keep: int) -> Patches:
+        """latent: (C, H, W) with even sides → the first `keep` of its tokens in row order, and their positions."""
+        channels, height, width = latent.shape
+        h, w = height // PATCH_SIZE, width // PATCH_SIZE
+        patches = latent.reshape(channels, h, PATCH_SIZE, w, PATCH_SIZE).permute(1, 3, 0, 2, 4)
+        tokens = patches.reshape(h * w, channels * PATCH_SIZE * PATCH_SIZE)
+        rows = torch.arange(h, dtype=torch.float32, device=latent.device).repeat_interleave(w)
+        columns = torch.arange(w, dtype=torch.float32, device=latent.device).repeat(h)
+        positions = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1)
+        return Patches(tokens[:keep], positions[:keep])

@@ -1,0 +1,62 @@
+"""What other nodes have put on a MODEL, as far as it matters to training."""
+
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from comfy.weight_adapter.bypass import BypassInjectionManager
+
+# Wrappers that act around sampling, not on what the model computes.
+_HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
+
+
+def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...]]:
+    """A clone for training, and a sentence for each thing on the MODEL that training leaves out.
+
+    Weight patches (LoRAs) stay in force. LoRAs in bypass mode become weight patches. What changes the forward pass
+    without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward.
+    Raises ValueError for weight wrappers and for injections of unknown kind: they change the weights in a way that
+    cannot be read.
+    """
+    clone = patcher.clone()
+    notes: list[str] = []
+    converted = 0
+    for name, injections in list(clone.injections.items()):
+        managers = [m for injection in injections for m in _closed_over(injection.inject)]
+        if len(managers) != len(injections):
+            raise ValueError(
+                f"model carries the injection {name!r}, which training cannot honour; connect it without it."
+            )
+        for manager in managers:
+            for module, (adapter, strength) in manager.adapters.items():
+                converted += len(clone.add_patches({f"{module}.weight": adapter}, strength))
+        clone.remove_injections(name)
+    if converted:
+        notes.append(f"{converted} bypass LoRA weights on the MODEL are applied as ordinary ones while it trains.")
+    if clone.weight_wrapper_patches:
+        raise ValueError("model carries weight wrappers, which training cannot honour; connect it without them.")
+    notes += _ignored(clone)
+    return clone, tuple(notes)
+
+
+def _closed_over(function: Any) -> list[BypassInjectionManager]:
+    """Core keeps the manager of bypass adapters in the closure of the function that injects them."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [c.cell_contents for c in cells if isinstance(c.cell_contents, BypassInjectionManager)]
+
+
+def _ignored(patcher: ModelPatcher) -> list[str]:
+    options = patcher.model_options.get("transformer_options", {})
+    found = [f"transformer patches ({', '.join(sorted(options[k]))})" for k in ("patches",) if options.get(k)]
+    found += (
+        [f"replaced blocks ({', '.join(sorted(options['patches_replace']))})"] if options.get("patches_replace") else []
+    )
+    found += ["an attention override"] if options.get("optimized_attention_override") else []
+    found += ["a model function wrapper"] if patcher.model_options.get("model_function_wrapper") else []
+    found += ["RoPE options"] if options.get("rope_options") else []
+    for kind, wrappers in patcher.wrappers.items():
+        if any(wrappers.values()) and kind not in _HARMLESS_WRAPPERS:
+            found.append(f"{kind} wrappers")
+    others = [k for k in patcher.object_patches if k != "model_sampling"]
+    found += [f"object patches ({', '.join(sorted(others))})"] if others else []
+    return [f"The MODEL carries {what}, which training leaves out." for what in found]

@@ -1,0 +1,62 @@
+"""Shows a training run to whoever looks: the progress bar and its text, and live events for the browser."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy.utils import ProgressBar
+from server import PromptServer
+
+from ..train.events import StepReport
+
+log = logging.getLogger(__name__)
+
+EVENT = "tessera.train"
+
+
+class ServerObserver:
+    """Sends what a run tells to the client that queued it, as events `{"node": id, "kind": …, …}`."""
+
+    def __init__(self, node_id: str, steps: int):
+        self.node_id = node_id
+        self.bar = ProgressBar(steps, node_id=node_id)
+
+    def _send(self, kind: str, **values: Any) -> None:
+        server = PromptServer.instance
+        if server is not None and server.client_id is not None:
+            server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
+
+    def _text(self, text: str) -> None:
+        server = PromptServer.instance
+        if server is not None and server.client_id is not None:
+            server.send_progress_text(text, self.node_id, server.client_id)
+
+    def phase(self, text: str) -> None:
+        log.info(text)
+        self._text(text)
+        self._send("phase", text=text)
+
+    def note(self, text: str) -> None:
+        log.info(text)
+        self._send("note", text=text)
+
+    def step(self, report: StepReport) -> None:
+        self.bar.update_absolute(report.step, report.steps)
+        self._text(report.text())
+        self._send(
+            "step",
+            step=report.step,
+            steps=report.steps,
+            loss=report.loss,
+            learning_rate=report.learning_rate,
+            seconds_per_step=report.seconds_per_step,
+            seconds_left=report.seconds_left,
+        )
+
+    def saved(self, path: Path) -> None:
+        log.info("Saved %s", path.name)
+        self._send("saved", file=path.name)
+
+    def check_interrupted(self) -> None:
+        throw_exception_if_processing_interrupted()

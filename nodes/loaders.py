@@ -1,0 +1,58 @@
+"""The node that loads a diffusion model for sampling and for training."""
+
+import folder_paths
+import torch
+from comfy import sd
+from comfy_api.latest import io
+
+WEIGHT_DTYPES = {
+    "default": None,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class TesseraLoadDiffusionModel(io.ComfyNode):
+    """Loads a diffusion model file, so that it can be sampled from, and trained on by Train LoRA without a copy."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraLoadDiffusionModel",
+            display_name="Load Diffusion Model (Block Swap)",
+            category="Tessera/loaders",
+            description="Loads a FLUX.1 diffusion model for sampling and for Train LoRA.",
+            search_aliases=["load unet", "load flux", "unet loader"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=folder_paths.get_filename_list("diffusion_models"),
+                    tooltip="The model file, from ComfyUI's models/diffusion_models folder.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="default",
+                    tooltip="How the weights are kept. default takes the file's own format. fp8 halves the memory of a "
+                    "bf16 file at some loss of detail; fp8_e4m3fn_fast also multiplies in fp8 when sampling, on cards "
+                    "that can.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The model, for a sampler, a LoRA loader or Train LoRA.")],
+        )
+
+    @classmethod
+    def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
+        options: dict = {}
+        if (dtype := WEIGHT_DTYPES[weight_dtype]) is not None:
+            options["dtype"] = dtype
+        if weight_dtype == "fp8_e4m3fn_fast":
+            options["fp8_optimizations"] = True
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        # Outside inference mode the weights are ordinary tensors, which autograd may save for backward.
+        with torch.inference_mode(False):
+            return io.NodeOutput(sd.load_diffusion_model(path, model_options=options))
+
+
+NODES = [TesseraLoadDiffusionModel]

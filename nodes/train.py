@@ -1,0 +1,198 @@
+"""The node that trains."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+from ..train.data import TrainingData
+from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from ..train.run import TrainSettings, list_states
+from ..train.train_lora import train_lora
+from .data import TrainingDataType
+from .events import ServerObserver
+from .options import MemoryType, NetworkType, ObjectiveType, OptimizerType
+from .output import LoraModelType, LossMapType
+
+
+def runs_folder() -> Path:
+    """Where runs are kept: ComfyUI lists this folder in its LoRA loaders."""
+    return Path(folder_paths.get_output_directory(), "loras")
+
+
+class TesseraTrainLora(io.ComfyNode):
+    """Trains a LoRA on the MODEL that comes in, which is left as it was."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraTrainLora",
+            display_name="Train LoRA",
+            category="Tessera/training",
+            description="Trains a LoRA on a FLUX.1 model. Everything a run makes lies in output/loras/<name>-<key>; a "
+            "run that was finished before with the same settings is returned at once.",
+            search_aliases=["lora training", "fine-tune", "trainer"],
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id],
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The FLUX.1 model to train on, from any loader. LoRAs on it stay in force."
+                ),
+                TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
+                io.String.Input(
+                    "output_name",
+                    default="my_lora",
+                    tooltip="Name of the LoRA file. A subfolder may stand before it: styles/my_lora.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=1000,
+                    min=1,
+                    max=1_000_000,
+                    tooltip="Optimizer steps. 1000 to 2000 suit 10 to 30 pictures; raise it and resume to go on.",
+                ),
+                io.Float.Input(
+                    "learning_rate",
+                    default=1e-4,
+                    min=1e-7,
+                    max=10.0,
+                    step=1e-6,
+                    round=False,
+                    tooltip="Size of each step. Lower it if pictures get oversharp or the loss jumps. A connected "
+                    "Optimizer's own learning_rate is used instead.",
+                ),
+                io.Int.Input(
+                    "rank",
+                    default=16,
+                    min=1,
+                    max=1024,
+                    tooltip="Capacity of the LoRA: 8 to 32 for a person or a style, more for much detail; the file "
+                    "grows with it. Alpha equals rank. A connected LoRA Network's own rank is used instead.",
+                ),
+                io.Int.Input(
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=256,
+                    tooltip="Pictures per forward pass; they may differ in aspect ratio. More needs more memory.",
+                ),
+                io.Int.Input(
+                    "gradient_accumulation",
+                    default=1,
+                    min=1,
+                    max=1024,
+                    tooltip="Batches per optimizer step: the effect of a larger batch without its memory, at the same "
+                    "time per picture.",
+                    advanced=True,
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=io.ControlAfterGenerate.fixed,
+                    tooltip="Fixes the LoRA's start, the order of the pictures, the noise and the noise levels.",
+                ),
+                io.Combo.Input(
+                    "compile",
+                    options=["auto", "off"],
+                    default="auto",
+                    tooltip="auto compiles each kind of block once, before the first step, and trains faster from then "
+                    "on; where no compiler works it says so and trains eager. off is for short trials.",
+                ),
+                io.Int.Input(
+                    "save_every",
+                    default=250,
+                    min=0,
+                    max=1_000_000,
+                    tooltip="Steps between saves of the LoRA and of the whole state. 0 saves at the end, at Cancel and "
+                    "at an error only; a crash then loses the run.",
+                ),
+                io.Combo.Input(
+                    "resume",
+                    options=["latest", "off", *list_states(runs_folder())],
+                    default="latest",
+                    tooltip="latest goes on from the newest saved state of the same run, if there is one. off starts "
+                    "anew, beside what is there. A state goes on from that one.",
+                    advanced=True,
+                ),
+                NetworkType.Input(
+                    "network", optional=True, tooltip="From LoRA Network: rank, alpha, targets, dropout."
+                ),
+                OptimizerType.Input("optimizer", optional=True, tooltip="From Optimizer; unconnected it is AdamW."),
+                ObjectiveType.Input(
+                    "objective", optional=True, tooltip="From Training Objective: which noise levels are trained."
+                ),
+                MemoryType.Input(
+                    "memory", optional=True, tooltip="From Training Memory; unconnected it is full checkpointing."
+                ),
+            ],
+            outputs=[
+                LoraModelType.Output(
+                    display_name="lora", tooltip="The trained LoRA, for Save LoRA or Load LoRA Model."
+                ),
+                LossMapType.Output(display_name="loss", tooltip="The loss of every step, for Loss Plot."),
+                io.String.Output(display_name="path", tooltip="Where the LoRA file lies."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        data: TrainingData,
+        output_name: str,
+        steps: int,
+        learning_rate: float,
+        rank: int,
+        batch_size: int,
+        gradient_accumulation: int,
+        seed: int,
+        compile: str,
+        save_every: int,
+        resume: str,
+        network: NetworkOptions | None = None,
+        optimizer: OptimizerOptions | None = None,
+        objective: ObjectiveOptions | None = None,
+        memory: MemoryOptions | None = None,
+    ) -> io.NodeOutput:
+        observer = ServerObserver(cls.hidden.unique_id, steps)
+        settings = TrainSettings(
+            output_name=output_name,
+            steps=steps,
+            batch_size=batch_size,
+            gradient_accumulation=gradient_accumulation,
+            seed=seed,
+            compile=compile,
+            save_every=save_every,
+            resume=resume,
+            network=network or NetworkOptions(rank=rank, alpha=float(rank)),
+            optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
+            objective=objective or ObjectiveOptions(),
+            memory=memory or MemoryOptions(),
+        )
+        notes = overridden(settings, rank, learning_rate)
+        data = replace(data, notes=(*data.notes, *notes))
+        with torch.inference_mode(False):
+            result = train_lora(model, data, settings, runs_folder(), observer)
+        summary = {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
+        return io.NodeOutput(result.lora, {"loss": result.loss}, str(result.path), ui={"tessera": [summary]})
+
+
+def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
+    """Which inputs of this node a connected options node has replaced, a sentence each."""
+    notes = []
+    if settings.network.rank != rank:
+        notes.append(f"rank is {settings.network.rank}, from the connected LoRA Network, not {rank}.")
+    if settings.optimizer.learning_rate != learning_rate:
+        notes.append(
+            f"learning_rate is {settings.optimizer.learning_rate:g}, from the connected Optimizer, "
+            f"not {learning_rate:g}."
+        )
+    return notes
+
+
+NODES = [TesseraTrainLora]

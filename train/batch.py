@@ -1,0 +1,63 @@
+"""Makes one batch: reads its samples, draws their noise and sigma, and hands both sides of the loss over as tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..models.family import Family, ModelInputs, NoisySample
+from .data import Sample, SampleTensors
+from .draws import generator
+from .objective import draw_noise, draw_sigma, noised, velocity_target
+from .options import ObjectiveOptions
+
+
+@dataclass(frozen=True)
+class Batch:
+    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; text_length and tokens: what
+    its graph is keyed by."""
+
+    inputs: ModelInputs
+    target: Tensor
+    tokens: int
+    text_length: int
+
+
+def make_batch(
+    patcher: ModelPatcher,
+    family: Family,
+    samples: Sequence[Sample],
+    objective: ObjectiveOptions,
+    device: torch.device,
+    seed: int,
+    draw: tuple[int, int],
+) -> Batch:
+    """`draw` is (step, micro-batch): with the seed and a sample's place in the batch it fixes every random number."""
+    noisy: list[NoisySample] = []
+    targets: list[Tensor] = []
+    sigmas: list[float] = []
+    for place, sample in enumerate(samples):
+        tensors = sample.load()
+        latent = _model_space(patcher, sample, tensors, device)
+        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, family.default_shift)
+        noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
+        level = torch.tensor([sigma], dtype=torch.float32, device=device)
+        x_t = noised(latent[None], noise[None], level)[0]
+        noisy.append(NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens))
+        targets.append(family.cut(velocity_target(latent, noise), sample.tokens).tokens)
+        sigmas.append(sigma)
+    levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
+    inputs = family.inputs(patcher, noisy, levels, objective.guidance)
+    return Batch(inputs, torch.stack(targets), samples[0].tokens, inputs.text.shape[1])
+
+
+def _model_space(patcher: ModelPatcher, sample: Sample, tensors: SampleTensors, device: torch.device) -> Tensor:
+    """The clean latent (C, H, W) as the model works on it, fp32."""
+    latent = tensors.latent
+    if latent.ndim == 4 and latent.shape[1] == 1:
+        latent = latent[:, 0]
+    if latent.ndim != 3:
+        raise ValueError(f"{sample.name} is a clip of {latent.shape[1]} frames; this model trains on pictures.")
+    return patcher.model.process_latent_in(latent[None].to(device=device, dtype=torch.float32))[0]

@@ -1,0 +1,299 @@
+"""The training loop."""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..compile.apply import CompileSettings, compiler_missing, over_the_limit
+from ..compile.report import CompileWatch
+from ..memory.frozen import unload_everything
+from ..models.family import Family, ModelInputs
+from .batch import Batch, make_batch
+from .batches import batch_order
+from .checkpoint import TrainingState, load_state, save_state, state_path
+from .data import TrainingData
+from .events import Observer, StepReport
+from .formats import save_lora
+from .lora import LoraNetwork, build_network
+from .lora_model import LoraModel
+from .machine import machine_facts, memory_peak
+from .objective import velocity_loss
+from .optimizer import build_optimizer, build_scheduler
+from .run import RunFolder, TrainSettings
+from .runner import BlockRunner
+
+log = logging.getLogger(__name__)
+
+
+# (step, last loss, LoRA) → the metadata of its file.
+Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message is one sentence for the user. What was trained before is on disk."""
+
+
+@dataclass
+class Progress:
+    """How far a run is. `whole` is False only while the optimizer moves the weights."""
+
+    step: int = 0
+    batches: int = 0
+    saved_step: int = 0
+    whole: bool = True
+    loss: list[float] = field(default_factory=list)
+
+
+class Trainer:
+    """One run over one MODEL. `run` trains from where it stands to the last step, whatever ends it is saved first."""
+
+    def __init__(
+        self,
+        patcher: ModelPatcher,
+        family: Family,
+        data: TrainingData,
+        targets: list[str],
+        settings: TrainSettings,
+        compile_settings: CompileSettings | None,
+        folder: RunFolder,
+        lineage: str,
+        describe: Describe,
+        observer: Observer,
+    ):
+        self.patcher, self.family, self.data, self.settings = patcher, family, data, settings
+        self.folder, self.lineage, self.describe, self.observer = folder, lineage, describe, observer
+        self.progress = Progress()
+        self.watch = CompileWatch()
+        self.machine = machine_facts(patcher.load_device, compile_settings)
+        self.seconds: deque[float] = deque(maxlen=50)
+
+        observer.phase("Loading the model")
+        unload_everything()
+        self.device = patcher.load_device
+        self.dtype = patcher.model.get_dtype_inference()
+        self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
+        self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
+        self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
+        self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
+        # fp16 gradients underflow; every other dtype has fp32's range.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        graphs = len(data.graph_keys())
+        self.runner = BlockRunner(self.transformer.blocks(), settings.memory, compile_settings, graphs)
+
+    # The recipe.
+
+    def run(self) -> None:
+        settings, progress = self.settings, self.progress
+        order = batch_order(self.data.samples, settings.batch_size, settings.seed)
+        batches = islice(order, progress.batches, None)
+        try:
+            while progress.step < settings.steps:
+                self.observer.check_interrupted()
+                started = time.perf_counter()
+                compiled_before = self.watch.counts().graphs
+                drawn = [next(batches) for _ in range(settings.gradient_accumulation)]
+                learning_rate = float(self.scheduler.get_last_lr()[0])
+                mean_loss = self.forward_backward(drawn)
+                self.check_finite(mean_loss)
+                self.optimizer_step()
+                progress.batches += len(drawn)
+                progress.step += 1
+                progress.loss.append(mean_loss)
+                if self.watch.counts().graphs == compiled_before:
+                    self.seconds.append(time.perf_counter() - started)
+                self.observer.step(self.report(mean_loss, learning_rate))
+                if settings.save_every and progress.step % settings.save_every == 0 and progress.step < settings.steps:
+                    self.save(final=False)
+        except BaseException as error:
+            self.save_what_is_there()
+            if (explained := self.explained(error)) is None:
+                raise
+            raise explained from error
+
+    def forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
+        """The mean loss over the micro-batches; its gradients are left on the LoRA's masters."""
+        try:
+            return self._forward_backward(drawn)
+        except Exception as error:
+            cause = compiler_missing(error) if self.runner.planned_graphs else None
+            if cause is None:
+                raise
+            # The draws depend on the step only, so the step can simply be run again.
+            self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
+            log.warning("torch.compile failed", exc_info=error)
+            self.runner.fall_back_to_eager()
+            return self._forward_backward(drawn)
+
+    def _forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for micro, indices in enumerate(drawn):
+            samples = [self.data.samples[i] for i in indices]
+            draw = (self.progress.step, micro)
+            with torch.no_grad():
+                batch = make_batch(
+                    self.patcher, self.family, samples, self.settings.objective, self.device, self.settings.seed, draw
+                )
+            loss = self.loss(batch, draw) / len(drawn)
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return float(total)
+
+    def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
+        velocity = self.velocity(batch.inputs, draw)
+        return velocity_loss(velocity, batch.target, self.settings.objective.loss).mean()
+
+    def velocity(self, inputs: ModelInputs, draw: tuple[int, int]) -> Tensor:
+        """(B, N, C·patch) from the transformer with the LoRA on it."""
+        count, image_tokens, text_tokens = inputs.tokens.shape[0], inputs.tokens.shape[1], inputs.text.shape[1]
+        place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
+
+        def run(block: Any, *args: Tensor) -> Any:
+            key = ("dropout", *draw, place[id(block)])
+            masks = self.network.draw_masks(
+                block, count, image_tokens, text_tokens, self.settings.seed, key, self.dtype
+            )
+            return self.runner(block, *args, masks)
+
+        return self.transformer.forward(run, inputs)
+
+    def optimizer_step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        limit = self.settings.optimizer.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        if not self.scaler.is_enabled() and not torch.isfinite(norm):
+            raise TrainingStopped(self._not_finite("gradient"))
+        self.progress.whole = False
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.progress.whole = True
+
+    def check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise TrainingStopped(self._not_finite("loss"))
+
+    def _not_finite(self, what: str) -> str:
+        return (
+            f"The {what} became NaN or infinite at step {self.progress.step + 1}; lower learning_rate and resume: "
+            f"what was trained up to step {self.progress.step} is kept."
+        )
+
+    # What is kept.
+
+    def state(self) -> TrainingState:
+        return TrainingState(
+            step=self.progress.step,
+            batches=self.progress.batches,
+            masters=self.network.masters(),
+            optimizer=self.optimizer.state_dict(),
+            scheduler=self.scheduler.state_dict(),
+            scaler=self.scaler.state_dict(),
+            loss=self.progress.loss,
+            lineage=self.lineage,
+            machine=self.machine,
+        )
+
+    def resume(self, path: Path) -> None:
+        """Goes on from a saved state, as if the run had never stopped."""
+        state = load_state(path)
+        self.network.load_masters(state.masters)
+        # LambdaLR keeps its formula itself; a run of another length goes on along its own schedule.
+        self.optimizer.load_state_dict(state.optimizer)
+        self.scheduler.load_state_dict(state.scheduler)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state.scaler)
+        self.progress = Progress(state.step, state.batches, state.step, True, list(state.loss))
+        self.observer.note(f"Resumed at step {state.step}.")
+        if state.lineage != self.lineage:
+            self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
+        for name, value in self.machine.items():
+            if state.machine.get(name) != value:
+                self.observer.note(
+                    f"The state was saved with {name} = {state.machine.get(name)} and goes on with {value}, so the "
+                    "result may differ in its last bits from an uninterrupted run."
+                )
+
+    def snapshot(self) -> LoraModel:
+        """The LoRA as it stands, on the host, with its metadata."""
+        lora = self.network.snapshot()
+        last = self.progress.loss[-1] if self.progress.loss else None
+        lora.metadata.update(self.describe(self.progress.step, last, lora))
+        return lora
+
+    def save(self, final: bool) -> None:
+        """Writes the LoRA and the whole state. Not being able to save now does not end the run: there is time to free
+        some disk space before the next save."""
+        try:
+            self._write(final)
+        except OSError as error:
+            if final:
+                raise TrainingStopped(str(error)) from error
+            self.observer.note(f"{error} Training goes on and tries again at the next save.")
+
+    def _write(self, final: bool) -> None:
+        step = self.progress.step
+        path = self.folder.lora_path if final else self.folder.step_lora_path(step)
+        save_lora(path, self.snapshot(), "kohya", "fp32")
+        save_state(state_path(self.folder.path, step), self.state())
+        self.folder.forget_old_states()
+        self.progress.saved_step = step
+        self.observer.saved(path)
+
+    def save_what_is_there(self) -> None:
+        """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
+        if self.progress.whole and self.progress.step > self.progress.saved_step:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.save(final=False)
+
+    def explained(self, error: BaseException) -> TrainingStopped | None:
+        """The error as one sentence, where we know what it means."""
+        if isinstance(error, comfy.model_management.OOM_EXCEPTION):
+            return TrainingStopped(
+                f"Out of memory at step {self.progress.step + 1}; set checkpointing to 'full', lower batch_size or "
+                f"megapixels, and resume: what was trained up to step {self.progress.step} is kept."
+            )
+        if over_the_limit(error):
+            return TrainingStopped(
+                f"More graphs were needed than the {self.runner.planned_graphs} planned, at step "
+                f"{self.progress.step + 1}; set compile to 'off' and resume. "
+                "This is a fault of Tessera: please report it."
+            )
+        return None
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        del self.runner, self.transformer, self.network, self.optimizer, self.scheduler
+        comfy.model_management.soft_empty_cache()
+
+    # What is told.
+
+    def report(self, loss: float, learning_rate: float) -> StepReport:
+        pace = median(self.seconds) if self.seconds else None
+        left = None if pace is None else pace * (self.settings.steps - self.progress.step)
+        return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, left)
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers for the summary: graphs, seconds, memory."""
+        counts = self.watch.counts()
+        return {
+            "graphs_planned": self.runner.planned_graphs,
+            "graphs_compiled": counts.graphs,
+            "graph_breaks": counts.graph_breaks,
+            "compile_seconds": round(counts.seconds, 2),
+            "seconds_per_step": round(median(self.seconds), 4) if self.seconds else None,
+            **memory_peak(self.device),
+        }

@@ -1,0 +1,194 @@
+"""What a run is known by, and the folder that holds it.
+
+A run's folder lies where ComfyUI lists LoRAs, so that each saved LoRA can be picked in any LoRA loader:
+`<output name>-<key>/<output name>.safetensors`, `<output name>-step000100.safetensors`, states, `summary.json`.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from .atomic_write import write_atomically
+from .checkpoint import STATE_SUFFIX, read_header
+from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+
+STATES_KEPT = 2
+_PLAIN_NAME = re.compile(r"[\w\-. +()]+")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` 0 saves at the end only;
+    `resume` is 'off', 'latest' or a state's path below the LoRA folder."""
+
+    output_name: str
+    steps: int
+    batch_size: int
+    gradient_accumulation: int
+    seed: int
+    compile: str
+    save_every: int
+    resume: str
+    network: NetworkOptions
+    optimizer: OptimizerOptions
+    objective: ObjectiveOptions
+    memory: MemoryOptions
+
+    def __post_init__(self) -> None:
+        check_output_name(self.output_name)
+        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; set it to 1 or more.")
+        if self.gradient_accumulation < 1:
+            raise ValueError(f"gradient_accumulation is {self.gradient_accumulation}; set it to 1 or more.")
+        if self.save_every < 0:
+            raise ValueError(f"save_every is {self.save_every}; set it to 0 (at the end only) or more.")
+        if self.compile not in ("auto", "off"):
+            raise ValueError(f"compile is {self.compile!r}; choose 'auto' or 'off'.")
+
+    def lineage(self, data: str, model: str) -> str:
+        """Runs of one lineage go through the same steps; they may differ in length and in how memory is used."""
+        same = {
+            "data": data,
+            "model": model,
+            "batch_size": self.batch_size,
+            "gradient_accumulation": self.gradient_accumulation,
+            "seed": self.seed,
+            "network": asdict(self.network),
+            "optimizer": asdict(self.optimizer),
+            "objective": asdict(self.objective),
+        }
+        return _digest(same)
+
+    def key(self, data: str, model: str) -> str:
+        """The run's key: equal keys mean the same run."""
+        whole = {
+            "lineage": self.lineage(data, model),
+            "steps": self.steps,
+            "memory": asdict(self.memory),
+            "compile": self.compile,
+        }
+        return _digest(whole)
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def check_output_name(name: str) -> None:
+    """Raises ValueError unless `name` is a plain relative name, with or without subfolders."""
+    parts = name.replace("\\", "/").split("/")
+    if any(part.strip(". ") == "" or not _PLAIN_NAME.fullmatch(part) for part in parts):
+        raise ValueError(
+            f"output_name is {name!r}; use a plain name such as 'my_lora' or 'styles/my_lora', without '..', drive "
+            "letters or a leading slash."
+        )
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """path: the run's folder; name: the last part of the output name."""
+
+    path: Path
+    name: str
+
+    @property
+    def lora_path(self) -> Path:
+        return self.path / f"{self.name}.safetensors"
+
+    def step_lora_path(self, step: int) -> Path:
+        return self.path / f"{self.name}-step{step:06d}.safetensors"
+
+    def states(self) -> list[Path]:
+        """Saved states, oldest first."""
+        return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"))
+
+    def forget_old_states(self) -> None:
+        for path in self.states()[:-STATES_KEPT]:
+            path.unlink(missing_ok=True)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        text = json.dumps(summary, indent=1, allow_nan=False)
+        write_atomically(self.path / "summary.json", lambda beside: _write_text(beside, text))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
+    place = root / output_name.replace("\\", "/")
+    paths = sorted(p for p in place.parent.glob(f"{_escape(place.name)}-{key[:8]}*") if p.is_dir())
+    return [RunFolder(path, place.name) for path in paths]
+
+
+def _escape(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
+    """The folder of a finished run with this key, if its LoRA is still there."""
+    for folder in _folders(root, output_name, key):
+        summary = folder.read_summary()
+        if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
+            return folder
+    return None
+
+
+def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None:
+    """The state to resume from, or None where the run starts at step 0.
+
+    'latest' takes the furthest whole state of this lineage that is not past `steps`. Raises ValueError where a named
+    state is missing or lies outside the LoRA folder.
+    """
+    if settings.resume == "off":
+        return None
+    if settings.resume != "latest":
+        path = (root / settings.resume).resolve()
+        if not path.is_relative_to(root.resolve()) or not path.is_file():
+            raise ValueError(
+                f"resume: there is no state {settings.resume!r}; choose one of the list, 'latest' or 'off'."
+            )
+        if (step := read_header(path)["step"]) > settings.steps:
+            raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
+        return path
+    found: list[tuple[int, Path]] = []
+    for folder in _folders(root, settings.output_name):
+        for path in folder.states():
+            try:
+                header = read_header(path)
+            except ValueError:
+                continue  # a broken file is no reason not to go on from a whole one
+            if header["lineage"] == lineage and header["step"] <= settings.steps:
+                found.append((header["step"], path))
+    return max(found)[1] if found else None
+
+
+def list_states(root: Path) -> list[str]:
+    """Every state below the LoRA folder, as `resume` names it."""
+    if not root.is_dir():
+        return []
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob(f"state-*{STATE_SUFFIX}"))
+
+
+def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | None) -> RunFolder:
+    """The folder to write to: that of an unfinished run which is resumed, else a new one."""
+    place = root / settings.output_name.replace("\\", "/")
+    first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
+    if state is not None and state.parent == first.path:
+        return first
+    folder, number = first, 1
+    while folder.path.exists():
+        number += 1
+        folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
+    return folder

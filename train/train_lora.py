@@ -1,0 +1,208 @@
+"""From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import comfyui_version
+import safetensors.torch
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ..compile.apply import CompileSettings
+from ..models.family import Family
+from ..models.model_patches import trainable_model
+from ..models.registry import family_of
+from .data import TrainingData
+from .events import Observer, StepReport
+from .fingerprint import weights_fingerprint
+from .loop import Trainer
+from .lora import choose_targets
+from .lora_model import LoraModel
+from .metadata import RunFacts, metadata_for
+from .optimizer import lr_factor, optimizer_notes
+from .run import RunFolder, TrainSettings, find_finished, find_state, open_folder
+from .version import VERSION
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """lora: fp32, kohya keys; loss: one value per step; path: the saved file; summary: finite numbers and text only."""
+
+    lora: LoraModel
+    loss: list[float]
+    path: Path
+    summary: dict[str, Any]
+
+
+class _Recorder:
+    """Passes everything on, and keeps the notes and files for the summary."""
+
+    def __init__(self, observer: Observer, notes: tuple[str, ...]):
+        self._observer = observer
+        self.notes: list[str] = []
+        self.files: list[str] = []
+        self.phase = observer.phase
+        self.check_interrupted = observer.check_interrupted
+        for text in notes:
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            self._observer.note(text)
+
+    def step(self, report: StepReport) -> None:
+        self._observer.step(report)
+
+    def saved(self, path: Path) -> None:
+        self.files.append(path.name)
+        self._observer.saved(path)
+
+
+def train_lora(
+    model: ModelPatcher,
+    data: TrainingData,
+    settings: TrainSettings,
+    root: Path,
+    observer: Observer,
+    compile_settings: CompileSettings | None = None,
+) -> TrainResult:
+    """Trains a LoRA on `model`, which is left as it came. root: the folder that runs are kept in.
+
+    compile_settings: how blocks are compiled where `settings.compile` is 'auto'; None takes inductor's default. A
+    finished run of the same key is returned from disk. Raises ValueError for bad input before anything is loaded, and
+    TrainingStopped where a run cannot go on; whatever ends it, what was trained is saved first. Call it outside
+    inference mode.
+    """
+    assert not torch.is_inference_mode_enabled()
+    family = family_of(model)
+    patcher, patch_notes = trainable_model(model)
+    targets = choose_targets(family, patcher.model, settings.network)
+    lr_factor(settings.optimizer, settings.steps)
+    _check_data(family, patcher, data)
+    observer.phase("Reading the model's fingerprint")
+    name = weights_fingerprint(model)
+    key, lineage = settings.key(data.fingerprint, name), settings.lineage(data.fingerprint, name)
+    if finished := find_finished(root, settings.output_name, key):
+        observer.note("This run was finished before with the same data, model and settings; its files are returned.")
+        return read_finished(finished)
+
+    state = find_state(root, settings, lineage)
+    folder = open_folder(root, settings, key, state)
+    chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
+    text_notes = family.notes(patcher.model, [s.text_length for s in data.samples])
+    recorder = _Recorder(observer, (*data.notes, *patch_notes, *optimizer_notes(settings.optimizer), *text_notes))
+    started = _now()
+    with torch.enable_grad():
+        describe = _describer(settings, family, patcher, data, started)
+        trainer = Trainer(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder)
+        outcome = "failed"
+        try:
+            if state is not None:
+                trainer.resume(state)
+            recorder.phase("Training")
+            trainer.run()
+            trainer.save(final=True)
+            outcome = "finished"
+        finally:
+            summary = {
+                "status": outcome,
+                "key": key,
+                "output_name": settings.output_name,
+                "folder": folder.path.name,
+                "steps": settings.steps,
+                "steps_done": trainer.progress.step,
+                "started": started,
+                "ended": _now(),
+                "loss": _finite(trainer.progress.loss),
+                "notes": recorder.notes,
+                "files": recorder.files,
+                "targets": len(targets),
+                "parameters": sum(p.numel() for p in trainer.network.parameters()),
+                "compile": chosen is not None,
+                **trainer.facts(),
+            }
+            if outcome == "finished" or folder.path.exists():
+                folder.write_summary(summary)
+            lora = trainer.snapshot()
+            trainer.close()
+    return TrainResult(lora, summary["loss"], folder.lora_path, summary)
+
+
+def read_finished(folder: RunFolder) -> TrainResult:
+    """The result of a finished run, from its folder."""
+    summary = folder.read_summary()
+    assert summary is not None
+    with torch.inference_mode(False), safetensors.torch.safe_open(folder.lora_path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
+        lora = LoraModel(tensors, file.metadata())
+    return TrainResult(lora, summary["loss"], folder.lora_path, summary)
+
+
+def _describer(
+    settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
+) -> Callable[[int, float | None, LoraModel], dict[str, str]]:
+    """What a LoRA file of this run says of itself."""
+    origin = getattr(patcher, "cached_patcher_init", None)
+    source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
+    _, height, width = data.samples[0].grid
+    pixels = 8 * family.patch_size
+
+    def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
+        facts = RunFacts(
+            output_name=settings.output_name,
+            family=family.name,
+            variant=family.variant(patcher.model),
+            base_model=Path(source).name,
+            steps=step,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            network=settings.network,
+            optimizer=settings.optimizer,
+            objective=settings.objective,
+            memory=settings.memory,
+            resolution=f"{width * pixels}x{height * pixels}",
+            samples=sum(s.repeats for s in data.samples),
+            started=started,
+            finished=_now(),
+            final_loss=loss,
+            tessera_version=VERSION,
+            comfyui_version=comfyui_version.__version__,
+            torch_version=torch.__version__,
+        )
+        return metadata_for(facts, lora)
+
+    return describe
+
+
+def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
+    """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
+    if not data.samples:
+        raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
+    sample = data.samples[0]
+    tensors = sample.load()
+    channels = patcher.model.latent_format.latent_channels
+    if tensors.latent.shape[0] != channels:
+        raise ValueError(
+            f"data has latents of {tensors.latent.shape[0]} channels and the model takes {channels}; prepare the data "
+            "with the model's own VAE."
+        )
+    wanted = family.text_width(patcher.model)
+    if tensors.text.shape[-1] != wanted:
+        raise ValueError(
+            f"data has text of width {tensors.text.shape[-1]} and the model takes {wanted}; prepare the data with the "
+            "model's own text encoders."
+        )
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _finite(values: list[float]) -> list[float]:
+    return [v for v in values if math.isfinite(v)]
