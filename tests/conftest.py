@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,8 +53,8 @@ _dev = _load("tessera_dev", ROOT / "dev.py")
 _base = Path(tempfile.mkdtemp(prefix="tessera-tests-"))
 _set_up_comfyui(_dev.find_comfyui(), _base)
 _load("tessera", ROOT / "__init__.py")
-_load("tiny", TESTS / "tiny" / "__init__.py")
-_load("comfy_server", TESTS / "server.py")
+tiny = _load("tiny", TESTS / "tiny" / "__init__.py")
+ComfyServer = _load("comfy_server", TESTS / "server.py").ComfyServer
 
 
 def pytest_unconfigure() -> None:
@@ -63,8 +64,6 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints on disk: `flux` (dev-like, fp32), `schnell`, `clip_l`, `t5`, `vae`, `vae4`, `wan`."""
-    import tiny
-
     folder = tmp_path_factory.mktemp("tiny")
     return {
         "flux": tiny.write_flux(folder / "flux.safetensors"),
@@ -80,34 +79,65 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def tiny_flux(tiny_files: dict[str, Path]) -> Any:
     """A fresh MODEL: FLUX.1 dev-like, fp32, hidden 128, two double and two single blocks."""
-    import tiny
-
     return tiny.load_flux(tiny_files["flux"])
 
 
 @pytest.fixture
 def tiny_clip(tiny_files: dict[str, Path]) -> Any:
     """A fresh FLUX CLIP whose text and pooled widths fit `tiny_flux`."""
-    import tiny
-
     return tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])
 
 
 @pytest.fixture
 def tiny_vae(tiny_files: dict[str, Path]) -> Any:
     """A fresh 16-channel VAE that gives a picture back as its 8x8 means."""
-    import tiny
-
     return tiny.load_vae(tiny_files["vae"])
 
 
 @pytest.fixture
 def other_family(tiny_files: dict[str, Path]) -> dict[str, Any]:
     """Inputs that FLUX cannot take: a Wan `model`, an SD1 `clip`, a 4-channel `vae`."""
-    import tiny
-
     return {
         "model": tiny.load_wan(tiny_files["wan"]),
         "clip": tiny.load_sd1_clip(tiny_files["clip_l"]),
         "vae": tiny.load_vae(tiny_files["vae4"]),
+    }
+
+
+def make_server(base: Path) -> Any:
+    """A server over `base`, not started yet, with the tiny models in place."""
+    if not (base / "models" / "vae").exists():
+        tiny.write_models(base / "models")
+    comfyui = _dev.find_comfyui()
+    return ComfyServer(base, comfyui, cpu=not torch.cuda.is_available(), env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A running ComfyUI with the tiny models; its folders are `server.base / "input"` and so on."""
+    with make_server(tmp_path_factory.mktemp("comfyui")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Any]:
+    """A server of the test's own, not started, for tests that kill it."""
+    server = make_server(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def tiny_loaders() -> dict[str, dict[str, Any]]:
+    """API nodes `model`, `clip` and `vae` that load the tiny files."""
+    return {
+        "model": {
+            "class_type": "UNETLoader",
+            "inputs": {"unet_name": "tiny_flux.safetensors", "weight_dtype": "default"},
+        },
+        "clip": {
+            "class_type": "TesseraTinyClipLoader",
+            "inputs": {"clip_name1": "tiny_clip_l.safetensors", "clip_name2": "tiny_t5xxl.safetensors"},
+        },
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "tiny_vae.safetensors"}},
     }
