@@ -105,8 +105,8 @@ class TesseraOptimizer(io.ComfyNode):
                     options=list(OPTIMIZERS),
                     default=OptimizerOptions.optimizer,
                     tooltip="adamw: the usual one. adamw8bit: the same with a quarter of the memory for its state "
-                    "(needs the package bitsandbytes). prodigy: finds its rate by itself (needs the package prodigyopt; "
-                    "set learning_rate to 1).",
+                    "(needs the package bitsandbytes). prodigy: finds its rate by itself (needs the package "
+                    "prodigyopt; set learning_rate to 1).",
                 ),
                 io.Float.Input(
                     "learning_rate",

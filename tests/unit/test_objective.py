@@ -121,3 +121,9 @@ def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
     loss = velocity_loss(prediction, torch.full((1, 64, 64), 1.001), "mse")
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_the_loss_traces_whole():
+    prediction, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    traced = torch.compile(velocity_loss, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(traced(prediction, target, "mse"), velocity_loss(prediction, target, "mse"))
