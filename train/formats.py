@@ -110,8 +110,10 @@ def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
     cast = tensor.to("cpu", target, copy=True).contiguous()
     if not cast.isfinite().all():
         largest = float(tensor.abs().max())
-        raise ValueError(f"dtype {dtype} can't hold {largest:.4g} ({key}), its largest value is "
-                         f"{torch.finfo(target).max:.5g}; choose bf16 or fp32.")
+        raise ValueError(
+            f"dtype {dtype} can't hold {largest:.4g} ({key}), its largest value is "
+            f"{torch.finfo(target).max:.5g}; choose bf16 or fp32."
+        )
     return cast
 
 

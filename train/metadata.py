@@ -120,7 +120,7 @@ def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
     """
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy()))
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data)
     return digest.hexdigest()
 
 

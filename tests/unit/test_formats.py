@@ -20,9 +20,7 @@ RANK, ALPHA, HIDDEN = 4, 3.3, 8
 
 def module(rows: int, columns: int = HIDDEN, alpha: float = ALPHA) -> LowRank:
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
-    return LowRank(
-        torch.randn(RANK, columns, generator=generator), torch.randn(rows, RANK, generator=generator), alpha
-    )
+    return LowRank(torch.randn(RANK, columns, generator=generator), torch.randn(rows, RANK, generator=generator), alpha)
 
 
 def delta(part: LowRank) -> torch.Tensor:
