@@ -51,11 +51,17 @@ def _inspect(path: Path, size: int, mtime_ns: int) -> PictureFacts:
     with _named_errors(path):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
-            width, height = image.size
-            may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
-            if may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8):
-                width, height = height, width
+            width, height = _upright_size(image, data)
     return PictureFacts(blake2b(data, digest_size=20).hexdigest(), (height, width))
+
+
+def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
+    """(width, height) as `exif_transpose` will give them, without decoding where the header is enough."""
+    if image.format == "TIFF":  # Pillow turns these itself, when it decodes or before, depending on its version
+        return ImageOps.exif_transpose(image).size
+    may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
+    turned = may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else image.size
 
 
 def load_picture(path: Path, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:

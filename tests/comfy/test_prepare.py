@@ -249,9 +249,8 @@ def test_values_that_are_not_finite_are_told(folder, tiny_vae, tiny_clip, tmp_pa
 
 
 def test_weights_are_known_by_every_byte_whether_or_not_they_are_patched_in(tiny_files):
-    import tiny
-
     import comfy.model_management
+    import tiny
 
     first, second = (tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"]) for _ in range(2))
     patched = second.clone()

@@ -1,0 +1,191 @@
+"""The data nodes and the folders that they may read."""
+
+import json
+import os
+from pathlib import Path
+
+import folder_paths
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tessera.nodes import data, settings
+from tessera.train.data import TrainingData
+from tessera.train.dataset import Dataset
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """ComfyUI's folders, empty."""
+    for name in ("input", "user", "datasets", "elsewhere", "temp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(folder_paths, "input_directory", str(tmp_path / "input"))
+    monkeypatch.setattr(folder_paths, "user_directory", str(tmp_path / "user"))
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path / "temp"))
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "datasets", ([str(tmp_path / "datasets")], set()))
+    return tmp_path
+
+
+def put_pictures(folder, sizes=((64, 96), (96, 64)), captions=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, (width, height) in enumerate(sizes):
+        pixels = np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        if captions:
+            (folder / f"{index}.txt").write_text(f"picture {index}")
+    return folder
+
+
+def allow(home, *folders):
+    (home / "user" / "tessera.json").write_text(json.dumps({"allowed_folders": [str(f) for f in folders]}))
+
+
+def run(node, **inputs):
+    with torch.inference_mode():
+        return node.execute(**inputs)
+
+
+def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(home):
+    put_pictures(home / "input" / "set" / "inner")
+    put_pictures(home / "datasets" / "other")
+    (home / "input" / "empty").mkdir()
+    put_pictures(home / "input" / ".hidden")
+    offered = settings.list_picture_folders()
+    assert offered == ["datasets/other", "input/set", "input/set/inner"]
+    assert data.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"] == offered
+    for choice in offered:
+        assert settings.resolve_folder(choice).samefile(home / choice)
+        assert data.TesseraImageFolder.validate_inputs(folder=choice) is True
+
+
+def test_folders_that_the_settings_allow_are_offered_and_open(home):
+    put_pictures(home / "elsewhere" / "mine")
+    choice = (home / "elsewhere" / "mine").as_posix()
+    with pytest.raises(ValueError, match="may not be read"):
+        settings.resolve_folder(choice)
+    allow(home, home / "elsewhere")
+    assert settings.list_picture_folders() == [(home / "elsewhere").as_posix(), choice]
+    assert settings.resolve_folder(choice) == Path(choice)
+    with pytest.raises(ValueError, match="may not be read"):
+        settings.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
+
+
+def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
+    put_pictures(home / "elsewhere")
+    put_pictures(home / "input" / "set")
+    os.symlink(home / "elsewhere", home / "input" / "link")
+    absolute = (home / "elsewhere").as_posix()
+    refused = [absolute, "/no/such/folder", "C:\\x", "..", "", "user/x", "input", "input/", "input/link", "input/a\0b"]
+    refused += ["input/../elsewhere", "input/set/../../elsewhere", "..\\elsewhere", "input\\..\\elsewhere"]
+    for choice in refused:
+        with pytest.raises(
+            ValueError, match=r"may not be read: it is not under ComfyUI's input or datasets folder; mov"
+        ):
+            settings.resolve_folder(choice)
+        with pytest.raises(ValueError, match="may not be read"):  # also where the check at the door is passed by
+            run(data.TesseraImageFolder, folder=choice)
+        assert "may not be read" in data.TesseraImageFolder.validate_inputs(folder=choice)
+    assert "input/link" not in settings.list_picture_folders()
+    with pytest.raises(ValueError, match=r"The folder 'input/gone' does not exist; put your pictures"):
+        settings.resolve_folder("input/gone")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"the file tessera.json in ComfyUI's user folder can't be read as JSON \(.*; mend it or delete it"),
+        ("[]", r"no list of absolute folders"),
+        ('{"allowed_folders": "/x"}', r"no list of absolute folders"),
+        ('{"allowed_folders": ["relative"]}', r"no list of absolute folders"),
+    ],
+)
+def test_a_broken_settings_file_is_told_and_takes_nothing_else_away(home, text, message):
+    put_pictures(home / "input" / "set")
+    (home / "user" / "tessera.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        settings.read_settings()
+    assert settings.list_picture_folders() == ["input/set"]
+    assert settings.resolve_folder("input/set").is_dir()
+
+
+def test_training_images_chains_and_notices_changes(home):
+    put_pictures(home / "input" / "a")
+    put_pictures(home / "input" / "b", sizes=((64, 64),))
+    (first,) = run(data.TesseraImageFolder, folder="input/a").result
+    (both,) = run(
+        data.TesseraImageFolder,
+        folder="input/b",
+        caption_extension=".txt",
+        repeats=4,
+        trigger_words="ohwx",
+        dataset=first,
+    ).result
+    assert isinstance(both, Dataset)
+    assert [(p.name, p.caption, p.repeats) for p in both.pictures] == [
+        ("0.png", "picture 0", 1),
+        ("1.png", "picture 1", 1),
+        ("0.png", "ohwx, picture 0", 4),
+    ]
+    inputs = {"folder": "input/a", "caption_extension": ".txt", "repeats": 1, "trigger_words": ""}
+    before = data.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert data.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == before
+    (home / "input" / "a" / "1.txt").write_text("a new caption")
+    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != before
+
+
+def test_prepare_gives_data_a_picture_of_the_plan_and_a_summary_that_history_can_carry(home, tiny_vae, tiny_clip):
+    put_pictures(home / "input" / "a")
+    (dataset,) = run(data.TesseraImageFolder, folder="input/a").result
+    node = data.TesseraPrepareDataset.PREPARE_CLASS_CLONE(None)  # as the executor calls it
+    output = run(node, dataset=dataset, vae=tiny_vae, clip=tiny_clip, megapixels=0.01)
+    prepared, plan, text = output.result
+    assert isinstance(prepared, TrainingData) and len(prepared.samples) == 2
+    assert plan.ndim == 4 and plan.shape[0] == 1 and plan.shape[3] == 3 and plan.dtype == torch.float32
+    assert 0 <= plan.min() and plan.max() <= 1
+    assert "Pictures: 2" in text and f"{prepared.samples[0].tokens} tokens" in text
+    assert all(isinstance(value, list) for value in output.ui.values())
+    shown = json.loads(json.dumps(output.ui, allow_nan=False))
+    assert shown["tessera"][0]["summary"] == text and len(shown["images"]) == 1
+    assert sorted((home / "user" / "tessera" / "cache").rglob("*.safetensors"))
+
+
+def test_latents_of_core_become_training_data():
+    latents = [{"samples": torch.zeros(2, 16, 8, 12)}]
+    positive = [[[torch.zeros(1, 256, 8), {"pooled_output": torch.zeros(1, 4)}]]]
+    output = run(data.TesseraLatentsToDataset, latents=latents, positive=positive, max_graphs=[1])
+    (made,) = output.result
+    assert isinstance(made, TrainingData) and [s.tokens for s in made.samples] == [24, 24]
+    assert output.ui == {"tessera": [{"pictures": 2, "notes": []}]}
+
+
+@pytest.mark.parametrize("node", data.NODES, ids=lambda node: node.__name__)
+def test_every_input_says_what_it_does(home, node):
+    shown = node.INPUT_TYPES()
+    for inputs in (shown.get("required", {}), shown.get("optional", {})):
+        for name, entry in inputs.items():
+            assert len(entry[1]["tooltip"]) > 30, name
+
+
+def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server, tiny_loaders):
+    from comfy_server import ServerFailure
+
+    put_pictures(server.base / "input" / "served")
+    prompt = {
+        **{name: loader for name, loader in tiny_loaders.items() if name != "model"},
+        "folder": {"class_type": "TesseraImageFolder", "inputs": {"folder": "input/served"}},
+        "prepare": {
+            "class_type": "TesseraPrepareDataset",
+            "inputs": {"dataset": ["folder", 0], "vae": ["vae", 0], "clip": ["clip", 0], "megapixels": 0.02},
+        },
+        "show": {"class_type": "PreviewAny", "inputs": {"source": ["prepare", 2]}},
+    }
+    outputs = server.run(prompt)["outputs"]
+    assert outputs["prepare"]["tessera"][0]["summary"].startswith("Pictures: 2,")
+    assert len(outputs["prepare"]["images"]) == 1
+    (server.base / "input" / "served" / "1.txt").unlink()
+    with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
+        server.run(prompt)
+    for choice in ("/etc", "input/../user", "input/nowhere"):
+        prompt["folder"]["inputs"]["folder"] = choice
+        with pytest.raises(ServerFailure, match="may not be read|does not exist"):
+            server.run(prompt)

@@ -1,0 +1,138 @@
+"""Latents and conditionings in the forms that core's nodes give them."""
+
+import pytest
+import torch
+from tessera.train.latents import latents_to_data
+
+
+def latent(*shape, seed=0):
+    return {"samples": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
+
+
+def entry(value, length=256):
+    """One entry of ComfyUI's conditioning, filled with a number that tells whose it is."""
+    return [torch.full((1, length, 8), float(value)), {"pooled_output": torch.full((1, 4), float(value))}]
+
+
+def values(data):
+    return [sample.load().text[0, 0, 0].item() for sample in data.samples]
+
+
+def test_core_make_training_dataset_gives_one_conditioning_per_latent(tiny_vae, tiny_clip):
+    from comfy_extras.nodes_dataset import MakeTrainingDataset
+
+    with torch.inference_mode():
+        pictures = [torch.rand(1, 64, 96, 3), torch.rand(1, 96, 64, 3)]
+        latents, positive = MakeTrainingDataset.execute(pictures, [tiny_vae], [tiny_clip], ["a fox", "a house"]).result
+        data = latents_to_data(latents, positive, 1)
+        loaded = [sample.load() for sample in data.samples]
+    assert [(s.grid, s.tokens, s.text_length) for s in data.samples] == [((1, 4, 6), 24, 256), ((1, 6, 4), 24, 256)]
+    assert data.notes == ()
+    for tensors, given, ((cond, extra),) in zip(loaded, latents, positive, strict=True):
+        assert torch.equal(tensors.latent, given["samples"][0]) and torch.equal(tensors.text, cond)
+        assert torch.equal(tensors.conditioning["pooled_output"], extra["pooled_output"])
+        for tensor in (tensors.latent, tensors.text, tensors.conditioning["pooled_output"]):
+            assert not tensor.is_inference()
+
+
+def test_core_resolution_bucket_gives_a_batch_and_a_list_per_bucket():
+    from comfy_extras.nodes_dataset import ResolutionBucket
+
+    latents = [latent(1, 16, 8, 12, seed=1), latent(1, 16, 12, 8, seed=2), latent(1, 16, 8, 12, seed=3)]
+    buckets, positive = ResolutionBucket.execute(latents, [[entry(1)], [entry(2)], [entry(3)]]).result
+    data = latents_to_data(buckets, positive, 1)
+    assert values(data) == [1, 3, 2]
+    for sample, index in zip(data.samples, (0, 2, 1), strict=True):
+        assert torch.equal(sample.load().latent, latents[index]["samples"][0])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "positive", "expected"),
+    [
+        ([(16, 8, 8)], [[entry(1)]], [1]),
+        ([(1, 16, 8, 8)], [[entry(1)]], [1]),
+        ([(3, 16, 8, 8)], [[entry(1), entry(2), entry(3)]], [1, 2, 3]),
+        ([(3, 16, 8, 8)], [[entry(1)]], [1, 1, 1]),
+        ([(3, 16, 8, 8)], [[entry(1)], [entry(2)], [entry(3)]], [1, 2, 3]),
+        ([(2, 16, 8, 8), (1, 16, 8, 8)], [[entry(1)], [entry(2)]], [1, 1, 2]),
+        ([(2, 16, 8, 8), (16, 8, 8)], [[entry(1), entry(2)], [entry(3)]], [1, 2, 3]),
+        ([(16, 8, 8)] * 3, [[entry(7)]], [7, 7, 7]),
+        ([(16, 8, 8)] * 3, [[entry(1), entry(2), entry(3)]], [1, 2, 3]),
+        ([(2, 16, 1, 8, 8)], [[entry(1), entry(2)]], [1, 2]),
+    ],
+)
+def test_each_picture_takes_its_own_conditioning(shapes, positive, expected):
+    data = latents_to_data([latent(*shape) for shape in shapes], positive, 1)
+    assert values(data) == expected
+    assert {sample.load().latent.shape for sample in data.samples} == {(16, 8, 8)}
+
+
+def test_a_clip_keeps_its_frames():
+    (sample,) = latents_to_data([latent(1, 16, 3, 8, 12)], [[entry(1)]], 1).samples
+    assert sample.grid == (3, 4, 6) and sample.tokens == 72
+    assert sample.load().latent.shape == (16, 3, 8, 12)
+
+
+def test_an_odd_side_is_cut_to_whole_tokens_and_named():
+    given = latent(1, 16, 9, 13)
+    data = latents_to_data([given, latent(1, 16, 8, 12)], [[entry(1)], [entry(2)]], 1)
+    assert data.samples[0].grid == (1, 4, 6)
+    assert torch.equal(data.samples[0].load().latent, given["samples"][0, :, :8, :12])
+    assert data.notes == ("Cut to whole tokens, having an odd number of cells along a side: latent 1.",)
+
+
+def test_more_token_counts_than_graphs_are_cut_in_the_middle_and_said():
+    given = [latent(1, 16, 8, 12, seed=1), latent(1, 16, 16, 20, seed=2)]
+    positive = [[entry(1)], [entry(2)]]
+    free = latents_to_data(given, positive, 2)
+    assert [s.tokens for s in free.samples] == [24, 80] and free.notes == ()
+
+    data = latents_to_data(given, positive, 1)
+    small, large = data.samples
+    assert small.tokens == large.tokens == 24
+    _, height, width = large.grid
+    top, left = (8 - height) // 2 * 2, (10 - width) // 2 * 2
+    middle = given[1]["samples"][0, :, top : top + height * 2, left : left + width * 2]
+    assert torch.equal(large.load().latent, middle)
+    assert data.notes == (
+        f"Cropped to keep within max_graphs (24 tokens, ragged edge): latent 2 (from 10 x 8 to {width} x {height} "
+        f"tokens, 70.0%).",
+    )
+
+
+def test_captions_of_several_lengths_are_named_as_graphs():
+    data = latents_to_data([latent(16, 8, 8)] * 2, [[entry(1)], [entry(2, 301)]], 1)
+    assert data.graph_keys() == [(16, 256), (16, 301)]
+    assert data.notes == ("The captions have 2 lengths (256, 301 tokens), each compiled on its own.",)
+
+
+def test_the_fingerprint_follows_every_tensor_and_the_order():
+    def name(first, second, positive):
+        return latents_to_data([first, second], positive, 1).fingerprint
+
+    a, b = latent(16, 8, 8, seed=1), latent(16, 8, 8, seed=2)
+    one, two = [entry(1)], [entry(2)]
+    pooled = [[one[0][0], {"pooled_output": torch.zeros(1, 4)}]]
+    names = {name(a, b, [one, two]), name(b, a, [one, two]), name(a, b, [two, one]), name(a, b, [pooled, two])}
+    assert len(names) == 4
+    assert name(a, b, [one, two]) in names
+
+
+@pytest.mark.parametrize(
+    ("latents", "positive", "message"),
+    [
+        ([], [], r"latents is empty; connect the latents"),
+        (
+            [latent(3, 16, 8, 8)],
+            [[entry(1), entry(2)]],
+            r"positive has 2 conditionings and latents has 3 pictures; give",
+        ),
+        ([latent(16, 8)], [[entry(1)]], r"Latent 1 has the shape \(16, 8\); it must be \(C, H, W\)"),
+        ([latent(1, 16, 1, 8)], [[entry(1)]], r"Picture 1 of latents is 1 x 8 cells, too small"),
+        ([latent(16, 8, 8)], [[[torch.zeros(256, 8), {}]]], r"conditioning of latent 1 has the shape \(256, 8\)"),
+        ([latent(16, 8, 8)], [[entry(1)]], r"max_graphs is 0; set it to 1 or more"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_sentence(latents, positive, message):
+    with pytest.raises(ValueError, match=message):
+        latents_to_data(latents, positive, 0 if "max_graphs" in message else 1)

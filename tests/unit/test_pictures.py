@@ -1,0 +1,238 @@
+"""Real files of each kind, made here, against the pixels they were made of."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, features
+from tessera.train.pictures import inspect_picture, load_picture
+
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def whole(path):
+    """The picture at its own size, (H, W, 3)."""
+    height, width = inspect_picture(path).size
+    pixels = load_picture(path, (0, 0, width, height), height, width)
+    assert pixels.shape == (1, height, width, 3) and pixels.dtype == torch.float32
+    return pixels[0]
+
+
+def quarters(width=48, height=32):
+    """Red, green / blue, white: any turn or flip shows."""
+    image = Image.new("RGB", (width, height))
+    for column, row, colour in ((0, 0, RED), (1, 0, GREEN), (0, 1, BLUE), (1, 1, WHITE)):
+        box = (column * width // 2, row * height // 2, (column + 1) * width // 2, (row + 1) * height // 2)
+        image.paste(colour, box)
+    return image
+
+
+def corners(pixels):
+    """The colours near the four corners, rounded: top left, top right, bottom left, bottom right."""
+    near = ((4, 4), (4, -5), (-5, 4), (-5, -5))
+    return [tuple((pixels[y, x] * 255).round().int().tolist()) for y, x in near]
+
+
+def png16(array, colour_type):
+    """A 16-bit PNG from (H, W, channels), written by hand since Pillow writes grey ones only."""
+    height, width = array.shape[:2]
+    rows = b"".join(b"\0" + array[y].astype(">u2").tobytes() for y in range(height))
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("ending", ["jpg", "jpeg", "png", "webp", "avif", "bmp", "tiff"])
+def test_each_format_gives_its_colours_in_their_places(tmp_path, ending):
+    if ending == "avif" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    path = tmp_path / f"a.{ending}"
+    options = {"jpg": {"quality": 95}, "jpeg": {"quality": 95}, "webp": {"lossless": True}, "avif": {"quality": 95}}
+    quarters().save(path, **options.get(ending, {}))
+    assert inspect_picture(path).size == (32, 48)
+    tolerance = 8 if ending in ("jpg", "jpeg", "avif") else 0
+    found = np.array(corners(whole(path)))
+    assert np.abs(found - np.array([RED, GREEN, BLUE, WHITE])).max() <= tolerance
+
+
+# Where the stored corners (1: red, 2: green, 3: blue, 4: white) are seen: top left, top right, bottom left and right.
+UPRIGHT = {1: "1234", 2: "2143", 3: "4321", 4: "3412", 5: "1324", 6: "3142", 7: "4231", 8: "2413"}
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_turns_pixels_and_size(tmp_path, ending, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"a.{ending}"
+    options = {"jpg": {"quality": 95}, "webp": {"lossless": True}}.get(ending, {})
+    quarters().save(path, exif=exif, **options)
+    assert inspect_picture(path).size == ((48, 32) if orientation >= 5 else (32, 48))
+    colours = [RED, GREEN, BLUE, WHITE]
+    expected = [colours[int(corner) - 1] for corner in UPRIGHT[orientation]]
+    assert np.abs(np.array(corners(whole(path))) - np.array(expected)).max() <= 8
+
+
+def test_an_orientation_behind_the_pixels_of_a_png_counts_too(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = io.BytesIO()
+    quarters().save(data, "PNG")
+    data = data.getvalue()
+    body = exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = struct.pack(">I", len(body)) + b"eXIf" + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
+    path = tmp_path / "a.png"
+    path.write_bytes(data[:-12] + chunk + data[-12:])
+    assert inspect_picture(path).size == (48, 32)
+    assert whole(path).shape == (48, 32, 3)
+
+
+def test_transparent_parts_show_white(tmp_path):
+    levels = np.full((2, 4, 4), 255, dtype=np.uint8)
+    levels[..., 0], levels[..., 1], levels[..., 2] = 200, 100, 0
+    levels[0, :, 3] = [255, 128, 0, 1]
+    Image.fromarray(levels).save(tmp_path / "rgba.png")
+    alpha = levels[..., 3:].astype(np.float64) / 255
+    expected = levels[..., :3] / 255 * alpha + (1 - alpha)
+    assert np.abs(whole(tmp_path / "rgba.png").numpy() - expected).max() < 1e-6
+
+    Image.merge("LA", [Image.new("L", (8, 8), 0), Image.new("L", (8, 8), 51)]).save(tmp_path / "la.png")
+    assert torch.allclose(whole(tmp_path / "la.png"), torch.tensor(0.8), atol=1e-6)
+
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.save(tmp_path / "p.png", transparency=1)
+    assert torch.equal(whole(tmp_path / "p.png"), torch.ones(8, 8, 3))
+    palette.save(tmp_path / "opaque.png")
+    assert torch.equal(whole(tmp_path / "opaque.png"), torch.tensor([0.0, 0.0, 1.0]).expand(8, 8, 3))
+
+    keyed = Image.new("RGB", (8, 8), (10, 20, 30))
+    keyed.save(tmp_path / "keyed.png", transparency=(10, 20, 30))
+    assert torch.equal(whole(tmp_path / "keyed.png"), torch.ones(8, 8, 3))
+
+
+def test_sixteen_bit_grey_keeps_its_sixteen_bits(tmp_path):
+    levels = np.array([[0, 1, 257, 32768], [1000, 40000, 65534, 65535]], dtype=np.uint16)
+    (tmp_path / "a.png").write_bytes(png16(levels[..., None], 0))
+    Image.fromarray(levels).save(tmp_path / "a.tiff")
+    for name in ("a.png", "a.tiff"):
+        pixels = whole(tmp_path / name).numpy()
+        assert np.abs(pixels - levels[..., None].astype(np.float64) / 65535).max() < 1e-7, name
+
+
+@pytest.mark.parametrize("colour_type", [2, 6])
+def test_sixteen_bit_colour_is_read_to_eight_bits(tmp_path, colour_type):
+    levels = np.random.default_rng(0).integers(0, 65536, (4, 5, 3 if colour_type == 2 else 4), dtype=np.uint16)
+    if colour_type == 6:
+        levels[..., 3] = 65535
+    (tmp_path / "a.png").write_bytes(png16(levels, colour_type))
+    pixels = whole(tmp_path / "a.png").numpy()
+    assert np.abs(pixels - levels[..., :3].astype(np.float64) / 65535).max() <= 1 / 255
+
+
+def test_grey_and_bitmap_become_three_equal_channels(tmp_path):
+    Image.new("L", (8, 8), 51).save(tmp_path / "grey.png")
+    Image.new("1", (8, 8), 1).save(tmp_path / "bitmap.png")
+    assert torch.allclose(whole(tmp_path / "grey.png"), torch.tensor(0.2), atol=1e-6)
+    assert torch.equal(whole(tmp_path / "bitmap.png"), torch.ones(8, 8, 3))
+
+
+def test_cmyk_without_a_profile_is_converted_by_the_plain_formula(tmp_path):
+    Image.new("CMYK", (16, 16), (255, 0, 102, 51)).save(tmp_path / "a.jpg", quality=100, subsampling=0)
+    expected = torch.tensor([0.0, 0.8, 0.6 * 0.8])  # (1 - ink) · (1 - black)
+    assert (whole(tmp_path / "a.jpg") - expected).abs().max() < 0.02
+
+
+# Primaries of Adobe RGB (1998), adapted to the profile's white point D50, and its gamma (ICC specification, Annex E).
+ADOBE_TO_XYZ = np.array([[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]])
+XYZ_TO_SRGB = np.array([[3.1338561, -1.6168667, -0.4906146], [-0.9787684, 1.9161415, 0.0334540],
+                        [0.0719453, -0.2289914, 1.4052427]])  # fmt: skip
+GAMMA = 2.19921875
+
+
+def adobe_profile():
+    def fixed(value):
+        return struct.pack(">i", round(value * 65536))
+
+    def xyz(values):
+        return b"XYZ \0\0\0\0" + b"".join(fixed(value) for value in values)
+
+    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(GAMMA * 256)) + b"\0\0"
+    name = b"Wide gamut for tests\0"
+    text = b"desc\0\0\0\0" + struct.pack(">I", len(name)) + name + b"\0" * 78
+    tags = [(b"desc", text + b"\0" * (-len(text) % 4)), (b"wtpt", xyz((0.9642, 1.0, 0.8249)))]
+    tags += [(key, xyz(ADOBE_TO_XYZ[:, i])) for i, key in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))]
+    tags += [(key, curve) for key in (b"rTRC", b"gTRC", b"bTRC")]
+    table, body, offset = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
+    for key, data in tags:
+        table += key + struct.pack(">II", offset + len(body), len(data))
+        body += data
+    size = 128 + len(table) + len(body)
+    header = struct.pack(">I4sI4s4s4s", size, b"\0\0\0\0", 0x02100000, b"mntr", b"RGB ", b"XYZ ") + b"\0" * 12
+    header += b"acsp" + b"\0" * 28 + xyz((0.9642, 1.0, 0.8249))[8:]
+    return header + b"\0" * (128 - len(header)) + table + body
+
+
+def test_a_wide_gamut_profile_is_converted_to_srgb(tmp_path):
+    colours = np.array([[[200, 120, 60], [110, 140, 120], [128, 128, 128]]], dtype=np.uint8)
+    linear = XYZ_TO_SRGB @ (ADOBE_TO_XYZ @ (colours.reshape(-1, 3).T / 255) ** GAMMA)
+    srgb = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055).T
+    Image.fromarray(colours).save(tmp_path / "a.png", icc_profile=adobe_profile())
+    assert np.abs(whole(tmp_path / "a.png").numpy().reshape(-1, 3) - srgb).max() < 0.01
+    assert np.abs(srgb - colours.reshape(-1, 3) / 255).max() > 0.05  # a profile left out would show
+
+    Image.fromarray(colours).save(tmp_path / "broken.png", icc_profile=b"no profile at all")
+    assert np.array_equal((whole(tmp_path / "broken.png").numpy() * 255).round().astype(np.uint8), colours)
+
+
+@pytest.mark.parametrize("ending", ["webp", "png"])
+def test_an_animation_gives_its_first_frame(tmp_path, ending):
+    frames = [Image.new("RGB", (16, 16), colour) for colour in (GREEN, RED)]
+    frames[0].save(tmp_path / f"a.{ending}", save_all=True, append_images=frames[1:], lossless=True)
+    assert corners(whole(tmp_path / f"a.{ending}"))[0] == GREEN
+
+
+def test_the_crop_is_cut_at_fractions_of_a_pixel_and_nothing_is_stretched(tmp_path):
+    # A ramp along x: a crop from left to right holds the ramp's values at the centres of its pixels.
+    width, height = 300, 100
+    ramp = np.linspace(0, 65535, width).round().astype(np.uint16)
+    (tmp_path / "a.png").write_bytes(png16(np.broadcast_to(ramp, (height, width))[..., None], 0))
+    left, right = 20.5, 270.5
+    pixels = load_picture(tmp_path / "a.png", (left, 0, right, height), 32, 80)[0]
+    centres = left + (np.arange(80) + 0.5) * (right - left) / 80 - 0.5
+    expected = centres / (width - 1)
+    assert np.abs(pixels[16, 3:-3, 0].numpy() - expected[3:-3]).max() < 1e-3
+    assert np.abs(pixels.numpy() - pixels[16].numpy()).max() < 1e-5
+
+
+def test_stripes_finer_than_a_pixel_become_their_mean(tmp_path):
+    stripes = np.zeros((128, 128), dtype=np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(tmp_path / "a.png")
+    pixels = load_picture(tmp_path / "a.png", (0, 0, 128, 128), 16, 16)
+    assert (pixels - 0.5).abs()[..., 2:-2, :].max() < 0.02
+
+
+@pytest.mark.parametrize("cut", [0, 20, 400])
+def test_a_damaged_picture_is_named_with_the_fix(tmp_path, cut):
+    path = tmp_path / "holiday.jpg"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"picture 'holiday.jpg' can't be read \(.*save it again as PNG or JPEG"):
+        whole(path)
+        load_picture(path, (0, 0, 64, 64), 64, 64)
+
+
+def test_a_file_is_known_by_its_bytes(tmp_path):
+    quarters().save(tmp_path / "a.png")
+    quarters().save(tmp_path / "b.png")
+    quarters(40, 40).save(tmp_path / "c.png")
+    first, same, other = (inspect_picture(tmp_path / f"{name}.png").digest for name in "abc")
+    assert first == same != other
