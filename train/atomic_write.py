@@ -30,7 +30,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     beside = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        ordinary = beside.stat().st_mode
         write(beside)
+        # safetensors makes files that only their owner may read; other users of the output folder need them too.
+        beside.chmod(ordinary)
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)

@@ -190,6 +190,12 @@ def test_a_saved_file_is_a_round_trip(tmp_path: Path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["comfyui.safetensors", "kohya.safetensors"]
 
 
+def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path: Path):
+    (tmp_path / "plain").touch()
+    save_lora(tmp_path / "a", LoraModel.from_modules({"img_in": module(HIDDEN)}))
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 # A limit on the file size of this process is the one full disk that needs no rights: the kernel ends the write.
 FULL_DISK = """
 import json, resource, sys
