@@ -244,7 +244,7 @@ def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
     assert load_file(folder / "mine_00002.safetensors").keys() == convert(lora, "comfyui").keys()
 
 
-@pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/tmp/mine", "C:\\mine", "..\\mine", "~/mine", ""])
+@pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/srv/mine", "C:\\mine", "..\\mine", "~/mine", ""])
 def test_save_lora_stays_inside_the_output_folder(prefix: str):
     lora = LoraModel.from_modules({"img_in": random_update(8, 8, 0)})
     with pytest.raises(ValueError, match="filename_prefix is .*; give a name inside ComfyUI's output folder"):
