@@ -34,16 +34,18 @@ def place_latents(grids: Sequence[Grid], max_graphs: int) -> list[Placement]:
 def cut_grid(grid: Grid, tokens: int) -> Grid | None:
     """The part of a grid that holds the tokens with less than a row to spare, over all its frames.
 
-    Of several, one with the fewest tokens to spare, and of those the nearest in aspect. None where there is none,
-    which happens to clips only: a picture always has one.
+    Of several, the one that is nearest in aspect and has few tokens to spare, both in logs, as the planner weighs
+    them; of equals the one with the fewest to spare. None where there is none, which happens to clips only: a picture
+    always has one.
     """
     found = []
     for width in range(1, grid.width + 1):
         rows = -(-tokens // width)
         height = rows // grid.frames
         if height * grid.frames == rows and height <= grid.height:
-            stretch = abs(np.log(width * grid.height / (height * grid.width)))
-            found.append((rows * width - tokens, stretch, Grid(height, width, grid.frames)))
+            reshaped = abs(np.log(width * grid.height / (height * grid.width)))
+            spare = rows * width - tokens
+            found.append((round(reshaped + np.log1p(spare / tokens), 9), spare, Grid(height, width, grid.frames)))
     return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 

@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Family:
-    """The grids that hold one token count, sorted by aspect, without those that another one always beats."""
+    """The grids that hold one token count, sorted by aspect, without those that never lose less than another one."""
 
     tokens: int
     grids: tuple[Grid, ...]
@@ -100,7 +100,8 @@ def find_family(tokens: int, fit: str, max_aspect: float) -> Family | None:
     within = np.maximum(width / height, height / width) <= max_aspect * (1 + 1e-9)
     width, height = width[within], height[within]
     aspect, surplus = np.log(width / height), np.log(width * height / tokens)
-    beaten = np.abs(aspect[:, None] - aspect) + surplus <= surplus[:, None]
+    # A grid that never loses less than another one goes, even where it never loses more: fewer rows are then ragged.
+    beaten = np.abs(aspect[:, None] - aspect) + surplus <= surplus[:, None] + 1e-12
     np.fill_diagonal(beaten, False)
     keep = ~beaten.any(axis=1)
     grids = tuple(Grid(int(h), int(w)) for h, w in zip(height[keep], width[keep], strict=True))

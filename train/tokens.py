@@ -10,7 +10,7 @@ the nearest to the wanted size wins).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,13 @@ __all__ = [
 ]
 
 MEGAPIXEL = 1024 * 1024
+MOST_MEGAPIXELS = 64
 LEAST, MOST = 7 / 8, 17 / 16
 PRICE_OF_A_GRAPH = 0.005
 PRICE_OF_ANOTHER_SIZE = 0.01
-# What a search may cost: entries of the (pictures, counts) table, and pictures weighed over all subsets of counts.
+# What a search may cost: ragged counts that are tried, entries of the (pictures, counts) table for one count and for
+# several, and pictures weighed over all subsets of counts.
+RAGGED_LIMIT = 1500
 TABLE_LIMIT = 10_000_000
 SUBSET_TABLE_LIMIT = 3_000_000
 EXHAUSTIVE_LIMIT = 30_000_000
@@ -87,8 +90,10 @@ def plan_buckets(
     """
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; choose one of {', '.join(FITS)}.")
-    if not 0 < megapixels < 1000:
-        raise ValueError(f"megapixels is {megapixels}; set it above 0 (1 is 1024 x 1024 pixels).")
+    if not 0 < megapixels <= MOST_MEGAPIXELS:
+        raise ValueError(
+            f"megapixels is {megapixels}; set it above 0 and to at most {MOST_MEGAPIXELS} (1 is 1024 x 1024 pixels)."
+        )
     if max_graphs < 1:
         raise ValueError(f"max_graphs is {max_graphs}; set it to 1 or more.")
     if not sizes:
@@ -164,9 +169,13 @@ def _price_of_size(family: Family, wanted: int) -> float:
 
 
 def _candidates(wanted: int, fit: str, max_aspect: float, pictures: int) -> list[Family]:
-    """The families of the window around the wanted count; where pictures and counts are many, those of most grids."""
-    least = max(1, int(np.ceil(wanted * LEAST)))
-    found = families(range(least, max(wanted, int(wanted * MOST)) + 1), fit, max_aspect)
+    """The families of the window around the wanted count; where pictures and counts are many, those of most grids.
+
+    Ragged counts of a large window, which all have about as many grids, are tried at even steps.
+    """
+    least, most = max(1, ceil(wanted * LEAST)), max(wanted, int(wanted * MOST))
+    step = ceil((most - least) / RAGGED_LIMIT) if fit == RAGGED_EDGE and most > least else 1
+    found = families(range(least, most + 1, step), fit, max_aspect)
     while not found:
         least -= 1
         found = families([least], fit, max_aspect)
