@@ -8,16 +8,20 @@ from pathlib import Path
 from .encoders import CLIP_WIDTH, T5_WIDTH, load_clip, load_sd1_clip, write_clip_l, write_t5
 from .flux import load_flux, write_flux
 from .taesd import load_vae, write_taesd
+from .training import fill_up_matrices, make_data, make_trainer
 from .wan import load_wan, write_wan
 
 __all__ = [
     "CLIP_WIDTH",
     "T5_WIDTH",
+    "fill_up_matrices",
     "load_clip",
     "load_flux",
     "load_sd1_clip",
     "load_vae",
     "load_wan",
+    "make_data",
+    "make_trainer",
     "write_clip_l",
     "write_flux",
     "write_models",

@@ -1,0 +1,109 @@
+"""Training runs of a few seconds: random samples, settings in one line, and an observer that breaks in."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from .encoders import CLIP_WIDTH, T5_WIDTH
+
+OPTIONS = {"network": "NetworkOptions", "optimizer": "OptimizerOptions"} | {
+    "objective": "ObjectiveOptions",
+    "memory": "MemoryOptions",
+}
+
+
+def sample(name: str, height: int, width: int, text_length: int = 16, repeats: int = 1, scale: float = 1.0) -> Any:
+    """A sample of height x width tokens whose numbers are a function of its name."""
+    from tessera.train.data import Sample, SampleTensors
+
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    tensors = SampleTensors(
+        scale * torch.randn(16, 2 * height, 2 * width, generator=generator),
+        torch.randn(1, text_length, T5_WIDTH, generator=generator),
+        {"pooled_output": torch.randn(1, CLIP_WIDTH, generator=generator)},
+    )
+    return Sample(name, (1, height, width), height * width, text_length, lambda: tensors, repeats)
+
+
+def training_data(*samples: Any) -> Any:
+    from tessera.train.data import TrainingData
+
+    return TrainingData(samples, "-".join(f"{s.name}:{s.grid}:{s.text_length}x{s.repeats}" for s in samples))
+
+
+def mixed_data() -> Any:
+    """Five samples: three of 16 tokens and two of 24, in four shapes."""
+    shapes = [(4, 4), (2, 8), (8, 2), (4, 6), (6, 4)]
+    return training_data(*(sample(f"picture {i}", *shape) for i, shape in enumerate(shapes)))
+
+
+def run_settings(**changes: Any) -> Any:
+    """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
+    from tessera.train import options
+    from tessera.train.run import TrainSettings
+
+    chosen = {name: getattr(options, kind) for name, kind in OPTIONS.items()}
+    base: dict[str, Any] = {name: kind() for name, kind in chosen.items()}
+    base["network"] = options.NetworkOptions(rank=4, alpha=4.0)
+    base["optimizer"] = options.OptimizerOptions(learning_rate=1e-2)
+    base["memory"] = options.MemoryOptions(checkpointing="none")
+    values = {"output_name": "tiny", "steps": 6, "batch_size": 1, "gradient_accumulation": 1, "seed": 3}
+    values |= {"compile": "off", "save_every": 2, "resume": "latest"}
+    given = {k: replace(base[k], **v) if k in chosen else v for k, v in changes.items()}
+    return TrainSettings(**(base | values | given))
+
+
+class Watcher:
+    """Keeps what a run tells. `at_step(done)` is called after each step, `before_step(done)` before it."""
+
+    def __init__(
+        self, at_step: Callable[[int], None] | None = None, before_step: Callable[[int], None] | None = None
+    ) -> None:
+        self.at_step, self.before_step = at_step, before_step
+        self.notes: list[str] = []
+        self.phases: list[str] = []
+        self.losses: list[float] = []
+        self.files: list[str] = []
+        self.done = 0
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        if text.startswith("Resumed at step "):
+            self.done = int(text.removeprefix("Resumed at step ").rstrip("."))
+
+    def step(self, report: Any) -> None:
+        self.done = report.step
+        self.losses.append(report.loss)
+        if self.at_step:
+            self.at_step(self.done)
+
+    def saved(self, path: Path) -> None:
+        self.files.append(path.name)
+
+    def check_interrupted(self) -> None:
+        if self.before_step:
+            self.before_step(self.done)
+
+
+def cancel_at(step: int) -> Watcher:
+    """A watcher that presses Cancel when `step` steps are done."""
+    from comfy.model_management import InterruptProcessingException
+
+    def check(done: int) -> None:
+        if done == step:
+            raise InterruptProcessingException
+
+    return Watcher(before_step=check)
+
+
+def train(model: Any, data: Any, root: Path, watcher: Any = None, **changes: Any) -> Any:
+    from tessera.train.train_lora import train_lora
+
+    return train_lora(model, data, run_settings(**changes), root, watcher or Watcher())

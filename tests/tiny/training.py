@@ -1,0 +1,66 @@
+"""Synthetic training data and a trainer over it, for tests that look inside a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .encoders import CLIP_WIDTH, T5_WIDTH
+
+
+def make_data(grids: Sequence[tuple[int, int]], text_lengths: Sequence[int], tokens: int | None = None) -> Any:
+    """TrainingData of random latents: `grids` are (height, width) in tokens; `tokens` keeps fewer (ragged edge)."""
+    from tessera.train.data import Sample, SampleTensors, TrainingData
+
+    g = torch.Generator().manual_seed(7)
+    samples = []
+    for index, ((h, w), length) in enumerate(zip(grids, text_lengths, strict=True)):
+        tensors = SampleTensors(
+            latent=torch.randn(16, 2 * h, 2 * w, generator=g),
+            text=torch.randn(1, length, T5_WIDTH, generator=g),
+            conditioning={"pooled_output": torch.randn(1, CLIP_WIDTH, generator=g)},
+        )
+        samples.append(Sample(f"sample {index}", (1, h, w), tokens or h * w, length, lambda t=tensors: t))
+    return TrainingData(tuple(samples), f"{grids}{text_lengths}{tokens}")
+
+
+def make_trainer(model: Any, data: Any, folder: Path, *, backend: str | None = None, **changes: Any) -> Any:
+    """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings."""
+    from tessera.compile.apply import CompileSettings
+    from tessera.models.model_patches import trainable_model
+    from tessera.models.registry import family_of
+    from tessera.train.events import Silent
+    from tessera.train.loop import Trainer
+    from tessera.train.lora import choose_targets
+    from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+    from tessera.train.run import RunFolder, TrainSettings
+
+    defaults = {
+        "output_name": "test",
+        "steps": 4,
+        "batch_size": 1,
+        "gradient_accumulation": 1,
+        "seed": 3,
+        "compile": "auto" if backend else "off",
+        "save_every": 0,
+        "resume": "off",
+        "network": NetworkOptions(rank=4, alpha=8.0),
+        "optimizer": OptimizerOptions(learning_rate=1e-3),
+        "objective": ObjectiveOptions(),
+        "memory": MemoryOptions(),
+    }
+    settings = TrainSettings(**{**defaults, **changes})
+    family = family_of(model)
+    patcher, _ = trainable_model(model)
+    targets = choose_targets(family, patcher.model, settings.network)
+    chosen = CompileSettings(backend) if backend else None
+    run = RunFolder(folder, "test")
+    return Trainer(patcher, family, data, targets, settings, chosen, run, "lineage", lambda *_: {}, Silent())
+
+
+def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:
+    """Moves the LoRA away from its start, where the down matrices have no gradient."""
+    with torch.no_grad():
+        for index, (_, up) in enumerate(trainer.network.pairs.values()):
+            up.copy_(size * torch.randn(up.shape, generator=torch.Generator().manual_seed(index)))
