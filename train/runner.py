@@ -21,6 +21,7 @@ class BlockRunner:
         graphs: int,
     ):
         self.memory = memory
+        self.compile_settings = compile_settings
         self.regions = block_regions(blocks)
         self.planned_graphs = len(self.regions) * graphs if compile_settings else 0
         self._structure = {id(block): block.structure() for _, block in blocks}

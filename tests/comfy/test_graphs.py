@@ -1,0 +1,188 @@
+"""One graph per block kind, token count and text length, by dynamo's own counters, over a run of mixed pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from PIL import Image
+from tessera.train.data import TrainingData
+from tessera.train.dataset import Dataset, Picture
+from tessera.train.options import MemoryOptions
+from tessera.train.prepare import prepare
+from torch._dynamo.utils import counters
+
+ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]
+PICTURES = 40
+BATCH = 2
+STEPS_PER_EPOCH = PICTURES // BATCH
+KINDS = 2
+
+
+def caption(words: int) -> str:
+    return " ".join(["a", "red", "fox", "in", "snow"][i % 5] for i in range(words))
+
+
+@pytest.fixture(scope="module")
+def mixed_data(tmp_path_factory: pytest.TempPathFactory, tiny_files: dict[str, Path]) -> TrainingData:
+    """40 pictures of 12 aspect ratios with captions of 3 to 400 tokens, through the real VAE and text encoders."""
+    folder = tmp_path_factory.mktemp("pictures")
+    pictures = []
+    for index in range(PICTURES):
+        aspect = ASPECTS[index % len(ASPECTS)]
+        height = round((160 * 160 / aspect) ** 0.5)
+        path = folder / f"{index:02d}.png"
+        Image.effect_noise((round(height * aspect), height), 40 + index).convert("RGB").save(path)
+        words = 2 + round(282 * index / (PICTURES - 1))
+        pictures.append(Picture(path=path, caption=caption(words), repeats=1, name=path.name))
+    prepared = prepare(
+        Dataset(tuple(pictures)),
+        tiny.load_vae(tiny_files["vae"]),
+        tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"]),
+        megapixels=160 * 160 / 1024**2,
+        max_graphs=1,
+        fit="ragged edge",
+        max_text_length=512,
+        cache_dir=tmp_path_factory.mktemp("cache"),
+    )
+    return prepared.data
+
+
+class Counted:
+    """Counts what dynamo did since it was made."""
+
+    def __init__(self) -> None:
+        self.graphs_before = counters["stats"]["unique_graphs"]
+        self.breaks_before = sum(counters["graph_break"].values())
+
+    @property
+    def graphs(self) -> int:
+        return counters["stats"]["unique_graphs"] - self.graphs_before
+
+    @property
+    def breaks(self) -> int:
+        return sum(counters["graph_break"].values()) - self.breaks_before
+
+
+def graphs_after_each_step(trainer: Any, counted: Counted) -> tuple[list[int], list[tuple[int, int]]]:
+    """Trains to the end; the number of graphs after each step, and the (tokens, text length) of each step."""
+    from tessera.train import loop
+
+    graphs: list[int] = []
+    keys: list[tuple[int, int]] = []
+    made = loop.make_batch
+
+    class Watching(type(trainer.observer)):
+        def step(self, report: Any) -> None:
+            graphs.append(counted.graphs)
+
+    def recording(*args: Any) -> Any:
+        batch = made(*args)
+        keys.append((batch.tokens, batch.text_length))
+        return batch
+
+    trainer.observer = Watching()
+    loop.make_batch = recording
+    try:
+        trainer.run()
+    finally:
+        loop.make_batch = made
+    return graphs, keys
+
+
+def expected_graphs(keys: Sequence[tuple[int, int]]) -> list[int]:
+    """After each step: one graph per block kind for every (tokens, text length) met so far, and none besides."""
+    return [KINDS * len(set(keys[: n + 1])) for n in range(len(keys))]
+
+
+def test_the_data_has_the_shapes_that_are_to_be_counted(mixed_data):
+    assert len({s.grid for s in mixed_data.samples}) >= 7
+    assert {s.text_length for s in mixed_data.samples} == {256, 512}
+    assert len({s.tokens for s in mixed_data.samples}) == 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_flux, tmp_path, checkpointing):
+    torch._dynamo.reset()
+    counted = Counted()
+    memory = MemoryOptions(checkpointing=checkpointing)
+    trainer = tiny.make_trainer(
+        tiny_flux, mixed_data, tmp_path, backend="aot_eager", batch_size=BATCH, steps=2 * STEPS_PER_EPOCH, memory=memory
+    )
+    graphs, keys = graphs_after_each_step(trainer, counted)
+    assert len(graphs) == 2 * STEPS_PER_EPOCH
+    assert graphs == expected_graphs(keys)
+    assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.runner.planned_graphs
+    assert counted.breaks == 0
+    assert trainer.facts()["graphs_compiled"] == graphs[-1]
+
+
+def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path):
+    settings = {
+        "backend": "aot_eager",
+        "batch_size": BATCH,
+        "steps": STEPS_PER_EPOCH,
+        "save_every": STEPS_PER_EPOCH // 2,
+    }
+    first = tiny.make_trainer(tiny_flux, mixed_data, tmp_path, **settings)
+    first.run()
+    state = first.folder.states()[0]
+    whole_loss = list(first.progress.loss)
+    torch._dynamo.reset()
+    counted = Counted()
+    second = tiny.make_trainer(tiny_flux, mixed_data, tmp_path, **settings)
+    second.resume(state)
+    graphs, keys = graphs_after_each_step(second, counted)
+    assert len(keys) == STEPS_PER_EPOCH // 2
+    assert graphs == expected_graphs(keys)
+    assert counted.breaks == 0
+    assert second.progress.loss == whole_loss
+
+
+def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp_path):
+    data = tiny.make_data([(4, 4), (4, 5), (4, 6)], [16, 16, 16])
+    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=6)
+    trainer.runner = type(trainer.runner)(
+        trainer.transformer.blocks(), trainer.settings.memory, trainer.runner.compile_settings, graphs=1
+    )
+    with pytest.raises(RuntimeError, match="More graphs were needed than the 2 planned"):
+        trainer.run()
+
+
+def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_path):
+    from tessera.train.options import NetworkOptions
+
+    network = NetworkOptions(rank=2, alpha=2.0, include=("double_blocks.0.*", "single_blocks.*"))
+    data = tiny.make_data([(4, 4)], [16])
+    torch._dynamo.reset()
+    counted = Counted()
+    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=2, network=network)
+    trainer.run()
+    assert counted.graphs == trainer.runner.planned_graphs == 3
+
+
+def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, monkeypatch):
+    from tessera.train.events import Silent
+
+    said: list[str] = []
+
+    class Listening(Silent):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    import torch._inductor.config as inductor_config
+
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    monkeypatch.setattr(inductor_config.cpp, "cxx", ("/nonexistent/compiler",))
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="inductor", steps=3)
+    trainer.observer = Listening()
+    trainer.run()
+    eager = tiny.make_trainer(tiny_flux, data, tmp_path, steps=3)
+    eager.run()
+    assert [text for text in said if "does not work on this machine" in text] == said and len(said) == 1
+    assert trainer.progress.loss == eager.progress.loss
