@@ -10,6 +10,7 @@ from typing import Any
 import comfyui_version
 import safetensors.torch
 import torch
+from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.apply import CompileSettings
@@ -108,6 +109,9 @@ def train_lora(
             trainer.run()
             trainer.save(final=True)
             outcome = "finished"
+        except InterruptProcessingException:
+            outcome = "cancelled"
+            raise
         finally:
             summary = {
                 "status": outcome,

@@ -1,0 +1,204 @@
+"""An interrupted run that goes on ends as one that was never interrupted: bit for bit on the CPU."""
+
+import json
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import safetensors.torch
+import torch
+from comfy.model_management import InterruptProcessingException
+from tessera.train.checkpoint import load_state
+from tiny.runs import Watcher, cancel_at, mixed_data, train
+
+HARD = {"batch_size": 2, "gradient_accumulation": 2, "network": {"rank": 8, "alpha": 4.0, "dropout": 0.2}}
+OPTIMIZERS = {
+    "adamw": {"learning_rate": 1e-2, "lr_scheduler": "cosine", "warmup_steps": 2},
+    "adamw8bit": {"optimizer": "adamw8bit", "learning_rate": 1e-2},
+    "prodigy": {"optimizer": "prodigy", "learning_rate": 1.0},
+}
+
+
+def equal(first, second):
+    assert first.loss == second.loss and len(first.loss) > 0
+    assert first.lora.keys() == second.lora.keys()
+    different = [name for name in first.lora if not torch.equal(first.lora[name], second.lora[name])]
+    assert not different, different
+    ups = [t for name, t in first.lora.items() if "lora_up" in name]
+    assert ups and all(t.abs().max() > 0 for t in ups)
+
+
+def run_folder(root):
+    (folder,) = root.iterdir()
+    return folder
+
+
+def cancelled(model, data, root, step, **changes):
+    with pytest.raises(InterruptProcessingException):
+        train(model, data, root, cancel_at(step), **changes)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_cancelled_after_any_step_goes_on_to_the_same_result(optimizer, tiny_flux, tmp_path):
+    options = HARD | {"optimizer": OPTIMIZERS[optimizer], "save_every": 3}
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **options)
+    for step in (1, 3, 4) if optimizer == "adamw" else (4,):
+        root = tmp_path / f"cancelled at {step}"
+        cancelled(tiny_flux, data, root, step, **options)
+        watcher = Watcher()
+        equal(train(tiny_flux, data, root, watcher, **options), whole)
+        assert f"Resumed at step {step}." in watcher.notes
+        assert watcher.losses == whole.loss[step:]
+
+
+def test_a_run_cancelled_many_times_goes_on_to_the_same_result(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
+    for step in range(6):
+        cancelled(tiny_flux, data, tmp_path / "cancelled", step, **HARD)
+    equal(train(tiny_flux, data, tmp_path / "cancelled", **HARD), whole)
+
+
+class DiskError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("failing", [1, 6, 11, 23])
+def test_a_run_that_breaks_in_the_middle_of_a_step_goes_on_to_the_same_result(failing, tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
+    calls = count()
+
+    def breaking(sample):
+        def load():
+            if next(calls) == failing:
+                raise DiskError("the disk is gone")
+            return sample.load()
+
+        return replace(sample, load=load)
+
+    broken = replace(data, samples=tuple(breaking(s) for s in data.samples))
+    with pytest.raises(DiskError, match="the disk is gone"):
+        train(tiny_flux, broken, tmp_path / "broken", **HARD)
+    # The first call only looks at the data; each step then reads four samples.
+    steps_done = (failing - 1) // 4
+    if steps_done:
+        assert json.loads((run_folder(tmp_path / "broken") / "summary.json").read_text())["steps_done"] == steps_done
+    watcher = Watcher()
+    equal(train(tiny_flux, data, tmp_path / "broken", watcher, **HARD), whole)
+    assert watcher.losses == whole.loss[steps_done:]
+
+
+def test_a_named_state_goes_on_from_just_that_one(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole")
+    cancelled(tiny_flux, data, tmp_path / "part", 5)
+    folder = run_folder(tmp_path / "part")
+    watcher = Watcher()
+    result = train(tiny_flux, data, tmp_path / "part", watcher, resume=f"{folder.name}/state-000004.tessera")
+    assert "Resumed at step 4." in watcher.notes
+    equal(result, whole)
+
+
+def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path / "five", 5)
+    folder = run_folder(tmp_path / "five")
+    names = sorted(path.name for path in folder.iterdir())
+    loras = [f"tiny-step00000{step}.safetensors" for step in (2, 4, 5)]
+    assert names == [*["state-000004.tessera", "state-000005.tessera"], "summary.json", *loras]
+    five = train(tiny_flux, data, tmp_path / "run of five", steps=5)
+    saved = safetensors.torch.load_file(folder / loras[-1])
+    assert saved.keys() == five.lora.keys() and all(torch.equal(saved[name], five.lora[name]) for name in saved)
+    states = [load_state(folder / f"state-00000{step}.tessera") for step in (4, 5)]
+    assert [(s.step, s.batches, len(s.loss)) for s in states] == [(4, 4, 4), (5, 5, 5)]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps_done"], summary["loss"]) == ("cancelled", 5, five.loss)
+
+
+def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
+    most = []
+
+    def look(done):
+        most.append(len(list(tmp_path.rglob("*.tessera"))))
+
+    train(tiny_flux, mixed_data(), tmp_path, Watcher(at_step=look), save_every=1)
+    assert max(most) == 2
+    assert sorted(p.name for p in tmp_path.rglob("*.tessera")) == ["state-000005.tessera", "state-000006.tessera"]
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"network": {"rank": 2}}, {"optimizer": {"learning_rate": 2e-2}}])
+def test_a_changed_setting_starts_anew_beside_the_other_run(change, tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 4)
+    before = {path: path.read_bytes() for path in run_folder(tmp_path).iterdir()}
+    watcher = Watcher()
+    result = train(tiny_flux, data, tmp_path, watcher, **change)
+    assert len(watcher.losses) == 6 and not [n for n in watcher.notes if "Resumed" in n]
+    assert {path: path.read_bytes() for path in before} == before and result.path not in before
+
+
+def test_raised_steps_go_on_where_the_finished_run_ended(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", steps=9)
+    train(tiny_flux, data, tmp_path / "raised")
+    watcher = Watcher()
+    equal(train(tiny_flux, data, tmp_path / "raised", watcher, steps=9), whole)
+    assert len(watcher.losses) == 3
+
+
+def test_resume_off_trains_from_the_start(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 4)
+    watcher = Watcher()
+    train(tiny_flux, data, tmp_path, watcher, resume="off")
+    assert len(watcher.losses) == 6
+
+
+def test_a_truncated_state_is_passed_over_by_latest_and_refused_by_name(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole")
+    cancelled(tiny_flux, data, tmp_path / "part", 5)
+    folder = run_folder(tmp_path / "part")
+    newest = folder / "state-000005.tessera"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    watcher = Watcher()
+    with pytest.raises(ValueError, match=r"state-000005.tessera is not a whole state of this version; choose another"):
+        train(tiny_flux, data, tmp_path / "part", watcher, resume=f"{folder.name}/{newest.name}")
+    assert not watcher.losses
+    equal(train(tiny_flux, data, tmp_path / "part", watcher), whole)
+    assert "Resumed at step 4." in watcher.notes
+
+
+def test_a_finished_run_is_returned_from_disk_and_trained_again_when_its_file_is_gone(tiny_flux, tmp_path):
+    data = mixed_data()
+    first = train(tiny_flux, data, tmp_path)
+    stamp = first.path.stat().st_mtime_ns
+    watcher = Watcher()
+    again = train(tiny_flux, data, tmp_path, watcher)
+    equal(again, first)
+    assert not watcher.losses and again.path == first.path and first.path.stat().st_mtime_ns == stamp
+    assert again.lora.metadata == first.lora.metadata and again.summary["status"] == "finished"
+
+    first.path.unlink()
+    restored = train(tiny_flux, data, tmp_path)
+    equal(restored, first)
+    assert restored.path.is_file()
+    for state in first.path.parent.glob("*.tessera"):
+        state.unlink()
+    restored.path.unlink()
+    watcher = Watcher()
+    equal(train(tiny_flux, data, tmp_path, watcher), first)
+    assert len(watcher.losses) == 6
+
+
+def test_training_neither_reads_nor_moves_the_global_generators(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    equal(train(tiny_flux, data, tmp_path / "again", **HARD), whole)
+    assert torch.equal(torch.get_rng_state(), before)
+    disturbed = Watcher(at_step=lambda done: torch.manual_seed(done) and torch.rand(5))
+    equal(train(tiny_flux, data, tmp_path / "disturbed", disturbed, **HARD), whole)

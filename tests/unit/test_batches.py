@@ -1,0 +1,72 @@
+"""The order of batches: fair, full, apart by graph, and a function of its arguments alone."""
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+from tessera.train.batches import batch_order
+from tessera.train.data import Sample
+
+# (tokens, text length) of each sample and its repeats: two shapes share 12 tokens.
+SAMPLES = [
+    Sample(f"s{i}", (1, height, width), height * width, length, lambda: None, repeats)
+    for i, (height, width, length, repeats) in enumerate(
+        [(3, 4, 256, 1), (4, 3, 256, 2), (2, 6, 256, 1), (3, 4, 512, 3), (5, 5, 256, 1), (5, 5, 256, 1), (1, 7, 256, 1)]
+    )
+]
+POOL = Counter({index: s.repeats for index, s in enumerate(SAMPLES)})
+CYCLES = 300
+
+
+def batches(size, seed=0, count=200, samples=SAMPLES):
+    return list(islice(batch_order(samples, size, seed), count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_batch_is_full_and_its_mates_share_token_count_and_text_length(size):
+    for batch in batches(size):
+        assert len(batch) == size
+        assert len({(SAMPLES[i].tokens, SAMPLES[i].text_length) for i in batch}) == 1
+
+
+def test_mates_may_differ_in_shape():
+    assert any(len({SAMPLES[i].grid for i in batch}) > 1 for batch in batches(2))
+
+
+def test_alone_each_sample_is_seen_as_often_as_it_repeats_in_every_epoch():
+    length = POOL.total()
+    drawn = [i for (i,) in batches(1, count=5 * length)]
+    epochs = [drawn[start : start + length] for start in range(0, len(drawn), length)]
+    assert all(Counter(epoch) == POOL for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_sample_is_dropped_what_is_left_of_an_epoch_comes_in_the_next(size):
+    seen = Counter(i for batch in batches(size, count=CYCLES * POOL.total() // size) for i in batch)
+    for index, repeats in POOL.items():
+        # A group waits for at most a batch of its own, which no sample of it can be in more than size − 1 times.
+        assert abs(seen[index] - CYCLES * repeats) <= 2 * size * repeats, (index, seen[index])
+
+
+def test_within_a_group_the_order_of_draws_is_whole_epochs_one_after_another():
+    group = [i for i, s in enumerate(SAMPLES) if (s.tokens, s.text_length) == (12, 256)]
+    per_epoch = sum(POOL[i] for i in group)
+    drawn = [i for batch in batches(3, count=300) for i in batch if i in group]
+    for start in range(0, len(drawn) - per_epoch, per_epoch):
+        assert Counter(drawn[start : start + per_epoch]) == Counter({i: POOL[i] for i in group})
+
+
+def test_the_order_is_a_function_of_samples_size_and_seed():
+    assert batches(2) == batches(2)
+    assert batches(2, seed=1) != batches(2)
+    assert batches(2, samples=SAMPLES[:-1]) != batches(2)
+
+
+@pytest.mark.parametrize("done", [1, 7, 58])
+def test_going_on_after_any_number_of_batches_gives_the_same_rest(done):
+    assert list(islice(batch_order(SAMPLES, 2, 0), done, done + 50)) == batches(2)[done : done + 50]
+
+
+def test_a_single_sample_fills_a_batch_with_itself():
+    assert batches(3, count=4, samples=SAMPLES[:1]) == [(0, 0, 0)] * 4
