@@ -59,6 +59,10 @@ FLUX = TextPolicy("FLUX.1", (256, 512))
 
 def text_policy(clip: Any) -> TextPolicy:
     """The policy of the family whose text encoders these are; ValueError if no family that trains uses them."""
+    if clip is None:
+        raise ValueError(
+            "The CLIP input is empty (the checkpoint holds no text encoders); load them with DualCLIPLoader."
+        )
     encoder = getattr(clip, "cond_stage_model", clip)
     if isinstance(encoder, comfy.text_encoders.flux.FluxClipModel):
         return FLUX

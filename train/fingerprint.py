@@ -107,7 +107,8 @@ def feed_tensor(digest: Any, tensor: Tensor) -> None:
     """
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     if type(tensor).__name__ == "QuantizedTensor":
-        parts, layout = tensor.__tensor_flatten__()
+        quantised: Any = tensor
+        parts, layout = quantised.__tensor_flatten__()
         digest.update(f"{layout.get('layout_cls')}{sorted(layout.get('non_tensor_fields', {}).items())}".encode())
         for part in parts:
             feed_tensor(digest, getattr(tensor, part))

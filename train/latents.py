@@ -1,6 +1,7 @@
 """Latents and conditionings that core's nodes encoded, as training data."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,13 @@ def latents_to_data(
         tensors = _tensors(_cut(picture, grid, placement.grid), entry, name)
         names.append(fingerprint(tensors.latent, tensors.text, tensors.conditioning, placement.tokens))
         shape = (placement.grid.frames, placement.grid.height, placement.grid.width)
-        samples.append(Sample(name, shape, placement.tokens, tensors.text.shape[1], lambda tensors=tensors: tensors))
+        samples.append(Sample(name, shape, placement.tokens, tensors.text.shape[1], partial(_given, tensors)))
     notes = tuple(_notes(pictures, grids, placements, samples))
     return TrainingData(tuple(samples), fingerprint(names), notes)
+
+
+def _given(tensors: SampleTensors) -> SampleTensors:
+    return tensors
 
 
 def _split(samples: Tensor, index: int) -> list[Tensor]:

@@ -92,6 +92,11 @@ def test_no_file_is_read_for_an_embedding_named_in_a_caption(tiny_clip, tmp_path
     for part, tokenizer in (("l", tiny_clip.tokenizer.clip_l), ("t5xxl", tiny_clip.tokenizer.t5xxl)):
         literal = tokenizer.tokenizer(text)["input_ids"]
         assert [token for token, _ in caption.tokens[part][0]][: len(literal)] == literal
+    # Core would move the words from the identifier on to CLIP-L's next chunk of 77, as one embedding.
+    long = "fox " * 72 + "embedding:badhands"
+    literal = tiny_clip.tokenizer.clip_l.tokenizer(long)["input_ids"]
+    first = text_policy(tiny_clip).tokenize(tiny_clip, long).tokens["l"][0]
+    assert [token for token, _ in first][:76] == literal[:76]
     assert tiny_clip.tokenizer.clip_l.embedding_directory == str(tmp_path)  # the user's CLIP is as it was
     assert tiny_clip.tokenizer.clip_l.embedding_identifier == "embedding:"
 

@@ -1,6 +1,7 @@
 """Preparing: what is encoded equals what core's nodes would give, once and only once, and bad inputs are told first."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -92,6 +93,8 @@ def test_each_picture_and_each_distinct_caption_is_encoded_once_and_an_unchanged
     folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
 ):
     vae_calls, clip_calls = counts
+    shutil.copy(folder / "a.png", folder / "copy.png")
+    shutil.copy(folder / "b.txt", folder / "copy.txt")
     first = run(folder, tiny_vae, tiny_clip, tmp_path)
     assert (vae_calls.since_last(), clip_calls.since_last()) == (4, 3)
     import comfy.model_management
