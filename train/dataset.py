@@ -119,8 +119,8 @@ def _missing_captions(folder: Path, files: list[Path], missing: list[Path], exte
     example = f"such as {caption_file(missing[0], extension).name!r} for {missing[0].name!r}"
     if len(missing) == len(files):
         return (
-            f"The folder {folder.name!r} has {len(files)} pictures and no {extension} caption files; put a text file "
-            f"of the same name beside each picture, {example} (an empty file is an empty caption)."
+            f"The folder {folder.name!r} holds pictures ({len(files)}) but no {extension} caption files; put a text "
+            f"file of the same name beside each picture, {example} (an empty file is an empty caption)."
         )
     return (
         f"{len(missing)} of {len(files)} pictures in {folder.name!r} have no {extension} caption file: "

@@ -94,7 +94,7 @@ def test_missing_captions_are_named_up_to_five(folder):
     ("files", "options", "message"),
     [
         ({"readme.md": "x"}, {}, r"The folder 'photos' holds no pictures; put pictures \(.avif, .bmp, .jpeg, .jpg"),
-        ({"a.png": None}, {}, r"The folder 'photos' has 1 pictures and no .txt caption files; put a text file"),
+        ({"a.png": None}, {}, r"The folder 'photos' holds pictures \(1\) but no .txt caption files; put a text file"),
         (
             {"a.png": None, "a.txt": b"\xff\xfe\x00"},
             {},
