@@ -60,6 +60,11 @@ class FrozenWeights:
             weight = self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
         if isinstance(weight, QuantizedTensor):
             return weight
+        if type(weight.data) is not Tensor:
+            raise ValueError(
+                f"model keeps its weights as {type(weight.data).__name__}, which training cannot read; load it from a "
+                "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
+            )
         # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
         owner = self.patcher.model.get_submodule(module)
         stored_dtype = getattr(owner, f"{parameter}_comfy_model_dtype", None) or weight.dtype

@@ -43,6 +43,12 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, unet_name: str) -> bool | str:
+        if folder_paths.get_full_path("diffusion_models", unet_name) is None:
+            return f"unet_name: there is no {unet_name} in models/diffusion_models; put it there, or choose another."
+        return True
+
+    @classmethod
     def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
         options: dict = {}
         if (dtype := WEIGHT_DTYPES[weight_dtype]) is not None:

@@ -140,6 +140,12 @@ class TesseraTrainLora(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, resume: str) -> bool | str:
+        if resume not in ("latest", "off") and resume not in list_states(runs_folder()):
+            return f"resume: there is no state {resume!r} any more; choose another, 'latest' or 'off'."
+        return True
+
+    @classmethod
     def execute(
         cls,
         model: ModelPatcher,

@@ -83,7 +83,13 @@ class Trainer:
         unload_everything()
         self.device = patcher.load_device
         self.dtype = patcher.model.get_dtype_inference()
-        self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
+        try:
+            self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
+        except comfy.model_management.OOM_EXCEPTION as error:
+            raise TrainingStopped(
+                "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
+                "weight_dtype fp8_e4m3fn, and queue again."
+            ) from error
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)

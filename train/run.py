@@ -186,6 +186,8 @@ def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | Non
     place = root / settings.output_name.replace("\\", "/")
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
     if state is not None and state.parent == first.path:
+        for unfinished in first.path.glob(".*.part"):  # what a killed process was writing
+            unfinished.unlink(missing_ok=True)
         return first
     folder, number = first, 1
     while folder.path.exists():

@@ -105,7 +105,7 @@ def train_lora(
         try:
             if state is not None:
                 trainer.resume(state)
-            recorder.phase("Training")
+            recorder.phase("Training" if chosen is None else "Training; the first step compiles and takes longer")
             trainer.run()
             trainer.save(final=True)
             outcome = "finished"
