@@ -38,18 +38,18 @@ def compile_region(name: str, settings: CompileSettings, graphs: int) -> Callabl
     return torch.compile(body, backend=settings.backend, fullgraph=True, dynamic=False, **extra)
 
 
-def compiler_missing(error: BaseException) -> str | None:
-    """One line of cause where `error` says that this machine cannot compile, else None."""
-    from torch._dynamo import exc as dynamo_errors
+def cannot_compile(error: BaseException) -> str | None:
+    """One line of cause where `error` comes from compiling (no compiler, no Triton, an op that does not trace), else
+    None. Reaching the limit of graphs is not such a case: see `over_the_limit`."""
+    from torch._dynamo.exc import TorchDynamoException
 
-    kinds: tuple[type[BaseException], ...] = (
-        dynamo_errors.BackendCompilerFailed,
-        dynamo_errors.InternalTorchDynamoError,
-    )
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, kinds) or type(seen).__module__.startswith("torch._inductor"):
-            return str(seen).strip().splitlines()[0][:300] if str(seen).strip() else type(seen).__name__
+        if over_the_limit(seen):
+            return None
+        if isinstance(seen, TorchDynamoException) or type(seen).__module__.startswith("torch._inductor"):
+            lines = str(seen).strip().splitlines() or [type(seen).__name__]
+            return lines[0][:300]
         seen = seen.__cause__
     return None
 

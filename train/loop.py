@@ -16,7 +16,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.apply import CompileSettings, compiler_missing, over_the_limit
+from ..compile.apply import CompileSettings, cannot_compile, over_the_limit
 from ..compile.report import CompileWatch
 from ..memory.frozen import unload_everything
 from ..models.family import Family, ModelInputs
@@ -28,7 +28,7 @@ from .events import Observer, StepReport
 from .formats import save_lora
 from .lora import LoraNetwork, build_network
 from .lora_model import LoraModel
-from .machine import machine_facts, memory_peak
+from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import velocity_loss
 from .optimizer import build_optimizer, build_scheduler
 from .run import RunFolder, TrainSettings
@@ -82,6 +82,7 @@ class Trainer:
         observer.phase("Loading the model")
         unload_everything()
         self.device = patcher.load_device
+        forget_memory_peak(self.device)
         self.dtype = patcher.model.get_dtype_inference()
         try:
             self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
@@ -133,7 +134,7 @@ class Trainer:
         try:
             return self._forward_backward(drawn)
         except Exception as error:
-            cause = compiler_missing(error) if self.runner.planned_graphs else None
+            cause = cannot_compile(error) if self.runner.planned_graphs else None
             if cause is None:
                 raise
             # The draws depend on the step only, so the step can simply be run again.

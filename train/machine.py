@@ -20,6 +20,12 @@ def machine_facts(device: torch.device, compile_settings: CompileSettings | None
     }
 
 
+def forget_memory_peak(device: torch.device) -> None:
+    """Lets `memory_peak` count from here on, where the device can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def memory_peak(device: torch.device) -> dict[str, Any]:
     """The most memory in use so far, MiB: what torch reserved on a GPU, else the process's resident memory."""
     if device.type == "cuda":
