@@ -4,7 +4,6 @@ ComfyUI's block forward adds to its inputs in place, which is wrong under autogr
 trace whole; so the blocks are written here again, without in-place operations, on SDPA.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,52 +18,11 @@ from .attention import Attention, attention_function
 from .conditioning import model_conditioning
 from .family import Block, ModelInputs, NoisySample, Patches, RunBlock
 from .lora_linear import LoraLinear
+from .math import finite_in_fp16, modulate, rope, rotate, timestep_embedding
 
 PATCH_SIZE = 2
 SCHNELL_TEXT_LENGTH = 256
 Modulation = tuple[Tensor, Tensor, Tensor]
-
-
-def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
-    """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
-
-    positions: (B, T, axes) → (B, 1, T, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does
-    (fp32 where the device has no fp64).
-    """
-    real = torch.float32 if positions.device.type == "mps" else torch.float64
-    angles = []
-    for axis, dim in enumerate(axes_dim):
-        scale = torch.linspace(0, (dim - 2) / dim, steps=dim // 2, dtype=real, device=positions.device)
-        angles.append(positions[..., axis, None].to(real) / theta**scale)
-    angle = torch.cat(angles, dim=-1)
-    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(1)
-
-
-def rotate(x: Tensor, pe: Tensor) -> Tensor:
-    """Turns the pairs (0, 1), (2, 3), … of the head dimension. x: (B, H, T, D), pe: (B, 1, T, D/2, 2) → as x."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = pe.unbind(-1)
-    return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2).to(x.dtype)
-
-
-def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -> Tensor:
-    """Sinusoidal embedding of 1000·t. t: (B,) → (B, dim), in the dtype of t: core casts guidance first, so in bf16 a
-    guidance of 3.5 embeds as 3504, and what the model was shown at inference is kept here."""
-    t = 1000.0 * t
-    half = dim // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
-    angle = t[:, None].float() * torch.exp(-math.log(max_period) * exponent)
-    return torch.cat((angle.cos(), angle.sin()), dim=-1).to(t.dtype)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Adaptive layer norm: LN(x)·(1 + scale) + shift. x: (B, T, D), shift and scale: (B, 1, D)."""
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=1e-6), 1 + scale)
-
-
-def finite_in_fp16(x: Tensor) -> Tensor:
-    """Core clamps overflow in fp16 so that the picture survives; the same values have to be seen in training."""
-    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
 
 
 class QKNorm(nn.Module):
