@@ -10,7 +10,7 @@ from ..train.dataset import Dataset, folder_fingerprint, scan_folder
 from ..train.latents import latents_to_data
 from ..train.plan_picture import draw_plan
 from ..train.prepare import Progress, prepare, summary
-from ..train.tokens import FITS, WHOLE_GRIDS
+from ..train.tokens import FITS, RAGGED_EDGE
 from .settings import cache_folder, list_picture_folders, resolve_folder
 
 DatasetType = io.Custom("TESSERA_DATASET")
@@ -107,6 +107,8 @@ class TesseraPrepareDataset(io.ComfyNode):
             description="Chooses for each picture the grid of tokens that crops it least, and encodes pictures and "
             "captions once: what has been encoded is kept on disk and taken from there.",
             search_aliases=["dataset", "bucket", "encode", "cache latents", "lora"],
+            # So that the plan can be looked at before anything is trained, and is shown again when nothing changed.
+            is_output_node=True,
             inputs=[
                 DatasetType.Input("dataset", tooltip="The pictures and captions, from Training Images."),
                 io.Vae.Input("vae", tooltip="The VAE of the model that will be trained: ae.safetensors for FLUX.1."),
@@ -135,11 +137,11 @@ class TesseraPrepareDataset(io.ComfyNode):
                 io.Combo.Input(
                     "fit",
                     options=list(FITS),
-                    default=WHOLE_GRIDS,
+                    default=RAGGED_EDGE,
                     optional=True,
-                    tooltip="whole grids: every grid has exactly the same number of tokens. ragged edge: any shape "
-                    "fits with little cropping, as the last row of tokens may be cut short. Change it if the plan "
-                    "shows much cropping.",
+                    tooltip="ragged edge: one graph fits any shape with hardly any cropping; the last row of tokens "
+                    "may be cut short. whole grids: every grid has exactly the same number of tokens, at more "
+                    "cropping; choose it if the plan shows that your pictures lose little.",
                 ),
                 io.Combo.Input(
                     "max_text_length",
@@ -161,7 +163,7 @@ class TesseraPrepareDataset(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, dataset: Dataset, vae, clip, megapixels=1.0, max_graphs=1, fit=WHOLE_GRIDS, max_text_length="512"
+        cls, dataset: Dataset, vae, clip, megapixels=1.0, max_graphs=1, fit=RAGGED_EDGE, max_text_length="512"
     ) -> io.NodeOutput:
         prepared = prepare(
             dataset,

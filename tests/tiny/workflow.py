@@ -26,6 +26,10 @@ def fit_workflow(
             inputs["folder"] = folder
         elif kind == "TesseraPrepareDataset":
             inputs["megapixels"] = megapixels
+        elif kind == "EmptySD3LatentImage":
+            inputs |= {"width": 128, "height": 128}
+        elif kind == "KSampler":
+            inputs["steps"] = 2
         elif kind == "TesseraTrainLora":
             inputs.update(train)
     return fitted
