@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
+from ..memory.residency import FrozenModule
 from .lora_linear import LoraLinear
 
 RunBlock = Callable[..., Any]
@@ -57,6 +58,10 @@ class Transformer(Protocol):
     def blocks(self) -> Sequence[tuple[str, Block]]: ...
 
     def linears(self) -> dict[str, LoraLinear]: ...
+
+    def frozen_modules(self) -> list[FrozenModule]:
+        """Everything that holds frozen weights."""
+        ...
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor: ...
 

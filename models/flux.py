@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..memory.frozen import FrozenWeights
+from ..memory.residency import FrozenModule
 from .attention import Attention, attention_function
 from .conditioning import model_conditioning
 from .family import Block, ModelInputs, NoisySample, Patches, RunBlock
@@ -25,7 +26,7 @@ SCHNELL_TEXT_LENGTH = 256
 Modulation = tuple[Tensor, Tensor, Tensor]
 
 
-class QKNorm(nn.Module):
+class QKNorm(FrozenModule):
     """RMS norm of queries and keys over the head dimension."""
 
     query_scale: Tensor | None
@@ -33,9 +34,14 @@ class QKNorm(nn.Module):
 
     def __init__(self, weights: FrozenWeights, name: str, eps: float | None):
         super().__init__()
+        self._source = (weights, name)
+        self.take()
+        self.eps = eps
+
+    def take(self) -> None:
+        weights, name = self._source
         self.register_buffer("query_scale", weights.tensor(f"{name}.query_norm.weight"), persistent=False)
         self.register_buffer("key_scale", weights.tensor(f"{name}.key_norm.weight"), persistent=False)
-        self.eps = eps
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         head = q.shape[-1:]
@@ -47,12 +53,12 @@ class Stream(nn.Module):
 
     def __init__(self, weights: FrozenWeights, prefix: str, side: str, block: Any):
         super().__init__()
-        self.mod = LoraLinear(weights.linear(f"{prefix}.{side}_mod.lin"))
-        self.qkv = LoraLinear(weights.linear(f"{prefix}.{side}_attn.qkv"))
+        self.mod = LoraLinear(weights, f"{prefix}.{side}_mod.lin")
+        self.qkv = LoraLinear(weights, f"{prefix}.{side}_attn.qkv")
         self.norm = QKNorm(weights, f"{prefix}.{side}_attn.norm", getattr(block, f"{side}_attn").norm.query_norm.eps)
-        self.proj = LoraLinear(weights.linear(f"{prefix}.{side}_attn.proj"))
-        self.mlp_in = LoraLinear(weights.linear(f"{prefix}.{side}_mlp.0"))
-        self.mlp_out = LoraLinear(weights.linear(f"{prefix}.{side}_mlp.2"))
+        self.proj = LoraLinear(weights, f"{prefix}.{side}_attn.proj")
+        self.mlp_in = LoraLinear(weights, f"{prefix}.{side}_mlp.0")
+        self.mlp_out = LoraLinear(weights, f"{prefix}.{side}_mlp.2")
         self.num_heads = block.num_heads
 
     def heads(self, x: Tensor, modulation: Modulation, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,9 +121,9 @@ class SingleBlock(Block):
 
     def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
         super().__init__()
-        self.mod = LoraLinear(weights.linear(f"{prefix}.modulation.lin"))
-        self.linear1 = LoraLinear(weights.linear(f"{prefix}.linear1"))
-        self.linear2 = LoraLinear(weights.linear(f"{prefix}.linear2"))
+        self.mod = LoraLinear(weights, f"{prefix}.modulation.lin")
+        self.linear1 = LoraLinear(weights, f"{prefix}.linear1")
+        self.linear2 = LoraLinear(weights, f"{prefix}.linear2")
         self.norm = QKNorm(weights, f"{prefix}.norm", block.norm.query_norm.eps)
         self.num_heads = block.num_heads
         self.attention = attention
@@ -150,8 +156,8 @@ class Embedder(nn.Module):
 
     def __init__(self, weights: FrozenWeights, name: str):
         super().__init__()
-        self.in_layer = LoraLinear(weights.linear(f"{name}.in_layer"))
-        self.out_layer = LoraLinear(weights.linear(f"{name}.out_layer"))
+        self.in_layer = LoraLinear(weights, f"{name}.in_layer")
+        self.out_layer = LoraLinear(weights, f"{name}.out_layer")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out_layer(F.silu(self.in_layer(x)))
@@ -163,8 +169,8 @@ class FluxTransformer:
     def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
         self.axes_dim, self.theta = tuple(flux.params.axes_dim), flux.params.theta
         self.dtype = weights.compute_dtype
-        self.img_in = LoraLinear(weights.linear("img_in"))
-        self.txt_in = LoraLinear(weights.linear("txt_in"))
+        self.img_in = LoraLinear(weights, "img_in")
+        self.txt_in = LoraLinear(weights, "txt_in")
         self.time_in = Embedder(weights, "time_in")
         self.vector_in = Embedder(weights, "vector_in") if flux.vector_in is not None else None
         self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
@@ -174,8 +180,8 @@ class FluxTransformer:
         self.single_blocks = [
             SingleBlock(weights, f"single_blocks.{i}", b, attention) for i, b in enumerate(flux.single_blocks)
         ]
-        self.final_modulation = LoraLinear(weights.linear("final_layer.adaLN_modulation.1"))
-        self.final_linear = LoraLinear(weights.linear("final_layer.linear"))
+        self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
+        self.final_linear = LoraLinear(weights, "final_layer.linear")
 
     def blocks(self) -> list[tuple[str, Block]]:
         double = [(f"double_blocks.{i}", block) for i, block in enumerate(self.double_blocks)]
@@ -191,6 +197,10 @@ class FluxTransformer:
             if (embedder := getattr(self, name)) is not None:
                 outer |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
         return found | outer
+
+    def frozen_modules(self) -> list[FrozenModule]:
+        norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, QKNorm)]
+        return [*self.linears().values(), *norms]
 
     def embed(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """→ img (B, N, D), txt (B, L, D), vec (B, D), pe (B, 1, L + N, head/2, 2)."""

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from ..memory.frozen import FrozenLinear, frozen_linear
+from ..memory.frozen import FrozenWeights, frozen_linear
+from ..memory.residency import FrozenModule
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(FrozenModule):
     """y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ, the update of LoRA (arXiv 2106.09685), where A is `lora_down`, B is `lora_up`.
 
     The frozen weight may be stored in a narrower dtype. A and B are fp32 masters and are used in the dtype of x.
@@ -17,14 +18,20 @@ class LoraLinear(nn.Module):
     weight_scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, frozen: FrozenLinear):
+    def __init__(self, weights: FrozenWeights, name: str):
         super().__init__()
-        self.register_buffer("weight", frozen.weight, persistent=False)
-        self.register_buffer("weight_scale", frozen.scale, persistent=False)
-        self.register_buffer("bias", frozen.bias, persistent=False)
+        self._source = (weights, name)
+        self.take()
         self.lora_down: nn.Parameter | None = None
         self.lora_up: nn.Parameter | None = None
         self.lora_scale = 1.0
+
+    def take(self) -> None:
+        weights, name = self._source
+        frozen = weights.linear(name)
+        self.register_buffer("weight", frozen.weight, persistent=False)
+        self.register_buffer("weight_scale", frozen.scale, persistent=False)
+        self.register_buffer("bias", frozen.bias, persistent=False)
 
     def add_lora(self, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
         """down: (rank, in), up: (out, rank), both fp32."""

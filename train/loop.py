@@ -19,6 +19,7 @@ from torch import Tensor
 from ..compile.apply import CompileSettings, cannot_compile, over_the_limit
 from ..compile.report import CompileWatch
 from ..memory.frozen import unload_everything
+from ..memory.residency import ResidentWeights
 from ..models.family import Family, ModelInputs
 from .batch import Batch, make_batch
 from .batches import batch_order
@@ -91,6 +92,7 @@ class Trainer:
                 "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
                 "weight_dtype fp8_e4m3fn, and queue again."
             ) from error
+        self.resident = ResidentWeights(self.transformer.frozen_modules(), self.device, patcher.offload_device)
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
@@ -108,6 +110,7 @@ class Trainer:
         try:
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
+                self.resident.ensure()
                 started = time.perf_counter()
                 compiled_before = self.watch.counts().graphs
                 drawn = [next(batches) for _ in range(settings.gradient_accumulation)]
@@ -283,7 +286,8 @@ class Trainer:
     def close(self) -> None:
         """Gives all memory back."""
         self.optimizer.zero_grad(set_to_none=True)
-        del self.runner, self.transformer, self.network, self.optimizer, self.scheduler
+        self.resident.forget()
+        del self.resident, self.runner, self.transformer, self.network, self.optimizer, self.scheduler
         comfy.model_management.soft_empty_cache()
 
     # What is told.

@@ -1,0 +1,79 @@
+"""A run's frozen weights as ComfyUI's memory management sees them: a model that can be asked to leave the device."""
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+
+class FrozenModule(nn.Module):
+    """Holds frozen weights in buffers that can be let go and read again."""
+
+    def take(self) -> None:
+        """Reads the weights onto the device."""
+        raise AssertionError(f"{type(self).__name__} has no take")
+
+    def release(self) -> None:
+        """Lets the weights go; the buffers keep their names."""
+        for name in self._buffers:
+            self._buffers[name] = None
+
+    def held_bytes(self) -> int:
+        return sum(b.numel() * b.element_size() for b in self._buffers.values() if b is not None)
+
+
+class ResidentWeights(ModelPatcher):
+    """Registers the modules' weights while they are on the device.
+
+    When ComfyUI needs the memory it unloads them like any model; `ensure` takes them again before the next step. They
+    come and go as a whole: a training step needs all of them.
+    """
+
+    def __init__(self, modules: list[FrozenModule], load_device: torch.device, offload_device: torch.device):
+        self.modules = modules
+        self.bytes = sum(module.held_bytes() for module in modules)
+        self.resident = True
+        super().__init__(nn.Module(), load_device, offload_device, size=max(self.bytes, 1))
+
+    def ensure(self) -> bool:
+        """Makes the weights resident and known to ComfyUI; True where they had to be read again."""
+        was_resident = self.resident
+        if not was_resident or not any(loaded.model is self for loaded in comfy.model_management.current_loaded_models):
+            comfy.model_management.load_models_gpu([self], force_full_load=True)
+        return not was_resident
+
+    def forget(self) -> None:
+        """Takes the weights off the device and out of ComfyUI's list."""
+        loaded = comfy.model_management.current_loaded_models
+        for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
+            loaded.pop(index).model_unload()
+        self._set_resident(False)
+
+    def _set_resident(self, resident: bool) -> int:
+        if resident == self.resident:
+            return 0
+        for module in self.modules:
+            module.take() if resident else module.release()
+        self.resident = resident
+        return self.bytes
+
+    # What ComfyUI's memory management calls.
+
+    def model_size(self) -> int:
+        return self.size
+
+    def loaded_size(self) -> int:
+        return self.size if self.resident else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device if self.resident else self.offload_device
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+        return self._set_resident(True)
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+        return self._set_resident(False)
+
+    def detach(self, unpatch_all=True) -> nn.Module:
+        self._set_resident(False)
+        return self.model

@@ -1,0 +1,73 @@
+"""While a run trains, ComfyUI may take its weights off the device: they really go, and the run takes them again."""
+
+import comfy.model_management
+import pytest
+import tiny
+import torch
+from tessera.train.events import Silent
+from torch._dynamo.utils import counters
+
+
+def held(trainer) -> int:
+    return sum(module.held_bytes() for module in trainer.transformer.frozen_modules())
+
+
+def registered(trainer) -> bool:
+    return any(entry.model is trainer.resident for entry in comfy.model_management.current_loaded_models)
+
+
+class UnloadsAfter(Silent):
+    """Does what a preview's VAE makes ComfyUI do: asks for all memory after some steps."""
+
+    def __init__(self, steps: set[int]):
+        self.steps = steps
+        self.held_after: list[int] = []
+
+    def step(self, report) -> None:
+        if report.step in self.steps:
+            comfy.model_management.unload_all_models()
+            self.held_after.append(held(self.trainer))
+
+
+def run(model, folder, observer, **settings):
+    trainer = tiny.make_trainer(model, tiny.make_data([(4, 6), (6, 4)], [16, 16]), folder, steps=5, **settings)
+    observer.trainer = trainer
+    trainer.observer = observer
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+def test_weights_that_comfyui_unloads_are_freed_and_taken_again(tiny_flux, tmp_path, backend):
+    quiet = run(tiny_flux, tmp_path, UnloadsAfter(set()), backend=backend)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    disturbed = run(tiny_flux, tmp_path, observer := UnloadsAfter({2, 4}), backend=backend)
+    assert observer.held_after == [0, 0]
+    assert disturbed.progress.loss == quiet.progress.loss
+    for name, master in disturbed.network.masters().items():
+        assert torch.equal(master, quiet.network.masters()[name])
+    assert counters["stats"]["unique_graphs"] - before == (2 if backend else 0)
+
+
+def test_a_patched_model_is_patched_again_when_its_weights_return(tiny_flux, tmp_path):
+    patched = tiny_flux.clone()
+    key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+    patched.add_patches({key: ("diff", (0.1 * torch.ones_like(patched.model.state_dict()[key]),))})
+    plain = run(tiny_flux, tmp_path, UnloadsAfter(set()))
+    quiet = run(patched, tmp_path, UnloadsAfter(set()))
+    disturbed = run(patched, tmp_path, UnloadsAfter({1, 2, 3}))
+    assert disturbed.progress.loss == quiet.progress.loss != plain.progress.loss
+
+
+def test_comfyui_knows_the_size_of_a_run_and_forgets_it_at_the_end(tiny_flux, tmp_path):
+    trainer = run(tiny_flux, tmp_path, UnloadsAfter(set()))
+    assert registered(trainer)
+    # On the CPU the weights are ComfyUI's own, shared: as many bytes as the model has, and no copy of them.
+    weights = sum(p.numel() * p.element_size() for p in tiny_flux.model.diffusion_model.parameters())
+    assert trainer.resident.loaded_size() == held(trainer) == weights
+    modules = trainer.transformer.frozen_modules()
+    resident = trainer.resident
+    trainer.close()
+    assert sum(module.held_bytes() for module in modules) == 0
+    assert not any(entry.model is resident for entry in comfy.model_management.current_loaded_models)
