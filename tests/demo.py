@@ -23,7 +23,7 @@ from tiny.workflow import fit_workflow
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOW = ROOT / "workflows" / "api" / "flux_lora.json"
-SETTINGS = {"output_name": "demo", "steps": 300, "learning_rate": 2e-3, "rank": 16, "batch_size": 4}
+SETTINGS = {"output_name": "demo", "steps": 300, "learning_rate": 3e-3, "rank": 32, "batch_size": 4}
 SHOWN = {"cat": (320, 208), "astronaut": (224, 288), "temple": (352, 176)}  # name: (width, height) to sample at
 TEXT_EVENT = 3
 
@@ -161,10 +161,11 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
         trained = asyncio.run(run_with_progress(server, prompt))
         train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
         (summary,) = trained["outputs"][train_node]["tessera"]
-        lora = newest_lora(base / "output" / "loras")
+        loras = base / "output" / "loras"
+        lora = base / "output" / summary["path"]
         print("Sampling without and with the LoRA through core's loader and KSampler:")
         rows = {}
-        for title, name in (("without the LoRA", None), ("with the LoRA", lora.relative_to(base / "output" / "loras"))):
+        for title, name in (("without the LoRA", None), ("with the LoRA", lora.relative_to(loras))):
             sampling = sampling_prompt(names, photos, None if name is None else str(name))
             rows[title] = pictures_of(server, server.run(sampling, 600))
         if "lora key not loaded" in server.log.read_text(errors="replace"):
@@ -186,13 +187,6 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     print(f"LoRA:              {results / 'demo.safetensors'}")
     print(f"Loss plot:         {results / 'loss.png'}")
     print(f"Sheet of pictures: {results / 'sheet.png'}")
-
-
-def newest_lora(folder: Path) -> Path:
-    found = [path for path in folder.rglob("demo.safetensors")]
-    if not found:
-        raise SystemExit(f"The run left no LoRA in {folder}.")
-    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 def main() -> None:

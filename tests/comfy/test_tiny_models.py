@@ -84,6 +84,21 @@ def test_every_parameter_of_the_tiny_flux_influences_its_output(tiny_flux):
     assert torch.equal(run(), reference)
 
 
+@pytest.mark.parametrize("sigma", [0.3, 0.6, 0.95])
+def test_the_tiny_denoiser_gives_nearly_the_best_velocity_for_data_of_small_variance(sigma, tmp_path):
+    model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", denoiser=True)).model.diffusion_model
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((1, 16, 16, 16), (1, 16, 16, 16), (1, 9, tiny.T5_WIDTH), (1, tiny.CLIP_WIDTH))
+    data, noise, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
+    data *= 0.05**0.5
+    x = (1 - sigma) * data + sigma * noise
+    with torch.no_grad():
+        velocity = model(x, torch.tensor([sigma]), text, pooled, guidance=torch.tensor([1.0]))
+    factor = (noise - data).flatten() @ x.flatten() / (x.flatten() @ x.flatten())  # regression of velocity on x
+    error = (velocity - factor * x).square().mean().sqrt()
+    assert error < 0.25 and (factor * x).square().mean().sqrt() > 3 * error
+
+
 @pytest.mark.parametrize("name", ["vae", "vae4"])
 def test_tiny_vae_gives_a_picture_back_as_its_means_over_cells_of_eight(name, tiny_files):
     vae = tiny.load_vae(tiny_files[name])

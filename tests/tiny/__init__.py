@@ -36,7 +36,7 @@ def write_models(models: Path) -> dict[str, str]:
     for folder in ("diffusion_models", "text_encoders", "vae", "loras"):
         (models / folder).mkdir(parents=True, exist_ok=True)
     return {
-        "unet_name": write_flux(models / "diffusion_models" / "tiny_flux.safetensors").name,
+        "unet_name": write_flux(models / "diffusion_models" / "tiny_flux.safetensors", denoiser=True).name,
         "clip_name1": write_clip_l(models / "text_encoders" / "tiny_clip_l.safetensors").name,
         "clip_name2": write_t5(models / "text_encoders" / "tiny_t5xxl.safetensors").name,
         "vae_name": write_taesd(models / "vae" / "tiny_vae.safetensors").name,

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .denoiser import make_denoiser
 from .encoders import CLIP_WIDTH, T5_WIDTH
 from .weights import Shapes, fill, linear
 
@@ -73,14 +74,18 @@ def write_flux(
     guidance: bool = True,
     dtype: torch.dtype = torch.float32,
     fp8: bool = False,
+    denoiser: bool = False,
     seed: int = 0,
 ) -> Path:
     """Writes a FLUX.1 checkpoint: dev-like, or schnell-like with `guidance=False`.
 
     `dtype` is stored for every tensor (torch.float8_e4m3fn gives a plain fp8 file). `fp8` gives ComfyUI's scaled fp8:
-    the block matrices in fp8 with a scale each, the rest in `dtype`.
+    the block matrices in fp8 with a scale each, the rest in `dtype`. `denoiser` gives a model that removes noise and
+    has only pictures to learn, in place of a random one.
     """
     tensors = fill(flux_shapes(hidden, depth, depth_single, context_dim, vec_dim, guidance), seed)
+    if denoiser:
+        make_denoiser(tensors)
     metadata = {"format": "pt"}
     if fp8:
         metadata |= quantise_blocks(tensors)

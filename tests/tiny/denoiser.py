@@ -1,0 +1,59 @@
+"""Turns a random tiny FLUX into one that knows how to remove noise, but nothing about pictures.
+
+Its velocity is the best one for data of independent normal values of variance `DATA_VARIANCE`, c(sigma) * x with
+c = (sigma - (1 - sigma) * s2) / (sigma^2 + (1 - sigma)^2 * s2) (the regression of noise - x0 on x). So what it samples
+is nearly flat, and what a LoRA has to learn is the pictures alone, as with a trained model.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+DATA_VARIANCE = 0.05
+CARRIER = 3.0  # the size of the constant half of each token, which keeps the last layer norm nearly linear in x
+
+
+def _time_features(weights: dict[str, Tensor], sigma: Tensor) -> Tensor:
+    """silu of FLUX's time embedding, (number of sigmas, hidden), with no guidance and pooled text of zero."""
+    angles = 1000 * sigma[:, None] * torch.exp(-math.log(10000) * torch.arange(128) / 128)
+    features = torch.cat([angles.cos(), angles.sin()], dim=1)
+    for layer in ("in_layer", "out_layer"):
+        features = features @ weights[f"time_in.{layer}.weight"].T + weights[f"time_in.{layer}.bias"]
+        features = torch.nn.functional.silu(features)
+    return features
+
+
+def make_denoiser(weights: dict[str, Tensor]) -> None:
+    """Sets the outer layers of a tiny FLUX (`write_flux`'s tensors, fp32, in place) and quiets its blocks."""
+    hidden, patch = weights["img_in.weight"].shape
+    if hidden < 2 * patch:
+        raise ValueError(f"hidden is {hidden}; a tiny denoiser needs at least {2 * patch}, to carry its input through.")
+    for name, tensor in weights.items():
+        if name.endswith(("_attn.proj.weight", "_mlp.2.weight", "linear2.weight")):
+            tensor *= 0.05
+        elif name.endswith((".proj.bias", "_mlp.2.bias", "linear2.bias")):
+            tensor *= 0.05
+        elif name.endswith(("_mod.lin.weight", "modulation.lin.weight")):
+            tensor *= 0.3
+        elif name.endswith(("_mod.lin.bias", "modulation.lin.bias")):
+            tensor.view(-1, 3, hidden)[:, 2] += 1  # shift, scale, gate: the gates stand open
+        elif name.startswith(("vector_in.out_layer", "guidance_in.out_layer")):
+            tensor *= 0.05
+    identity = torch.eye(hidden, patch)
+    carrier = torch.cat([torch.zeros(patch), CARRIER * torch.ones(hidden - patch)])
+    carrier[patch + 1 :: 2] *= -1
+    weights["img_in.weight"].mul_(0.02).add_(identity)
+    weights["img_in.bias"].mul_(0.02).add_(carrier)
+    weights["final_layer.linear.weight"].mul_(0.02).add_(identity.T)
+
+    sigma = torch.linspace(0.01, 1, 200)
+    variance = sigma**2 + (1 - sigma) ** 2 * DATA_VARIANCE
+    wanted = (sigma - (1 - sigma) * DATA_VARIANCE) / variance
+    norm = ((patch * variance + (hidden - patch) * CARRIER**2) / hidden).sqrt()
+    features = torch.cat([_time_features(weights, sigma), torch.ones(len(sigma), 1)], dim=1)
+    ridge = 1e-3 * torch.eye(features.shape[1])
+    row = torch.linalg.solve(features.T @ features + ridge, features.T @ (wanted * norm - 1))
+    modulation = "final_layer.adaLN_modulation.1"
+    weights[f"{modulation}.weight"].mul_(0.02)[hidden:] += row[:-1]
+    weights[f"{modulation}.bias"].mul_(0.02)[hidden:] += row[-1]
