@@ -103,7 +103,7 @@ def test_the_data_has_the_shapes_that_are_to_be_counted(mixed_data):
     assert len({s.tokens for s in mixed_data.samples}) == 1
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_flux, tmp_path, checkpointing):
     torch._dynamo.reset()
     counted = Counted()
