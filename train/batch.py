@@ -1,4 +1,4 @@
-"""Makes one batch: reads its samples, draws their noise and sigma, and hands both sides of the loss over as tokens."""
+"""Makes one batch: draws noise and sigma for its samples and hands both sides of the loss over as tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Batch:
 def make_batch(
     patcher: ModelPatcher,
     family: Family,
-    samples: Sequence[Sample],
+    samples: Sequence[tuple[Sample, SampleTensors]],
     objective: ObjectiveOptions,
     device: torch.device,
     seed: int,
@@ -38,8 +38,7 @@ def make_batch(
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     sigmas: list[float] = []
-    for place, sample in enumerate(samples):
-        tensors = sample.load()
+    for place, (sample, tensors) in enumerate(samples):
         latent = _model_space(patcher, sample, tensors, device)
         sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, family.default_shift)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
@@ -50,7 +49,7 @@ def make_batch(
         sigmas.append(sigma)
     levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
     inputs = family.inputs(patcher, noisy, levels, objective.guidance)
-    return Batch(inputs, torch.stack(targets), samples[0].tokens, inputs.text.shape[1])
+    return Batch(inputs, torch.stack(targets), samples[0][0].tokens, inputs.text.shape[1])
 
 
 def _model_space(patcher: ModelPatcher, sample: Sample, tensors: SampleTensors, device: torch.device) -> Tensor:

@@ -4,9 +4,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from .lora_model import LoraModel
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import velocity_loss
 from .optimizer import build_optimizer, build_scheduler
+from .reader import SampleReader
 from .run import RunFolder, TrainSettings
 from .runner import BlockRunner
 
@@ -99,6 +100,7 @@ class Trainer:
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         graphs = len(data.graph_keys())
+        self.reader = SampleReader(data.samples)
         self.runner = BlockRunner(self.transformer.blocks(), settings.memory, compile_settings, graphs)
 
     # The recipe.
@@ -107,13 +109,15 @@ class Trainer:
         settings, progress = self.settings, self.progress
         order = batch_order(self.data.samples, settings.batch_size, settings.seed)
         batches = islice(order, progress.batches, None)
+        upcoming = self.draw(batches)
         try:
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
                 self.resident.ensure()
                 started = time.perf_counter()
                 compiled_before = self.watch.counts().graphs
-                drawn = [next(batches) for _ in range(settings.gradient_accumulation)]
+                drawn, upcoming = upcoming, self.draw(batches)
+                self.reader.want(chain(*drawn, *upcoming))
                 learning_rate = float(self.scheduler.get_last_lr()[0])
                 mean_loss = self.forward_backward(drawn)
                 self.check_finite(mean_loss)
@@ -131,6 +135,10 @@ class Trainer:
             if (explained := self.explained(error)) is None:
                 raise
             raise explained from error
+
+    def draw(self, batches: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The micro-batches of one step, as sample indices."""
+        return [next(batches) for _ in range(self.settings.gradient_accumulation)]
 
     def forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
         """The mean loss over the micro-batches; its gradients are left on the LoRA's masters."""
@@ -150,7 +158,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         for micro, indices in enumerate(drawn):
-            samples = [self.data.samples[i] for i in indices]
+            samples = [(self.data.samples[i], self.reader.read(i)) for i in indices]
             draw = (self.progress.step, micro)
             with torch.no_grad():
                 batch = make_batch(
@@ -286,6 +294,7 @@ class Trainer:
     def close(self) -> None:
         """Gives all memory back."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.reader.close()
         self.resident.forget()
         del self.resident, self.runner, self.transformer, self.network, self.optimizer, self.scheduler
         comfy.model_management.soft_empty_cache()
