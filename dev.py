@@ -15,6 +15,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -218,11 +219,19 @@ def run(command: Sequence[str], **variables: str) -> None:
 
 
 def call(command: Sequence[str], **variables: str) -> int:
+    """Runs a command in the checkout and returns its status. What ends this script ends the command first."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    process = subprocess.Popen(command, cwd=ROOT, env=kept | {"PYTHONNOUSERSITE": "1"} | variables)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
-        return subprocess.call(command, cwd=ROOT, env=kept | {"PYTHONNOUSERSITE": "1"} | variables)
-    except KeyboardInterrupt:
-        return 130
+        while True:
+            try:
+                status = process.wait()
+                return status if status >= 0 else 128 - status
+            except KeyboardInterrupt:
+                continue  # the terminal sends it to the command as well, which ends in its own way
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def has_accelerator(python: str) -> bool:

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import shutil
+import signal
 import struct
 import sys
 import time
@@ -200,6 +201,8 @@ def main() -> None:
     run.add_argument("results", type=Path)
     run.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
+    # Ends with the server's own end, also where a runner ends this process by a signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "models":
         write_models(options.folder)
     else:
