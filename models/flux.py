@@ -269,6 +269,11 @@ class Flux:
         """The width of the text encoder's output that the model takes."""
         return model.diffusion_model.txt_in.in_features
 
+    def pooled_width(self, model: Any) -> int:
+        """The width of the pooled text that the model takes; 0 where it takes none."""
+        vector_in = model.diffusion_model.vector_in
+        return 0 if vector_in is None else vector_in.in_layer.in_features
+
     def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
         """What a user should know about these captions' lengths (tokens) on this model."""
         long = sum(length > SCHNELL_TEXT_LENGTH for length in text_lengths)

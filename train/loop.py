@@ -258,8 +258,8 @@ class Trainer:
             self._write(final)
         except OSError as error:
             if final:
-                raise TrainingStopped(str(error)) from error
-            self.observer.note(f"{error} Training goes on and tries again at the next save.")
+                raise TrainingStopped(error.strerror) from error
+            self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
     def _write(self, final: bool) -> None:
         step = self.progress.step
@@ -272,9 +272,13 @@ class Trainer:
 
     def save_what_is_there(self) -> None:
         """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
-        if self.progress.whole and self.progress.step > self.progress.saved_step:
+        kept = self.progress.saved_step
+        if self.progress.whole and self.progress.step > kept:
             self.optimizer.zero_grad(set_to_none=True)
-            self.save(final=False)
+            try:
+                self._write(final=False)
+            except OSError as error:
+                self.observer.note(f"{error.strerror} The last state that is kept is that of step {kept}.")
 
     def explained(self, error: BaseException) -> TrainingStopped | None:
         """The error as one sentence, where we know what it means."""

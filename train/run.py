@@ -50,7 +50,8 @@ class TrainSettings:
             raise ValueError(f"compile is {self.compile!r}; choose 'auto' or 'off'.")
 
     def lineage(self, data: str, model: str) -> str:
-        """Runs of one lineage go through the same steps; they may differ in length and in how memory is used."""
+        """Runs of one lineage go through the same steps; they may differ in how memory is used, and in length where
+        the learning rate does not depend on it."""
         same = {
             "data": data,
             "model": model,
@@ -61,12 +62,14 @@ class TrainSettings:
             "optimizer": asdict(self.optimizer),
             "objective": asdict(self.objective),
         }
+        if self.optimizer.lr_scheduler != "constant":
+            same["steps"] = self.steps
         return _digest(same)
 
-    def key(self, data: str, model: str) -> str:
+    def key(self, lineage: str) -> str:
         """The run's key: equal keys mean the same run."""
         whole = {
-            "lineage": self.lineage(data, model),
+            "lineage": lineage,
             "steps": self.steps,
             "memory": asdict(self.memory),
             "compile": self.compile,
@@ -154,14 +157,14 @@ def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None
     if settings.resume == "off":
         return None
     if settings.resume != "latest":
-        path = (root / settings.resume).resolve()
-        if not path.is_relative_to(root.resolve()) or not path.is_file():
+        named = _named_state(root, settings.resume)
+        if named is None:
             raise ValueError(
                 f"resume: there is no state {settings.resume!r}; choose one of the list, 'latest' or 'off'."
             )
-        if (step := read_header(path)["step"]) > settings.steps:
+        if (step := read_header(named)["step"]) > settings.steps:
             raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
-        return path
+        return named
     found: list[tuple[int, Path]] = []
     for folder in _folders(root, settings.output_name):
         for path in folder.states():
@@ -172,6 +175,20 @@ def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None
             if header["lineage"] == lineage and header["step"] <= settings.steps:
                 found.append((header["step"], path))
     return max(found)[1] if found else None
+
+
+def _named_state(root: Path, name: str) -> Path | None:
+    path = (root / name).resolve()
+    return path if path.is_relative_to(root.resolve()) and path.is_file() else None
+
+
+def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
+    """The lineage of what these settings make: a named state of another lineage founds a new one, which is known by
+    both, so that it is never taken for a run that went through these settings from its start."""
+    named = None if settings.resume in ("off", "latest") else _named_state(root, settings.resume)
+    if named is None or (header := read_header(named))["lineage"] == lineage:
+        return lineage
+    return _digest({"from": header["lineage"], "step": header["step"], "to": lineage})
 
 
 def list_states(root: Path) -> list[str]:
@@ -185,10 +202,10 @@ def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | Non
     """The folder to write to: that of an unfinished run which is resumed, else a new one."""
     place = root / settings.output_name.replace("\\", "/")
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
-    if state is not None and state.parent == first.path:
-        for unfinished in first.path.glob(".*.part"):  # what a killed process was writing
+    if state is not None and re.fullmatch(re.escape(first.path.name) + r"(-\d+)?", state.parent.name):
+        for unfinished in state.parent.glob(".*.part"):  # what a killed process was writing
             unfinished.unlink(missing_ok=True)
-        return first
+        return RunFolder(state.parent, place.name)
     folder, number = first, 1
     while folder.path.exists():
         number += 1

@@ -14,18 +14,19 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.apply import CompileSettings
+from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
-from .loop import Trainer
+from .loop import Trainer, TrainingStopped
 from .lora import choose_targets
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .optimizer import lr_factor, optimizer_notes
-from .run import RunFolder, TrainSettings, find_finished, find_state, open_folder
+from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder
 from .version import VERSION
 
 
@@ -84,10 +85,12 @@ def train_lora(
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     lr_factor(settings.optimizer, settings.steps)
+    attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
     observer.phase("Reading the model's fingerprint")
     name = weights_fingerprint(model)
-    key, lineage = settings.key(data.fingerprint, name), settings.lineage(data.fingerprint, name)
+    lineage = continued_lineage(root, settings, settings.lineage(data.fingerprint, name))
+    key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, key):
         observer.note("This run was finished before with the same data, model and settings; its files are returned.")
         return read_finished(finished)
@@ -130,11 +133,23 @@ def train_lora(
                 "compile": chosen is not None,
                 **trainer.facts(),
             }
-            if outcome == "finished" or folder.path.exists():
-                folder.write_summary(summary)
             lora = trainer.snapshot()
             trainer.close()
+            _write_summary(folder, summary, recorder)
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
+
+
+def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:
+    """Where the disk takes no more, what ended the run is told, not that its summary could not be saved too."""
+    finished = summary["status"] == "finished"
+    if not finished and not folder.path.exists():
+        return
+    try:
+        folder.write_summary(summary)
+    except OSError as error:
+        if finished:
+            raise TrainingStopped(error.strerror) from error
+        observer.note(error.strerror)
 
 
 def read_finished(folder: RunFolder) -> TrainResult:
@@ -188,13 +203,21 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
     if not data.samples:
         raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
-    sample = data.samples[0]
-    tensors = sample.load()
+    for sample in data.samples:
+        if sample.grid[0] > 1:
+            raise ValueError(f"{sample.name} is a clip of {sample.grid[0]} frames; this model trains on pictures.")
+    tensors = data.samples[0].load()
     channels = patcher.model.latent_format.latent_channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
             f"data has latents of {tensors.latent.shape[0]} channels and the model takes {channels}; prepare the data "
             "with the model's own VAE."
+        )
+    pooled, width = tensors.conditioning.get("pooled_output"), family.pooled_width(patcher.model)
+    if pooled is not None and pooled.shape[-1] < width:
+        raise ValueError(
+            f"data has pooled text of width {pooled.shape[-1]} and the model takes {width}; prepare the data with the "
+            "model's own text encoders."
         )
     wanted = family.text_width(patcher.model)
     if tensors.text.shape[-1] != wanted:

@@ -64,25 +64,35 @@ class DiskError(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("failing", [1, 6, 11, 23])
+class BreakingConditioning(dict):
+    """A conditioning that cannot be read at one of the times that a batch is made from it."""
+
+    def __init__(self, values, reads, failing):
+        super().__init__(values)
+        self.reads, self.failing = reads, failing
+
+    def items(self):
+        if next(self.reads) == self.failing:
+            raise DiskError("the disk is gone")
+        return super().items()
+
+
+@pytest.mark.parametrize("failing", [1, 6, 11, 22])
 def test_a_run_that_breaks_in_the_middle_of_a_step_goes_on_to_the_same_result(failing, tiny_flux, tmp_path):
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
-    calls = count()
+    reads = count()
 
     def breaking(sample):
-        def load():
-            if next(calls) == failing:
-                raise DiskError("the disk is gone")
-            return sample.load()
-
-        return replace(sample, load=load)
+        tensors = sample.load()
+        tensors = replace(tensors, conditioning=BreakingConditioning(tensors.conditioning, reads, failing))
+        return replace(sample, load=lambda: tensors)
 
     broken = replace(data, samples=tuple(breaking(s) for s in data.samples))
     with pytest.raises(DiskError, match="the disk is gone"):
         train(tiny_flux, broken, tmp_path / "broken", **HARD)
-    # The first call only looks at the data; each step then reads four samples.
-    steps_done = (failing - 1) // 4
+    # Each step reads four: two in its first batch, two in its second.
+    steps_done = failing // 4
     if steps_done:
         assert json.loads((run_folder(tmp_path / "broken") / "summary.json").read_text())["steps_done"] == steps_done
     watcher = Watcher()
@@ -146,6 +156,40 @@ def test_raised_steps_go_on_where_the_finished_run_ended(tiny_flux, tmp_path):
     watcher = Watcher()
     equal(train(tiny_flux, data, tmp_path / "raised", watcher, steps=9), whole)
     assert len(watcher.losses) == 3
+
+
+def test_raised_steps_start_anew_where_the_schedule_depends_on_them(tiny_flux, tmp_path):
+    options = {"optimizer": {"learning_rate": 1e-2, "lr_scheduler": "cosine"}}
+    train(tiny_flux, mixed_data(), tmp_path, **options)
+    watcher = Watcher()
+    train(tiny_flux, mixed_data(), tmp_path, watcher, steps=9, **options)
+    assert len(watcher.losses) == 9
+
+
+def test_a_run_that_goes_on_from_a_state_of_other_settings_is_a_run_of_its_own(tiny_flux, tmp_path):
+    data, slower = mixed_data(), {"optimizer": {"learning_rate": 1e-3}}
+    cancelled(tiny_flux, data, tmp_path, 4)
+    name = f"{run_folder(tmp_path).name}/state-000004.tessera"
+    whole = train(tiny_flux, data, tmp_path, **slower)
+    watcher = Watcher()
+    mixed = train(tiny_flux, data, tmp_path, watcher, resume=name, **slower)
+    assert "The state is of a run with other data, model or settings; it goes on with these." in watcher.notes
+    assert len(watcher.losses) == 2 and mixed.path != whole.path and mixed.loss != whole.loss
+    watcher = Watcher()
+    equal(train(tiny_flux, data, tmp_path, watcher, resume=name, **slower), mixed)
+    equal(train(tiny_flux, data, tmp_path, watcher, **slower), whole)
+    assert not watcher.losses
+
+
+def test_a_run_started_anew_goes_on_in_its_own_folder_and_what_a_killed_process_wrote_is_removed(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 2)
+    first = run_folder(tmp_path)
+    cancelled(tiny_flux, data, tmp_path, 5, resume="off")
+    (second,) = set(tmp_path.iterdir()) - {first}
+    (second / ".0123.part").write_bytes(b"half a state")
+    assert train(tiny_flux, data, tmp_path).path == second / "tiny.safetensors"
+    assert set(tmp_path.iterdir()) == {first, second} and not list(second.glob(".*"))
 
 
 def test_resume_off_trains_from_the_start(tiny_flux, tmp_path):

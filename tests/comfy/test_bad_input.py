@@ -1,0 +1,286 @@
+"""What a user may do wrong, or a machine, ends in one sentence that names it, with nothing trained lost."""
+
+import contextlib
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from comfy_server import ServerFailure, error_of
+from tessera.train.batches import batch_order
+from tessera.train.data import TrainingData
+from tessera.train.loop import TrainingStopped
+from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
+
+
+def changed(original, **fields):
+    """The sample with other tensors."""
+    tensors = replace(original.load(), **fields)
+    return replace(original, load=lambda: tensors)
+
+
+def assert_refused(model, data, root, sentence, error=ValueError, **settings):
+    """Refused in one sentence before a model is loaded, a folder made or a step trained."""
+    watcher = Watcher()
+    with pytest.raises(error, match=sentence) as refused:
+        train(model, data, root, watcher, **settings)
+    assert "Loading the model" not in watcher.phases and not watcher.losses
+    assert not list(root.iterdir()) if root.exists() else True
+    assert "\n" not in str(refused.value)
+
+
+# Before anything is loaded.
+
+
+def test_a_model_of_another_family_is_named(other_family, tmp_path):
+    assert_refused(
+        other_family["model"],
+        mixed_data(),
+        tmp_path,
+        "model is a WAN21, which Train LoRA cannot train; connect a FLUX.1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"text": torch.zeros(1, 16, 32)}, "data has text of width 32 and the model takes 64; prepare the data with"),
+        ({"latent": torch.zeros(4, 8, 8)}, "data has latents of 4 channels and the model takes 16; prepare the data"),
+        ({"conditioning": {"pooled_output": torch.zeros(1, 8)}}, "data has pooled text of width 8 and the model takes"),
+    ],
+    ids=["text width", "latent channels", "pooled width"],
+)
+def test_data_of_another_family_is_refused(fields, sentence, tiny_flux, tmp_path):
+    first = changed(sample("picture 0", 4, 4), **fields)
+    assert_refused(tiny_flux, TrainingData((first,), "other"), tmp_path, sentence)
+
+
+def test_a_clip_is_refused(tiny_flux, tmp_path):
+    clip = replace(sample("clip 7", 4, 4), grid=(5, 4, 4), tokens=80)
+    data = TrainingData((sample("picture 0", 4, 4), clip), "clip")
+    assert_refused(tiny_flux, data, tmp_path, "clip 7 is a clip of 5 frames; this model trains on pictures")
+
+
+def test_no_data_is_refused(tiny_flux, tmp_path):
+    assert_refused(tiny_flux, TrainingData((), "none"), tmp_path, "data holds no sample; connect Prepare Dataset")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"network": {"rank": 0}}, "rank is 0; set it to 1 or more"),
+        ({"network": {"include": ("*.attn1.*",)}}, r"pattern '\*.attn1.\*' in targets matches no layer of this model"),
+        ({"output_name": "../other"}, "output_name is '../other'; use a plain name such as 'my_lora'"),
+        ({"output_name": "a/../../b"}, "output_name is .*without '..', drive letters or a leading slash"),
+        ({"output_name": "/etc/passwd"}, "output_name is '/etc/passwd'; use a plain name"),
+        ({"output_name": "C:\\loras\\a"}, "output_name is .*use a plain name"),
+        ({"output_name": ""}, "output_name is ''; use a plain name"),
+        ({"optimizer": {"warmup_steps": 6}}, "warmup_steps is 6 and the run has 6 steps; set warmup_steps below 6"),
+        (
+            {"memory": {"attention": "flash-attn"}},
+            "attention is 'flash-attn', which is not installed here; choose 'auto'",
+        ),
+        ({"resume": "tiny-1234/state-000004.tessera"}, "resume: there is no state 'tiny-1234/state-000004.tessera'"),
+        ({"resume": "../outside.tessera"}, "resume: there is no state '../outside.tessera'; choose one of the list"),
+        ({"steps": 0}, "steps is 0; set it to 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; set it to 1 or more"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation is 0; set it to 1 or more"),
+        ({"save_every": -1}, r"save_every is -1; set it to 0 \(at the end only\) or more"),
+        ({"compile": "on"}, "compile is 'on'; choose 'auto' or 'off'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_fix(settings, sentence, tiny_flux, tmp_path):
+    (tmp_path / "outside.tessera").write_bytes(b"not a state")
+    if "flash-attn" in sentence and importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed here")
+    assert_refused(tiny_flux, mixed_data(), tmp_path / "loras", sentence, **settings)
+
+
+def test_a_file_that_is_no_state_and_a_state_past_the_last_step_are_refused(tiny_flux, tmp_path):
+    with pytest.raises(BaseException):  # noqa: B017 (Cancel, as ComfyUI raises it)
+        train(tiny_flux, mixed_data(), tmp_path, cancel_at(5))
+    (folder,) = tmp_path.iterdir()
+    (folder / "state-000009.tessera").write_bytes((folder / "summary.json").read_bytes())
+    with pytest.raises(ValueError, match="state-000009.tessera is not a whole state of this version; choose another"):
+        train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000009.tessera")
+    with pytest.raises(ValueError, match="that state is at step 5, past steps = 3; raise steps"):
+        train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000005.tessera", steps=3)
+    with pytest.raises(ValueError, match="saved state was trained with another rank or other targets; set them as"):
+        train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000005.tessera", network={"rank": 2})
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "sentence"),
+    [
+        ({"control": object()}, "positive carries control, which training cannot honour"),
+        (
+            {"attention_mask": torch.ones(1, 32, 32), "attention_mask_img_shape": (4, 4)},
+            "positive carries an attention mask",
+        ),
+        (
+            {"reference_latents": [torch.zeros(1, 16, 8, 8)]},
+            "positive carries ref_latents, which LoRA training of this",
+        ),
+    ],
+)
+def test_a_conditioning_that_the_forward_cannot_honour_is_named(conditioning, sentence, tiny_flux, tmp_path):
+    plain = sample("picture 0", 4, 4)
+    data = TrainingData((changed(plain, conditioning={**plain.load().conditioning, **conditioning}),), "odd")
+    with pytest.raises(ValueError, match=sentence):
+        train(tiny_flux, data, tmp_path)
+
+
+# While it trains.
+
+
+def kept_lora(root, step):
+    (folder,) = root.iterdir()
+    lora = safetensors.torch.load_file(folder / f"tiny-step{step:06d}.safetensors")
+    assert all(tensor.isfinite().all() for tensor in lora.values())
+    return folder, lora
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_names_the_step_and_keeps_what_was_good(tiny_flux, tmp_path):
+    data = training_data(*(sample(f"picture {i}", 4, 4) for i in range(8)))
+    # In the first epoch each sample has a step of its own.
+    (fifth,) = list(islice(batch_order(data.samples, 1, run_settings().seed), 5))[4]
+    samples = list(data.samples)
+    samples[fifth] = changed(samples[fifth], latent=torch.full((16, 8, 8), float("nan")))
+    poisoned = TrainingData(tuple(samples), data.fingerprint)
+    watcher = Watcher()
+    with pytest.raises(
+        TrainingStopped, match="The loss became NaN or infinite at step 5; lower learning_rate and resume"
+    ):
+        train(tiny_flux, poisoned, tmp_path / "bad", watcher, save_every=0)
+    assert len(watcher.losses) == 4
+    folder, lora = kept_lora(tmp_path / "bad", 4)
+    reference = train(tiny_flux, data, tmp_path / "four", steps=4).lora
+    assert all(torch.equal(lora[name], reference[name]) for name in reference)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps_done"], len(summary["loss"])) == ("failed", 4, 4)
+    whole = train(tiny_flux, data, tmp_path / "whole")
+    again = train(tiny_flux, data, tmp_path / "bad")
+    assert all(torch.equal(again.lora[name], whole.lora[name]) for name in whole.lora)
+
+
+def test_a_learning_rate_that_blows_the_weights_up_stops_the_run_and_keeps_no_broken_weights(tiny_flux, tmp_path):
+    with pytest.raises(TrainingStopped, match=r"The (loss|gradient) became NaN or infinite at step \d; lower"):
+        train(tiny_flux, mixed_data(), tmp_path, optimizer={"learning_rate": 1e30}, save_every=1)
+    for path in (*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.tessera")):
+        tensors = safetensors.torch.load_file(path)
+        assert all(t.isfinite().all() for t in tensors.values() if t.is_floating_point()), path.name
+
+
+# A disk that takes no more.
+
+
+class FullDisk:
+    """While it is full, no file of this process may grow beyond `room` bytes: every larger write fails."""
+
+    def __init__(self, room: int):
+        self.limits = pytest.importorskip("resource")  # not on Windows
+        self.room = room
+        self.before = self.limits.getrlimit(self.limits.RLIMIT_FSIZE)
+
+    def fill(self) -> None:
+        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, (self.room, self.before[1]))
+
+    def free(self) -> None:
+        self.limits.setrlimit(self.limits.RLIMIT_FSIZE, self.before)
+
+
+@contextlib.contextmanager
+def disk(room):
+    full = FullDisk(room)
+    try:
+        yield full
+    finally:
+        full.free()
+
+
+# The LoRA has about 200 kB and the state three times that: nothing fits, or the LoRA does, or not even a summary.
+ROOMS = [100_000, 300_000, 400]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_full_disk_at_a_save_in_between_is_noted_and_training_goes_on(room, tiny_flux, tmp_path):
+    whole = train(tiny_flux, mixed_data(), tmp_path / "whole")
+    with disk(room) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 4 else full.free() if done == 5 else None)
+        result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
+    (note,) = [n for n in watcher.notes if "could not be saved" in n]
+    assert "Training goes on and tries again at the next save." in note
+    assert result.summary["status"] == "finished" and note in result.summary["notes"]
+    assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_full_disk_at_the_end_is_told_in_one_sentence_and_the_last_whole_state_stays(room, tiny_flux, tmp_path):
+    whole = train(tiny_flux, mixed_data(), tmp_path / "whole")
+    with disk(room) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 6 else None)
+        with pytest.raises(TrainingStopped, match="could not be saved: .* free some space") as stopped:
+            train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
+    assert str(stopped.value).startswith(("tiny.safetensors could", "state-000006.tessera could"))
+    assert not list(tmp_path.rglob(".*"))
+    (folder,) = (tmp_path / "full").iterdir()
+    states = sorted(path.name for path in folder.glob("*.tessera"))
+    assert states == ["state-000002.tessera", "state-000004.tessera"]
+    watcher = Watcher()
+    result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
+    assert "Resumed at step 4." in watcher.notes
+    assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
+
+
+def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_memory_back(tiny_flux, tmp_path):
+    from comfy.model_management import InterruptProcessingException
+
+    with disk(400) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
+        watcher.before_step = cancel_at(3).before_step
+        with pytest.raises(InterruptProcessingException):
+            train(tiny_flux, mixed_data(), tmp_path, watcher)
+    (note,) = [note for note in watcher.notes if "step000003.safetensors could not be saved" in note]
+    assert note.endswith("The last state that is kept is that of step 2.")
+    assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000002.tessera"]
+
+
+# Through the server.
+
+
+def graph(loaders, model="tiny_flux.safetensors", **changes):
+    node = lambda kind, **inputs: {"class_type": kind, "inputs": inputs}  # noqa: E731
+    inputs = {"output_name": "bad", "steps": 2, "learning_rate": 1e-3, "rank": 4, "batch_size": 1}
+    inputs |= {"gradient_accumulation": 1, "seed": 0, "compile": "off", "save_every": 0, "resume": "latest"}
+    return loaders | {
+        "model": node("UNETLoader", unet_name=model, weight_dtype="default"),
+        "latent": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
+        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
+        "data": node("TesseraLatentsToDataset", latents=["latent", 0], positive=["positive", 0]),
+        "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], **(inputs | changes)),
+    }
+
+
+def test_the_server_shows_the_sentence_on_the_training_node(server, tiny_loaders):
+    wan = tiny.write_wan(server.base / "models" / "diffusion_models" / "tiny_wan.safetensors")
+    try:
+        cases = {
+            "model is a WAN21, which Train LoRA cannot train": graph(tiny_loaders, model=wan.name),
+            "output_name is '../../bad'; use a plain name": graph(tiny_loaders, output_name="../../bad"),
+            "output_name is '/bad'; use a plain name": graph(tiny_loaders, output_name="/bad"),
+        }
+        for sentence, prompt in cases.items():
+            entry = server.wait(server.queue(prompt), 60)
+            assert error_of(entry).startswith("TesseraTrainLora train: ") and sentence in error_of(entry)
+    finally:
+        wan.unlink()
+    with pytest.raises(ServerFailure, match="rank") as refused:
+        server.queue(graph(tiny_loaders, rank=0))
+    assert "smaller than min" in str(refused.value)
+    assert not list(server.base.rglob("bad*"))
