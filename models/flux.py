@@ -236,6 +236,12 @@ class FluxTransformer:
         return self.head(x[:, txt.shape[1] :], vec)
 
 
+def _pooled(conds: Sequence[dict[str, Tensor]]) -> Tensor | None:
+    """(B, P); a sample without pooled text has zeros, as core gives it."""
+    known = [c["y"] for c in conds if "y" in c]
+    return torch.cat([c.get("y", torch.zeros_like(known[0])) for c in conds]) if known else None
+
+
 class Flux:
     """The FLUX.1 family: dev, schnell, and every checkpoint of that shape."""
 
@@ -316,7 +322,7 @@ class Flux:
             tokens=torch.stack([p.tokens for p in patches]),
             positions=torch.stack([p.positions for p in patches]),
             text=torch.cat([c["c_crossattn"] for c in conds]),
-            pooled=torch.cat([c["y"] for c in conds]) if all("y" in c for c in conds) else None,
+            pooled=_pooled(conds),
             timestep=patcher.model.process_timestep(timestep),
             guidance=torch.cat([c["guidance"] for c in conds]) if all("guidance" in c for c in conds) else None,
         )

@@ -149,7 +149,7 @@ def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observe
     except OSError as error:
         if finished:
             raise TrainingStopped(error.strerror) from error
-        observer.note(error.strerror)
+        observer.note(str(error.strerror))
 
 
 def read_finished(folder: RunFolder) -> TrainResult:

@@ -9,7 +9,9 @@ import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint import load_state
+from tessera.train.loop import TrainingStopped
 from tiny.runs import Watcher, cancel_at, mixed_data, train
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 HARD = {"batch_size": 2, "gradient_accumulation": 2, "network": {"rank": 8, "alpha": 4.0, "dropout": 0.2}}
 OPTIMIZERS = {
@@ -67,28 +69,34 @@ class DiskError(RuntimeError):
 class BreakingConditioning(dict):
     """A conditioning that cannot be read at one of the times that a batch is made from it."""
 
-    def __init__(self, values, reads, failing):
+    def __init__(self, values, reads, failing, error):
         super().__init__(values)
-        self.reads, self.failing = reads, failing
+        self.reads, self.failing, self.error = reads, failing, error
 
     def items(self):
         if next(self.reads) == self.failing:
-            raise DiskError("the disk is gone")
+            raise self.error
         return super().items()
+
+
+def breaking(data, failing, error):
+    """The data, of which the read number `failing` raises `error`."""
+    reads = count()
+
+    def broken(sample):
+        tensors = sample.load()
+        conditioning = BreakingConditioning(tensors.conditioning, reads, failing, error)
+        tensors = replace(tensors, conditioning=conditioning)
+        return replace(sample, load=lambda: tensors)
+
+    return replace(data, samples=tuple(broken(s) for s in data.samples))
 
 
 @pytest.mark.parametrize("failing", [1, 6, 11, 22])
 def test_a_run_that_breaks_in_the_middle_of_a_step_goes_on_to_the_same_result(failing, tiny_flux, tmp_path):
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
-    reads = count()
-
-    def breaking(sample):
-        tensors = sample.load()
-        tensors = replace(tensors, conditioning=BreakingConditioning(tensors.conditioning, reads, failing))
-        return replace(sample, load=lambda: tensors)
-
-    broken = replace(data, samples=tuple(breaking(s) for s in data.samples))
+    broken = breaking(data, failing, DiskError("the disk is gone"))
     with pytest.raises(DiskError, match="the disk is gone"):
         train(tiny_flux, broken, tmp_path / "broken", **HARD)
     # Each step reads four: two in its first batch, two in its second.
@@ -98,6 +106,38 @@ def test_a_run_that_breaks_in_the_middle_of_a_step_goes_on_to_the_same_result(fa
     watcher = Watcher()
     equal(train(tiny_flux, data, tmp_path / "broken", watcher, **HARD), whole)
     assert watcher.losses == whole.loss[steps_done:]
+
+
+def test_out_of_memory_is_told_in_one_sentence_and_the_run_goes_on_to_the_same_result(tiny_flux, tmp_path):
+    data = mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
+    broken = breaking(data, 10, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(TrainingStopped, match="Out of memory at step 3; set checkpointing to 'full', lower batch_size"):
+        train(tiny_flux, broken, tmp_path / "part", **HARD)
+    watcher = Watcher()
+    equal(train(tiny_flux, data, tmp_path / "part", watcher, **HARD), whole)
+    assert "Resumed at step 2." in watcher.notes
+
+
+def test_weights_that_are_half_moved_are_never_saved(tiny_flux, tmp_path):
+    data, steps = mixed_data(), count(1)
+    whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
+
+    def fail(*_):
+        if next(steps) == 6:
+            raise DiskError("broken off")
+
+    # The weights have moved by then, the schedule has not.
+    hook = register_optimizer_step_post_hook(fail)
+    try:
+        with pytest.raises(DiskError, match="broken off"):
+            train(tiny_flux, data, tmp_path / "part", **HARD)
+    finally:
+        hook.remove()
+    folder = run_folder(tmp_path / "part")
+    assert sorted(p.name for p in folder.glob("*.tessera")) == ["state-000002.tessera", "state-000004.tessera"]
+    assert not (folder / "tiny-step000005.safetensors").exists()
+    equal(train(tiny_flux, data, tmp_path / "part", **HARD), whole)
 
 
 def test_a_named_state_goes_on_from_just_that_one(tiny_flux, tmp_path):
