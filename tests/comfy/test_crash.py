@@ -8,11 +8,11 @@ import time
 import comfy.lora
 import pytest
 import torch
-from comfy_server import error_of
+from comfy_server import ServerFailure, error_of
 from PIL import Image
 from safetensors.torch import load_file
 
-STEPS = 24
+STEPS = 40  # some seconds, so that what breaks in comes in time
 
 
 def node(kind, **inputs):
@@ -84,7 +84,7 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
     for _ in range(2):
         step = newest_step(own_server, "killed")
         prompt_id = own_server.queue(training_graph(tiny_loaders, "killed"))
-        wait_for_step(own_server, "killed", min(step + chance.randrange(2, 9), STEPS - 4), prompt_id)
+        wait_for_step(own_server, "killed", min(step + chance.randrange(2, 13), STEPS - 12), prompt_id)
         time.sleep(chance.random() * 0.1)
         own_server.kill()
         killed_at.append(newest_step(own_server, "killed"))
@@ -151,6 +151,17 @@ def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk
     assert "train" not in cached["nodes"]
     (again,) = entry["outputs"]["train"]["tessera"]
     assert again == summary and stamps() == before
+
+
+def test_a_saved_state_can_be_chosen_by_its_name_as_soon_as_it_is_there(server, tiny_loaders, pictures):
+    pictures(server.base)
+    server.run(training_graph(tiny_loaders, "chosen", steps=6))
+    name = f"{folder_of(server, 'chosen').name}/state-000004.tessera"
+    entry = server.run(training_graph(tiny_loaders, "chosen", steps=8, resume=name))
+    (summary,) = entry["outputs"]["train"]["tessera"]
+    assert "Resumed at step 4." in summary["notes"] and len(summary["loss"]) == 8
+    with pytest.raises(ServerFailure, match="there is no state .chosen/state-000001.tessera. any more; choose another"):
+        server.queue(training_graph(tiny_loaders, "chosen", steps=8, resume="chosen/state-000001.tessera"))
 
 
 def preview(source):
