@@ -115,8 +115,8 @@ class TesseraTrainLora(io.ComfyNode):
                     "resume",
                     options=["latest", "off", *list_states(runs_folder())],
                     default="latest",
-                    tooltip="latest goes on from the newest saved state of the same run, if there is one. off starts at "
-                    "step 0, beside what is there. A state goes on from that one. A run that is finished already is "
+                    tooltip="latest goes on from the newest saved state of the same run, if there is one. off starts "
+                    "at step 0, beside what is there. A state goes on from that one. A run that is finished already is "
                     "returned in any case; change the seed or output_name to train it again.",
                     advanced=True,
                 ),
