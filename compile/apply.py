@@ -26,7 +26,7 @@ def compile_region(name: str, settings: CompileSettings, graphs: int) -> Callabl
     """A compiled `run_block` of its own, which may hold up to `graphs` graphs and raises beyond that.
 
     The limit belongs to this one region: nothing process-wide is written, and regions do not share entries. A torch
-    without those arguments gets a code object of its own per region, and torch's own limit.
+    without those arguments has the limit in its configuration, which is changed for the time of each call.
     """
     # A copy of the code object under its own name: dynamo keeps its entries, and names its reports, by code object.
     body = FunctionType(run_block.__code__.replace(co_name=f"run_{name}"), run_block.__globals__, f"run_{name}")
@@ -35,7 +35,21 @@ def compile_region(name: str, settings: CompileSettings, graphs: int) -> Callabl
     extra: dict[str, Any] = {k: v for k, v in limits.items() if k in supported}
     if settings.mode != "default" and settings.backend == "inductor":
         extra["mode"] = settings.mode
-    return torch.compile(body, backend=settings.backend, fullgraph=True, dynamic=False, **extra)
+    compiled = torch.compile(body, backend=settings.backend, fullgraph=True, dynamic=False, **extra)
+    return compiled if "recompile_limit" in supported else _within_limit(compiled, graphs)
+
+
+def _within_limit(compiled: Callable[..., Any], graphs: int) -> Callable[..., Any]:
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    limit = max(graphs, getattr(config, name))
+
+    def run(*args: Any) -> Any:
+        with config.patch({name: limit}):
+            return compiled(*args)
+
+    return run
 
 
 def cannot_compile(error: BaseException) -> str | None:

@@ -27,14 +27,20 @@ def _matmul_ops() -> set[Any]:
     return MATMUL_OPS | {torch.ops.tessera.stored_linear.default}
 
 
+def _attention_ops() -> set[Any]:
+    flash = getattr(getattr(torch.ops, "flash_attn", None), "_flash_attn_forward", None)
+    return ATTENTION_OPS if flash is None else ATTENTION_OPS | {flash.default}
+
+
 def _policy(budget: float) -> Callable[..., CheckpointPolicy]:
     """Keeps every attention result, and of the matmuls the part `budget`, spread evenly over the block."""
+    attention, matmuls = _attention_ops(), _matmul_ops()
     seen = {False: 0, True: 0}  # a counter each for the forward and for its recompute, which must agree
 
     def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
+        if op in attention:
             return CheckpointPolicy.MUST_SAVE if budget > 0 else CheckpointPolicy.PREFER_RECOMPUTE
-        if op in _matmul_ops():
+        if op in matmuls:
             count = seen[context.is_recompute]
             seen[context.is_recompute] = count + 1
             if int((count + 1) * budget) > int(count * budget):

@@ -4,6 +4,7 @@ ComfyUI keeps the master copy. On the device that holds it a weight is shared wi
 once. Nothing here is ever written back.
 """
 
+import math
 from dataclasses import dataclass
 
 import comfy.model_management
@@ -11,6 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -79,7 +81,11 @@ class FrozenWeights:
         return None if weight is None else weight.to(self.compute_dtype)
 
     def linear(self, name: str) -> FrozenLinear:
-        """The Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`."""
+        """The Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`.
+
+        May raise ComfyUI's interrupt, as reading a whole model takes a while.
+        """
+        comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
         weight, scale = self._stored(f"{name}.weight"), None
         assert weight is not None, name
@@ -91,15 +97,13 @@ class FrozenWeights:
     def _plain(self, weight: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A quantised weight as (stored, scale) where it is fp8 with one scale, else dequantised once."""
         with torch.inference_mode(False), torch.no_grad():
-            stored = weight._qdata
-            scale = weight._params.scale
+            weight = weight.to(self.device)
+            stored, scale = weight._qdata, weight._params.scale
             if input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and scale.numel() == 1:
-                stored = share_outside_inference_mode(stored).to(self.device)
+                stored = share_outside_inference_mode(stored)
                 return stored, share_outside_inference_mode(scale).to(self.device, torch.float32).reshape(())
-            full = share_outside_inference_mode(weight.dequantize()).to(self.device, self.compute_dtype)
-            if input_scale is not None:
-                full = full * input_scale.to(self.device, self.compute_dtype)
-            return full.clone(), None
+            full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
+            return full if input_scale is None else full * input_scale.to(full), None
 
 
 def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -143,6 +147,15 @@ def _stored_linear_backward(ctx, grad):
     weight, scale = ctx.saved_tensors
     return stored_linear_input_grad(grad, weight, scale), None, None, None
 
+
+def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
+    """2·rows·in·out, as for a plain matmul. The partitioner weighs by it what to keep and what to compute again; an op
+    without a formula counts as free."""
+    return 2 * math.prod(x_shape) * (math.prod(weight_shape) // x_shape[-1])
+
+
+register_flop_formula(torch.ops.tessera.stored_linear)(_flops)
+register_flop_formula(torch.ops.tessera.stored_linear_input_grad)(_flops)
 
 stored_linear.register_autograd(_stored_linear_backward, setup_context=_save_stored)
 

@@ -52,8 +52,13 @@ class ResidentWeights(ModelPatcher):
     def _set_resident(self, resident: bool) -> int:
         if resident == self.resident:
             return 0
-        for module in self.modules:
-            module.take() if resident else module.release()
+        try:
+            for module in self.modules:
+                module.take() if resident else module.release()
+        except BaseException:
+            for module in self.modules:
+                module.release()
+            raise
         self.resident = resident
         return self.bytes
 

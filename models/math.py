@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import comfy.model_management
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,16 +12,16 @@ from torch.nn import functional as F
 def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
     """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
 
-    positions: (B, T, axes) → (B, 1, T, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does
-    (fp32 where the device has no fp64).
+    positions: (B, T, axes) → (B, 1, T, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does,
+    on the CPU where the device has none.
     """
-    real = torch.float32 if positions.device.type == "mps" else torch.float64
+    device = positions.device if comfy.model_management.supports_fp64(positions.device) else torch.device("cpu")
     angles = []
     for axis, dim in enumerate(axes_dim):
-        scale = torch.linspace(0, (dim - 2) / dim, steps=dim // 2, dtype=real, device=positions.device)
-        angles.append(positions[..., axis, None].to(real) / theta**scale)
+        scale = torch.linspace(0, (dim - 2) / dim, steps=dim // 2, dtype=torch.float64, device=device)
+        angles.append(positions[..., axis, None].to(device, torch.float64) / theta**scale)
     angle = torch.cat(angles, dim=-1)
-    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(1)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(1).to(positions.device)
 
 
 def rotate(x: Tensor, pe: Tensor) -> Tensor:

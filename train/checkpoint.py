@@ -66,7 +66,8 @@ def load_state(path: Path) -> TrainingState:
     try:
         with torch.inference_mode(False), safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                tensors[name] = file.get_tensor(name)
+                # A copy: what safetensors gives lies in the mapped file, which Windows then could not delete.
+                tensors[name] = file.get_tensor(name).clone()
     except (OSError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
     moving = unpack_state(tensors, plain["tree"])

@@ -16,11 +16,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.apply import CompileSettings, cannot_compile, over_the_limit
+from ..compile.apply import CompileSettings, cannot_compile
 from ..compile.report import CompileWatch
 from ..memory.frozen import unload_everything
 from ..memory.residency import ResidentWeights
 from ..models.family import Family, ModelInputs
+from . import stopped
 from .batch import Batch, make_batch
 from .batches import batch_order
 from .checkpoint import TrainingState, load_state, save_state, state_path
@@ -31,7 +32,7 @@ from .lora import LoraNetwork, build_network
 from .lora_model import LoraModel
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import velocity_loss
-from .optimizer import build_optimizer, build_scheduler
+from .optimizer import build_optimizer, build_scheduler, restore_optimizer
 from .reader import SampleReader
 from .run import RunFolder, TrainSettings
 from .runner import BlockRunner
@@ -41,10 +42,6 @@ log = logging.getLogger(__name__)
 
 # (step, last loss, LoRA) → the metadata of its file.
 Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
-
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on; the message is one sentence for the user. What was trained before is on disk."""
 
 
 @dataclass
@@ -88,20 +85,20 @@ class Trainer:
         self.dtype = patcher.model.get_dtype_inference()
         try:
             self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
-        except comfy.model_management.OOM_EXCEPTION as error:
-            raise TrainingStopped(
-                "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
-                "weight_dtype fp8_e4m3fn, and queue again."
-            ) from error
+        except Exception as error:
+            if not comfy.model_management.is_oom(error):
+                raise
+            raise stopped.out_of_memory_while_loading() from error
         self.resident = ResidentWeights(self.transformer.frozen_modules(), self.device, patcher.offload_device)
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        graphs = len(data.graph_keys())
         self.reader = SampleReader(data.samples)
-        self.runner = BlockRunner(self.transformer.blocks(), settings.memory, compile_settings, graphs)
+        self.runner = BlockRunner(self.transformer.blocks(), settings.memory, compile_settings, len(data.graph_keys()))
+        if self.runner.not_compiled:
+            self.train_eager(self.runner.not_compiled)
 
     # The recipe.
 
@@ -132,9 +129,10 @@ class Trainer:
                     self.save(final=False)
         except BaseException as error:
             self.save_what_is_there()
-            if (explained := self.explained(error)) is None:
+            step, state = self.progress.step, self.state_name()
+            if (told := stopped.explained(error, step, state, self.runner.planned_graphs)) is None:
                 raise
-            raise explained from error
+            raise told from error
 
     def draw(self, batches: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The micro-batches of one step, as sample indices."""
@@ -148,11 +146,17 @@ class Trainer:
             cause = cannot_compile(error) if self.runner.planned_graphs else None
             if cause is None:
                 raise
-            # The draws depend on the step only, so the step can simply be run again.
-            self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
             log.warning("torch.compile failed", exc_info=error)
-            self.runner.fall_back_to_eager()
-            return self._forward_backward(drawn)
+        # Outside the handler, which holds the first try's activations. The draws depend on the step only.
+        self.train_eager(cause)
+        comfy.model_management.soft_empty_cache()
+        return self._forward_backward(drawn)
+
+    def train_eager(self, cause: str) -> None:
+        """From here on without torch.compile, which is said once."""
+        self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
+        self.runner.fall_back_to_eager()
+        self.machine = machine_facts(self.device, None)
 
     def _forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
         self.optimizer.zero_grad(set_to_none=True)
@@ -192,7 +196,7 @@ class Trainer:
         limit = self.settings.optimizer.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
         if not self.scaler.is_enabled() and not torch.isfinite(norm):
-            raise TrainingStopped(self._not_finite("gradient"))
+            raise stopped.not_finite("gradient", self.progress.step, self.state_name())
         self.progress.whole = False
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -201,13 +205,7 @@ class Trainer:
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise TrainingStopped(self._not_finite("loss"))
-
-    def _not_finite(self, what: str) -> str:
-        return (
-            f"The {what} became NaN or infinite at step {self.progress.step + 1}; lower learning_rate and resume: "
-            f"what was trained up to step {self.progress.step} is kept."
-        )
+            raise stopped.not_finite("loss", self.progress.step, self.state_name())
 
     # What is kept.
 
@@ -224,13 +222,16 @@ class Trainer:
             machine=self.machine,
         )
 
+    def state_name(self) -> str:
+        """The state of the last whole step as the `resume` input names it."""
+        above = Path(self.settings.output_name.replace("\\", "/")).parent
+        return (above / self.folder.path.name / state_path(self.folder.path, self.progress.step).name).as_posix()
+
     def resume(self, path: Path) -> None:
         """Goes on from a saved state, as if the run had never stopped."""
         state = load_state(path)
         self.network.load_masters(state.masters)
-        # LambdaLR keeps its formula itself; a run of another length goes on along its own schedule.
-        self.optimizer.load_state_dict(state.optimizer)
-        self.scheduler.load_state_dict(state.scheduler)
+        restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)
         self.progress = Progress(state.step, state.batches, state.step, True, list(state.loss))
@@ -258,7 +259,7 @@ class Trainer:
             self._write(final)
         except OSError as error:
             if final:
-                raise TrainingStopped(error.strerror) from error
+                raise stopped.TrainingStopped(error.strerror) from error
             self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
     def _write(self, final: bool) -> None:
@@ -266,34 +267,20 @@ class Trainer:
         path = self.folder.lora_path if final else self.folder.step_lora_path(step)
         save_lora(path, self.snapshot(), "kohya", "fp32")
         save_state(state_path(self.folder.path, step), self.state())
-        self.folder.forget_old_states()
         self.progress.saved_step = step
+        self.folder.forget_old_states()
         self.observer.saved(path)
 
     def save_what_is_there(self) -> None:
         """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
         kept = self.progress.saved_step
         if self.progress.whole and self.progress.step > kept:
-            self.optimizer.zero_grad(set_to_none=True)
             try:
                 self._write(final=False)
-            except OSError as error:
-                self.observer.note(f"{error.strerror} The last state that is kept is that of step {kept}.")
-
-    def explained(self, error: BaseException) -> TrainingStopped | None:
-        """The error as one sentence, where we know what it means."""
-        if isinstance(error, comfy.model_management.OOM_EXCEPTION):
-            return TrainingStopped(
-                f"Out of memory at step {self.progress.step + 1}; set checkpointing to 'full', lower batch_size or "
-                f"megapixels, and resume: what was trained up to step {self.progress.step} is kept."
-            )
-        if over_the_limit(error):
-            return TrainingStopped(
-                f"More graphs were needed than the {self.runner.planned_graphs} planned, at step "
-                f"{self.progress.step + 1}; set compile to 'off' and resume. "
-                "This is a fault of Tessera: please report it."
-            )
-        return None
+            except Exception as error:  # what ended the run is what the user has to be told
+                log.warning("The state could not be saved", exc_info=error)
+                cause = getattr(error, "strerror", None) or "The state could not be saved."
+                self.observer.note(f"{cause} The last state that is kept is that of step {kept}.")
 
     def close(self) -> None:
         """Gives all memory back."""

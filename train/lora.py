@@ -89,8 +89,10 @@ class LoraNetwork:
         for name, linear in block.linears().items():
             if linear.lora_down is None:
                 continue
-            draw = torch.rand(batch, rows[name], self.options.rank, generator=generator(seed, *key, name))
-            masks[name] = ((draw >= p) / (1 - p)).to(device=linear.weight.device, dtype=dtype)
+            device = linear.weight.device
+            source = generator(seed, *key, name, device=device)
+            draw = torch.rand(batch, rows[name], self.options.rank, generator=source, device=device)
+            masks[name] = ((draw >= p) / (1 - p)).to(dtype)
         return masks
 
 

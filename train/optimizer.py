@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from .options import OptimizerOptions
 
+_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay")
 PRODIGY_USUAL_RATE = 0.1
 
 
@@ -75,6 +76,29 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
         return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    optimizer_state: dict[str, Any],
+    scheduler_state: dict[str, Any],
+) -> None:
+    """Puts a saved state back under the settings that the optimizer was built with now.
+
+    torch's own loading brings the saved rates, betas and weight decay along, so that a change of them would be accepted
+    and ignored. What an optimizer has learnt (moments, Prodigy's estimate) is kept; the rate is that of the schedule as
+    it is now, at the step of the state.
+    """
+    settings = [{name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups]
+    bases = list(scheduler.base_lrs)
+    optimizer.load_state_dict(optimizer_state)
+    scheduler.load_state_dict(scheduler_state)
+    scheduler.base_lrs = bases
+    for group, kept, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
+        group.update(kept)
+        group["lr"] = base * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:

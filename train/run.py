@@ -4,6 +4,7 @@ A run's folder lies where ComfyUI lists LoRAs, so that each saved LoRA can be pi
 `<output name>-<key>/<output name>.safetensors`, `<output name>-step000100.safetensors`, states, `summary.json`.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -16,6 +17,9 @@ from .checkpoint import STATE_SUFFIX, read_header
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 STATES_KEPT = 2
+LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
+# What Windows takes for a device, whatever its ending.
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w\-. +()]+")
 
 
@@ -84,10 +88,14 @@ def _digest(value: dict[str, Any]) -> str:
 def check_output_name(name: str) -> None:
     """Raises ValueError unless `name` is a plain relative name, with or without subfolders."""
     parts = name.replace("\\", "/").split("/")
-    if any(part.strip(". ") == "" or not _PLAIN_NAME.fullmatch(part) for part in parts):
+    if any(part.strip(". ") == "" or not _PLAIN_NAME.fullmatch(part) or _DEVICE.fullmatch(part) for part in parts):
         raise ValueError(
             f"output_name is {name!r}; use a plain name such as 'my_lora' or 'styles/my_lora', without '..', drive "
             "letters or a leading slash."
+        )
+    if longest := next((part for part in parts if len(part.encode()) > LONGEST_NAME), None):
+        raise ValueError(
+            f"output_name has {len(longest.encode())} bytes between two slashes; use at most {LONGEST_NAME}."
         )
 
 
@@ -107,11 +115,23 @@ class RunFolder:
 
     def states(self) -> list[Path]:
         """Saved states, oldest first."""
-        return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"))
+        return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
     def forget_old_states(self) -> None:
         for path in self.states()[:-STATES_KEPT]:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+                path.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Raises ValueError, before anything is trained, where the run could not be saved."""
+        trial, is_new = self.path / "trial", not self.path.exists()
+        try:
+            write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
+            trial.unlink()
+            if is_new:
+                self.path.rmdir()
+        except OSError as error:
+            raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary, indent=1, allow_nan=False)
@@ -191,6 +211,13 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
     return _digest({"from": header["lineage"], "step": header["step"], "to": lineage})
 
 
+def other_state(root: Path, settings: TrainSettings) -> str | None:
+    """The newest state of this output name, whatever it was made with, as `resume` names it."""
+    paths = [path for folder in _folders(root, settings.output_name) for path in folder.states()]
+    newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else newest.relative_to(root).as_posix()
+
+
 def list_states(root: Path) -> list[str]:
     """Every state below the LoRA folder, as `resume` names it."""
     if not root.is_dir():
@@ -207,7 +234,7 @@ def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | Non
             unfinished.unlink(missing_ok=True)
         return RunFolder(state.parent, place.name)
     folder, number = first, 1
-    while folder.path.exists():
+    while folder.path.exists() and any(folder.path.iterdir()):
         number += 1
         folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
     return folder

@@ -11,7 +11,8 @@ from .options import MemoryOptions
 
 
 class BlockRunner:
-    """Call it with a block and its inputs. `graphs` is how many (token count, text length) pairs are planned."""
+    """Call it with a block and its inputs. `graphs` is how many (token count, text length) pairs are planned;
+    `not_compiled` says why nothing could be compiled, where that is so."""
 
     def __init__(
         self,
@@ -25,14 +26,16 @@ class BlockRunner:
         self.regions = block_regions(blocks)
         self.planned_graphs = len(self.regions) * graphs if compile_settings else 0
         self._structure = {id(block): block.structure() for _, block in blocks}
-        self._run: dict[str, Callable[..., Any]] = {}
-        for number, region in enumerate(self.regions):
-            if compile_settings is None:
-                self._run[region] = self._eager()
-            else:
-                kind = region.partition(":")[0]
-                compiled = compile_region(f"{kind}_{number}", compile_settings, graphs)
+        self._run = {region: self._eager() for region in self.regions}
+        self.not_compiled: str | None = None
+        if compile_settings is None:
+            return
+        try:
+            for number, region in enumerate(self.regions):
+                compiled = compile_region(f"{region.partition(':')[0]}_{number}", compile_settings, graphs)
                 self._run[region] = self._with_checkpointing(compiled)
+        except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
+            self.not_compiled = str(error).strip().splitlines()[0]
 
     def _with_checkpointing(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         if self.memory.checkpointing == "full":

@@ -21,12 +21,13 @@ from ..models.registry import family_of
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
-from .loop import Trainer, TrainingStopped
+from .loop import Trainer
 from .lora import choose_targets
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
-from .optimizer import lr_factor, optimizer_notes
-from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder
+from .optimizer import build_optimizer, lr_factor, optimizer_notes
+from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
+from .stopped import TrainingStopped
 from .version import VERSION
 
 
@@ -85,6 +86,7 @@ def train_lora(
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     lr_factor(settings.optimizer, settings.steps)
+    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
     observer.phase("Reading the model's fingerprint")
@@ -100,6 +102,12 @@ def train_lora(
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
     text_notes = family.notes(patcher.model, [s.text_length for s in data.samples])
     recorder = _Recorder(observer, (*data.notes, *patch_notes, *optimizer_notes(settings.optimizer), *text_notes))
+    if state is None and settings.resume == "latest" and (other := other_state(root, settings)):
+        recorder.note(
+            f"The states of {settings.output_name} were saved with other data or settings, so this run starts at step "
+            f"0; choose {other} in resume to go on from one."
+        )
+    folder.check_writable()
     started = _now()
     with torch.enable_grad():
         describe = _describer(settings, family, patcher, data, started)
@@ -116,7 +124,7 @@ def train_lora(
             outcome = "cancelled"
             raise
         finally:
-            summary = {
+            summary: dict[str, Any] = {
                 "status": outcome,
                 "key": key,
                 "output_name": settings.output_name,
@@ -131,11 +139,13 @@ def train_lora(
                 "targets": len(targets),
                 "parameters": sum(p.numel() for p in trainer.network.parameters()),
                 "compile": chosen is not None,
-                **trainer.facts(),
             }
-            lora = trainer.snapshot()
-            trainer.close()
-            _write_summary(folder, summary, recorder)
+            try:
+                summary |= trainer.facts()
+                lora = trainer.snapshot() if outcome == "finished" else LoraModel()
+            finally:
+                trainer.close()
+                _write_summary(folder, summary, recorder)
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 
 
@@ -157,7 +167,7 @@ def read_finished(folder: RunFolder) -> TrainResult:
     summary = folder.read_summary()
     assert summary is not None
     with torch.inference_mode(False), safetensors.torch.safe_open(folder.lora_path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
         lora = LoraModel(tensors, file.metadata())
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 

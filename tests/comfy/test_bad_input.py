@@ -13,7 +13,7 @@ import torch
 from comfy_server import ServerFailure, error_of
 from tessera.train.batches import batch_order
 from tessera.train.data import TrainingData
-from tessera.train.loop import TrainingStopped
+from tessera.train.stopped import TrainingStopped
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 
 
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_names_the_step_and_keeps_what
     poisoned = TrainingData(tuple(samples), data.fingerprint)
     watcher = Watcher()
     with pytest.raises(
-        TrainingStopped, match="The loss became NaN or infinite at step 5; lower learning_rate and resume"
+        TrainingStopped, match="at step 5; lower learning_rate. What was trained up to step 4 is kept: choose tiny-"
     ):
         train(tiny_flux, poisoned, tmp_path / "bad", watcher, save_every=0)
     assert len(watcher.losses) == 4

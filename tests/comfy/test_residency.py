@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from tessera.train.events import Silent
+from tessera.train.stopped import TrainingStopped
 from torch._dynamo.utils import counters
 
 
@@ -58,6 +59,17 @@ def test_a_patched_model_is_patched_again_when_its_weights_return(tiny_flux, tmp
     quiet = run(patched, tmp_path, UnloadsAfter(set()))
     disturbed = run(patched, tmp_path, UnloadsAfter({1, 2, 3}))
     assert disturbed.progress.loss == quiet.progress.loss != plain.progress.loss
+
+
+def test_a_read_that_fails_half_way_leaves_nothing_behind(tiny_flux, tmp_path):
+    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 6)], [16]), tmp_path)
+    trainer.resident.detach()
+    assert held(trainer) == 0
+    broken = trainer.resident.modules[7]
+    broken.take = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(TrainingStopped, match="Out of memory at step 1"):
+        trainer.run()
+    assert held(trainer) == 0
 
 
 def test_comfyui_knows_the_size_of_a_run_and_forgets_it_at_the_end(tiny_flux, tmp_path):

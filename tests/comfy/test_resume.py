@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint import load_state
-from tessera.train.loop import TrainingStopped
+from tessera.train.stopped import TrainingStopped
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -112,7 +112,9 @@ def test_out_of_memory_is_told_in_one_sentence_and_the_run_goes_on_to_the_same_r
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
     broken = breaking(data, 10, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(TrainingStopped, match="Out of memory at step 3; set checkpointing to 'full', lower batch_size"):
+    with pytest.raises(
+        TrainingStopped, match="Out of memory at step 3; set checkpointing to 'full', or lower"
+    ):
         train(tiny_flux, broken, tmp_path / "part", **HARD)
     watcher = Watcher()
     equal(train(tiny_flux, data, tmp_path / "part", watcher, **HARD), whole)
@@ -198,6 +200,14 @@ def test_raised_steps_go_on_where_the_finished_run_ended(tiny_flux, tmp_path):
     assert len(watcher.losses) == 3
 
 
+def test_a_run_that_finds_only_states_of_other_settings_says_how_to_go_on_from_one(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 4)
+    watcher = Watcher()
+    train(tiny_flux, data, tmp_path, watcher, optimizer={"learning_rate": 1e-3})
+    assert any("starts at step 0" in note and "/state-000004.tessera in resume" in note for note in watcher.notes)
+
+
 def test_raised_steps_start_anew_where_the_schedule_depends_on_them(tiny_flux, tmp_path):
     options = {"optimizer": {"learning_rate": 1e-2, "lr_scheduler": "cosine"}}
     train(tiny_flux, mixed_data(), tmp_path, **options)
@@ -215,6 +225,7 @@ def test_a_run_that_goes_on_from_a_state_of_other_settings_is_a_run_of_its_own(t
     mixed = train(tiny_flux, data, tmp_path, watcher, resume=name, **slower)
     assert "The state is of a run with other data, model or settings; it goes on with these." in watcher.notes
     assert len(watcher.losses) == 2 and mixed.path != whole.path and mixed.loss != whole.loss
+    assert watcher.learning_rates == [1e-3, 1e-3]
     watcher = Watcher()
     equal(train(tiny_flux, data, tmp_path, watcher, resume=name, **slower), mixed)
     equal(train(tiny_flux, data, tmp_path, watcher, **slower), whole)

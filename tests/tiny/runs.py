@@ -67,6 +67,7 @@ class Watcher:
         self.notes: list[str] = []
         self.phases: list[str] = []
         self.losses: list[float] = []
+        self.learning_rates: list[float] = []
         self.files: list[str] = []
         self.done = 0
 
@@ -81,6 +82,7 @@ class Watcher:
     def step(self, report: Any) -> None:
         self.done = report.step
         self.losses.append(report.loss)
+        self.learning_rates.append(report.learning_rate)
         if self.at_step:
             self.at_step(self.done)
 

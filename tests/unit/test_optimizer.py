@@ -7,7 +7,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tessera.train.draws import generator
-from tessera.train.optimizer import build_optimizer, build_scheduler, lr_factor, optimizer_notes
+from tessera.train.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    lr_factor,
+    optimizer_notes,
+    restore_optimizer,
+)
 from tessera.train.optimizer_state import pack_state, unpack_state
 from tessera.train.options import OptimizerOptions
 from torch import nn
@@ -178,3 +184,43 @@ def test_notes_speak_only_of_what_surprises():
     assert "learning_rate 1 is usual" in optimizer_notes(OptimizerOptions("prodigy"))[0]
     assert "1e-4 is usual" in optimizer_notes(OptimizerOptions(learning_rate=1.0))[0]
     assert "min_lr_ratio" in optimizer_notes(OptimizerOptions(min_lr_ratio=0.1))[0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "prodigy"])
+def test_a_restored_state_keeps_what_was_learnt_and_takes_the_settings_of_now(name):
+    params = parameters()
+    before = build(OptimizerOptions(optimizer=name, learning_rate=0.2, weight_decay=0.01, beta1=0.8), params)
+    for k in range(3):
+        step(params, *before, k)
+    saved = before[0].state_dict(), before[1].state_dict()
+    now = OptimizerOptions(
+        optimizer=name, learning_rate=0.05, weight_decay=0.3, beta1=0.7, eps=1e-6, lr_scheduler="linear", warmup_steps=4
+    )
+    optimizer, scheduler = build(now, params)
+    restore_optimizer(optimizer, scheduler, *saved)
+    (group,) = optimizer.param_groups
+    assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0.3, (0.7, 0.999), 1e-6)
+    # Three steps are done, so the fourth of four steps of warm-up is next: 0.05 · 4 / 4.
+    assert group["lr"] == scheduler.get_last_lr()[0] == 0.05
+    step(params, optimizer, scheduler, 3)
+    # Then p = (4 − 4) / (12 − 4) of the way down, and after the next step 1/8.
+    step(params, optimizer, scheduler, 4)
+    assert group["lr"] == pytest.approx(0.05 * (1 - 1 / 8))
+    for kept, restored in zip(saved[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert kept.keys() == restored.keys()
+
+
+def test_a_restored_state_of_the_same_settings_goes_on_bit_for_bit():
+    options = OptimizerOptions(learning_rate=0.2, lr_scheduler="cosine", warmup_steps=2)
+    whole, broken = parameters(), parameters()
+    first = build(options, whole)
+    for k in range(7):
+        step(whole, *first, k)
+    second = build(options, broken)
+    for k in range(4):
+        step(broken, *second, k)
+    third = build(options, broken)
+    restore_optimizer(*third, second[0].state_dict(), second[1].state_dict())
+    for k in range(4, 7):
+        step(broken, *third, k)
+    assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))

@@ -1,0 +1,78 @@
+"""torch.compile on a machine or a torch that is not as we would like it."""
+
+import inspect
+
+import pytest
+import torch
+from tessera.compile import apply
+from tessera.compile.apply import CompileSettings, compile_region
+from torch import nn
+
+
+class Block(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.fixture
+def older_torch(monkeypatch):
+    """A torch whose `compile` lacks the arguments that limit one region, as before 2.12."""
+    compile_now = torch.compile
+    parameters = [
+        p
+        for name, p in inspect.signature(compile_now).parameters.items()
+        if name not in ("recompile_limit", "isolate_recompiles")
+    ]
+
+    def older(*args, **kwargs):
+        assert "recompile_limit" not in kwargs
+        return compile_now(*args, **kwargs)
+
+    older.__signature__ = inspect.Signature(parameters)
+    monkeypatch.setattr(apply.torch, "compile", older)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("graphs", [10, 12])
+def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs):
+    before = torch._dynamo.config.recompile_limit
+    assert before < graphs
+    run, block = compile_region("block", CompileSettings("eager"), graphs), Block()
+    for rows in range(2, 2 + graphs):
+        assert run(block, torch.ones(rows)).shape == (rows,)
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
+    from tessera.train.options import MemoryOptions
+    from tessera.train.runner import BlockRunner
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("torch.compile is not supported on Python 3.99+")
+
+    class Named(Block):
+        def structure(self) -> str:
+            return "block:"
+
+    monkeypatch.setattr(apply.torch, "compile", refuses)
+    block = Named()
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), CompileSettings(), graphs=1)
+    assert runner.not_compiled == "torch.compile is not supported on Python 3.99+"
+    assert torch.equal(runner(block, torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_weight_stored_narrower_costs_the_partitioner_as_much_as_a_plain_one():
+    from tessera.memory.frozen import stored_linear
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    weight = torch.randn(16, 8)
+
+    def flops(run) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run().sum().backward()
+        return counter.get_total_flops()
+
+    plain = flops(lambda: nn.functional.linear(x, weight))
+    stored = flops(lambda: stored_linear(x, weight.to(torch.bfloat16), None, None))
+    assert stored == plain == 2 * (2 * 2 * 5 * 8 * 16)

@@ -1,0 +1,37 @@
+import pytest
+from tessera.train.run import LONGEST_NAME, RunFolder, check_output_name
+
+
+@pytest.mark.parametrize("name", ["my_lora", "styles/my lora (2)", "Füchse-v1.5+", "a\\b", "n" * LONGEST_NAME])
+def test_plain_names_are_taken(name):
+    check_output_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", "/etc/x", "C:\\x", "a//b", ".", "a/", "nul", "con.v1", "x/COM1"])
+def test_names_that_lead_elsewhere_or_nowhere_are_refused(name):
+    with pytest.raises(ValueError, match="output_name is .* use a plain name"):
+        check_output_name(name)
+
+
+def test_a_name_that_no_disk_takes_is_refused_before_training():
+    with pytest.raises(ValueError, match=f"at most {LONGEST_NAME}"):
+        check_output_name("styles/" + "n" * (LONGEST_NAME + 1))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="output_name: the run's folder cannot be written"):
+        RunFolder(tmp_path / "file" / "run", "run").check_writable()
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
+    RunFolder(tmp_path / "run", "run").check_writable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_states_are_kept_also_past_a_million_steps(tmp_path):
+    folder = RunFolder(tmp_path, "run")
+    for step in (999_500, 999_750, 1_000_000):
+        (tmp_path / f"state-{step:06d}.tessera").write_text("state")
+    folder.forget_old_states()
+    assert [path.name for path in folder.states()] == ["state-999750.tessera", "state-1000000.tessera"]

@@ -1,0 +1,45 @@
+"""Why a run could not go on, in one sentence for the user that says what is kept and how to go on from it."""
+
+import comfy.model_management
+
+from ..compile.apply import over_the_limit
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message is for the user. What was trained before is on disk."""
+
+
+def kept(step: int, state: str) -> str:
+    """What a stopped run leaves. state: its name in the `resume` input."""
+    if step == 0:
+        return "Nothing was trained yet."
+    return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
+
+
+def out_of_memory_while_loading() -> TrainingStopped:
+    return TrainingStopped(
+        "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
+        "weight_dtype fp8_e4m3fn, and queue again."
+    )
+
+
+def not_finite(what: str, step: int, state: str) -> TrainingStopped:
+    """step: the last whole one."""
+    return TrainingStopped(
+        f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate. {kept(step, state)}"
+    )
+
+
+def explained(error: BaseException, step: int, state: str, planned_graphs: int) -> TrainingStopped | None:
+    """The error as one sentence, where we know what it means. step: the last whole one."""
+    if isinstance(error, Exception) and comfy.model_management.is_oom(error):
+        return TrainingStopped(
+            f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels. "
+            f"{kept(step, state)}"
+        )
+    if over_the_limit(error):
+        return TrainingStopped(
+            f"More graphs were needed than the {planned_graphs} planned, at step {step + 1}; set compile to 'off' and "
+            f"queue again. {kept(step, state)} This is a fault of Tessera: please report it."
+        )
+    return None
