@@ -1,0 +1,144 @@
+"""The step benchmark's figures as tables."""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from train_step_figures import markdown_table, ratio_by_round, spread
+
+CORE = "core TrainLoraNode"
+WARM_UP = 2  # steps; the first one compiles
+ON_CPU = """CPU seconds are what the process itself computed, whatever ran beside it. The peak is the greatest resident
+size of the process in the timed steps, less its size with the model loaded: core's holds a second copy of the model,
+the compiled one what the compiler left behind. What a step allocates, and what a forward holds for its backward, is
+counted by torch's allocator, exactly. Selective checkpointing keeps its tensors itself, so autograd does not list them.
+Compiling starts from an empty cache. The figures are of a small model on a CPU; they say nothing of FLUX.1 on a GPU,
+for which `--size full --device cuda` is there, which has not been run on a GPU yet."""
+ON_GPU = """The peak is what torch reserved in the timed steps, less what it had reserved with the model loaded. The
+driver's figure counts all that the process holds, the compiler's memory and the weights with it. Compiling starts from
+an empty cache."""
+
+
+@dataclass
+class Measured:
+    """What one contestant replied. spec: what it was told to do; first: in the warm-up; rounds: in each round;
+    memory: in the steps that count allocations; ended: why it took no more part, if it did not."""
+
+    name: str
+    spec: dict[str, Any]
+    first: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    ended: str = ""
+
+    def of_rounds(self, figure: str) -> list[list[float]]:
+        return [reply[figure] for reply in self.rounds]
+
+
+def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:
+    run = [c for c in field_of if c.rounds]
+    core = next((c for c in run if c.name == CORE), None)
+    parts = [markdown_table(*time_table(run, core, args.device == "cpu")), markdown_table(*memory_table(run, core))]
+    if args.device == "cpu":
+        parts.append(markdown_table(*held_table(run)))
+    parts += [f"{c.name} is not in the tables: {c.ended}." for c in field_of if c.ended]
+    return "\n\n".join(parts)
+
+
+def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tuple[list[str], list[list[str]]]:
+    header = ["a step", "seconds", "core's time is … times ours", "graphs", "graph breaks", "compile seconds"]
+    if cpu:
+        # What the process computed, whatever else ran beside it.
+        header[3:3] = ["CPU seconds", "core's CPU time is … times ours"]
+    rows = []
+    for c in run:
+        row = [c.name, spread(sum(c.of_rounds("seconds"), [])).text(3), against(core, c, "seconds")]
+        if cpu:
+            row += [spread(sum(c.of_rounds("cpu_seconds"), [])).text(3), against(core, c, "cpu_seconds")]
+        ours = c is not core
+        row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if ours else ["", ""]
+        row.append(f"{c.first['compile_seconds']:.0f}" if ours and c.spec["compiled"] else "")
+        rows.append(row)
+    return header, rows
+
+
+def against(core: Measured | None, ours: Measured, figure: str) -> str:
+    if core is None or core is ours:
+        return ""
+    return ratio_by_round(core.of_rounds(figure), ours.of_rounds(figure)).text()
+
+
+MEMORY = {
+    "peak_mib": "peak above the loaded model, MiB",
+    "step_peak_mib": "most that one step allocates, MiB",
+    "allocated_mib": "of it allocated, MiB",
+    "driver_mib": "in all, by the driver, MiB",
+}
+
+
+def memory_table(run: Sequence[Measured], core: Measured | None) -> tuple[list[str], list[list[str]]]:
+    peaks = {c.name: peaks_of(c) for c in run}
+    shown = [key for key in MEMORY if all(key in p for p in peaks.values())]
+    header = ["memory", *(text for key in shown for text in (MEMORY[key], "core's is … times ours"))]
+    rows = []
+    for c in run:
+        row = [c.name]
+        for key in shown:
+            own = peaks[c.name][key]
+            row += [f"{own:.0f}", f"{peaks[core.name][key] / own:.2f}" if core not in (None, c) else ""]
+        rows.append(row)
+    return header, rows
+
+
+def peaks_of(contestant: Measured) -> dict[str, float]:
+    """The greatest figure of all rounds."""
+    replies = [*contestant.rounds, contestant.memory]
+    found = {key: [r[key] for r in replies if key in r] for key in MEMORY}
+    return {key: max(values) for key, values in found.items() if values}
+
+
+def held_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    header = ["held from forward to backward", "MiB", "of it saved by autograd, MiB", "weights saved by reference, MiB"]
+    keys = ("held_mib", "saved_mib", "weights_mib")
+    rows = [
+        [c.name, *(f"{c.memory[k]:.1f}" if k in c.memory else "" for k in keys)] for c in run if "held_mib" in c.memory
+    ]
+    return header, rows
+
+
+def machine(args: argparse.Namespace) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    if args.device == "cpu" and Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}, {versions}"
+
+
+def head(args: argparse.Namespace, work: str) -> str:
+    command = "python benchmarks/train_step.py " + " ".join(arg for arg in sys.argv[1:])
+    each = "step" if args.steps_per_round == 1 else "steps"
+    rounds = f"{args.rounds} rounds of {args.steps_per_round} {each} each after {WARM_UP} steps of warm-up"
+    return f"""# A training step, `{args.size}` on {args.device}
+
+Made by `{command}` on {date.today()}: {machine(args)}{f", {args.threads} thread" if args.device == "cpu" else ""}.
+
+{work}
+
+{args.dtype}, batch {args.batch_size}, rank {args.rank}, LoRA on {args.targets} Linears, {rounds}, by turns.
+Figures are the median (least to greatest); ratios are taken within each round, above 1 where ours needs less.
+
+Core's node runs with its defaults, but for steps, batch, rank and dtype: the whole model is one checkpoint, its LoRA
+is bf16, and it trains adapters on norms and biases too, which cannot be switched off. Its gradients for FLUX are wrong
+(blocks add to their inputs in place), and with a batch above 1 it runs every caption on every picture: only the cost
+is compared here.
+
+{ON_CPU if args.device == "cpu" else ON_GPU}"""
