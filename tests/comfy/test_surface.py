@@ -1,0 +1,280 @@
+"""The public surface, written down: workflows and API clients depend on it. Inputs and outputs may be appended."""
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tessera
+from tessera.nodes import NODES, TesseraExtension
+from tessera.train.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "nodes" / "web" / "docs"
+
+# node id: (display name, is it an output node, inputs, outputs). An input is `name TYPE`, `name? TYPE` where it is
+# optional, and has ` = default` where it shows one. An output is its type and its name.
+SURFACE = {
+    "TesseraLoadDiffusionModel": (
+        "Load Diffusion Model (Block Swap)",
+        False,
+        ["unet_name COMBO", 'weight_dtype COMBO = "default"'],
+        ["MODEL"],
+    ),
+    "TesseraImageFolder": (
+        "Training Images",
+        False,
+        [
+            "folder COMBO",
+            'caption_extension? STRING = ".txt"',
+            "repeats? INT = 1",
+            'trigger_words? STRING = ""',
+            "dataset? TESSERA_DATASET",
+        ],
+        ["TESSERA_DATASET dataset"],
+    ),
+    "TesseraPrepareDataset": (
+        "Prepare Dataset",
+        True,
+        [
+            "dataset TESSERA_DATASET",
+            "vae VAE",
+            "clip CLIP",
+            "megapixels? FLOAT = 1.0",
+            "max_graphs? INT = 1",
+            'fit? COMBO = "ragged edge"',
+            'max_text_length? COMBO = "512"',
+        ],
+        ["TESSERA_TRAINING_DATA data", "IMAGE plan", "STRING summary"],
+    ),
+    "TesseraLatentsToDataset": (
+        "Latents to Training Data",
+        False,
+        ["latents LATENT", "positive CONDITIONING", "max_graphs? INT = 1"],
+        ["TESSERA_TRAINING_DATA data"],
+    ),
+    "TesseraLoraNetwork": (
+        "LoRA Network",
+        False,
+        [
+            'algorithm COMBO = "lora"',
+            "rank INT = 16",
+            "alpha FLOAT = 16.0",
+            'targets STRING = ""',
+            "dropout FLOAT = 0.0",
+        ],
+        ["TESSERA_NETWORK network"],
+    ),
+    "TesseraOptimizer": (
+        "Optimizer",
+        False,
+        [
+            'optimizer COMBO = "adamw"',
+            "learning_rate FLOAT = 0.0001",
+            'lr_scheduler COMBO = "constant"',
+            "warmup_steps INT = 0",
+            "max_grad_norm FLOAT = 1.0",
+            "weight_decay? FLOAT = 0.01",
+            "beta1? FLOAT = 0.9",
+            "beta2? FLOAT = 0.999",
+            "eps? FLOAT = 1e-08",
+            "min_lr_ratio? FLOAT = 0.0",
+        ],
+        ["TESSERA_OPTIMIZER optimizer"],
+    ),
+    "TesseraObjective": (
+        "Training Objective",
+        False,
+        [
+            'timestep_sampling COMBO = "logit_normal"',
+            "shift FLOAT = 0.0",
+            'loss COMBO = "mse"',
+            "guidance FLOAT = 1.0",
+            "logit_mean? FLOAT = 0.0",
+            "logit_std? FLOAT = 1.0",
+        ],
+        ["TESSERA_OBJECTIVE objective"],
+    ),
+    "TesseraMemory": (
+        "Training Memory",
+        False,
+        ['checkpointing COMBO = "full"', 'attention COMBO = "auto"', "activation_budget? FLOAT = 0.5"],
+        ["TESSERA_MEMORY memory"],
+    ),
+    "TesseraTrainLora": (
+        "Train LoRA",
+        True,
+        [
+            "model MODEL",
+            "data TESSERA_TRAINING_DATA",
+            'output_name STRING = "my_lora"',
+            "steps INT = 1000",
+            "learning_rate FLOAT = 0.0001",
+            "rank INT = 16",
+            "batch_size INT = 1",
+            "gradient_accumulation INT = 1",
+            "seed INT = 0",
+            'compile COMBO = "auto"',
+            "save_every INT = 250",
+            'resume COMBO = "latest"',
+            "network? TESSERA_NETWORK",
+            "optimizer? TESSERA_OPTIMIZER",
+            "objective? TESSERA_OBJECTIVE",
+            "memory? TESSERA_MEMORY",
+        ],
+        ["LORA_MODEL lora", "LOSS_MAP loss", "STRING path"],
+    ),
+    "TesseraSaveLora": (
+        "Save LoRA",
+        True,
+        [
+            "lora LORA_MODEL",
+            'filename_prefix STRING = "loras/tessera"',
+            'format COMBO = "kohya"',
+            'dtype COMBO = "bf16"',
+        ],
+        ["STRING path"],
+    ),
+    "TesseraLossPlot": (
+        "Loss Plot",
+        True,
+        ["loss LOSS_MAP", "smoothing FLOAT = 0.9", "log_scale BOOLEAN = false"],
+        ["IMAGE plot"],
+    ),
+}
+
+# The names that the design promises to workflows and clients; none of them may ever be renamed or removed.
+CONTRACT = {
+    "TesseraLoadDiffusionModel": "unet_name weight_dtype",
+    "TesseraImageFolder": "folder caption_extension repeats trigger_words dataset",
+    "TesseraPrepareDataset": "dataset vae clip megapixels max_graphs fit",
+    "TesseraLatentsToDataset": "latents positive max_graphs",
+    "TesseraLoraNetwork": "algorithm rank alpha targets dropout",
+    "TesseraOptimizer": "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm",
+    "TesseraObjective": "timestep_sampling shift loss guidance",
+    "TesseraMemory": "checkpointing attention",
+    "TesseraTrainLora": "model data output_name steps learning_rate rank batch_size gradient_accumulation seed compile "
+    "save_every resume network optimizer objective memory",
+    "TesseraSaveLora": "lora filename_prefix format dtype",
+    "TesseraLossPlot": "loss smoothing log_scale",
+}
+
+# Choices that workflows hold; more may be added.
+CHOICES = {
+    ("TesseraLoadDiffusionModel", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+    ("TesseraPrepareDataset", "fit"): ["whole grids", "ragged edge"],
+    ("TesseraPrepareDataset", "max_text_length"): ["512", "256"],
+    ("TesseraLoraNetwork", "algorithm"): ["lora"],
+    ("TesseraOptimizer", "optimizer"): ["adamw", "adamw8bit", "prodigy"],
+    ("TesseraOptimizer", "lr_scheduler"): ["constant", "cosine", "linear"],
+    ("TesseraObjective", "timestep_sampling"): ["logit_normal", "uniform", "resolution_shifted"],
+    ("TesseraObjective", "loss"): ["mse"],
+    ("TesseraMemory", "checkpointing"): ["none", "selective", "full"],
+    ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn"],
+    ("TesseraTrainLora", "compile"): ["auto", "off"],
+    ("TesseraTrainLora", "resume"): ["latest", "off"],
+    ("TesseraSaveLora", "format"): ["kohya", "comfyui", "diffusers"],
+    ("TesseraSaveLora", "dtype"): ["bf16", "fp16", "fp32"],
+}
+
+SCHEMAS = {node.GET_SCHEMA().node_id: node.GET_SCHEMA() for node in NODES}
+every_node = pytest.mark.parametrize("node_id", SURFACE)
+
+
+def described(item) -> str:
+    """An input or output of a schema as SURFACE writes it."""
+    if hasattr(item, "optional"):
+        default = getattr(item, "default", None)
+        shown = "" if default is None else f" = {json.dumps(default)}"
+        return f"{item.id}{'?' if item.optional else ''} {item.io_type}{shown}"
+    return " ".join(filter(None, (item.io_type, item.display_name)))
+
+
+def help_rows(node_id: str) -> list[tuple[str, str, str]]:
+    """(name, default, text) of the rows of a help page's table of inputs."""
+    page = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    section = page.split("## Inputs", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| (.+) \|$", section, re.MULTILINE)
+
+
+def test_there_are_exactly_these_nodes_and_each_is_listed_once():
+    assert sorted(node.GET_SCHEMA().node_id for node in NODES) == sorted(SURFACE)
+
+
+@every_node
+def test_the_surface_of_a_node_is_as_written_down(node_id):
+    schema = SCHEMAS[node_id]
+    inputs, outputs = [described(i) for i in schema.inputs], [described(o) for o in schema.outputs]
+    assert (schema.display_name, bool(schema.is_output_node), inputs, outputs) == SURFACE[node_id]
+
+
+@every_node
+def test_the_inputs_that_the_design_promises_are_there(node_id):
+    assert CONTRACT.keys() == SURFACE.keys()
+    missing = set(CONTRACT[node_id].split()) - {i.id for i in SCHEMAS[node_id].inputs}
+    assert not missing
+
+
+@pytest.mark.parametrize(("node_id", "name"), CHOICES)
+def test_choices_that_workflows_hold_are_still_there(node_id, name):
+    (options,) = [i.options for i in SCHEMAS[node_id].inputs if i.id == name]
+    assert set(CHOICES[node_id, name]) <= set(options)
+
+
+@every_node
+def test_a_node_says_what_it_is_and_every_input_what_it_does(node_id):
+    schema = SCHEMAS[node_id]
+    assert len(schema.description) > 30
+    assert schema.category.startswith("Tessera/")
+    assert [i.id for i in schema.inputs if len(i.tooltip or "") < 20] == []
+
+
+@every_node
+def test_the_help_page_explains_every_input_with_its_default(node_id):
+    inputs = {i.id: getattr(i, "default", None) for i in SCHEMAS[node_id].inputs}
+    rows = help_rows(node_id)
+    assert [name for name, _, _ in rows] == list(inputs)
+    written = {None: "", "": "(empty)", False: "off", True: "on"}
+    for name, default, text in rows:
+        value = inputs[name]
+        expected = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        assert default == (expected or written.get(value, value)), name
+        assert len(text) > 15, name
+
+
+def test_every_help_page_belongs_to_a_node():
+    assert {page.stem for page in DOCS.iterdir()} == set(SURFACE)
+    for page in DOCS.iterdir():
+        assert page.read_text(encoding="utf-8").startswith(f"# {SURFACE[page.stem][0]}\n")
+
+
+def test_the_pack_is_of_the_new_node_api_only():
+    assert not hasattr(tessera, "NODE_CLASS_MAPPINGS")  # it would shadow the nodes of comfy_entrypoint
+    assert callable(tessera.comfy_entrypoint)
+    assert TesseraExtension.__module__ == "tessera.nodes"
+
+
+def test_the_version_is_that_of_the_package():
+    (written,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert written == VERSION
+
+
+def test_the_server_offers_exactly_these_nodes_in_this_form(server):
+    info = server.get("/object_info")
+    ours = {name: node for name, node in info.items() if node["python_module"].startswith("custom_nodes.")}
+    assert set(ours) == {*SURFACE, "TesseraTinyClipLoader"}
+    for node_id, (display_name, is_output, inputs, outputs) in SURFACE.items():
+        node = ours[node_id]
+        assert node["python_module"] == "custom_nodes.tessera"  # the frontend takes the help's address from it
+        assert (node["display_name"], node["output_node"]) == (display_name, is_output)
+        names = [line.split()[0] for line in inputs]
+        assert node["input_order"].get("required", []) == [n for n in names if not n.endswith("?")], node_id
+        assert node["input_order"].get("optional", []) == [n[:-1] for n in names if n.endswith("?")], node_id
+        assert node["output"] == [line.split()[0] for line in outputs], node_id
+
+
+def test_the_server_gives_the_help_pages_where_the_frontend_looks_for_them(server):
+    for node_id in SURFACE:
+        with urllib.request.urlopen(f"{server.url}/extensions/tessera/docs/{node_id}.md", timeout=30) as reply:
+            assert reply.read() == (DOCS / f"{node_id}.md").read_bytes()
