@@ -30,8 +30,6 @@ def fit_workflow(
             inputs |= {"width": 128, "height": 128}
         elif kind == "KSampler":
             inputs["steps"] = 2
-        elif kind == "EmptySD3LatentImage":
-            inputs.update(width=256, height=240)
         elif kind == "TesseraTrainLora":
             inputs.update(train)
     return fitted
