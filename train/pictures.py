@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import struct
 import warnings
 from collections.abc import Iterator
@@ -13,17 +14,26 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import PIL
 import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff"})
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff"})
+# Endings of pictures that can't be read: who has such files among the others wants to be told.
+UNREAD_EXTENSIONS = frozenset(
+    {".heic", ".heif", ".jxl", ".gif", ".psd", ".raw", ".cr2", ".nef", ".dng", ".arw", ".svg"}
+)
+LEAST_PILLOW = (10, 4)
 
 _ORIENTATION = 0x0112  # EXIF tag
 _PROFILE_SPACE = {"RGB": "RGB", "CMYK": "CMYK", "L": "GRAY"}
 # What a PNG file holds somewhere if it may carry an orientation. Looking for it in the bytes spares decoding, as
 # these chunks may stand behind the pixels.
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+
+# The descriptions of profiles that are sRGB itself. Others may hold the word and mean another curve (linear sRGB).
+_SRGB_PROFILES = frozenset({"sRGB IEC61966-2.1", "sRGB built-in"})
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +46,40 @@ class PictureFacts:
     size: tuple[int, int]
 
 
-def inspect_picture(path: Path) -> PictureFacts:
+def check_pillow(version: str = PIL.__version__) -> None:
+    """ValueError if the installed Pillow is too old to read pictures as they are meant."""
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_PILLOW:
+        least = ".".join(map(str, LEAST_PILLOW))
+        raise ValueError(
+            f"Pillow {version} is installed and {least} or newer is needed to read pictures; run "
+            f"`pip install -U pillow` in ComfyUI's Python and restart ComfyUI."
+        )
+
+
+def inspect_picture(path: Path, name: str | None = None) -> PictureFacts:
     """Read a picture's bytes, not its pixels. Unchanged files (size and time) are read once per process.
 
+    name: what messages call it; its file name without one.
     Raises ValueError if the file is no picture.
     """
-    with _named_errors(path):
+    check_pillow()
+    name = name or path.name
+    with _named_errors(name):
         stat = os.stat(path)
-    return _inspect(path, stat.st_size, stat.st_mtime_ns)
+    return _inspect(path, name, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=65536)
-def _inspect(path: Path, size: int, mtime_ns: int) -> PictureFacts:
-    with _named_errors(path):
+def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> PictureFacts:
+    with _named_errors(name):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
-    return PictureFacts(blake2b(data, digest_size=20).hexdigest(), (height, width))
+    return PictureFacts(_digest(data), (height, width))
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=20).hexdigest()
 
 
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
@@ -64,17 +91,33 @@ def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
     return (image.height, image.width) if turned else image.size
 
 
-def load_picture(path: Path, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:
+def load_picture(
+    path: Path,
+    box: tuple[float, float, float, float],
+    height: int,
+    width: int,
+    *,
+    digest: str | None = None,
+    name: str | None = None,
+) -> Tensor:
     """Decode a picture, cut it to `box` and scale that to `height` by `width`: float32, (1, H, W, 3), sRGB, 0 to 1.
 
     box: (left, top, right, bottom) in pixels of the upright picture, fractions allowed.
+    digest: what `inspect_picture` called the bytes; a file that holds others by now is refused.
+    name: what messages call the picture; its file name without one.
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
     applied, an embedded colour profile is converted to sRGB, transparent parts show white, grey pictures become
     three equal channels, an animation gives its first frame. 16-bit grey keeps its 16 bits; of 16-bit colour Pillow
     reads the upper 8.
-    Raises ValueError, naming the file, if the picture can't be decoded.
+    Raises ValueError, naming the file, if the picture can't be decoded or was changed.
     """
-    with _named_errors(path), Image.open(path) as image:
+    name = name or path.name
+    with _named_errors(name):
+        data = path.read_bytes()
+    if digest is not None and _digest(data) != digest:
+        _inspect.cache_clear()  # it may hold the old bytes under the size and time of the new ones
+        raise ValueError(f"The picture {name!r} was changed while the data set was prepared; queue again.")
+    with _named_errors(name), Image.open(BytesIO(data)) as image:
         planes = _planes(ImageOps.exif_transpose(image))
         scaled = [
             np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
@@ -111,7 +154,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
         try:
             source = ImageCms.ImageCmsProfile(BytesIO(profile))
             fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[image.mode]
-            if fits and "srgb" not in ImageCms.getProfileDescription(source).lower():
+            if fits and ImageCms.getProfileDescription(source).strip() not in _SRGB_PROFILES:
                 converted = ImageCms.profileToProfile(
                     image,
                     source,
@@ -128,17 +171,17 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 @contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
+def _named_errors(name: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             yield
     except Image.DecompressionBombError as error:
-        raise ValueError(f"The picture {path.name!r} is too large to open ({error}); scale it down.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, struct.error) as error:
-        if path.suffix.lower() == ".avif" and not features.check("avif"):
+        raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
+    except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        if name.lower().endswith(".avif") and not features.check("avif"):
             fix = "this Pillow reads no AVIF: update Pillow to 11.3 or later, or save the picture as PNG"
         else:
             fix = "save it again as PNG or JPEG, or take it out of the folder"
         reason = "it is no picture or is damaged" if isinstance(error, UnidentifiedImageError) else error
-        raise ValueError(f"The picture {path.name!r} can't be read ({reason}); {fix}.") from error
+        raise ValueError(f"The picture {name!r} can't be read ({reason}); {fix}.") from error

@@ -1,14 +1,15 @@
 """Real files of each kind, made here, against the pixels they were made of."""
 
 import io
+import os
 import struct
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, features
-from tessera.train.pictures import inspect_picture, load_picture
+from PIL import Image, ImageCms, features
+from tessera.train.pictures import check_pillow, inspect_picture, load_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -156,18 +157,20 @@ XYZ_TO_SRGB = np.array([[3.1338561, -1.6168667, -0.4906146], [-0.9787684, 1.9161
 GAMMA = 2.19921875
 
 
-def adobe_profile():
+def rgb_profile(name, to_xyz, gamma):
+    """An ICC profile of version 2 with a pure gamma curve."""
+
     def fixed(value):
         return struct.pack(">i", round(value * 65536))
 
     def xyz(values):
         return b"XYZ \0\0\0\0" + b"".join(fixed(value) for value in values)
 
-    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(GAMMA * 256)) + b"\0\0"
-    name = b"Wide gamut for tests\0"
+    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + b"\0\0"
+    name = name.encode() + b"\0"
     text = b"desc\0\0\0\0" + struct.pack(">I", len(name)) + name + b"\0" * 78
     tags = [(b"desc", text + b"\0" * (-len(text) % 4)), (b"wtpt", xyz((0.9642, 1.0, 0.8249)))]
-    tags += [(key, xyz(ADOBE_TO_XYZ[:, i])) for i, key in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))]
+    tags += [(key, xyz(to_xyz[:, i])) for i, key in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))]
     tags += [(key, curve) for key in (b"rTRC", b"gTRC", b"bTRC")]
     table, body, offset = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
     for key, data in tags:
@@ -183,12 +186,30 @@ def test_a_wide_gamut_profile_is_converted_to_srgb(tmp_path):
     colours = np.array([[[200, 120, 60], [110, 140, 120], [128, 128, 128]]], dtype=np.uint8)
     linear = XYZ_TO_SRGB @ (ADOBE_TO_XYZ @ (colours.reshape(-1, 3).T / 255) ** GAMMA)
     srgb = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055).T
-    Image.fromarray(colours).save(tmp_path / "a.png", icc_profile=adobe_profile())
+    Image.fromarray(colours).save(
+        tmp_path / "a.png", icc_profile=rgb_profile("Wide gamut for tests", ADOBE_TO_XYZ, GAMMA)
+    )
     assert np.abs(whole(tmp_path / "a.png").numpy().reshape(-1, 3) - srgb).max() < 0.01
     assert np.abs(srgb - colours.reshape(-1, 3) / 255).max() > 0.05  # a profile left out would show
 
     Image.fromarray(colours).save(tmp_path / "broken.png", icc_profile=b"no profile at all")
     assert np.array_equal((whole(tmp_path / "broken.png").numpy() * 255).round().astype(np.uint8), colours)
+
+
+@pytest.mark.parametrize("name", ["Rec. 709 Linear sRGB", "sRGB (linear)"])
+def test_a_linear_profile_is_converted_though_srgb_is_in_its_name(tmp_path, name):
+    colours = np.array([[[200, 120, 60], [10, 60, 120], [128, 128, 128]]], dtype=np.uint8)
+    linear = colours.reshape(-1, 3) / 255
+    srgb = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    profile = rgb_profile(name, np.linalg.inv(XYZ_TO_SRGB), 1.0)
+    Image.fromarray(colours).save(tmp_path / "a.png", icc_profile=profile)
+    assert np.abs(whole(tmp_path / "a.png").numpy().reshape(-1, 3) - srgb).max() < 0.01
+    assert np.abs(srgb - linear).max() > 0.2  # a profile left out would show
+
+
+def test_a_picture_that_is_marked_as_srgb_keeps_its_values(tmp_path):
+    quarters().save(tmp_path / "a.png", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    assert corners(whole(tmp_path / "a.png")) == [RED, GREEN, BLUE, WHITE]
 
 
 @pytest.mark.parametrize("ending", ["webp", "png"])
@@ -228,6 +249,43 @@ def test_a_damaged_picture_is_named_with_the_fix(tmp_path, cut):
     with pytest.raises(ValueError, match=r"picture 'holiday.jpg' can't be read \(.*save it again as PNG or JPEG"):
         whole(path)
         load_picture(path, (0, 0, 64, 64), 64, 64)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+def test_a_damaged_avif_is_named_with_the_fix(tmp_path):
+    path = tmp_path / "holiday.avif"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    data = bytearray(path.read_bytes())
+    start = data.index(b"mdat") + 4
+    data[start:] = bytes(255 - value for value in data[start:])
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"picture 'holiday.avif' can't be read \(.*save it again as PNG or JPEG"):
+        load_picture(path, (0, 0, 64, 64), 64, 64)
+
+
+def test_a_file_that_changed_after_it_was_inspected_is_refused(tmp_path):
+    path = tmp_path / "a.png"
+    quarters().save(path)
+    digest = inspect_picture(path).digest
+    assert load_picture(path, (0, 0, 48, 32), 32, 48, digest=digest).shape == (1, 32, 48, 3)
+    stat = path.stat()
+    Image.new("RGB", (48, 32), RED).save(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    path.write_bytes(path.read_bytes().ljust(stat.st_size, b"\0"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert inspect_picture(path).digest == digest  # of the same size and time, so it is not read again
+    with pytest.raises(ValueError, match=r"'sub/a.png' was changed while the data set was prepared; queue again"):
+        load_picture(path, (0, 0, 48, 32), 32, 48, digest=digest, name="sub/a.png")
+    new = inspect_picture(path).digest
+    assert new != digest and load_picture(path, (0, 0, 48, 32), 32, 48, digest=new).shape == (1, 32, 48, 3)
+
+
+def test_an_old_pillow_is_told_with_the_command_that_updates_it():
+    with pytest.raises(ValueError, match=r"Pillow 10.3.0 is installed and 10.4 or newer .* `pip install -U pillow`"):
+        check_pillow("10.3.0")
+    for version in ("10.4.0", "11.3.0", "12.0", "13.0.0.dev0"):
+        check_pillow(version)
 
 
 def test_a_file_is_known_by_its_bytes(tmp_path):
