@@ -26,7 +26,7 @@ class SampleTensors:
 class Sample:
     """One picture or clip with its caption.
 
-    name: what messages call it (a file name without folders).
+    name: what messages call it (a file name, with the folders below the one that was chosen).
     grid: (frames, height, width) in tokens.
     tokens: how many of the grid's tokens are kept, counted from its start (ragged edge keeps fewer than all).
     text_length: L, the tokens of the caption as the model will see them.

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from .pictures import EXTENSIONS
+from .pictures import EXTENSIONS, UNREAD_EXTENSIONS
 
 _NAMED = 5  # how many files a message lists before it only counts the rest
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture file and its caption. `name` is what messages call it; `repeats` is how often an epoch shows it."""
+    """One picture file and its caption.
+
+    repeats: how often an epoch shows it.
+    name: what messages call it, its path below the chosen folder.
+    """
 
     path: Path
     caption: str
@@ -24,51 +28,80 @@ class Picture:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures in the order in which their folders were chained (TESSERA_DATASET)."""
+    """Pictures in the order in which their folders were chained (TESSERA_DATASET). notes: what was left out."""
 
     pictures: tuple[Picture, ...]
+    notes: tuple[str, ...] = ()
 
     def __add__(self, other: "Dataset") -> "Dataset":
-        return Dataset(self.pictures + other.pictures)
+        return Dataset(self.pictures + other.pictures, self.notes + other.notes)
 
 
 def scan_folder(folder: Path, *, caption_extension: str = ".txt", repeats: int = 1, trigger_words: str = "") -> Dataset:
     """Read a folder with its subfolders; hidden files and folders are passed over, the order is by name.
 
     The caption of `a.jpg` is the text of `a.txt` (UTF-8), with `trigger_words` and a comma before it. An empty
-    caption file is an empty caption, a missing one is an error: ValueError names up to five such pictures.
+    caption file is an empty caption, a missing one is an error: ValueError names up to five such pictures. A note
+    names files that look like pictures of kinds that are not read.
     """
     extension = _checked_extension(caption_extension)
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; set it to 1 or more.")
-    files = picture_files(folder)
+    files, unread = picture_files(folder), unread_files(folder)
     if not files:
         kinds = ", ".join(sorted(EXTENSIONS))
-        raise ValueError(f"The folder {folder.name!r} holds no pictures; put pictures ({kinds}) into it.")
+        there = f" that can be read (there is {_listed(folder, unread)})" if unread else ""
+        raise ValueError(f"The folder {folder.name!r} holds no pictures{there}; put pictures ({kinds}) into it.")
     missing = [file for file in files if not caption_file(file, extension).is_file()]
     if missing:
         raise ValueError(_missing_captions(folder, files, missing, extension))
     words = trigger_words.strip().rstrip(",").rstrip()
     return Dataset(
         tuple(
-            Picture(file, ", ".join(filter(None, (words, _read_caption(file, extension)))), repeats, file.name)
+            Picture(
+                file, ", ".join(filter(None, (words, _read_caption(file, extension)))), repeats, _name(folder, file)
+            )
             for file in files
-        )
+        ),
+        (f"Left out, being of kinds that are not read: {_listed(folder, unread)}; save them as PNG or JPEG.",)
+        if unread
+        else (),
     )
 
 
 def picture_files(folder: Path) -> list[Path]:
     """The picture files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
-    found = []
-    for parent, subfolders, names in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if is_picture(name)]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return _files(folder, EXTENSIONS)
+
+
+def unread_files(folder: Path) -> list[Path]:
+    """The files that `picture_files` passes over although they are pictures, by their endings, in the same order."""
+    return _files(folder, UNREAD_EXTENSIONS)
 
 
 def is_picture(name: str) -> bool:
     """Whether a file of this name belongs to a data set."""
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+    return _has_ending(name, EXTENSIONS)
+
+
+def _has_ending(name: str, endings: frozenset[str]) -> bool:
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
+
+
+def _files(folder: Path, endings: frozenset[str]) -> list[Path]:
+    found = []
+    for parent, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if _has_ending(name, endings)]
+    return sorted(found, key=lambda path: _name(folder, path))
+
+
+def _name(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _listed(folder: Path, files: list[Path]) -> str:
+    return shortlist([_name(folder, file) for file in files])
 
 
 def caption_file(picture: Path, extension: str) -> Path:
@@ -77,7 +110,10 @@ def caption_file(picture: Path, extension: str) -> Path:
 
 
 def folder_fingerprint(folder: Path, caption_extension: str) -> str:
-    """Changes when a picture or caption file is added, removed, renamed or written to."""
+    """Changes when a picture or caption file is added, removed, renamed or written to.
+
+    Pictures of kinds that are not read count by their names, as a note lists them.
+    """
     extension = _checked_extension(caption_extension)
     digest = blake2b(digest_size=20)
     for picture in picture_files(folder):
@@ -87,7 +123,9 @@ def folder_fingerprint(folder: Path, caption_extension: str) -> str:
                 state = f"{stat.st_size} {stat.st_mtime_ns}"
             except OSError:
                 state = "missing"
-            digest.update(f"{file.relative_to(folder).as_posix()}\0{state}\0".encode(errors="surrogatepass"))
+            digest.update(f"{_name(folder, file)}\0{state}\0".encode(errors="surrogatepass"))
+    for file in unread_files(folder):
+        digest.update(f"{_name(folder, file)}\0unread\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 
@@ -124,6 +162,6 @@ def _missing_captions(folder: Path, files: list[Path], missing: list[Path], exte
         )
     return (
         f"{len(missing)} of {len(files)} pictures in {folder.name!r} have no {extension} caption file: "
-        f"{shortlist([file.name for file in missing])}; add one beside each, {example} (an empty file is an empty "
+        f"{_listed(folder, missing)}; add one beside each, {example} (an empty file is an empty "
         f"caption), or take the picture out of the folder."
     )

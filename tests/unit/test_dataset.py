@@ -42,10 +42,40 @@ def test_pictures_come_by_name_with_their_captions_subfolders_included(folder):
         }
     )
     dataset = scan_folder(path, repeats=3)
-    assert captions(dataset) == {"A.PNG": "first", "b.jpg": "second", "c.webp": "third, with a \u00fc"}
-    assert [p.name for p in dataset.pictures] == ["A.PNG", "b.jpg", "c.webp"]
+    assert captions(dataset) == {"A.PNG": "first", "b.jpg": "second", "sub/c.webp": "third, with a \u00fc"}
+    assert [p.name for p in dataset.pictures] == ["A.PNG", "b.jpg", "sub/c.webp"]
     assert {p.repeats for p in dataset.pictures} == {3}
     assert dataset.pictures[2].path == path / "sub" / "c.webp"
+
+
+def test_pictures_of_one_name_in_two_subfolders_are_told_apart(folder):
+    path = folder({"cats/1.jpg": None, "cats/1.txt": "a", "dogs/1.jpg": None, "dogs/1.txt": "b"})
+    assert captions(scan_folder(path)) == {"cats/1.jpg": "a", "dogs/1.jpg": "b"}
+    (path / "dogs" / "1.txt").unlink()
+    with pytest.raises(ValueError, match=r"no .txt caption file: dogs/1.jpg; add one"):
+        scan_folder(path)
+
+
+def test_jpegs_of_rare_endings_are_read(folder):
+    path = folder({"a.txt": "one", "b.txt": "two"})
+    for name in ("a.jfif", "b.jpe"):
+        Image.new("RGB", (8, 8)).save(path / name, "JPEG")
+    assert captions(scan_folder(path)) == {"a.jfif": "one", "b.jpe": "two"}
+
+
+def test_pictures_of_kinds_that_are_not_read_are_named(folder):
+    path = folder({"a.png": None, "a.txt": "x", "sub/b.HEIC": b"1", "c.gif": b"2", ".d.heic": b"3"})
+    before = folder_fingerprint(path, ".txt")
+    dataset = scan_folder(path)
+    assert dataset.notes == (
+        "Left out, being of kinds that are not read: c.gif, sub/b.HEIC; save them as PNG or JPEG.",
+    )
+    assert (dataset + dataset).notes == dataset.notes * 2
+    (path / "c.gif").unlink()
+    assert folder_fingerprint(path, ".txt") != before
+    (path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"holds no pictures that can be read \(there is sub/b.HEIC\); put pictures"):
+        scan_folder(path)
 
 
 def test_two_pictures_of_one_stem_share_the_caption(folder):
@@ -93,7 +123,11 @@ def test_missing_captions_are_named_up_to_five(folder):
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({"readme.md": "x"}, {}, r"The folder 'photos' holds no pictures; put pictures \(.avif, .bmp, .jpeg, .jpg"),
+        (
+            {"readme.md": "x"},
+            {},
+            r"The folder 'photos' holds no pictures; put pictures \(.avif, .bmp, .jfif, .jpe, .jpeg",
+        ),
         ({"a.png": None}, {}, r"The folder 'photos' holds pictures \(1\) but no .txt caption files; put a text file"),
         (
             {"a.png": None, "a.txt": b"\xff\xfe\x00"},
