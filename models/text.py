@@ -28,10 +28,12 @@ class TextPolicy:
     """How the captions of one family are tokenised.
 
     lengths: the token lengths that captions take, ascending; a caption takes the smallest that holds it.
+    width: of an encoded token, in numbers.
     """
 
     family: str
     lengths: tuple[int, ...]
+    width: int
 
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
         """Tokenise a caption literally: brackets and `embedding:` are text, no weights, no files read.
@@ -44,17 +46,18 @@ class TextPolicy:
         # Core reads `(red)` as a weight and `\(` as a bracket.
         text = caption.replace("\0", "").replace("(", "\\(").replace(")", "\\)")
         tokenizer = _literal_tokenizer(clip.tokenizer)
-        (bare,) = tokenizer.tokenize_with_weights(text, tokenizer_options=_t5_length(0))["t5xxl"]
+        # This replaces T5 options that a node may have set on the CLIP: lengths stay the few of the policy.
+        tokens = tokenizer.tokenize_with_weights(text, tokenizer_options={"t5xxl_min_length": 0})
+        (bare,) = tokens["t5xxl"]
         length = next((length for length in lengths if length >= len(bare)), lengths[-1])
-        tokens = tokenizer.tokenize_with_weights(text, tokenizer_options=_t5_length(length))
         dropped = max(0, len(bare) - length)
-        if dropped:
-            tokens["t5xxl"] = [bare[: length - 1] + bare[-1:]]
+        padding = [(tokenizer.t5xxl.pad_token, 1.0)] * (length - len(bare))
+        tokens["t5xxl"] = [bare[: length - 1] + bare[-1:] if dropped else bare + padding]
         assert len(tokens["t5xxl"][0]) == length
         return CaptionTokens(tokens, length, dropped)
 
 
-FLUX = TextPolicy("FLUX.1", (256, 512))
+FLUX = TextPolicy("FLUX.1", (256, 512), width=4096)
 
 
 def text_policy(clip: Any) -> TextPolicy:
@@ -86,8 +89,3 @@ def _literal_tokenizer(tokenizer: Any) -> Any:
         part.embedding_directory = None
         setattr(literal, name, part)
     return literal
-
-
-def _t5_length(length: int) -> dict[str, int]:
-    # A node may have set T5 options on the CLIP; these replace them, so that lengths stay the few of the policy.
-    return {"t5xxl_min_length": length}

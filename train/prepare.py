@@ -1,17 +1,22 @@
 """From a data set to training data: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
 
+import copy
+import json
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import comfy.model_management
 import torch
 from torch import Tensor
 
 from ..models.latents import LatentPolicy, latent_policy
-from ..models.text import CaptionTokens, text_policy
+from ..models.text import CaptionTokens, TextPolicy, text_policy
 from .cache import Cache, Shape
 from .captions import encode_caption
 from .data import Sample, SampleTensors, TrainingData
@@ -19,10 +24,11 @@ from .dataset import Dataset, Picture, shortlist
 from .fingerprint import fingerprint, weights_fingerprint
 from .pictures import PictureFacts, inspect_picture, load_picture
 from .plan_picture import describe_plan
-from .tokens import BucketPlan, Placement, crop_box, plan_buckets
+from .tokens import RAGGED_EDGE, BucketPlan, Placement, crop_box, plan_buckets
 
 # Part of every key: raise it when the same inputs give other tensors than before.
-_VERSION = 1
+_VERSION = 2
+_BYTES = 4  # of a number in the cache: core's encoders give float32
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done and how long it will take)."""
@@ -40,10 +46,14 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _Job:
-    """What may have to be encoded: its cache key, the shapes its file must hold, how to make it, what to call it."""
+    """What may have to be encoded.
+
+    Its cache key, the shapes its file must hold, about how many bytes that takes, how to make it, what to call it.
+    """
 
     key: str
     shapes: Mapping[str, Shape]
+    bytes: int
     encode: Callable[[], Mapping[str, Tensor]]
     name: str
 
@@ -66,7 +76,8 @@ def prepare(
     The encoders and all pictures are checked before anything is encoded; an encoder is loaded only if the cache lacks
     something of it, the VAE for all pictures first, then the CLIP for all captions. `interrupted` is called before
     each and may raise; what is encoded by then stays in the cache.
-    Raises ValueError for encoders of another family, unreadable pictures, and values out of range.
+    Raises ValueError for encoders of another family, unreadable pictures, values out of range and a disk that is too
+    small, and core's out-of-memory error where a picture does not fit through the VAE whole.
     """
     text, latents = text_policy(clip), latent_policy(vae)
     if max_text_length not in text.lengths:
@@ -84,20 +95,20 @@ def prepare(
         fit=fit,
         weights=[picture.repeats for picture in pictures],
     )
-    captions = {p.caption: text.tokenize(clip, p.caption, max_text_length) for p in pictures}
-
+    captions, caption_jobs = _read_captions(pictures, clip, text, max_text_length, progress, interrupted)
     picture_jobs = _picture_jobs(pictures, facts, plan, vae, latents)
-    caption_jobs = _caption_jobs(captions, clip)
     cache = Cache(cache_dir)
-    _encode(cache, picture_jobs, "pictures", progress, interrupted)
-    _encode(cache, list(caption_jobs.values()), "captions", progress, interrupted)
+    lacking_pictures, lacking_captions = _lacking(cache, picture_jobs), _lacking(cache, caption_jobs.values())
+    _check_space(cache_dir, sum(job.bytes for job in (*lacking_pictures, *lacking_captions)))
+    _encode(cache, lacking_pictures, "pictures", progress, interrupted)
+    _encode(cache, lacking_captions, "captions", progress, interrupted)
 
     samples = tuple(
         _sample(cache, picture, placement, job.key, caption_jobs[picture.caption].key, captions[picture.caption].length)
         for picture, placement, job in zip(pictures, plan.placements, picture_jobs, strict=True)
     )
     keys = [(job.key, caption_jobs[picture.caption].key) for picture, job in zip(pictures, picture_jobs, strict=True)]
-    notes = tuple(_notes(pictures, captions))
+    notes = (*dataset.notes, *_notes(pictures, captions, fit, max_graphs))
     data = TrainingData(samples, fingerprint(keys, [(s.grid, s.tokens, s.repeats) for s in samples]), notes)
     return PreparedData(data, plan, sizes, notes)
 
@@ -121,7 +132,7 @@ def _inspect(pictures: tuple[Picture, ...], progress: Progress, interrupted: Cal
     for index, picture in enumerate(pictures):
         interrupted()
         progress(index, len(pictures), f"Reading pictures: {index} of {len(pictures)}")
-        facts.append(inspect_picture(picture.path))
+        facts.append(inspect_picture(picture.path, picture.name))
     return facts
 
 
@@ -134,34 +145,89 @@ def _picture_jobs(
         box, (height, width) = crop_box(fact.size, placement.grid, policy.pixels_per_token)
         cells = (height // policy.pixels_per_latent, width // policy.pixels_per_latent)
         key = fingerprint("picture", _VERSION, fact.digest, box, height, width, encoder)
-        encode = partial(_encode_picture, vae, picture, box, height, width)
-        jobs.append(_Job(key, {"latent": (policy.channels, *cells)}, encode, picture.name))
+        encode = partial(_encode_picture, _without_tiles(vae), picture, fact.digest, box, height, width)
+        size = policy.channels * prod(cells) * _BYTES
+        jobs.append(_Job(key, {"latent": (policy.channels, *cells)}, size, encode, picture.name))
     return jobs
 
 
-def _caption_jobs(captions: dict[str, CaptionTokens], clip: Any) -> dict[str, _Job]:
+def _read_captions(
+    pictures: tuple[Picture, ...],
+    clip: Any,
+    policy: TextPolicy,
+    max_length: int,
+    progress: Progress,
+    interrupted: Callable[[], None],
+) -> tuple[dict[str, CaptionTokens], dict[str, _Job]]:
+    """The tokens and the job of each distinct caption."""
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
-    return {
-        caption: _Job(
-            fingerprint("caption", _VERSION, tokens.tokens, encoder),
+    captions: dict[str, CaptionTokens] = {}
+    jobs: dict[str, _Job] = {}
+    distinct = dict.fromkeys(picture.caption for picture in pictures)
+    for index, caption in enumerate(distinct):
+        interrupted()
+        progress(index, len(distinct), f"Reading captions: {index} of {len(distinct)}")
+        tokens = policy.tokenize(clip, caption, max_length)
+        captions[caption] = tokens
+        jobs[caption] = _Job(
+            fingerprint("caption", _VERSION, json.dumps(tokens.tokens), encoder),
             {"cond": (1, tokens.length, None), "pooled_output": (1, None)},
+            tokens.length * policy.width * _BYTES,
             partial(encode_caption, clip, tokens),
             f"the caption {caption[:40]!r}",
         )
-        for caption, tokens in captions.items()
-    }
+    return captions, jobs
+
+
+class _NoTiles(Exception):
+    """The VAE ran out of memory, where core would encode in tiles."""
+
+
+def _without_tiles(vae: Any) -> Any:
+    """The VAE as a shallow copy that raises where core goes on in tiles: their seams would stay in the cache."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise _NoTiles
+
+    whole = copy.copy(vae)
+    for name in ("encode_tiled_", "_encode_tiled_owned"):
+        setattr(whole, name, refuse)
+    return whole
 
 
 @torch.inference_mode()
 def _encode_picture(
-    vae: Any, picture: Picture, box: tuple[float, float, float, float], height: int, width: int
+    vae: Any, picture: Picture, digest: str, box: tuple[float, float, float, float], height: int, width: int
 ) -> dict[str, Tensor]:
-    return {"latent": vae.encode(load_picture(picture.path, box, height, width))[0]}
+    pixels = load_picture(picture.path, box, height, width, digest=digest, name=picture.name)
+    try:
+        return {"latent": vae.encode(pixels)[0]}
+    except _NoTiles:
+        # Of core's own kind, upon which core unloads all models.
+        raise comfy.model_management.OOM_EXCEPTION(
+            f"The VAE ran out of memory encoding {picture.name!r} at {width} x {height} pixels; lower megapixels, or "
+            f"close what else uses the device's memory. What is encoded is kept."
+        ) from None
 
 
-def _encode(cache: Cache, jobs: list[_Job], what: str, progress: Progress, interrupted: Callable[[], None]) -> None:
-    """Encode what the cache lacks, one at a time, each key once, and write it at once."""
-    lacking = [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
+def _lacking(cache: Cache, jobs: Iterable[_Job]) -> list[_Job]:
+    """What the cache does not hold, each key once."""
+    return [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
+
+
+def _check_space(folder: Path, wanted: int) -> None:
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if wanted > free:
+        raise ValueError(
+            f"Encoding the data set takes about {wanted / 1e9:.2f} GB and the disk with the cache folder "
+            f"({folder.parent.name}/{folder.name} in ComfyUI's user folder) has {free / 1e9:.2f} GB free; free some "
+            f"space, or start ComfyUI with --user-directory on a larger disk."
+        )
+
+
+def _encode(cache: Cache, lacking: list[_Job], what: str, progress: Progress, interrupted: Callable[[], None]) -> None:
+    """Encode one at a time and write it at once."""
     start = time.monotonic()
     for done, job in enumerate(lacking):
         interrupted()
@@ -211,7 +277,11 @@ def _load(cache: Cache, name: str, latent_key: str, text_key: str) -> SampleTens
     return SampleTensors(latent, encoded["cond"], {"pooled_output": encoded["pooled_output"]})
 
 
-def _notes(pictures: tuple[Picture, ...], captions: dict[str, CaptionTokens]) -> Iterator[str]:
+def _notes(
+    pictures: tuple[Picture, ...], captions: dict[str, CaptionTokens], fit: str, max_graphs: int
+) -> Iterator[str]:
+    if fit == RAGGED_EDGE and max_graphs > 1:
+        yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
     cut = [(p.name, captions[p.caption]) for p in pictures if captions[p.caption].dropped]
     if cut:
         listed = shortlist([f"{name} ({tokens.dropped} tokens)" for name, tokens in cut])

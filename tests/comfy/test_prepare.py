@@ -213,6 +213,83 @@ def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, 
     assert prepared.notes[0] in summary(prepared)
 
 
+def test_a_picture_that_changes_between_planning_and_encoding_is_refused_and_not_cached(
+    folder, tiny_vae, tiny_clip, tmp_path
+):
+    def progress(done, total, text):
+        if text.startswith("Encoding pictures: 0"):
+            Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")
+
+    with pytest.raises(ValueError, match=r"'c.png' was changed while the data set was prepared; queue again"):
+        run(folder, tiny_vae, tiny_clip, tmp_path, progress=progress)
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2  # a and b
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+
+
+def test_captions_are_tokenised_once_each_with_progress_and_can_be_cancelled(
+    folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
+):
+    class Cancelled(BaseException):
+        pass
+
+    told = []
+
+    def interrupted():
+        if told and told[-1] == (1, 3, "Reading captions: 1 of 3"):
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted, progress=lambda *args: told.append(args))
+    assert not (tmp_path / "cache").exists()
+    calls = Counted(monkeypatch, tiny_clip.tokenizer.t5xxl, "tokenizer")
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert calls.since_last() == 3
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_encoded(
+    folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
+):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=16_000_000))
+    with pytest.raises(ValueError, match=r"takes about 0.02 GB and the disk .*/cache in .* has 0.02 GB free; free"):
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert not counts[0].calls and not (tmp_path / "cache").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=18_000_000))
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    run(folder, tiny_vae, tiny_clip, tmp_path)  # all there: nothing is needed
+
+
+def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_cached(
+    folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
+):
+    model, whole, tiles = tiny_vae.first_stage_model, tiny_vae.first_stage_model.encode, []
+
+    def encode(pixels):
+        if pixels.shape[-1] > pixels.shape[-2]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return whole(pixels)
+
+    monkeypatch.setattr(model, "encode", encode)
+    monkeypatch.setattr(tiny_vae, "encode_tiled_", lambda pixels: tiles.append(pixels))
+    # a.png is the first wide one.
+    with pytest.raises(Exception, match=r"ran out of memory encoding 'a.png' at \d+ x \d+ pixels; lower") as error:
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert isinstance(error.value, torch.cuda.OutOfMemoryError)  # so that core unloads its models
+    assert not tiles and not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_notes_tell_that_a_ragged_edge_takes_no_max_graphs_and_what_was_left_out(folder, tiny_vae, tiny_clip, tmp_path):
+    (folder / "e.heic").write_bytes(b"1")
+    prepared = run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge", max_graphs=2)
+    assert prepared.notes == (
+        "Left out, being of kinds that are not read: e.heic; save them as PNG or JPEG.",
+        "max_graphs has no effect with fit ragged edge, where one token count serves all pictures.",
+    )
+    assert prepared.data.notes == prepared.notes
+    assert len(run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge").notes) == 1
+
+
 def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny_clip, tmp_path):
     pictures = scan_folder(folder).pictures
     sets = [pictures, pictures[::-1], scan_folder(folder, repeats=3).pictures]
