@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ def latents_to_data(
     positive: one conditioning for each latent of the list (for a batch: one entry per picture, or one for all of it),
         or as many entries as there are pictures in all, or a single one for all.
     Latents of more than `max_graphs` token counts are cut in the middle to few counts, and an odd side loses one row or
-    column of cells; notes say so. Tensors are copied to the host so that they can be saved for backward.
-    Raises ValueError where counts or shapes do not fit.
+    column of cells; notes say so. Noise masks are left out, with a note. Tensors are copied to the host so that they
+    can be saved for backward.
+    Raises ValueError where counts or shapes do not fit, and for values that are not finite.
     """
     batches = [_split(latent["samples"], index) for index, latent in enumerate(latents)]
     pictures = [picture for batch in batches for picture in batch]
     if not pictures:
         raise ValueError("latents is empty; connect the latents of Make Training Dataset or VAE Encode.")
+    _check_channels(pictures)
     entries = _match(positive, [len(batch) for batch in batches])
     grids = [_grid(picture, index) for index, picture in enumerate(pictures)]
     placements = place_latents(grids, max_graphs)
@@ -42,7 +45,7 @@ def latents_to_data(
         names.append(fingerprint(tensors.latent, tensors.text, tensors.conditioning, placement.tokens))
         shape = (placement.grid.frames, placement.grid.height, placement.grid.width)
         samples.append(Sample(name, shape, placement.tokens, tensors.text.shape[1], partial(_given, tensors)))
-    notes = tuple(_notes(pictures, grids, placements, samples))
+    notes = (*_mask_notes(latents, [len(batch) for batch in batches]), *_notes(pictures, grids, placements, samples))
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
 
@@ -81,6 +84,16 @@ def _match(positive: Sequence[Conditioning], batches: list[int]) -> list[Any]:
     )
 
 
+def _check_channels(pictures: list[Tensor]) -> None:
+    channels = [picture.shape[0] for picture in pictures]
+    other = next((index for index, count in enumerate(channels) if count != channels[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"latents have different numbers of channels (latent 1 has {channels[0]}, latent {other + 1} has "
+            f"{channels[other]}); encode all pictures with one VAE."
+        )
+
+
 def _grid(picture: Tensor, index: int) -> Grid:
     height, width = (side // FLUX.patch for side in picture.shape[-2:])
     if height < 1 or width < 1:
@@ -103,6 +116,12 @@ def _tensors(latent: Tensor, entry: Any, name: str) -> SampleTensors:
     if cond.ndim != 3 or cond.shape[0] != 1:
         shape = tuple(cond.shape)
         raise ValueError(f"The conditioning of {name} has the shape {shape}; it must be (1, tokens, width).")
+    for what, tensor in ((name, latent), (f"The conditioning of {name}", cond)):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{what[0].upper()}{what[1:]} holds values that are not finite; encode it again, with the VAE or the "
+                f"text encoders in a wider dtype (ComfyUI's --fp32-vae or --fp32-text-enc)."
+            )
     return SampleTensors(
         _own(latent),
         _own(cond),
@@ -114,6 +133,18 @@ def _own(tensor: Tensor) -> Tensor:
     """A copy on the host that autograd accepts: ComfyUI runs nodes in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _mask_notes(latents: Sequence[Mapping[str, Any]], sizes: list[int]) -> Iterator[str]:
+    starts = accumulate(sizes, initial=1)
+    masked = [
+        f"latent {start + index}"
+        for latent, start, size in zip(latents, starts, sizes, strict=False)
+        if latent.get("noise_mask") is not None
+        for index in range(size)
+    ]
+    if masked:
+        yield f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}."
 
 
 def _notes(

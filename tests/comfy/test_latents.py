@@ -106,6 +106,12 @@ def test_captions_of_several_lengths_are_named_as_graphs():
     assert data.notes == ("The captions have 2 lengths (256, 301 tokens), each compiled on its own.",)
 
 
+def test_a_noise_mask_is_named_as_left_out():
+    masked = latent(2, 16, 8, 8) | {"noise_mask": torch.ones(1, 64, 64)}
+    data = latents_to_data([latent(16, 8, 8), masked, latent(16, 8, 8) | {"noise_mask": None}], [[entry(1)]], 1)
+    assert data.notes == ("The noise mask is left out, as training takes whole pictures, of latent 2, latent 3.",)
+
+
 def test_the_fingerprint_follows_every_tensor_and_the_order():
     def name(first, second, positive):
         return latents_to_data([first, second], positive, 1).fingerprint
@@ -130,6 +136,17 @@ def test_the_fingerprint_follows_every_tensor_and_the_order():
         ([latent(16, 8)], [[entry(1)]], r"Latent 1 has the shape \(16, 8\); it must be \(C, H, W\)"),
         ([latent(1, 16, 1, 8)], [[entry(1)]], r"Picture 1 of latents is 1 x 8 cells, too small"),
         ([latent(16, 8, 8)], [[[torch.zeros(256, 8), {}]]], r"conditioning of latent 1 has the shape \(256, 8\)"),
+        (
+            [latent(16, 8, 8), latent(1, 4, 8, 8)],
+            [[entry(1)]],
+            r"different numbers of channels \(latent 1 has 16, latent 2 has 4\); encode all pictures with one VAE",
+        ),
+        (
+            [latent(16, 8, 8), {"samples": latent(16, 8, 8)["samples"] / 0}],
+            [[entry(1)]],
+            r"Latent 2 holds values that are not finite; encode it again",
+        ),
+        ([latent(16, 8, 8)], [[entry(float("nan"))]], r"conditioning of latent 1 holds values that are not finite"),
         ([latent(16, 8, 8)], [[entry(1)]], r"max_graphs is 0; set it to 1 or more"),
     ],
 )
