@@ -34,8 +34,8 @@ class TesseraImageFolder(io.ComfyNode):
                     "folder",
                     options=list_picture_folders(),
                     tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
-                    "included. Folders under ComfyUI's input and datasets folders are listed; others have to be "
-                    "allowed in the file tessera.json in ComfyUI's user folder.",
+                    "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
+                    "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
                 ),
                 io.String.Input(
                     "caption_extension",
@@ -72,6 +72,8 @@ class TesseraImageFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder):
+        if folder is None:  # linked: its value is not known yet, and execute checks it
+            return True
         try:
             resolve_folder(folder)
         except ValueError as error:
@@ -80,6 +82,8 @@ class TesseraImageFolder(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", **kwargs):
+        if folder is None or caption_extension is None:  # linked: not known yet, so taken as changed
+            return float("nan")
         try:
             return folder_fingerprint(resolve_folder(folder), caption_extension)
         except ValueError as error:  # told to the user by execute
@@ -132,7 +136,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     max=8,
                     optional=True,
                     tooltip="The number of different token counts allowed; each is compiled once. More lets pictures "
-                    "of unusual shape be cropped less. Raise it if the plan shows much cropping.",
+                    "of unusual shape be cropped less. Raise it if the plan shows much cropping. It works with "
+                    "fit whole grids only: a ragged edge takes one.",
                 ),
                 io.Combo.Input(
                     "fit",
@@ -149,7 +154,7 @@ class TesseraPrepareDataset(io.ComfyNode):
                     default="512",
                     optional=True,
                     tooltip="The longest caption in tokens; longer ones are cut, shorter ones take 256. FLUX.1 schnell "
-                    "takes 256, FLUX.1 dev 512.",
+                    "takes 256, FLUX.1 dev 512. On disk a caption takes about 4 MB at 256 tokens and 8 MB at 512.",
                     advanced=True,
                 ),
             ],

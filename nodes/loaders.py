@@ -43,7 +43,9 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, unet_name: str) -> bool | str:
+    def validate_inputs(cls, unet_name: str | None) -> bool | str:
+        if unet_name is None:  # linked: its value is not known yet, and execute checks it
+            return True
         if folder_paths.get_full_path("diffusion_models", unet_name) is None:
             return f"unet_name: there is no {unet_name} in models/diffusion_models; put it there, or choose another."
         return True

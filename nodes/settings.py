@@ -3,14 +3,20 @@
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import folder_paths
 
 from ..train.dataset import is_picture
 
 SETTINGS_FILE = "tessera.json"
+# The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
+LISTED_LEVELS = 6
+MOST_WALKED = 5000  # folders of one root
+LIST_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +55,37 @@ def cache_folder() -> Path:
 
 
 def list_picture_folders() -> list[str]:
-    """What `resolve_folder` accepts on this machine: the folders that hold pictures, in themselves or below."""
-    found = {
-        f"{name}/{below}"
-        for name, roots in _own_roots().items()
-        for root in roots
-        for below in _folders_with_pictures(root)
-        if below != "."
-    }
+    """Of what `resolve_folder` accepts on this machine the folders that hold pictures, in themselves or below.
+
+    Folders more than six levels below their root are left out, and what lies behind the first 5000 folders of a root
+    (`resolve_folder` takes them nevertheless). The list is made anew at most every ten seconds, and when the settings
+    change.
+    """
+    roots = _own_roots()
     try:
         allowed = read_settings().allowed_folders
     except ValueError as error:
         logger.warning("%s", error)
         allowed = ()
+    key = (tuple(sorted((name, tuple(folders)) for name, folders in roots.items())), allowed)
+    now = time.monotonic()
+    if key not in _listed or now - _listed[key][0] > LIST_SECONDS:
+        _listed.clear()
+        _listed[key] = (now, _list_folders(roots, allowed))
+    return list(_listed[key][1])
+
+
+_listed: dict[Any, tuple[float, list[str]]] = {}
+
+
+def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> list[str]:
+    found = {
+        f"{name}/{below}"
+        for name, roots in own.items()
+        for root in roots
+        for below in _folders_with_pictures(root)
+        if below != "."
+    }
     extra = {(root / below).as_posix() for root in allowed for below in _folders_with_pictures(root)}
     return sorted(found) + sorted(extra)
 
@@ -72,10 +96,12 @@ def resolve_folder(choice: str) -> Path:
     Links are followed before the check. Raises ValueError for any other folder, there or not.
     """
     if os.path.isabs(choice):
-        candidates = [(root, Path(choice)) for root in read_settings().allowed_folders]
+        roots = read_settings().allowed_folders
+        candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
     else:
         name, _, below = choice.replace("\\", "/").partition("/")
-        candidates = [(root, root / below) for root in _own_roots().get(name, []) if below]
+        roots = () if _leaves_its_root(below) else tuple(_own_roots().get(name, []))
+        candidates = [(root, root / below) for root in roots if below]
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
         raise ValueError(
@@ -86,6 +112,20 @@ def resolve_folder(choice: str) -> Path:
         if folder.is_dir():
             return folder
     raise ValueError(f"The folder {choice!r} does not exist; put your pictures and captions there, or choose another.")
+
+
+def _leaves_its_root(below: str) -> bool:
+    """Whether joining makes it a place of its own: a drive (C:x), a root (/x) or a server (//server/share).
+
+    On Windows the mere look at a server's folder tells that server who is asking.
+    """
+    path = PureWindowsPath(below)
+    return bool(path.drive or path.root)
+
+
+def _drive(path: str) -> str:
+    """The drive or the server's share on Windows, empty elsewhere."""
+    return os.path.normcase(os.path.splitdrive(path)[0])
 
 
 def _own_roots() -> dict[str, list[Path]]:
@@ -99,10 +139,14 @@ def _own_roots() -> dict[str, list[Path]]:
 def _folders_with_pictures(root: Path) -> set[str]:
     """Relative paths of the folders that hold a picture in themselves or below; "." is the root."""
     found: set[str] = set()
-    for parent, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
+        if walked == MOST_WALKED:
+            logger.warning("%s has more than %d folders; those behind them are not listed.", root, MOST_WALKED)
+            break
+        below = Path(parent).relative_to(root)
+        deepest = len(below.parts) == LISTED_LEVELS
+        subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
         if any(is_picture(name) for name in names):
-            below = Path(parent).relative_to(root)
             found |= {folder.as_posix() for folder in (below, *below.parents)}
     return found
 

@@ -58,6 +58,54 @@ def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(hom
         assert data.TesseraImageFolder.validate_inputs(folder=choice) is True
 
 
+def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(home, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(settings.time, "monotonic", lambda: now[0])
+    put_pictures(home / "input" / "a")
+    assert settings.list_picture_folders() == ["input/a"]
+    put_pictures(home / "input" / "b")
+    assert settings.list_picture_folders() == ["input/a"]
+    assert data.TesseraImageFolder.validate_inputs(folder="input/b") is True  # needs no list
+    now[0] += settings.LIST_SECONDS + 1
+    assert settings.list_picture_folders() == ["input/a", "input/b"]
+    put_pictures(home / "elsewhere")
+    allow(home, home / "elsewhere")
+    assert (home / "elsewhere").as_posix() in settings.list_picture_folders()
+
+
+def test_the_list_of_folders_has_an_end(home, monkeypatch):
+    deep = home / "input" / "1" / "2" / "3" / "4" / "5" / "6"
+    put_pictures(deep / "7")
+    assert settings.list_picture_folders() == []
+    assert settings.resolve_folder("input/1/2/3/4/5/6/7").is_dir()
+    settings._listed.clear()
+    put_pictures(deep)
+    assert settings.list_picture_folders()[-1] == "input/1/2/3/4/5/6"
+    settings._listed.clear()
+    monkeypatch.setattr(settings, "MOST_WALKED", 6)
+    assert settings.list_picture_folders() == []
+
+
+@pytest.mark.parametrize("below", ["/server/share", "//server/share", "\\\\server\\share", "C:x", "C:/x", "/etc"])
+def test_a_name_that_leaves_its_root_is_refused_before_any_file_is_looked_at(home, below, monkeypatch):
+    def touched(*args):
+        raise AssertionError("the file system was asked")
+
+    monkeypatch.setattr(settings, "_is_within", touched)
+    with pytest.raises(ValueError, match="may not be read"):
+        settings.resolve_folder(f"input/{below}")
+
+
+def test_linked_inputs_whose_values_are_not_known_yet_pass_the_door(home):
+    from tessera.nodes import loaders
+
+    assert data.TesseraImageFolder.validate_inputs(folder=None) is True
+    assert loaders.TesseraLoadDiffusionModel.validate_inputs(unet_name=None) is True
+    for inputs in ({"folder": None, "caption_extension": ".txt"}, {"folder": "input/a", "caption_extension": None}):
+        changed = data.TesseraImageFolder.fingerprint_inputs(**inputs)
+        assert changed != changed  # NaN: taken as changed each time
+
+
 def test_folders_that_the_settings_allow_are_offered_and_open(home):
     put_pictures(home / "elsewhere" / "mine")
     choice = (home / "elsewhere" / "mine").as_posix()
@@ -182,6 +230,10 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
     outputs = server.run(prompt)["outputs"]
     assert outputs["prepare"]["tessera"][0]["summary"].startswith("Pictures: 2,")
     assert len(outputs["prepare"]["images"]) == 1
+    linked = prompt | {"ending": {"class_type": "PrimitiveString", "inputs": {"value": ".txt"}}}
+    inputs = {"folder": "input/served", "caption_extension": ["ending", 0]}
+    linked["folder"] = {"class_type": "TesseraImageFolder", "inputs": inputs}
+    assert server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"].startswith("Pictures: 2,")
     (server.base / "input" / "served" / "1.txt").unlink()
     with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
         server.run(prompt)
