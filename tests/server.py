@@ -5,7 +5,6 @@ Standard library only: the tests, `dev.py serve` and the demo all use it.
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,29 +17,46 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*_cache", "demo-output")
+# The server is on this machine: a proxy that the environment names can't reach it.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailure(RuntimeError):
     """The server refused a prompt, died or took too long; the message ends with the last lines of its log."""
 
 
-def _link(target: Path, link: Path) -> None:
-    """A link, or a copy where the system does not allow links."""
-    if link.is_symlink() or link.exists():
-        return
+def link_folder(target: Path, link: Path) -> None:
+    """Makes `link` lead to `target`: a symbolic link, on Windows a junction where links need rights.
+
+    A link that leads elsewhere, or nowhere, is replaced; a real folder in its place is an error.
+    """
+    try:
+        os.readlink(link)  # reads junctions as well
+    except FileNotFoundError:
+        pass
+    except OSError:
+        raise RuntimeError(f"{link} is to become a link to {target}, but holds files; move it away.") from None
+    else:
+        if os.path.realpath(link) == os.path.realpath(target):
+            return
+        os.unlink(link)
+    link.parent.mkdir(parents=True, exist_ok=True)
     try:
         link.symlink_to(target, target_is_directory=True)
     except OSError:
-        shutil.copytree(target, link, ignore=LEFT_OUT)
+        if sys.platform != "win32":
+            raise
+        import _winapi
+
+        _winapi.CreateJunction(str(target), str(link))
 
 
 def prepare_base(base: Path) -> None:
     """Makes ComfyUI's folders below `base`, with this pack and the fixture pack among its custom nodes."""
     for folder in ("custom_nodes", "input", "output", "temp", "user", "models", "datasets"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    _link(PACK, base / "custom_nodes" / "tessera")
-    _link(TESTS / "fixture_pack", base / "custom_nodes" / "tessera_fixtures")
+    link_folder(PACK, base / "custom_nodes" / "tessera")
+    link_folder(TESTS / "fixture_pack", base / "custom_nodes" / "tessera_fixtures")
 
 
 def command(comfyui: Path, base: Path, port: int, cpu: bool, python: str = sys.executable) -> list[str]:
@@ -126,7 +142,7 @@ class ComfyServer:
             self.process = None
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
+        with DIRECT.open(self.url + path, timeout=30) as reply:
             return json.load(reply)
 
     def post(self, path: str, body: Any) -> Any:
@@ -134,7 +150,7 @@ class ComfyServer:
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with DIRECT.open(request, timeout=30) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as error:
             raise ServerFailure(f"{path} answered {error.code}: {error.read().decode()}") from None

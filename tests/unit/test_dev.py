@@ -4,7 +4,9 @@ import io
 import os
 import sys
 import tarfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -123,6 +125,88 @@ def test_an_environment_that_is_whole_is_used_without_installing_anything(tmp_pa
     assert len(commands) == 3 and Path(python).exists()
     assert dev.python_of_environment(path) == python
     assert len(commands) == 3
+
+
+def recorded(monkeypatch, failing=()):
+    """Lets `dev.test` run nothing, and gives the list of what it would have run."""
+    commands: list[list[str]] = []
+
+    def call(command, **variables):
+        commands.append(command)
+        return int(any(word in command for word in failing))
+
+    monkeypatch.setattr(dev, "setup", lambda: ("python", Path("comfyui")))
+    monkeypatch.setattr(dev, "check_types", lambda python: call([python, "mypy"]))
+    monkeypatch.setattr(dev, "call", call)
+    return commands
+
+
+def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fail_by_name(monkeypatch, capsys):
+    def none(python):
+        raise SystemExit("no Chromium here")
+
+    commands = recorded(monkeypatch)
+    monkeypatch.setattr(dev, "provide_chromium", none)
+    assert dev.test([]) == 1
+    *checks, tests = commands
+    assert [set(c) & {"format", "mypy"} or {"check"} for c in checks] == [{"check"}, {"format"}, {"mypy"}]
+    assert tests[tests.index("--ignore") + 1] == "tests/browser"
+    assert "no Chromium here" in capsys.readouterr().out.splitlines()
+
+
+def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_is_named(monkeypatch, capsys):
+    commands = recorded(monkeypatch, failing=("format", "pytest"))
+    before: list[int] = []
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
+    assert dev.test([]) == 1
+    assert before == [3] and len(commands) == 4 and "--ignore" not in commands[-1]
+    assert capsys.readouterr().out.splitlines()[-1] == "Failed: ruff format, pytest."
+    recorded(monkeypatch)
+    assert dev.test([]) == 0
+
+
+def test_a_link_to_another_checkout_or_to_nowhere_is_replaced(tmp_path):
+    link_folder = sys.modules["comfy_server"].link_folder
+    mine, other, link = tmp_path / "mine", tmp_path / "other", tmp_path / "nodes" / "tessera"
+    mine.mkdir()
+    other.mkdir()
+    link_folder(other, link)
+    link_folder(mine, link)
+    assert link.samefile(mine)
+    before = os.lstat(link).st_ino
+    link_folder(mine, link)
+    assert os.lstat(link).st_ino == before
+    os.unlink(link)
+    os.symlink(tmp_path / "gone", link)
+    link_folder(mine, link)
+    assert link.samefile(mine) and other.is_dir()
+
+
+def test_a_real_folder_in_the_place_of_a_link_is_told_and_kept(tmp_path):
+    (tmp_path / "tessera" / "work").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="holds files; move it away"):
+        sys.modules["comfy_server"].link_folder(tmp_path, tmp_path / "tessera")
+    assert (tmp_path / "tessera" / "work").is_dir()
+
+
+def test_the_server_is_asked_without_the_proxy_of_the_environment(monkeypatch, tmp_path):
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[1]")
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    server = sys.modules["comfy_server"].ComfyServer(tmp_path, tmp_path)
+    with HTTPServer(("127.0.0.1", 0), Answer) as answering:
+        Thread(target=answering.handle_request, daemon=True).start()
+        server.url = f"http://127.0.0.1:{answering.server_port}"
+        assert server.get("/") == [1]
 
 
 def test_comfyui_path_comes_first_and_must_hold_a_comfyui(tmp_path, monkeypatch):
