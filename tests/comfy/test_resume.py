@@ -112,9 +112,7 @@ def test_out_of_memory_is_told_in_one_sentence_and_the_run_goes_on_to_the_same_r
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)
     broken = breaking(data, 10, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(
-        TrainingStopped, match="Out of memory at step 3; set checkpointing to 'full', or lower"
-    ):
+    with pytest.raises(TrainingStopped, match="Out of memory at step 3; set checkpointing to 'full', or lower"):
         train(tiny_flux, broken, tmp_path / "part", **HARD)
     watcher = Watcher()
     equal(train(tiny_flux, data, tmp_path / "part", watcher, **HARD), whole)

@@ -2,11 +2,11 @@
 
 import json
 import re
-import urllib.request
 from pathlib import Path
 
 import pytest
 import tessera
+from comfy_server import DIRECT
 from tessera.nodes import NODES, TesseraExtension
 from tessera.train.version import VERSION
 
@@ -276,5 +276,5 @@ def test_the_server_offers_exactly_these_nodes_in_this_form(server):
 
 def test_the_server_gives_the_help_pages_where_the_frontend_looks_for_them(server):
     for node_id in SURFACE:
-        with urllib.request.urlopen(f"{server.url}/extensions/tessera/docs/{node_id}.md", timeout=30) as reply:
+        with DIRECT.open(f"{server.url}/extensions/tessera/docs/{node_id}.md", timeout=30) as reply:
             assert reply.read() == (DOCS / f"{node_id}.md").read_bytes()
