@@ -198,6 +198,15 @@ class ComfyServer:
     def interrupt(self) -> None:
         self.post("/interrupt", {})
 
+    def cancel(self, prompt_id: str, timeout: float = 60) -> dict[str, Any]:
+        """Interrupts a prompt until it has ended, and returns its history entry: core forgets an interrupt that comes
+        between taking the prompt from its queue and beginning to execute it."""
+        end = time.monotonic() + timeout
+        while (entry := self.history(prompt_id)) is None and time.monotonic() < end:
+            self.interrupt()
+            time.sleep(0.3)
+        return entry or self.wait(prompt_id, 0)
+
     def log_tail(self, lines: int = 60) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(["The last lines of ComfyUI's log:", *text.splitlines()[-lines:]])

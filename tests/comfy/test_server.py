@@ -47,8 +47,7 @@ def test_a_prompt_that_core_refuses_fails_with_its_answer(server, tiny_loaders):
 def test_an_interrupted_prompt_ends_with_a_history_entry_that_says_so(server, tiny_loaders):
     prompt_id = server.queue(text_to_image(tiny_loaders, steps=10000))
     server.wait_until_running(prompt_id)
-    server.interrupt()
-    entry = server.wait(prompt_id, 60)
+    entry = server.cancel(prompt_id)
     assert entry["status"]["status_str"] == "error"
     assert "interrupted" in error_of(entry)
 
