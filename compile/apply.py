@@ -1,7 +1,6 @@
 """How a region is compiled."""
 
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 
 from .regions import run_block
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

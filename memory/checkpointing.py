@@ -5,9 +5,7 @@ expensive results: inside a compiled block the partitioner chooses them under a 
 Nothing random happens inside a block (dropout masks come in as inputs), so no RNG state has to be kept.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,19 +69,11 @@ def selective_eager(run: Callable[..., Any], budget: float) -> Callable[..., Any
     return run_checkpointed
 
 
-@contextmanager
-def partitioner_budget(budget: float) -> Iterator[None]:
-    """Within it, graphs are compiled to keep the part `budget` of what the partitioner could keep, 0 to 1."""
-    with functorch_config.patch(activation_memory_budget=budget):
-        yield
-
-
 def selective_compiled(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
-    """A compiled `run` whose graphs are partitioned under the budget."""
+    """A compiled `run` whose graphs keep the part `budget` of what the partitioner could keep, 0 to 1."""
 
-    @functools.wraps(run)
     def run_budgeted(*args: Any) -> Any:
-        with partitioner_budget(budget):
+        with functorch_config.patch(activation_memory_budget=budget):
             return run(*args)
 
     return run_budgeted

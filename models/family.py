@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..memory.residency import FrozenModule
+from .latents import LatentPolicy
 from .lora_linear import LoraLinear
 
 RunBlock = Callable[..., Any]
@@ -89,8 +90,7 @@ class Family(Protocol):
     """One architecture: how its latents become tokens, how its forward runs, what its LoRAs train by default."""
 
     name: str
-    patch_size: int
-    latent_channels: int
+    latents: LatentPolicy
     default_targets: tuple[str, ...]
     default_shift: float
 

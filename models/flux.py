@@ -18,10 +18,10 @@ from ..memory.residency import FrozenModule
 from .attention import Attention, attention_function
 from .conditioning import model_conditioning
 from .family import Block, ModelInputs, NoisySample, Patches, RunBlock
+from .latents import FLUX
 from .lora_linear import LoraLinear
 from .math import finite_in_fp16, modulate, rope, rotate, timestep_embedding
 
-PATCH_SIZE = 2
 SCHNELL_TEXT_LENGTH = 256
 Modulation = tuple[Tensor, Tensor, Tensor]
 
@@ -246,8 +246,7 @@ class Flux:
     """The FLUX.1 family: dev, schnell, and every checkpoint of that shape."""
 
     name = "flux"
-    patch_size = PATCH_SIZE
-    latent_channels = 16
+    latents = FLUX
     # Attention and MLP of every block; the modulation is left out, as the common FLUX trainers do.
     default_targets: tuple[str, ...] = (
         "double_blocks.*.img_attn.*",
@@ -330,9 +329,9 @@ class Flux:
     def cut(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, H, W) with even sides → the first `keep` of its tokens in row order, and their positions."""
         channels, height, width = latent.shape
-        h, w = height // PATCH_SIZE, width // PATCH_SIZE
-        patches = latent.reshape(channels, h, PATCH_SIZE, w, PATCH_SIZE).permute(1, 3, 0, 2, 4)
-        tokens = patches.reshape(h * w, channels * PATCH_SIZE * PATCH_SIZE)
+        h, w = height // FLUX.patch, width // FLUX.patch
+        patches = latent.reshape(channels, h, FLUX.patch, w, FLUX.patch).permute(1, 3, 0, 2, 4)
+        tokens = patches.reshape(h * w, channels * FLUX.patch * FLUX.patch)
         rows = torch.arange(h, dtype=torch.float32, device=latent.device).repeat_interleave(w)
         columns = torch.arange(w, dtype=torch.float32, device=latent.device).repeat(h)
         positions = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1)

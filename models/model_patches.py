@@ -1,5 +1,6 @@
 """What other nodes have put on a MODEL, as far as it matters to training."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
@@ -47,16 +48,19 @@ def _closed_over(function: Any) -> list[BypassInjectionManager]:
 
 def _ignored(patcher: ModelPatcher) -> list[str]:
     options = patcher.model_options.get("transformer_options", {})
-    found = [f"transformer patches ({', '.join(sorted(options[k]))})" for k in ("patches",) if options.get(k)]
-    found += (
-        [f"replaced blocks ({', '.join(sorted(options['patches_replace']))})"] if options.get("patches_replace") else []
-    )
-    found += ["an attention override"] if options.get("optimized_attention_override") else []
-    found += ["a model function wrapper"] if patcher.model_options.get("model_function_wrapper") else []
-    found += ["RoPE options"] if options.get("rope_options") else []
+    found = {
+        _with_names("transformer patches", options.get("patches")): options.get("patches"),
+        _with_names("replaced blocks", options.get("patches_replace")): options.get("patches_replace"),
+        "an attention override": options.get("optimized_attention_override"),
+        "a model function wrapper": patcher.model_options.get("model_function_wrapper"),
+        "RoPE options": options.get("rope_options"),
+    }
     for kind, wrappers in patcher.wrappers.items():
-        if any(wrappers.values()) and kind not in _HARMLESS_WRAPPERS:
-            found.append(f"{kind} wrappers")
-    others = [k for k in patcher.object_patches if k != "model_sampling"]
-    found += [f"object patches ({', '.join(sorted(others))})"] if others else []
-    return [f"The MODEL carries {what}, which training leaves out." for what in found]
+        found[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and any(wrappers.values())
+    others = [name for name in patcher.object_patches if name != "model_sampling"]
+    found[_with_names("object patches", others)] = others
+    return [f"The MODEL carries {what}, which training leaves out." for what, there in found.items() if there]
+
+
+def _with_names(what: str, names: Iterable[str] | None) -> str:
+    return f"{what} ({', '.join(sorted(names or ()))})"

@@ -1,7 +1,5 @@
 """The nodes of Tessera/data: from a folder of pictures, or from core's latents, to training data."""
 
-import numpy as np
-import torch
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
@@ -11,6 +9,8 @@ from ..train.latents import latents_to_data
 from ..train.plan_picture import draw_plan
 from ..train.prepare import Progress, prepare, summary
 from ..train.tokens import FITS, RAGGED_EDGE
+from .events import show_text
+from .images import image_tensor
 from .settings import cache_folder, list_picture_folders, resolve_folder
 
 DatasetType = io.Custom("TESSERA_DATASET")
@@ -182,8 +182,7 @@ class TesseraPrepareDataset(io.ComfyNode):
             progress=_show_progress(cls.hidden.unique_id),
             interrupted=throw_exception_if_processing_interrupted,
         )
-        drawn = draw_plan(prepared.plan, prepared.sizes).convert("RGB")
-        plan = torch.from_numpy(np.asarray(drawn).astype(np.float32) / 255)[None]
+        plan = image_tensor(draw_plan(prepared.plan, prepared.sizes))
         text = summary(prepared)
         shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
         images = ui.PreviewImage(plan, cls=cls).as_dict()["images"]
@@ -230,16 +229,11 @@ class TesseraLatentsToDataset(io.ComfyNode):
 
 def _show_progress(node_id: str | None) -> Progress:
     """The bar of the running node, and a line of text on it where ComfyUI's server runs."""
-    from server import PromptServer
-
-    server = getattr(PromptServer, "instance", None)
-
     bar = ProgressBar(1, node_id=node_id)
 
     def show(done: int, total: int, text: str) -> None:
         bar.update_absolute(done, total)
-        if server is not None and node_id is not None and server.client_id is not None:
-            server.send_progress_text(text, node_id, server.client_id)
+        show_text(node_id, text)
 
     return show
 

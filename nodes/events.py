@@ -15,6 +15,18 @@ log = logging.getLogger(__name__)
 EVENT = "tessera.train"
 
 
+def watched_server() -> PromptServer | None:
+    """ComfyUI's server, where it runs and the client that queued the prompt is known."""
+    server = getattr(PromptServer, "instance", None)
+    return server if server is not None and server.client_id is not None else None
+
+
+def show_text(node_id: str | None, text: str) -> None:
+    """Puts a line of progress on a running node, for the client that queued it."""
+    if node_id is not None and (server := watched_server()):
+        server.send_progress_text(text, node_id, server.client_id)
+
+
 class ServerObserver:
     """Sends what a run tells to the client that queued it, as events `{"node": id, "kind": …, …}`."""
 
@@ -23,18 +35,12 @@ class ServerObserver:
         self.bar = ProgressBar(steps, node_id=node_id)
 
     def _send(self, kind: str, **values: Any) -> None:
-        server = PromptServer.instance
-        if server is not None and server.client_id is not None:
+        if server := watched_server():
             server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
-
-    def _text(self, text: str) -> None:
-        server = PromptServer.instance
-        if server is not None and server.client_id is not None:
-            server.send_progress_text(text, self.node_id, server.client_id)
 
     def phase(self, text: str) -> None:
         log.info(text)
-        self._text(text)
+        show_text(self.node_id, text)
         self._send("phase", text=text)
 
     def note(self, text: str) -> None:
@@ -43,7 +49,7 @@ class ServerObserver:
 
     def step(self, report: StepReport) -> None:
         self.bar.update_absolute(report.step, report.steps)
-        self._text(report.text())
+        show_text(self.node_id, report.text())
         self._send(
             "step",
             step=report.step,

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import folder_paths
-import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
 from ..train.formats import DTYPES, FORMATS, save_lora
 from ..train.loss_plot import plot_loss
+from .images import image_tensor
 
 LoraModelType = io.Custom("LORA_MODEL")
 LossMapType = io.Custom("LOSS_MAP")
@@ -104,7 +104,7 @@ class TesseraLossPlot(io.ComfyNode):
         if series is None:
             raise ValueError("loss has no series called 'loss'; connect the LOSS_MAP of a training node.")
         picture = plot_loss([float(value) for value in series], smoothing, log_scale)
-        image = torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255.0)[None]
+        image = image_tensor(picture)
         return io.NodeOutput(image, ui=ui.PreviewImage(image, cls=cls))
 
 

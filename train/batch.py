@@ -16,13 +16,10 @@ from .options import ObjectiveOptions
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; text_length and tokens: what
-    its graph is keyed by."""
+    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32."""
 
     inputs: ModelInputs
     target: Tensor
-    tokens: int
-    text_length: int
 
 
 def make_batch(
@@ -39,7 +36,7 @@ def make_batch(
     targets: list[Tensor] = []
     sigmas: list[float] = []
     for place, (sample, tensors) in enumerate(samples):
-        latent = _model_space(patcher, sample, tensors, device)
+        latent = _model_space(patcher, tensors, device)
         sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, family.default_shift)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
         level = torch.tensor([sigma], dtype=torch.float32, device=device)
@@ -49,14 +46,10 @@ def make_batch(
         sigmas.append(sigma)
     levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
     inputs = family.inputs(patcher, noisy, levels, objective.guidance)
-    return Batch(inputs, torch.stack(targets), samples[0][0].tokens, inputs.text.shape[1])
+    return Batch(inputs, torch.stack(targets))
 
 
-def _model_space(patcher: ModelPatcher, sample: Sample, tensors: SampleTensors, device: torch.device) -> Tensor:
+def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.device) -> Tensor:
     """The clean latent (C, H, W) as the model works on it, fp32."""
-    latent = tensors.latent
-    if latent.ndim == 4 and latent.shape[1] == 1:
-        latent = latent[:, 0]
-    if latent.ndim != 3:
-        raise ValueError(f"{sample.name} is a clip of {latent.shape[1]} frames; this model trains on pictures.")
-    return patcher.model.process_latent_in(latent[None].to(device=device, dtype=torch.float32))[0]
+    assert tensors.latent.ndim == 3, tensors.latent.shape
+    return patcher.model.process_latent_in(tensors.latent[None].to(device=device, dtype=torch.float32))[0]

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .atomic_write import write_atomically
+from .tensor_file import read_tensors
 
 Shape = tuple[int | None, ...]
 
@@ -48,10 +48,8 @@ class Cache:
 
         Raises FileNotFoundError where there is no whole file.
         """
-        # ComfyUI runs nodes in inference mode, whose tensors autograd refuses. The clone lets go of the mapped file.
         try:
-            with torch.inference_mode(False), safe_open(self.path(key), framework="pt") as file:
-                return {name: file.get_tensor(name).clone() for name in file.keys()}
+            return read_tensors(self.path(key))[0]
         except (OSError, SafetensorError) as error:
             raise FileNotFoundError(f"{self.path(key).name}: {error}") from error
 

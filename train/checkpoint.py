@@ -11,11 +11,11 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from .atomic_write import write_atomically
 from .optimizer_state import pack_state, unpack_state
+from .tensor_file import read_tensors
 
 STATE_SUFFIX = ".tessera"
 _FORMAT = 1
@@ -62,12 +62,8 @@ def save_state(path: Path, state: TrainingState) -> None:
 def load_state(path: Path) -> TrainingState:
     """Raises ValueError where the file is no state of ours or is damaged."""
     plain = read_header(path)
-    tensors: dict[str, Tensor] = {}
     try:
-        with torch.inference_mode(False), safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                # A copy: what safetensors gives lies in the mapped file, which Windows then could not delete.
-                tensors[name] = file.get_tensor(name).clone()
+        tensors, _ = read_tensors(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
     moving = unpack_state(tensors, plain["tree"])

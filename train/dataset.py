@@ -4,9 +4,9 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
+from .fingerprint import fingerprint
 from .pictures import EXTENSIONS, UNREAD_EXTENSIONS
 
 _NAMED = 5  # how many files a message lists before it only counts the rest
@@ -115,7 +115,7 @@ def folder_fingerprint(folder: Path, caption_extension: str) -> str:
     Pictures of kinds that are not read count by their names, as a note lists them.
     """
     extension = _checked_extension(caption_extension)
-    digest = blake2b(digest_size=20)
+    entries: list[tuple[str, str]] = []
     for picture in picture_files(folder):
         for file in (picture, caption_file(picture, extension)):
             try:
@@ -123,10 +123,9 @@ def folder_fingerprint(folder: Path, caption_extension: str) -> str:
                 state = f"{stat.st_size} {stat.st_mtime_ns}"
             except OSError:
                 state = "missing"
-            digest.update(f"{_name(folder, file)}\0{state}\0".encode(errors="surrogatepass"))
-    for file in unread_files(folder):
-        digest.update(f"{_name(folder, file)}\0unread\0".encode(errors="surrogatepass"))
-    return digest.hexdigest()
+            entries.append((_name(folder, file), state))
+    entries += [(_name(folder, file), "unread") for file in unread_files(folder)]
+    return fingerprint(entries)
 
 
 def shortlist(names: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import velocity_loss
 from .optimizer import build_optimizer, build_scheduler, restore_optimizer
 from .reader import SampleReader
-from .run import RunFolder, TrainSettings
+from .run import RunFolder, TrainSettings, place_of
 from .runner import BlockRunner
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class Trainer:
             if not comfy.model_management.is_oom(error):
                 raise
             raise stopped.out_of_memory_while_loading() from error
+        self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
         self.resident = ResidentWeights(self.transformer.frozen_modules(), self.device, patcher.offload_device)
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
@@ -126,7 +127,7 @@ class Trainer:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
                 if settings.save_every and progress.step % settings.save_every == 0 and progress.step < settings.steps:
-                    self.save(final=False)
+                    self.save()
         except BaseException as error:
             self.save_what_is_there()
             step, state = self.progress.step, self.state_name()
@@ -180,10 +181,9 @@ class Trainer:
     def velocity(self, inputs: ModelInputs, draw: tuple[int, int]) -> Tensor:
         """(B, N, C·patch) from the transformer with the LoRA on it."""
         count, image_tokens, text_tokens = inputs.tokens.shape[0], inputs.tokens.shape[1], inputs.text.shape[1]
-        place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
 
         def run(block: Any, *args: Tensor) -> Any:
-            key = ("dropout", *draw, place[id(block)])
+            key = ("dropout", *draw, self.place[id(block)])
             masks = self.network.draw_masks(
                 block, count, image_tokens, text_tokens, self.settings.seed, key, self.dtype
             )
@@ -224,7 +224,7 @@ class Trainer:
 
     def state_name(self) -> str:
         """The state of the last whole step as the `resume` input names it."""
-        above = Path(self.settings.output_name.replace("\\", "/")).parent
+        above = place_of(self.settings.output_name).parent
         return (above / self.folder.path.name / state_path(self.folder.path, self.progress.step).name).as_posix()
 
     def resume(self, path: Path) -> None:
@@ -252,31 +252,36 @@ class Trainer:
         lora.metadata.update(self.describe(self.progress.step, last, lora))
         return lora
 
-    def save(self, final: bool) -> None:
+    def save(self) -> None:
         """Writes the LoRA and the whole state. Not being able to save now does not end the run: there is time to free
         some disk space before the next save."""
         try:
-            self._write(final)
+            self._write(self.folder.step_lora_path(self.progress.step))
         except OSError as error:
-            if final:
-                raise stopped.TrainingStopped(error.strerror) from error
             self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
-    def _write(self, final: bool) -> None:
-        step = self.progress.step
-        path = self.folder.lora_path if final else self.folder.step_lora_path(step)
-        save_lora(path, self.snapshot(), "kohya", "fp32")
+    def save_final(self) -> LoraModel:
+        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
+        try:
+            return self._write(self.folder.lora_path)
+        except OSError as error:
+            raise stopped.TrainingStopped(error.strerror) from error
+
+    def _write(self, path: Path) -> LoraModel:
+        step, lora = self.progress.step, self.snapshot()
+        save_lora(path, lora, "kohya", "fp32")
         save_state(state_path(self.folder.path, step), self.state())
         self.progress.saved_step = step
         self.folder.forget_old_states()
         self.observer.saved(path)
+        return lora
 
     def save_what_is_there(self) -> None:
         """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
         kept = self.progress.saved_step
         if self.progress.whole and self.progress.step > kept:
             try:
-                self._write(final=False)
+                self._write(self.folder.step_lora_path(self.progress.step))
             except Exception as error:  # what ended the run is what the user has to be told
                 log.warning("The state could not be saved", exc_info=error)
                 cause = getattr(error, "strerror", None) or "The state could not be saved."

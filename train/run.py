@@ -8,12 +8,12 @@ import contextlib
 import json
 import re
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX, read_header
+from .fingerprint import fingerprint
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 STATES_KEPT = 2
@@ -43,11 +43,9 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_output_name(self.output_name)
-        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
-            if value < 1:
+        for name in ("steps", "batch_size", "gradient_accumulation"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}; set it to 1 or more.")
-        if self.gradient_accumulation < 1:
-            raise ValueError(f"gradient_accumulation is {self.gradient_accumulation}; set it to 1 or more.")
         if self.save_every < 0:
             raise ValueError(f"save_every is {self.save_every}; set it to 0 (at the end only) or more.")
         if self.compile not in ("auto", "off"):
@@ -68,7 +66,7 @@ class TrainSettings:
         }
         if self.optimizer.lr_scheduler != "constant":
             same["steps"] = self.steps
-        return _digest(same)
+        return fingerprint(same)
 
     def key(self, lineage: str) -> str:
         """The run's key: equal keys mean the same run."""
@@ -78,11 +76,12 @@ class TrainSettings:
             "memory": asdict(self.memory),
             "compile": self.compile,
         }
-        return _digest(whole)
+        return fingerprint(whole)
 
 
-def _digest(value: dict[str, Any]) -> str:
-    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+def place_of(output_name: str) -> PurePosixPath:
+    """Where a run's name stands below the LoRA folder."""
+    return PurePosixPath(output_name.replace("\\", "/"))
 
 
 def check_output_name(name: str) -> None:
@@ -150,13 +149,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
-    place = root / output_name.replace("\\", "/")
-    paths = sorted(p for p in place.parent.glob(f"{_escape(place.name)}-{key[:8]}*") if p.is_dir())
+    place = root / place_of(output_name)
+    paths = sorted(p for p in place.parent.glob(f"{place.name}-{key[:8]}*") if p.is_dir())
     return [RunFolder(path, place.name) for path in paths]
-
-
-def _escape(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
@@ -208,7 +203,7 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
     named = None if settings.resume in ("off", "latest") else _named_state(root, settings.resume)
     if named is None or (header := read_header(named))["lineage"] == lineage:
         return lineage
-    return _digest({"from": header["lineage"], "step": header["step"], "to": lineage})
+    return fingerprint({"from": header["lineage"], "step": header["step"], "to": lineage})
 
 
 def other_state(root: Path, settings: TrainSettings) -> str | None:
@@ -227,7 +222,7 @@ def list_states(root: Path) -> list[str]:
 
 def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | None) -> RunFolder:
     """The folder to write to: that of an unfinished run which is resumed, else a new one."""
-    place = root / settings.output_name.replace("\\", "/")
+    place = root / place_of(settings.output_name)
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
     if state is not None and re.fullmatch(re.escape(first.path.name) + r"(-\d+)?", state.parent.name):
         for unfinished in state.parent.glob(".*.part"):  # what a killed process was writing

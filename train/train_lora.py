@@ -1,6 +1,5 @@
 """From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import comfyui_version
-import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
@@ -28,6 +26,7 @@ from .metadata import RunFacts, metadata_for
 from .optimizer import build_optimizer, lr_factor, optimizer_notes
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .stopped import TrainingStopped
+from .tensor_file import read_tensors
 from .version import VERSION
 
 
@@ -118,7 +117,7 @@ def train_lora(
                 trainer.resume(state)
             recorder.phase("Training" if chosen is None else "Training; the first step compiles and takes longer")
             trainer.run()
-            trainer.save(final=True)
+            lora = trainer.save_final()
             outcome = "finished"
         except InterruptProcessingException:
             outcome = "cancelled"
@@ -133,7 +132,7 @@ def train_lora(
                 "steps_done": trainer.progress.step,
                 "started": started,
                 "ended": _now(),
-                "loss": _finite(trainer.progress.loss),
+                "loss": list(trainer.progress.loss),
                 "notes": recorder.notes,
                 "files": recorder.files,
                 "targets": len(targets),
@@ -142,7 +141,6 @@ def train_lora(
             }
             try:
                 summary |= trainer.facts()
-                lora = trainer.snapshot() if outcome == "finished" else LoraModel()
             finally:
                 trainer.close()
                 _write_summary(folder, summary, recorder)
@@ -166,9 +164,7 @@ def read_finished(folder: RunFolder) -> TrainResult:
     """The result of a finished run, from its folder."""
     summary = folder.read_summary()
     assert summary is not None
-    with torch.inference_mode(False), safetensors.torch.safe_open(folder.lora_path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
-        lora = LoraModel(tensors, file.metadata())
+    lora = LoraModel(*read_tensors(folder.lora_path))
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 
 
@@ -179,7 +175,7 @@ def _describer(
     origin = getattr(patcher, "cached_patcher_init", None)
     source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
     _, height, width = data.samples[0].grid
-    pixels = 8 * family.patch_size
+    pixels = family.latents.pixels_per_token
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
         facts = RunFacts(
@@ -239,7 +235,3 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _finite(values: list[float]) -> list[float]:
-    return [v for v in values if math.isfinite(v)]

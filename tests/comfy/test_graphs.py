@@ -80,7 +80,7 @@ def graphs_after_each_step(trainer: Any, counted: Counted) -> tuple[list[int], l
 
     def recording(*args: Any) -> Any:
         batch = made(*args)
-        keys.append((batch.tokens, batch.text_length))
+        keys.append((batch.inputs.tokens.shape[1], batch.inputs.text.shape[1]))
         return batch
 
     trainer.observer = Watching()

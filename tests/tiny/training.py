@@ -1,28 +1,20 @@
 """Synthetic training data and a trainer over it, for tests that look inside a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .encoders import CLIP_WIDTH, T5_WIDTH
+from .runs import sample, training_data
 
 
 def make_data(grids: Sequence[tuple[int, int]], text_lengths: Sequence[int], tokens: int | None = None) -> Any:
     """TrainingData of random latents: `grids` are (height, width) in tokens; `tokens` keeps fewer (ragged edge)."""
-    from tessera.train.data import Sample, SampleTensors, TrainingData
-
-    g = torch.Generator().manual_seed(7)
-    samples = []
-    for index, ((h, w), length) in enumerate(zip(grids, text_lengths, strict=True)):
-        tensors = SampleTensors(
-            latent=torch.randn(16, 2 * h, 2 * w, generator=g),
-            text=torch.randn(1, length, T5_WIDTH, generator=g),
-            conditioning={"pooled_output": torch.randn(1, CLIP_WIDTH, generator=g)},
-        )
-        samples.append(Sample(f"sample {index}", (1, h, w), tokens or h * w, length, lambda t=tensors: t))
-    return TrainingData(tuple(samples), f"{grids}{text_lengths}{tokens}")
+    pairs = zip(grids, text_lengths, strict=True)
+    samples = [sample(f"sample {index}", h, w, length) for index, ((h, w), length) in enumerate(pairs)]
+    return training_data(*(replace(s, tokens=tokens or s.tokens) for s in samples))
 
 
 def make_trainer(model: Any, data: Any, folder: Path, *, backend: str | None = None, **changes: Any) -> Any:

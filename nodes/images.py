@@ -1,0 +1,11 @@
+"""Pictures as ComfyUI's IMAGE."""
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def image_tensor(picture: Image.Image) -> Tensor:
+    """float32, (1, H, W, 3), 0 to 1."""
+    return torch.from_numpy(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255.0)[None]
