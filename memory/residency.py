@@ -5,6 +5,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from .frozen import unload_everything
+
 
 class FrozenModule(nn.Module):
     """Holds frozen weights in buffers that can be let go and read again."""
@@ -35,12 +37,13 @@ class ResidentWeights(ModelPatcher):
         self.resident = True
         super().__init__(nn.Module(), load_device, offload_device, size=max(self.bytes, 1))
 
-    def ensure(self) -> bool:
-        """Makes the weights resident and known to ComfyUI; True where they had to be read again."""
-        was_resident = self.resident
-        if not was_resident or not any(loaded.model is self for loaded in comfy.model_management.current_loaded_models):
+    def ensure(self) -> None:
+        """Makes the weights resident and known to ComfyUI."""
+        if not self.resident:
+            # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not the masters.
+            unload_everything()
+        if not self.resident or not any(entry.model is self for entry in comfy.model_management.current_loaded_models):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
-        return not was_resident
 
     def forget(self) -> None:
         """Takes the weights off the device and out of ComfyUI's list."""

@@ -61,6 +61,22 @@ def test_a_patched_model_is_patched_again_when_its_weights_return(tiny_flux, tmp
     assert disturbed.progress.loss == quiet.progress.loss != plain.progress.loss
 
 
+def test_weights_are_read_from_the_masters_after_the_patched_model_was_loaded_in_between(tiny_flux, tmp_path):
+    """What a preview does: it loads the MODEL, which writes the patches into the modules that we read from."""
+    patched = tiny_flux.clone()
+    key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+    patched.add_patches({key: ("diff", (0.1 * torch.ones_like(patched.model.state_dict()[key]),))})
+
+    class Previews(UnloadsAfter):
+        def step(self, report) -> None:
+            super().step(report)
+            comfy.model_management.load_models_gpu([patched])
+
+    quiet = run(patched, tmp_path, UnloadsAfter(set()))
+    disturbed = run(patched, tmp_path, Previews({1, 3}))
+    assert disturbed.progress.loss == quiet.progress.loss
+
+
 def test_a_read_that_fails_half_way_leaves_nothing_behind(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 6)], [16]), tmp_path)
     trainer.resident.detach()
