@@ -1,52 +1,205 @@
 """How a region is compiled."""
 
 import inspect
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import comfy.model_management
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from .regions import run_block
+from . import measure
+from .explain import plain_words
+from .report import RegionReport, break_text
+from .settings import DYNAMIC, HowToCompile
+from .torch_records import CompileEvent
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class CompileSettings:
-    """backend and mode as `torch.compile` takes them. Training is always static in shape and whole (fullgraph)."""
-
-    backend: str = "inductor"
-    mode: str = "default"
+class CompileFailed(RuntimeError):
+    """A region could not be compiled as its settings demand; the message is for the user."""
 
 
-def compile_region(name: str, settings: CompileSettings, graphs: int) -> Callable[..., Any]:
-    """A compiled `run_block` of its own, which may hold up to `graphs` graphs and raises beyond that.
+def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) -> Callable[..., Any]:
+    """`body`, compiled by itself under `name`: it may hold up to `how.limit` graphs.
 
-    The limit belongs to this one region: nothing process-wide is written, and regions do not share entries. A torch
+    The limit belongs to this one callable: nothing process-wide is written, and callables do not share entries. A torch
     without those arguments has the limit in its configuration, which is changed for the time of each call.
     """
     # A copy of the code object under its own name: dynamo keeps its entries, and names its reports, by code object.
-    body = FunctionType(run_block.__code__.replace(co_name=f"run_{name}"), run_block.__globals__, f"run_{name}")
+    assert isinstance(body, FunctionType)
+    own = FunctionType(body.__code__.replace(co_name=name), body.__globals__, name)
     supported = inspect.signature(torch.compile).parameters
-    limits = {"recompile_limit": graphs, "isolate_recompiles": True}
+    limits = {"recompile_limit": how.limit, "isolate_recompiles": True}
     extra: dict[str, Any] = {k: v for k, v in limits.items() if k in supported}
-    if settings.mode != "default" and settings.backend == "inductor":
-        extra["mode"] = settings.mode
-    compiled = torch.compile(body, backend=settings.backend, fullgraph=True, dynamic=False, **extra)
-    return compiled if "recompile_limit" in supported else _within_limit(compiled, graphs)
+    if how.mode != "default" and how.backend == "inductor":
+        extra["mode"] = how.mode
+    compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
+    return compiled if "recompile_limit" in supported else _within_limit(compiled, how.limit)
 
 
-def _within_limit(compiled: Callable[..., Any], graphs: int) -> Callable[..., Any]:
+def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any]:
     from torch._dynamo import config
 
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    limit = max(graphs, getattr(config, name))
+    most = max(limit, getattr(config, name))
 
     def run(*args: Any) -> Any:
-        with config.patch({name: limit}):
+        with config.patch({name: most}):
             return compiled(*args)
 
     return run
+
+
+class Region:
+    """One compiled callable with what it does when compiling fails: a sentence, then eager for that part.
+
+    It is compiled whole at first (`fullgraph`): such a compile fails before anything has run, so the call can be made
+    again eager. Blocks of ComfyUI add to their inputs in place, which forbids that once a part has run. A body that
+    cannot be whole is compiled in pieces, each of which falls back by itself inside torch, unless `how.fullgraph`
+    demands it whole. Call it as `body` is called.
+    """
+
+    def __init__(
+        self, name: str, title: str, body: Callable[..., Any], how: HowToCompile, tell: Tell, device: torch.device
+    ):
+        self.name, self.body, self.how, self.tell, self.device = name, body, how, tell, device
+        self.report = RegionReport(name, title, how)
+        self.full = False
+        self._left_eager: set[Any] = set()
+        self._whole = True
+        self._to_measure = False
+        self._run: Callable[..., Any] | None = None
+        try:
+            self._compile(whole=True)
+        except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
+            self.fall_back(f"torch.compile does not work here: {first_line(error)}")
+
+    def _compile(self, whole: bool) -> None:
+        self._whole = whole
+        self._run = compiled_function(self.body, self.name, replace(self.how, fullgraph=whole))
+
+    @property
+    def eager(self) -> bool:
+        """Whether nothing of it is compiled any more."""
+        return self._run is None
+
+    def fall_back(self, sentence: str) -> None:
+        """From here on eager."""
+        self._run = None
+        self.say(sentence)
+
+    def say(self, sentence: str) -> None:
+        self.report.notes.append(sentence)
+        self.tell(sentence)
+
+    def next_run(self) -> None:
+        """A new picture begins: what was left eager for want of room may fit a graph again."""
+        self._left_eager.clear()
+
+    def __call__(self, *args: Any, may_measure: bool = False) -> Any:
+        """Calls `body`. may_measure: after a compile the next call that finds its graph there may be made again on
+        copies of its inputs, compiled and eager, to time both."""
+        if self._run is None or (self._left_eager and signature(args) in self._left_eager):
+            self.report.eager_calls += 1
+            return self.body(*args)
+        measuring = self._to_measure and may_measure
+        # A UNet takes what a ControlNet gave out of its lists.
+        kept = tree_map_only(Tensor, lambda tensor: tensor, args) if measuring else args
+        try:
+            with self.report.watch(self.device) as record, self._pieces_fall_back_alone():
+                out = self._run(*args)
+        except Exception as error:
+            if comfy.model_management.is_oom(error):
+                raise
+            return self._after(error, record.event, args)
+        self.report.compiled_calls += 1
+        if record.event is not None:
+            self._to_measure = self._to_measure or record.event.graphs > 0
+            self._check_limit(record.event)
+        elif measuring:
+            self._to_measure = False
+            if (speed := measure.compare(self._run, self.body, kept)) is not None:
+                self.report.speeds.append(speed)
+        return out
+
+    def _check_limit(self, event: CompileEvent) -> None:
+        """In pieces, torch itself goes on eager where the limit is reached."""
+        if event.limit_reached and not self.full:
+            self.full = True
+            self.say(self._limit_sentence())
+
+    def _limit_sentence(self) -> str:
+        return (
+            f"{self.report.title}: cache_size_limit {self.how.limit} is reached, so further sizes run eager; raise "
+            "cache_size_limit, set dynamic to true, or use fewer sizes."
+        )
+
+    def _pieces_fall_back_alone(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._whole else torch._dynamo.config.patch(suppress_errors=True)
+
+    def _after(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
+        """What is done about a compile that failed, before anything of the body has run: this call is made eager."""
+        log.debug("%s", self.name, exc_info=error)
+        full = over_the_limit(error)
+        broken = graph_break(error, event) if self._whole else None
+        cause = cannot_compile(error)
+        if not full and broken is None and cause is None:
+            raise error
+        # What the body raises by itself, an interrupt too, comes out here and says nothing about compiling.
+        out = self.body(*args)
+        self.report.eager_calls += 1
+        if full:
+            self._left_eager.add(signature(args))
+            if not self.full:
+                self.full = True
+                self.say(self._limit_sentence())
+        elif broken is None:
+            self.fall_back(f"{self.report.title} runs eager, since compiling it failed: {cause}")
+        elif self.how.fullgraph:
+            raise CompileFailed(
+                f"fullgraph is on, but {self.report.title} can't be compiled as one graph: {broken} Switch fullgraph "
+                "off on Compile Model."
+            ) from error
+        else:
+            self.say(f"{self.report.title} is compiled in pieces: {broken}")
+            self._compile(whole=False)
+        return out
+
+
+def signature(value: Any) -> Any:
+    """What tells calls apart by their inputs' shapes, dtypes and devices; options and modules are left out."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype, value.device)
+    if isinstance(value, tuple | list):
+        return tuple(signature(inner) for inner in value)
+    if isinstance(value, dict):
+        return tuple((key, signature(inner)) for key, inner in value.items() if key != "transformer_options")
+    return value if isinstance(value, int | float | str | bool) else None
+
+
+def first_line(error: BaseException) -> str:
+    """The line that tells something: torch heads what a backend raised with a line that only names the backend."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if not line.endswith("raised:")), lines[0])[:300]
+
+
+def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
+    """The line and the cause in plain words where `error` says that the body does not trace as one graph, else None.
+    Without a record of it in `event` the cause alone."""
+    from torch._dynamo.exc import Unsupported, UserError
+
+    if not isinstance(error, Unsupported | UserError):
+        return None
+    return break_text(event.breaks[-1]) if event is not None and event.breaks else plain_words(str(error))
 
 
 def cannot_compile(error: BaseException) -> str | None:
@@ -59,8 +212,7 @@ def cannot_compile(error: BaseException) -> str | None:
         if over_the_limit(seen):
             return None
         if isinstance(seen, TorchDynamoException) or type(seen).__module__.startswith("torch._inductor"):
-            lines = str(seen).strip().splitlines() or [type(seen).__name__]
-            return lines[0][:300]
+            return first_line(seen)
         seen = seen.__cause__
     return None
 

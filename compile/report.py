@@ -1,35 +1,193 @@
-"""What torch.compile did between two points in time. The private names of torch that this needs are all here."""
+"""What torch.compile did, per region, and the report that is made of it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from torch._dynamo.utils import compilation_time_metrics, counters
+import torch
+
+from .explain import advice, plain_words
+from .measure import Speed, memory_beside_tensors
+from .settings import HowToCompile
+from .torch_records import Break, CompileEvent, Recompile, recording, untold
+
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """graphs: compiled since the watch began; graph_breaks likewise; seconds: spent compiling, tracing included."""
+    """Of all regions together. seconds: spent compiling, tracing included; 0 on a torch that does not tell."""
 
     graphs: int
     graph_breaks: int
     seconds: float
 
 
-class CompileWatch:
-    """Counts from dynamo's own counters, relative to the moment it was made."""
+def break_text(place: Break) -> str:
+    """Where a graph ended, the line of code, and the cause in plain words."""
+    where = f"{Path(place.file).name}:{place.line} in {place.function}"
+    return f"{where}: `{place.source}`. {plain_words(place.detail)}"
 
-    def __init__(self) -> None:
-        self._start = self._totals()
 
-    @staticmethod
-    def _totals() -> CompileCounts:
-        timed = ("_compile.compile_inner", "backward._backward_impl")
-        seconds = sum(sum(compilation_time_metrics.get(name, ())) for name in timed)
-        return CompileCounts(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), seconds)
+class RegionReport:
+    """What happened to one region since it was made."""
+
+    def __init__(self, name: str, title: str, how: HowToCompile):
+        self.name, self.title, self.how = name, title, how
+        self.notes: list[str] = []
+        self.events: list[CompileEvent] = []
+        self.speeds: list[Speed] = []
+        self.memory_added = 0
+        self.compiled_calls = 0
+        self.eager_calls = 0
+
+    @contextmanager
+    def watch(self, device: torch.device | None = None) -> Iterator[recording]:
+        """Around each call of the compiled callable. device: where to look for the memory that compiling takes."""
+        before = memory_beside_tensors(device) if device is not None and not self.events else None
+        record = recording(self.name)
+        try:
+            with record:
+                yield record
+        finally:
+            if record.event is not None:
+                self.events.append(record.event)
+                if before is not None and device is not None:
+                    self.memory_added = max(0, memory_beside_tensors(device) - before)
 
     def counts(self) -> CompileCounts:
-        now = self._totals()
+        breaks = {b for event in self.events for b in event.breaks or ()}
         return CompileCounts(
-            now.graphs - self._start.graphs,
-            now.graph_breaks - self._start.graph_breaks,
-            now.seconds - self._start.seconds,
+            sum(event.graphs for event in self.events),
+            len(breaks),
+            sum(event.seconds or 0.0 for event in self.events),
         )
+
+    def breaks(self) -> list[str]:
+        """Each place once."""
+        places = dict.fromkeys(b for event in self.events for b in event.breaks or ())
+        return [break_text(place) for place in places]
+
+    def recompiles(self) -> list[str]:
+        """For each time that the graphs at hand did not fit: the guard that failed, and what to change."""
+        found = [r for event in self.events for r in event.recompiles or ()]
+        return [self._recompile(r) for r in found if r.guards]
+
+    def _recompile(self, recompile: Recompile) -> str:
+        guard = recompile.guards[0]
+        if self.how.dynamic == "true" and "size mismatch" in guard and "expected 1," in guard:
+            # torch makes a size of one a constant
+            return f"{guard}. Batch 1 and larger batches have a graph each; further sizes need none."
+        return f"{guard}. {advice(guard)}"
+
+    def facts(self) -> dict[str, Any]:
+        """Plain numbers and texts, for JSON."""
+        counts = self.counts()
+        return {
+            "region": self.title,
+            "how": asdict(self.how),
+            "graphs": counts.graphs,
+            "compile_seconds": round(counts.seconds, 2),
+            "tracing_seconds": round(sum(event.tracing_seconds or 0.0 for event in self.events), 2),
+            "cache_hits": _sum(self.events, "fx_hits"),
+            "cache_misses": _sum(self.events, "fx_misses"),
+            "autograd_cache_hits": _sum(self.events, "aot_hits"),
+            "autograd_cache_misses": _sum(self.events, "aot_misses"),
+            "not_cacheable": _sum(self.events, "bypassed"),
+            "graph_breaks": self.breaks(),
+            "recompiles": self.recompiles(),
+            "speed": [asdict(speed) | {"gain": round(speed.gain, 3)} for speed in self.speeds],
+            "memory_added_mib": round(self.memory_added / MIB),
+            "compiled_calls": self.compiled_calls,
+            "eager_calls": self.eager_calls,
+            "notes": list(self.notes),
+        }
+
+
+def _sum(events: Sequence[CompileEvent], name: str) -> int:
+    return sum(getattr(event, name) or 0 for event in events)
+
+
+@dataclass
+class CompileReport:
+    """All regions of one branch, or of one training run, with the sentences that were said."""
+
+    heading: str
+    regions: list[RegionReport]
+    notes: list[str] = field(default_factory=list)
+
+    def counts(self) -> CompileCounts:
+        each = [region.counts() for region in self.regions]
+        return CompileCounts(
+            sum(c.graphs for c in each), sum(c.graph_breaks for c in each), sum(c.seconds for c in each)
+        )
+
+    def facts(self) -> dict[str, Any]:
+        counts = self.counts()
+        return {
+            "heading": self.heading,
+            "graphs": counts.graphs,
+            "graph_breaks": counts.graph_breaks,
+            "compile_seconds": round(counts.seconds, 2),
+            "notes": [*self.notes, *untold()],
+            "regions": [region.facts() for region in self.regions],
+        }
+
+    def text(self) -> str:
+        """The report as a table and sentences, for people."""
+        if not any(region.events or region.compiled_calls or region.eager_calls for region in self.regions):
+            return "\n".join([self.heading, *self.notes, "Nothing was compiled yet: queue a sampler behind it first."])
+        lines = [self.heading, *table(self.regions)]
+        for region in self.regions:
+            lines += [f"{region.title}: graph break at {text}" for text in region.breaks()]
+        lines += [f"Compiled again: {text}" for text in self._recompiles()]
+        return "\n".join([*lines, *self.notes, *untold()])
+
+    def _recompiles(self) -> list[str]:
+        """Each cause once, with the regions that it met."""
+        by_cause: dict[str, list[str]] = {}
+        for region in self.regions:
+            for text in region.recompiles():
+                by_cause.setdefault(text, []).append(region.title)
+        return [f"{_some(titles)}: {text}" for text, titles in by_cause.items()]
+
+
+HEADINGS = ("region", "graphs", "compile s", "tracing s", "cache hit/miss", "calls", "eager", "ms", "eager ms", "gain")
+
+
+def table(regions: Sequence[RegionReport]) -> list[str]:
+    """A line of headings and one for each region, in columns of equal width."""
+    rows = [HEADINGS]
+    for region in regions:
+        facts = region.facts()
+        hits = facts["cache_hits"] + facts["autograd_cache_hits"]
+        misses = facts["cache_misses"] + facts["autograd_cache_misses"]
+        speed = region.speeds[-1] if region.speeds else None
+        rows.append(
+            (
+                region.title,
+                str(facts["graphs"]),
+                f"{facts['compile_seconds']:.1f}",
+                f"{facts['tracing_seconds']:.1f}",
+                f"{hits}/{misses}",
+                str(region.compiled_calls),
+                str(region.eager_calls),
+                f"{speed.compiled_ms:.2f}" if speed else "-",
+                f"{speed.eager_ms:.2f}" if speed else "-",
+                f"{speed.gain:.2f}x" if speed else "-",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    return [
+        row[0].ljust(widths[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+
+
+def _some(titles: list[str]) -> str:
+    """The first few of them, each once."""
+    distinct = list(dict.fromkeys(titles))
+    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
+    return ", ".join(distinct[:3]) + more

@@ -1,15 +1,40 @@
-"""Nodes for the demo and the tests only: they load what ComfyUI's own loaders cannot load at a tiny size."""
+"""Nodes for the demo and the tests only: they load what ComfyUI's own loaders cannot load at a tiny size.
 
-import json
+While this pack is installed, ComfyUI's detection also takes the sizes that a tiny diffusion model's file names itself
+(tests/tiny/injection.py), so that every loader node, core's and ours, loads a tiny Qwen-Image.
+"""
 
-import comfy.sd
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import comfy.model_detection
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
-from safetensors import safe_open
+
+
+def _load_tiny() -> ModuleType:
+    """tests/tiny, which lies beside the folder that this pack is a link to."""
+    file = Path(__file__).resolve().parent.parent / "tiny" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("tessera_tiny", file, submodule_search_locations=[str(file.parent)])
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["tessera_tiny"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = _load_tiny()
+comfy.model_detection.model_config_from_unet = tiny.tiny_detection(comfy.model_detection.model_config_from_unet)
+
+
+def _text_encoder(name: str) -> Path:
+    return Path(folder_paths.get_full_path_or_raise("text_encoders", name))
 
 
 class TesseraTinyClipLoader(io.ComfyNode):
-    """DualCLIPLoader for the tiny FLUX encoders, whose sizes stand in their files' metadata."""
+    """DualCLIPLoader for the tiny FLUX encoders and CLIPLoader for Wan's and Qwen-Image's: the files' metadata says
+    their sizes and, of one file, whose it is."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -19,26 +44,19 @@ class TesseraTinyClipLoader(io.ComfyNode):
             display_name="Load Tiny CLIP (tests)",
             category="Tessera/tests",
             inputs=[
-                io.Combo.Input("clip_name1", options=encoders, tooltip="The tiny CLIP-L file."),
-                io.Combo.Input("clip_name2", options=encoders, tooltip="The tiny T5 file."),
+                io.Combo.Input(
+                    "clip_name1", options=encoders, tooltip="The tiny CLIP-L (FLUX), umT5 (Wan) or Qwen2.5-VL file."
+                ),
+                io.Combo.Input("clip_name2", options=encoders, optional=True, tooltip="The tiny T5 file (FLUX)."),
             ],
             outputs=[io.Clip.Output()],
         )
 
     @classmethod
-    def execute(cls, clip_name1: str, clip_name2: str) -> io.NodeOutput:
-        paths = [folder_paths.get_full_path_or_raise("text_encoders", name) for name in (clip_name1, clip_name2)]
-        options: dict = {}
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                options |= json.loads((file.metadata() or {})["tessera_tiny"])
-        clip = comfy.sd.load_clip(
-            paths,
-            embedding_directory=folder_paths.get_folder_paths("embeddings"),
-            clip_type=comfy.sd.CLIPType.FLUX,
-            model_options=options,
-        )
-        return io.NodeOutput(clip)
+    def execute(cls, clip_name1: str, clip_name2: str | None = None) -> io.NodeOutput:
+        if clip_name2 is None:
+            return io.NodeOutput(tiny.load_text_encoder(_text_encoder(clip_name1)))
+        return io.NodeOutput(tiny.load_clip(_text_encoder(clip_name1), _text_encoder(clip_name2)))
 
 
 class FixtureExtension(ComfyExtension):

@@ -4,40 +4,89 @@ The `write_*` functions need only torch and safetensors; the `load_*` functions 
 """
 
 from pathlib import Path
+from typing import Any
 
-from .encoders import CLIP_WIDTH, T5_WIDTH, load_clip, load_sd1_clip, write_clip_l, write_t5
+from .encoders import (
+    CLIP_WIDTH,
+    T5_WIDTH,
+    load_clip,
+    load_qwen_clip,
+    load_sd1_clip,
+    load_text_encoder,
+    load_wan_clip,
+    write_clip_l,
+    write_qwen,
+    write_t5,
+    write_umt5,
+)
 from .flux import load_flux, write_flux
+from .flux2 import load_flux2, write_flux2
+from .injection import tiny_detection
+from .models_folder import FLUX_NAMES, QWEN_NAMES, WAN_NAMES, write_models, write_qwen_models, write_wan_models
+from .qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_image
+from .sampling import INPUTS, conditioning, empty_latent, sample
+from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .taesd import load_vae, write_taesd
 from .training import fill_up_matrices, make_data, make_trainer
 from .wan import load_wan, write_wan
+from .wan_vae import write_wan_vae
 
 __all__ = [
     "CLIP_WIDTH",
+    "FLUX_NAMES",
+    "INPUTS",
+    "LOADERS",
+    "QWEN_NAMES",
+    "QWEN_TEXT_WIDTH",
+    "SDXL_TEXT_WIDTH",
     "T5_WIDTH",
+    "WAN_NAMES",
+    "conditioning",
+    "empty_latent",
     "fill_up_matrices",
     "load_clip",
     "load_flux",
+    "load_flux2",
+    "load_model",
+    "load_qwen_clip",
+    "load_qwen_image",
     "load_sd1_clip",
+    "load_sdxl",
+    "load_text_encoder",
     "load_vae",
     "load_wan",
+    "load_wan_clip",
     "make_data",
     "make_trainer",
+    "sample",
+    "tiny_detection",
     "write_clip_l",
     "write_flux",
+    "write_flux2",
     "write_models",
+    "write_qwen",
+    "write_qwen_image",
+    "write_qwen_models",
+    "write_sdxl",
     "write_t5",
     "write_taesd",
+    "write_umt5",
     "write_wan",
+    "write_wan_models",
+    "write_wan_vae",
 ]
 
+LOADERS = {
+    "flux": load_flux,
+    "schnell": load_flux,
+    "flux2": load_flux2,
+    "wan": load_wan,
+    "wan_vace": load_wan,
+    "qwen_image": load_qwen_image,
+    "sdxl": load_sdxl,
+}
 
-def write_models(models: Path) -> dict[str, str]:
-    """Puts a tiny FLUX, its text encoders and VAE below ComfyUI's models folder; returns the loaders' file names."""
-    for folder in ("diffusion_models", "text_encoders", "vae", "loras"):
-        (models / folder).mkdir(parents=True, exist_ok=True)
-    return {
-        "unet_name": write_flux(models / "diffusion_models" / "tiny_flux.safetensors", denoiser=True).name,
-        "clip_name1": write_clip_l(models / "text_encoders" / "tiny_clip_l.safetensors").name,
-        "clip_name2": write_t5(models / "text_encoders" / "tiny_t5xxl.safetensors").name,
-        "vae_name": write_taesd(models / "vae" / "tiny_vae.safetensors").name,
-    }
+
+def load_model(name: str, path: Path) -> Any:
+    """A fresh MODEL of the file that the fixture `tiny_files` names `name`."""
+    return LOADERS[name](path)

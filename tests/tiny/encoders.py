@@ -1,7 +1,7 @@
-"""Tiny text encoders: a CLIP-L and a T5 that share the vocabularies of the real ones, so ComfyUI's tokenizers fit.
+"""Tiny text encoders whose vocabularies fit ComfyUI's tokenizers: CLIP-L, T5, Wan's umT5 and Qwen-Image's Qwen2.5-VL.
 
 Their sizes cannot be read from the weights by ComfyUI, so each file carries its configuration in its metadata and
-`load_clip` passes it on as model options.
+the `load_*` functions pass it on as model options.
 """
 
 import json
@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
+from .qwen_image import QWEN_TEXT_WIDTH
+from .spiece import VOCABULARY, spiece_model
 from .weights import Shapes, fill, linear
 
 CLIP_WIDTH = 32
@@ -21,6 +24,15 @@ CLIP_CONFIG = {"hidden_size": CLIP_WIDTH, "intermediate_size": 64, "num_attentio
 T5_CONFIG = {"d_model": T5_WIDTH, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2}
 CLIP_VOCABULARY, CLIP_POSITIONS = 49408, 77
 T5_VOCABULARY, T5_BUCKETS = 32128, 32
+UMT5_CONFIG = T5_CONFIG | {"vocab_size": VOCABULARY}
+QWEN_CONFIG = {
+    "hidden_size": QWEN_TEXT_WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+QWEN_VOCABULARY, QWEN_HEAD_SIZE = 152064, 128  # both fixed in ComfyUI
 
 
 def _clip_shapes() -> Shapes:
@@ -43,10 +55,11 @@ def _clip_shapes() -> Shapes:
     return shapes
 
 
-def _t5_shapes() -> Shapes:
+def _t5_shapes(vocabulary: int, biases: int) -> Shapes:
+    """`biases` is the number of layers, from the first, with a table of relative positions of their own."""
     width, mlp, heads = T5_CONFIG["d_model"], T5_CONFIG["d_ff"], T5_CONFIG["num_heads"]
     inner = heads * T5_CONFIG["d_kv"]
-    shapes: Shapes = {"shared.weight": (T5_VOCABULARY, width), "encoder.final_layer_norm.weight": (width,)}
+    shapes: Shapes = {"shared.weight": (vocabulary, width), "encoder.final_layer_norm.weight": (width,)}
     for index in range(T5_CONFIG["num_layers"]):
         attention, feed_forward = (f"encoder.block.{index}.layer.{i}" for i in (0, 1))
         for name in "qkv":
@@ -56,16 +69,43 @@ def _t5_shapes() -> Shapes:
         linear(shapes, f"{feed_forward}.DenseReluDense.wi_1", width, mlp, bias=False)
         linear(shapes, f"{feed_forward}.DenseReluDense.wo", mlp, width, bias=False)
         shapes[f"{attention}.layer_norm.weight"] = shapes[f"{feed_forward}.layer_norm.weight"] = (width,)
-    shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (T5_BUCKETS, heads)
+    for index in range(biases):
+        bias = f"encoder.block.{index}.layer.0.SelfAttention.relative_attention_bias.weight"
+        shapes[bias] = (T5_BUCKETS, heads)
     return shapes
 
 
-def _write(path: Path, shapes: Shapes, scales: dict[str, float], option: str, config: dict, seed: int) -> Path:
+def _qwen_shapes() -> Shapes:
+    width, mlp = QWEN_CONFIG["hidden_size"], QWEN_CONFIG["intermediate_size"]
+    inner, keys = (QWEN_CONFIG[f"num_{name}_heads"] * QWEN_HEAD_SIZE for name in ("attention", "key_value"))
+    shapes: Shapes = {"model.embed_tokens.weight": (QWEN_VOCABULARY, width), "model.norm.weight": (width,)}
+    for index in range(QWEN_CONFIG["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        linear(shapes, f"{layer}.self_attn.q_proj", width, inner)
+        linear(shapes, f"{layer}.self_attn.k_proj", width, keys)
+        linear(shapes, f"{layer}.self_attn.v_proj", width, keys)
+        linear(shapes, f"{layer}.self_attn.o_proj", inner, width, bias=False)
+        linear(shapes, f"{layer}.mlp.gate_proj", width, mlp, bias=False)
+        linear(shapes, f"{layer}.mlp.up_proj", width, mlp, bias=False)
+        linear(shapes, f"{layer}.mlp.down_proj", mlp, width, bias=False)
+        shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
+    return shapes
+
+
+def _write(
+    path: Path,
+    shapes: Shapes,
+    scales: dict[str, float],
+    option: str,
+    config: dict,
+    seed: int,
+    extra: dict[str, Tensor] | None = None,
+) -> Path:
     tensors = fill(shapes, seed)
     for name, scale in scales.items():
         tensors[name] *= scale
     save_file(
-        {name: t.to(torch.float16) for name, t in tensors.items()},
+        {name: t.to(torch.float16) for name, t in tensors.items()} | (extra or {}),
         path,
         {"format": "pt", "tessera_tiny": json.dumps({option: config})},
     )
@@ -82,13 +122,38 @@ def write_clip_l(path: Path, *, seed: int = 0) -> Path:
     return _write(path, _clip_shapes(), scales, "model_config", CLIP_CONFIG, seed)
 
 
+def _t5_scales(biases: int) -> dict[str, float]:
+    # T5 does not divide its attention scores by the root of the head size: the queries' weights make up for it.
+    scales = {"shared.weight": T5_WIDTH**0.5}
+    for index in range(T5_CONFIG["num_layers"]):
+        attention = f"encoder.block.{index}.layer.0.SelfAttention"
+        scales[f"{attention}.q.weight"] = T5_CONFIG["d_kv"] ** -0.5
+        if index < biases:
+            scales[f"{attention}.relative_attention_bias.weight"] = 2
+    return scales
+
+
 def write_t5(path: Path, *, seed: int = 0) -> Path:
     """A T5 v1.1 encoder of width 64 and two layers in Hugging Face's names, fp16, about 4 MB."""
-    # T5 does not divide its attention scores by the root of the head size: the queries' weights make up for it.
-    scales = {"shared.weight": T5_WIDTH**0.5, "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": 2}
-    for index in range(T5_CONFIG["num_layers"]):
-        scales[f"encoder.block.{index}.layer.0.SelfAttention.q.weight"] = T5_CONFIG["d_kv"] ** -0.5
-    return _write(path, _t5_shapes(), scales, "t5xxl_model_config", T5_CONFIG, seed)
+    return _write(path, _t5_shapes(T5_VOCABULARY, 1), _t5_scales(1), "t5xxl_model_config", T5_CONFIG, seed)
+
+
+def write_umt5(path: Path, *, seed: int = 0) -> Path:
+    """Wan's umT5 encoder of width 64 and two layers, with a tokenizer of single characters, fp16, 0.2 MB."""
+    layers = T5_CONFIG["num_layers"]
+    extra = {
+        "spiece_model": torch.tensor(list(spiece_model()), dtype=torch.uint8),
+        # ComfyUI knows the encoder by the width of its 24th layer, which here has no rows to read.
+        "encoder.block.23.layer.1.DenseReluDense.wi_1.weight": torch.zeros(10240, 0, dtype=torch.float16),
+    }
+    shapes, scales = _t5_shapes(VOCABULARY, layers), _t5_scales(layers)
+    return _write(path, shapes, scales, "umt5xxl_model_config", UMT5_CONFIG, seed, extra)
+
+
+def write_qwen(path: Path, *, seed: int = 0) -> Path:
+    """Qwen-Image's text encoder of width 64 and two layers, without its vision part, fp16, 20 MB of vocabulary."""
+    scales = {"model.embed_tokens.weight": QWEN_TEXT_WIDTH**0.5}
+    return _write(path, _qwen_shapes(), scales, "qwen25_7b_model_config", QWEN_CONFIG, seed)
 
 
 def _model_options(*paths: Path) -> dict[str, Any]:
@@ -115,3 +180,29 @@ def load_sd1_clip(clip_l: Path) -> Any:
     return comfy.sd.load_clip(
         [str(clip_l)], clip_type=comfy.sd.CLIPType.STABLE_DIFFUSION, model_options=_model_options(clip_l)
     )
+
+
+def load_wan_clip(umt5: Path) -> Any:
+    """A Wan CLIP, as `CLIPLoader` gives it for a file of the full size."""
+    import comfy.sd
+
+    return comfy.sd.load_clip([str(umt5)], clip_type=comfy.sd.CLIPType.WAN, model_options=_model_options(umt5))
+
+
+def load_qwen_clip(qwen: Path) -> Any:
+    """A Qwen-Image CLIP, as `CLIPLoader` gives it for a file of the full size, for text alone: it cannot see."""
+    import comfy.sd
+    import comfy.text_encoders.qwen_vl as vision
+
+    options = _model_options(qwen)
+    original = vision.Qwen2VLVisionTransformer
+    vision.Qwen2VLVisionTransformer = lambda **_: torch.nn.Identity()  # its 0.7 billion weights have fixed sizes
+    try:
+        return comfy.sd.load_clip([str(qwen)], clip_type=comfy.sd.CLIPType.QWEN_IMAGE, model_options=options)
+    finally:
+        vision.Qwen2VLVisionTransformer = original
+
+
+def load_text_encoder(path: Path) -> Any:
+    """The CLIP of a tiny umT5 or Qwen2.5-VL file, whichever it is."""
+    return load_wan_clip(path) if "umt5xxl_model_config" in _model_options(path) else load_qwen_clip(path)

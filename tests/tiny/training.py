@@ -19,7 +19,7 @@ def make_data(grids: Sequence[tuple[int, int]], text_lengths: Sequence[int], tok
 
 def make_trainer(model: Any, data: Any, folder: Path, *, backend: str | None = None, **changes: Any) -> Any:
     """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings."""
-    from tessera.compile.apply import CompileSettings
+    from tessera.compile.settings import CompileSettings
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
     from tessera.train.events import Silent

@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from tessera.compile import apply
-from tessera.compile.apply import CompileSettings, compile_region
+from tessera.compile.apply import compiled_function
+from tessera.compile.regions import run_block
+from tessera.compile.settings import CompileSettings, HowToCompile
 from torch import nn
 
 
@@ -37,7 +39,8 @@ def older_torch(monkeypatch):
 def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs):
     before = torch._dynamo.config.recompile_limit
     assert before < graphs
-    run, block = compile_region("block", CompileSettings("eager"), graphs), Block()
+    how = HowToCompile("eager", dynamic="false", fullgraph=True, limit=graphs)
+    run, block = compiled_function(run_block, "run_block", how), Block()
     for rows in range(2, 2 + graphs):
         assert run(block, torch.ones(rows)).shape == (rows,)
     assert torch._dynamo.config.recompile_limit == before
@@ -56,7 +59,7 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkey
 
     monkeypatch.setattr(apply.torch, "compile", refuses)
     block = Named()
-    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), CompileSettings(), graphs=1)
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), CompileSettings(), 1, torch.device("cpu"))
     assert runner.not_compiled == "torch.compile is not supported on Python 3.99+"
     assert torch.equal(runner(block, torch.ones(3)), torch.full((3,), 2.0))
 

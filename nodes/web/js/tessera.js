@@ -1,12 +1,9 @@
-// Shows on Tessera's nodes what a run says of itself: notes and saved files while it runs, a summary when it has ended.
+// Shows on Tessera's nodes what they say of themselves: notes and saved files while they run, a summary at the end.
 // The phase and the step stand in ComfyUI's own progress text.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
-
-const WIDGET = 'tessera_report'
-const LINE_HEIGHT = 15
-const PADDING = 6
-const MARGIN = 10 // the frontend's own, around every DOM widget
+import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
+import { monospaced, show } from './report_widget.js'
 
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
@@ -16,7 +13,12 @@ const describe = {
     `Saved: output/${subfolder ? `${subfolder}/` : ''}${filename}`,
     `${format}, ${dtype}`,
   ],
+  TesseraCompileModel: ({ notes }) => notes,
+  TesseraCompileReport: describeCompiling,
+  TesseraTuneCompile: ({ text }) => [monospaced(text)],
 }
+
+const leastWidth = { TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
 function describeRun(run) {
   const lines = [`Saved: output/${run.path}`]
@@ -28,47 +30,16 @@ function describeRun(run) {
       `${mean(loss.slice(-tenth))} in the last`)
   }
   if (run.seconds_per_step != null) lines.push(`${run.seconds_per_step} s per step`)
-  if (run.compile) lines.push(`${run.graphs_compiled} graphs compiled in ${run.compile_seconds} s`)
+  if (run.compile) lines.push(`${run.graphs_compiled} graphs compiled in ${run.compile_seconds} s${backend(run)}`)
   if (run.peak_memory_mib != null) {
     lines.push(`Peak memory of the ${run.peak_memory_of}: ${(run.peak_memory_mib / 1024).toFixed(2)} GiB`)
   }
   return [...lines, ...(run.notes ?? [])]
 }
 
-/** The node's report, made when there is first something to show: before that a node looks as its schema says. */
-function reportOf(node) {
-  const found = node.widgets?.find((widget) => widget.name === WIDGET)
-  if (found) return found
-  const element = document.createElement('div')
-  element.className = 'tessera-report'
-  element.setAttribute('role', 'status')
-  Object.assign(element.style, {
-    boxSizing: 'border-box', width: '100%', height: '100%', overflow: 'auto', padding: `${PADDING}px`,
-    fontSize: '11px', lineHeight: `${LINE_HEIGHT}px`, whiteSpace: 'pre-wrap', overflowWrap: 'anywhere',
-    userSelect: 'text', color: 'var(--input-text)', background: 'var(--comfy-input-bg)', borderRadius: '4px',
-  })
-  const widget = node.addDOMWidget(WIDGET, 'tessera', element, {
-    serialize: false, // out of the prompt, and below out of the saved workflow
-    hideOnZoom: false,
-    getMinHeight: () => height(node, element),
-    getMaxHeight: () => height(node, element),
-  })
-  widget.serialize = false
-  return widget
-}
-
-function height(node, element) {
-  const letters = Math.max(20, Math.floor((node.size[0] - 40) / 6))
-  const lines = element.textContent.split('\n').reduce((sum, line) => sum + Math.ceil((line.length || 1) / letters), 0)
-  return Math.min(lines, 12) * LINE_HEIGHT + 2 * (PADDING + MARGIN)
-}
-
-function show(node, lines) {
-  const { element } = reportOf(node)
-  element.textContent = lines.filter(Boolean).join('\n')
-  const [width, wanted] = node.computeSize()
-  node.setSize([Math.max(node.size[0], width), Math.max(node.size[1], wanted)])
-  node.graph?.setDirtyCanvas(true, true)
+function backend(run) {
+  const how = run.compile_report?.regions?.[0]?.how
+  return how ? ` by ${how.backend}` : ''
 }
 
 /** The node that the server names: ids of nodes in subgraphs are paths such as 12:5. */
@@ -94,6 +65,10 @@ app.registerExtension({
       node.tesseraLines = [...(node.tesseraLines ?? []), line]
       show(node, node.tesseraLines)
     })
+    api.addEventListener('tessera.compile', ({ detail }) => {
+      const node = nodeAt(detail.node)
+      if (node) show(node, detail.notes)
+    })
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
     const lines = describe[nodeData.name]
@@ -106,7 +81,7 @@ app.registerExtension({
     nodeType.prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
       const [payload] = output?.tessera ?? []
-      if (payload) show(this, lines(payload))
+      if (payload) show(this, lines(payload), leastWidth[nodeData.name])
     }
   },
 })

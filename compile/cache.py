@@ -1,0 +1,55 @@
+"""Where torch keeps what it compiled, so that the next start of ComfyUI finds it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Inductor keeps its graphs and AOTAutograd's there, and Triton's kernels below, where TRITON_CACHE_DIR is not set.
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_persistent_cache(folder: Path) -> str:
+    """Has torch keep what it compiles in `folder`, and says in a sentence which folder is in force.
+
+    A folder that the user has set stays. Torch's own lies in the system's temporary folder, which is emptied. To be
+    called before anything is compiled: torch reads the folder at each look into a cache, but Triton's once.
+    """
+    chosen = os.environ.get(FOLDER)
+    if chosen and not _is_torchs_own(chosen) and Path(chosen) != folder.absolute():
+        return f"Compiled graphs are kept in {chosen}, which {FOLDER} names{_except_for()}."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return (
+            f"Compiled graphs are lost when the system's temporary folder is emptied, since {folder} can't be written "
+            f"({error.strerror or error}); set {FOLDER} to a folder that can."
+        )
+    os.environ[FOLDER] = str(folder.absolute())
+    return f"Compiled graphs are kept in {folder.absolute()}{_except_for()}."
+
+
+def _is_torchs_own(folder: str) -> bool:
+    """Torch writes its default into the environment when its compiler is first imported."""
+    path = Path(folder)
+    return path.parent == Path(tempfile.gettempdir()).absolute() and path.name.startswith("torchinductor_")
+
+
+def _except_for() -> str:
+    """What is not kept, since the user or this torch has a cache switched off."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    inductor, autograd = torch._inductor.config, torch._functorch.config
+    if getattr(inductor, "force_disable_caches", False):
+        return ", but torch's caches are switched off, so every start compiles anew"
+    off = [
+        f"{what} ({switch}=1 switches it on)"
+        for what, kept, switch in (
+            ("inductor's", getattr(inductor, "fx_graph_cache", False), "TORCHINDUCTOR_FX_GRAPH_CACHE"),
+            ("AOTAutograd's", getattr(autograd, "enable_autograd_cache", False), "TORCHINDUCTOR_AUTOGRAD_CACHE"),
+        )
+        if not kept
+    ]
+    return f", except for {' and '.join(off)}" if off else ""

@@ -1,0 +1,94 @@
+"""One call of a compiled region: where it stands in a model for that long, what it is handed, what it gives back."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .apply import Region
+from .stack import Threading
+from .transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_code, steady
+
+
+def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The body of a block's region; its class's own forward, since the instance's leads here."""
+    return type(block).forward(block, *args, **kwargs)
+
+
+def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The body of a whole model's region: what its `forward` calls inside the wrappers of other nodes, if it has any.
+
+    Models write into the options. Into a copy that is made inside the graph, since all entries of a dict that is
+    written to are guarded: another number of steps would be another graph.
+    """
+    args = tuple(value.copy() if isinstance(value, dict) else value for value in args)
+    kwargs = {key: value.copy() if isinstance(value, dict) else value for key, value in kwargs.items()}
+    own = type(model)
+    return (own._forward if hasattr(own, "_forward") else own.forward)(model, *args, **kwargs)
+
+
+def call_block(region: Region, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the forward of a block."""
+    return _call(region, block, VOLATILE, args, kwargs)
+
+
+def call_model(region: Region, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the forward of a whole model."""
+    return _call(region, model, VOLATILE - READ_OUTSIDE_BLOCKS, args, kwargs)
+
+
+def _call(
+    region: Region, module: nn.Module, drop: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    args = tuple(_steady(value, drop) for value in args)
+    kwargs = {key: _steady(value, drop) for key, value in kwargs.items()}
+    plain = not any(isinstance(v, dict) and carries_code(v) for v in (*args, *kwargs.values()))
+    return _own(region, region(module, args, kwargs, may_measure=plain))
+
+
+def call_stack(
+    region: Region, blocks: tuple[nn.Module, ...], threading: Threading, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Stands for a list of blocks, which no code of other nodes reaches into."""
+    args, kwargs = tuple(map(_steady, args)), {key: _steady(value) for key, value in kwargs.items()}
+    return _own(region, region(blocks, threading, args, kwargs, may_measure=True))
+
+
+def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
+    """An argument as every block gets it: the first block's tokens often come transposed out of a convolution, which
+    would be a second graph for each size."""
+    if isinstance(value, tuple):
+        return tuple(_steady(inner, drop) for inner in value)
+    if isinstance(value, dict):
+        return steady(value, drop)
+    if isinstance(value, Tensor) and value.ndim == 3 and 0 not in value.stride():
+        return value.contiguous()
+    return value
+
+
+def _own(region: Region, out: Any) -> Any:
+    """The outputs of a CUDA graph are overwritten when it next runs: what leaves it is copied."""
+    if region.how.cuda_graphs() and region.device.type == "cuda":
+        return tree_map_only(Tensor, torch.clone, out)
+    return out
+
+
+def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], str, nn.Module]:
+    """Where a module stands: (the dict of its parent, its key there, itself)."""
+    above, _, key = name.rpartition(".")
+    modules = model.get_submodule(above)._modules
+    module = modules[key]
+    assert module is not None
+    return modules, key, module
+
+
+def set_for_now(placed: ExitStack, module: Any, name: str, value: Any) -> None:
+    """Sets an attribute of the instance, and puts back what was there when `placed` ends."""
+    own = vars(module)
+    if name in own:
+        placed.callback(own.__setitem__, name, own[name])
+    else:
+        placed.callback(own.pop, name, None)
+    own[name] = value

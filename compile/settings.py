@@ -1,0 +1,189 @@
+"""What a user sets about compiling, and what of it does not apply here."""
+
+import fnmatch
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DYNAMIC = {"auto": None, "true": True, "false": False}
+SCOPES = ("blocks", "stack", "model")
+EAGER = "eager"  # in an override: not compiled at all
+
+# name → (mode, scope); what a preset fills in.
+PRESETS = {
+    "fast start": ("default", "blocks"),
+    "balanced": ("max-autotune-no-cudagraphs", "blocks"),
+    "maximum speed": ("max-autotune-no-cudagraphs", "stack"),
+}
+
+_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# Backends that torch lists for its own tests and debugging.
+_NOT_FOR_USERS = re.compile(r"TESTING|minifier|crossref|eager_debug|eager_noexcept|invoke_subgraph|_with_mode")
+_KNOWN_FIRST = ("inductor", "cudagraphs", "aot_eager", "eager")
+
+
+@dataclass(frozen=True)
+class HowToCompile:
+    """How one region is compiled, as `torch.compile` takes it. dynamic: auto, true or false; limit: the most graphs
+    that the region may hold."""
+
+    backend: str = "inductor"
+    mode: str = "default"
+    dynamic: str = "auto"
+    fullgraph: bool = False
+    limit: int = 64
+
+    def cuda_graphs(self) -> bool:
+        return self.backend == "cudagraphs" or (self.backend == "inductor" and self.mode in _CUDA_GRAPH_MODES)
+
+
+@dataclass(frozen=True)
+class Override:
+    """One line of overrides: the blocks that `pattern` matches are compiled so; `how` is None for eager."""
+
+    pattern: str
+    eager: bool = False
+    changes: tuple[tuple[str, str], ...] = ()
+
+    def matches(self, block: str) -> bool:
+        """block: its name inside the diffusion model, such as double_blocks.3."""
+        return _matches(self.pattern, block)
+
+    def apply(self, how: HowToCompile) -> HowToCompile:
+        changes = {key: value == "true" if key == "fullgraph" else value for key, value in self.changes}
+        return replace(how, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The settings of a Compile Model node."""
+
+    backend: str = "inductor"
+    mode: str = "default"
+    dynamic: str = "auto"
+    fullgraph: bool = False
+    cache_size_limit: int = 64
+    scope: str = "blocks"
+    overrides: tuple[Override, ...] = ()
+
+    def how(self) -> HowToCompile:
+        return HowToCompile(self.backend, self.mode, self.dynamic, self.fullgraph, self.cache_size_limit)
+
+    def how_for(self, block: str) -> HowToCompile | None:
+        """How the block of this name is compiled, None for eager; the last line of the overrides that matches wins."""
+        for override in reversed(self.overrides):
+            if override.matches(block):
+                return None if override.eager else override.apply(self.how())
+        return self.how()
+
+    def check(self) -> None:
+        """Raises ValueError, in a sentence, for a value that cannot be meant."""
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
+        if self.dynamic not in DYNAMIC:
+            raise ValueError(f"dynamic is {self.dynamic!r}; choose one of {', '.join(DYNAMIC)}.")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope is {self.scope!r}; choose one of {', '.join(SCOPES)}.")
+        if self.cache_size_limit < 1:
+            raise ValueError(f"cache_size_limit is {self.cache_size_limit}; it has to be at least 1.")
+        for backend in {self.backend, *(value for o in self.overrides for key, value in o.changes if key == "backend")}:
+            check_backend(backend)
+
+    def ignored(self, blocks: Sequence[str], device: torch.device) -> list[str]:
+        """A sentence for each setting that has no effect here. blocks: the names of the model's blocks. Raises
+        ValueError for an override that matches none of them."""
+        notes = []
+        kinds = {how for how in (self.how_for(block) for block in blocks) if how is not None} | {self.how()}
+        for how in sorted(kinds, key=str):
+            if how.mode != "default" and how.backend != "inductor":
+                notes.append(f"mode {how.mode} is ignored: the backend {how.backend} has no modes, only inductor has.")
+            if how.cuda_graphs() and device.type != "cuda":
+                what = f"mode {how.mode}" if how.backend == "inductor" else f"the backend {how.backend}"
+                notes.append(f"{what} uses no CUDA graphs here: the model runs on {device.type}.")
+        for override in self.overrides:
+            if not any(override.matches(block) for block in blocks):
+                known = ", ".join(dict.fromkeys(f"{block.rpartition('.')[0]}.*" for block in blocks)) or "none"
+                raise ValueError(f"overrides: {override.pattern} matches no block of this model, which has {known}.")
+        if self.overrides and self.scope == "model":
+            notes.append("overrides are ignored with scope model, which compiles the model as one region.")
+        missing = {"recompile_limit", "isolate_recompiles"} - set(inspect.signature(torch.compile).parameters)
+        if missing:
+            notes.append(
+                f"torch {torch.__version__} has no limit for each region: cache_size_limit is set in torch's "
+                "configuration for the time of each call, and compiled models share it."
+            )
+        return notes
+
+
+def backends() -> list[str]:
+    """What this torch can compile with, the usual ones first."""
+    listed = [name for name in torch._dynamo.list_backends(exclude_tags=()) if not _NOT_FOR_USERS.search(name)]
+    return [*_KNOWN_FIRST, *(name for name in listed if name not in _KNOWN_FIRST)]
+
+
+def check_backend(name: str) -> None:
+    """Raises ValueError for a backend that is not there. Names that torch lists may still lack their own package."""
+    from importlib.util import find_spec
+
+    needed = {"tvm": "tvm", "openxla": "torch_xla", "openxla_eval": "torch_xla"}.get(name)
+    if needed and find_spec(needed) is None:
+        raise ValueError(f"backend {name} needs the package {needed}, which is not installed; choose inductor.")
+    try:
+        torch._dynamo.lookup_backend(name)
+    except Exception as error:
+        raise ValueError(f"backend {name!r} is not installed; choose one of {', '.join(backends())}.") from error
+
+
+def parse_overrides(text: str) -> tuple[Override, ...]:
+    """The lines of the overrides field: a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=,
+    fullgraph=. A pattern has wildcards and ranges: double_blocks.*, single_blocks.0-9. Empty lines and what follows a
+    # are left out. Raises ValueError, in a sentence, for a line that says nothing or two things."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        found.append(_parse_line(number, words[0], words[1:]))
+    return tuple(found)
+
+
+def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
+    where = f"overrides, line {number}"
+    if not words:
+        raise ValueError(f"{where}: {pattern} stands alone; write eager or, for example, mode=max-autotune behind it.")
+    if EAGER in words:
+        if len(words) > 1:
+            raise ValueError(f"{where}: eager blocks are not compiled, so nothing else can stand beside eager.")
+        return Override(pattern, eager=True)
+    allowed = {"backend": None, "mode": MODES, "dynamic": tuple(DYNAMIC), "fullgraph": ("true", "false")}
+    changes: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in allowed:
+            raise ValueError(f"{where}: {word!r} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}.")
+        if key in changes:
+            raise ValueError(f"{where}: {key} is given twice.")
+        values = allowed[key]
+        if values is not None and value not in values:
+            raise ValueError(f"{where}: {key} is {value!r}; choose one of {', '.join(values)}.")
+        changes[key] = value
+    return Override(pattern, changes=tuple(changes.items()))
+
+
+def _matches(pattern: str, block: str) -> bool:
+    """Part by part between the dots, so that a * or a range stands for one number only; a pattern that ends in .* or in
+    a list's name covers all that is below."""
+    wanted, parts = pattern.split("."), block.split(".")
+    if len(wanted) > len(parts):
+        return False
+    return all(_part_matches(w, p) for w, p in zip(wanted, parts, strict=False))
+
+
+def _part_matches(wanted: str, part: str) -> bool:
+    if (numbers := re.fullmatch(r"(\d+)-(\d+)", wanted)) and part.isdigit():
+        return int(numbers[1]) <= int(part) <= int(numbers[2])
+    return fnmatch.fnmatchcase(part, wanted)

@@ -1,0 +1,146 @@
+"""A list of blocks as one region: how the outputs of one block become the inputs of the next, found by watching."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+@dataclass(frozen=True)
+class Threading:
+    """Which outputs of a block are inputs of the next: (place of the output, place of the input). The place of an
+    output is its index, or -1 where the block returns one tensor; that of an input is its index or its name. All other
+    inputs are the same for all blocks."""
+
+    links: tuple[tuple[int, int | str], ...]
+
+
+def run_stack(
+    blocks: tuple[nn.Module, ...], threading: Threading, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """All blocks one after the other: the body of a stack's region."""
+    out = None
+    for block in blocks:
+        if out is not None:
+            positional, named = list(args), dict(kwargs)
+            for place, target in threading.links:
+                value = out if place < 0 else out[place]
+                if isinstance(target, int):
+                    positional[target] = value
+                else:
+                    named[target] = value
+            args, kwargs = tuple(positional), named
+        out = type(block).forward(block, *args, **kwargs)
+    return out
+
+
+@dataclass
+class Call:
+    """What one block was called with and gave."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any = None
+
+
+class Watch:
+    """Watches the calls of one list's blocks in an eager pass, and tells how they hang together.
+
+    Call `before` and `after` around each block's own forward. Only the call before the present one is kept, so that
+    the pass needs no more memory than any other, but for a copy of the first inputs and of the last outputs.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]):
+        self.blocks = tuple(blocks)
+        self._seen = 0
+        self._links: tuple[tuple[int, int | str], ...] | None = None
+        self._why: str | None = None
+        self._call: Call | None = None
+        self._first: Call | None = None
+        self._last: Any = None
+
+    def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._seen >= len(self.blocks) or block is not self.blocks[self._seen]:
+            self._why = "the model does not run its blocks once each and in order"
+        call = Call(args, dict(kwargs))
+        if self._call is None:
+            self._first = Call(_copies(args), _copies(kwargs))
+        elif self._why is None:
+            found = _links(self._call, call)
+            if found is None or (self._links is not None and found != self._links):
+                self._why = "the model computes something between its blocks"
+            self._links = found
+        self._call = call
+        self._seen += 1
+
+    def after(self, out: Any) -> None:
+        assert self._call is not None
+        self._call.out = out
+        if self._seen == len(self.blocks):
+            self._last = _copies(out)
+
+    def threading(self) -> Threading | str:
+        """How the blocks hang together, or why they can't run as one region, as the end of a sentence."""
+        if self._why is None and self._seen != len(self.blocks):
+            self._why = "the model does not run its blocks once each and in order"
+        if self._why is not None:
+            return self._why
+        assert self._links is not None and self._first is not None
+        self._call = None
+        threading = Threading(self._links)
+        # Something done in place between two blocks shows only in the result.
+        if not _equal(run_stack(self.blocks, threading, self._first.args, self._first.kwargs), self._last):
+            return "the model changes the blocks' results between them"
+        return threading
+
+
+def _copies(value: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, value)
+
+
+def _links(earlier: Call, later: Call) -> tuple[tuple[int, int | str], ...] | None:
+    if len(earlier.args) != len(later.args) or set(earlier.kwargs) != set(later.kwargs):
+        return None
+    outputs = list(enumerate(earlier.out)) if isinstance(earlier.out, tuple | list) else [(-1, earlier.out)]
+    links: list[tuple[int, int | str]] = []
+    pairs: list[tuple[int | str, Any, Any]] = [(i, earlier.args[i], value) for i, value in enumerate(later.args)]
+    pairs += [(name, earlier.kwargs[name], value) for name, value in later.kwargs.items()]
+    for target, before, value in pairs:
+        place = next((place for place, out in outputs if value is out and isinstance(out, Tensor)), None)
+        if place is not None:
+            links.append((place, target))
+        elif isinstance(value, dict) and isinstance(before, dict):
+            continue  # the options, which carry no code here
+        elif value is not before and not _same(value, before):
+            return None
+    return tuple(links) if links else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal and not a tensor: a tensor made anew between two blocks is something computed there. Tuples of the same
+    tensors are the same."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "__dict__") and type(a) is type(b) and not isinstance(a, Tensor | nn.Module):
+        return _same(tuple(vars(a).values()), tuple(vars(b).values()))
+    return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+class StackModule(nn.Module):
+    """Stands in a model's list for all of its blocks while one call lasts."""
+
+    def __init__(self, run: Any):
+        super().__init__()
+        self._run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)

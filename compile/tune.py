@@ -1,0 +1,256 @@
+"""Finds the settings of Compile Model that are fastest for a model, a size and this machine, by measuring them."""
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+
+from .apply import first_line
+from .branch import KEY, Branch, branch_of, compile_model, forget_branch
+from .measure import memory_beside_tensors
+from .regions import BlockOfModel, block_lists, find_blocks
+from .settings import CompileSettings
+from .tune_bench import WARM_UP, Bench, uncompiled
+from .tune_results import Measured, Spread, TuneResult, Unmeasured, label, result_key
+from .tune_step import StepInputs
+
+log = logging.getLogger(__name__)
+
+PAIRS = (3, 9)  # least and most, as the time allows
+AUTOTUNE = 3.0  # choosing kernels by trial takes about so many times as long as compiling without
+
+Tell = Callable[[int, str], None]
+
+
+def candidates(device: torch.device) -> list[CompileSettings]:
+    """The settings worth trying, those with the most gain for their compile time first. Sizes other than the tuned one
+    have to work as well, so dynamic stays auto."""
+    tried = [("blocks", "default"), ("stack", "default"), ("model", "default")]
+    if device.type == "cuda":
+        tried = [
+            ("blocks", "default"),
+            ("blocks", "max-autotune-no-cudagraphs"),
+            ("stack", "default"),
+            ("stack", "max-autotune-no-cudagraphs"),
+            ("model", "default"),
+            ("blocks", "reduce-overhead"),
+            ("model", "reduce-overhead"),
+        ]
+    return [CompileSettings(scope=scope, mode=mode) for scope, mode in tried]
+
+
+def tune(
+    patcher: ModelPatcher,
+    inputs: StepInputs,
+    time_budget: float,
+    tried: Sequence[CompileSettings],
+    tell: Tell,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TuneResult:
+    """Measures eager and each of `tried` on steps of the MODEL, which is left as it was; what was compiled for the best
+    stays with it, for the next `compile_model`.
+
+    time_budget: seconds; no candidate is begun that what was seen so far says would not fit. tell: called with the
+    number of candidates done and what is being measured. Raises ValueError where the model can't run at all, and lets
+    ComfyUI's interrupt through.
+    """
+    run = _Run(patcher, inputs, time_budget, clock)
+    try:
+        tell(0, "Measuring eager")
+        run.measure_eager()
+        for done, settings in enumerate(tried, 1):
+            if (why := run.why_not(settings)) is not None:
+                run.unmeasured.append(Unmeasured(settings, why, failed=False))
+                continue
+            tell(done, f"Measuring {label(settings)} ({done} of {len(tried)})")
+            run.measure(settings)
+        result = run.result()
+        best = result.best()
+        run.clear(keep=None if best is None else best.settings)
+        return result
+    except BaseException:
+        run.clear(keep=None)
+        raise
+
+
+def tuned_model(patcher: ModelPatcher, result: TuneResult) -> ModelPatcher:
+    """The MODEL compiled with the best settings, or without any where none is faster than eager."""
+    if (best := result.best()) is not None:
+        return compile_model(patcher, best.settings)[0]
+    return patcher if branch_of(patcher) is None else uncompiled(patcher)
+
+
+class _Run:
+    """One tuning: what was found so far."""
+
+    def __init__(self, patcher: ModelPatcher, inputs: StepInputs, time_budget: float, clock: Callable[[], float]):
+        self.patcher, self.inputs, self.clock = patcher, inputs, clock
+        self.time_budget, self.ends = time_budget, clock() + time_budget
+        self.measured: list[Measured] = []
+        self.unmeasured: list[Unmeasured] = []
+        self.made: list[Branch] = []
+        self.compile_seconds: list[tuple[CompileSettings, float]] = []
+        self.eager_steps: list[float] = []
+        model = patcher.get_model_object("diffusion_model")
+        self.blocks = find_blocks(model)
+        self.lists = block_lists(model, self.blocks)
+
+    def measure_eager(self) -> None:
+        """The MODEL as it came, without a Compile Model in front."""
+        bench = Bench(uncompiled(self.patcher), None, self.inputs, self.clock)
+        try:
+            bench.run([False])
+            self.eager_steps = [seconds for _, seconds in bench.run([False] * PAIRS[0])]
+        except Exception as error:
+            if comfy.model_management.is_oom(error) or self.inputs.prompt:
+                raise
+            raise ValueError(
+                f"model: Tune Compile could not make inputs that {type(self.patcher.model).__name__} takes "
+                f"({first_line(error)}); connect a prompt for it to positive."
+            ) from error
+
+    def why_not(self, settings: CompileSettings) -> str | None:
+        """Why these settings are not tried, as a sentence."""
+        if settings.scope != "model" and not self.blocks:
+            return "the model has no list of like blocks."
+        if settings.scope == "stack" and not self.lists:
+            return "the model has no list that consists of blocks only, so this is the same as blocks."
+        left = self.ends - self.clock()
+        expected = self.expected_seconds(settings)
+        if expected > left:
+            return (
+                f"it would take about {expected:.0f} s and {max(0, left):.0f} s of the time budget are left; raise "
+                "time_budget to try it."
+            )
+        return None
+
+    def expected_seconds(self, settings: CompileSettings) -> float:
+        """Of compiling, by what was seen so far, and of the fewest steps that tell something."""
+        steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Spread.of(self.eager_steps).median
+        work = self._work(settings)
+        return steps + max((s * work / self._work(seen) for seen, s in self.compile_seconds), default=0.0)
+
+    def _work(self, settings: CompileSettings) -> float:
+        """How long compiling takes, in no unit. It grows slower than the number of blocks in a region, since equal
+        kernels are built once."""
+
+        def kinds(blocks: list[BlockOfModel]) -> int:
+            return len({block.kind for block in blocks})
+
+        in_lists = {block.name for blocks in self.lists.values() for block in blocks}
+        if settings.scope == "model":
+            size = float(len(self.blocks))
+        elif settings.scope == "stack":
+            size = len(in_lists) + kinds([block for block in self.blocks if block.name not in in_lists])
+        else:
+            size = kinds(self.blocks)
+        return math.sqrt(max(1.0, size)) * (AUTOTUNE if "max-autotune" in settings.mode else 1.0)
+
+    def measure(self, settings: CompileSettings) -> None:
+        """Adds a row for these settings. Whatever goes wrong with them is their row, and no end of the tuning."""
+        try:
+            found = self._measure(settings)
+        except Exception as error:
+            log.debug("%s", label(settings), exc_info=error)
+            oom = comfy.model_management.is_oom(error)
+            found = Unmeasured(settings, "out of memory." if oom else first_line(error), failed=True)
+            comfy.model_management.soft_empty_cache()
+        if isinstance(found, Measured):
+            self.measured.append(found)
+        else:
+            self.unmeasured.append(found)
+
+    def _measure(self, settings: CompileSettings) -> Measured | Unmeasured:
+        clone, branch = compile_model(self.patcher, settings)
+        compiled_before = branch.report().counts().seconds if branch.regions else None
+        if compiled_before is None:
+            self.made.append(branch)
+        if not clone.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+            return Unmeasured(settings, branch.notes[-1], failed=True)
+        device = clone.load_device
+        bench = Bench(clone, branch, self.inputs, self.clock)
+        if clone.model is not self.patcher.model:  # loaded once more, without dynamic VRAM
+            bench.run([False])
+        memory = _memory_in_use(device)
+        warm_up = bench.warm_up()
+        if (why := _not_compiled(branch)) is not None:
+            return Unmeasured(settings, why, failed=True)
+        if warm_up is None:
+            return Unmeasured(settings, _compiles_on(branch), failed=True)
+        *compiling, last = warm_up
+        compiled, eager = self._pairs(bench, last)
+        step = Spread.of(compiled)
+        seconds = sum(max(0.0, s - step.median) for s in compiling) if compiled_before is None else compiled_before
+        self.compile_seconds.append((settings, seconds))
+        if not self.patcher.is_dynamic():
+            self.eager_steps += eager
+        return Measured(
+            settings,
+            _times(step, 1000),
+            Spread.of([e / c for e, c in zip(eager, compiled, strict=True)]),
+            round(seconds, 2),
+            max(0, _memory_in_use(device) - memory) // 2**20,
+            branch.report().counts().graphs,
+            tuple(branch.notes),
+        )
+
+    def _pairs(self, bench: Bench, compiled_step: float) -> tuple[list[float], list[float]]:
+        """Seconds of compiled and of eager steps, by turns, for about a tenth of the budget."""
+        pair = compiled_step + Spread.of(self.eager_steps).median
+        pairs = round(0.1 * self.time_budget / pair) if pair > 0 else PAIRS[1]
+        taken = bench.run([True, False] * min(PAIRS[1], max(PAIRS[0], pairs)))
+        return [s for compiled, s in taken if compiled], [s for compiled, s in taken if not compiled]
+
+    def result(self) -> TuneResult:
+        return TuneResult(
+            result_key(self.patcher, self.inputs),
+            _times(Spread.of(self.eager_steps), 1000),
+            tuple(self.measured),
+            tuple(self.unmeasured),
+            self.time_budget,
+            datetime.now().strftime("%Y-%m-%d %H:%M"),
+        )
+
+    def clear(self, keep: CompileSettings | None) -> None:
+        """Gives back the graphs, and their memory, of all settings that were compiled here but those to keep."""
+        self._forget(keep)
+        gc.collect()
+        comfy.model_management.soft_empty_cache()
+
+    def _forget(self, keep: CompileSettings | None) -> None:
+        for branch in self.made:
+            if branch.settings != keep:
+                forget_branch(branch)
+        self.made.clear()
+
+
+def _memory_in_use(device: torch.device) -> int:
+    """Bytes, without what torch keeps for later."""
+    gc.collect()
+    comfy.model_management.soft_empty_cache()
+    tensors = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    return memory_beside_tensors(device) + tensors
+
+
+def _not_compiled(branch: Branch) -> str | None:
+    """Why nothing of it runs compiled, as a sentence; None where something does."""
+    if any(not region.eager and region.report.compiled_calls for region in branch.regions.values()):
+        return None
+    causes = [note for region in branch.regions.values() for note in region.report.notes] or branch.notes
+    return causes[-1] if causes else "nothing of the model was compiled."
+
+
+def _compiles_on(branch: Branch) -> str:
+    causes = [cause for region in branch.regions.values() for cause in region.report.recompiles()]
+    return f"it compiles again at every step: {causes[-1] if causes else 'torch does not say why.'}"
+
+
+def _times(spread: Spread, factor: float) -> Spread:
+    return Spread(*(round(factor * value, 3) for value in (spread.low, spread.median, spread.high)))

@@ -1,0 +1,89 @@
+"""Steps of a sampler, each compiled or eager as it is told, and timed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from .branch import KEY, Branch
+from .measure import synchronise
+from .tune_step import StepInputs
+
+STAND = "tessera.tune"
+WARM_UP = 2  # steps at least: with scope stack the first one only learns how the blocks hang together
+MOST_WARM_UP = 8
+
+
+def uncompiled(patcher: ModelPatcher) -> ModelPatcher:
+    clone = patcher.clone()
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    clone.remove_attachments(KEY)
+    return clone
+
+
+class Bench:
+    """A clone of the MODEL whose sampling runs each step compiled or eager as it is told, and times it.
+
+    It stands where Compile Model's own wrapper stands, and the steps are those of a sampler, so that all that a step
+    does is in its time.
+    """
+
+    def __init__(
+        self, clone: ModelPatcher, branch: Branch | None, inputs: StepInputs, clock: Callable[[], float]
+    ) -> None:
+        self.clone, self.branch, self.inputs, self.clock = clone, branch, inputs, clock
+        self._turns: list[bool] = []
+        self._taken: list[tuple[bool, float]] = []
+        self._compiled = False
+        if branch is not None:
+            clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self._apply_model)
+        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, STAND, self._step)
+
+    def run(self, turns: Sequence[bool]) -> list[tuple[bool, float]]:
+        """One sampling of a step for each turn: True for compiled. Returns turns and their seconds."""
+        self._turns, self._taken = list(turns), []
+        with torch.inference_mode():
+            self.inputs.sample(self.clone, len(turns))
+        if len(self._taken) != len(turns):
+            raise RuntimeError("another node leaves out or repeats steps of the sampler, so they can't be compared.")
+        return self._taken
+
+    def warm_up(self) -> list[float] | None:
+        """Compiled steps until one finds all its graphs there. Returns the seconds of those that compiled and of the
+        last one; None where they don't come to an end."""
+        assert self.branch is not None
+        compiling = []
+        for number in range(1, MOST_WARM_UP + 1):
+            before = _state(self.branch)
+            ((_, seconds),) = self.run([True])
+            after = _state(self.branch)
+            if after[0] != before[0]:
+                compiling.append(seconds)
+            if after == before and number >= WARM_UP:
+                return [*compiling, seconds]
+        return None
+
+    def _step(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        self._compiled = len(self._taken) < len(self._turns) and self._turns[len(self._taken)]
+        synchronise(self.clone.load_device)
+        started = self.clock()
+        out = executor(*args, **kwargs)
+        synchronise(self.clone.load_device)
+        self._taken.append((self._compiled, self.clock() - started))
+        return out
+
+    def _apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.branch is not None
+        return self.branch.apply_model(executor, *args, **kwargs) if self._compiled else executor(*args, **kwargs)
+
+
+def _state(branch: Branch) -> tuple[int, int]:
+    """(compiles, timings) that its regions have made: a region times itself once after each compile."""
+    reports = [region.report for region in branch.regions.values()]
+    return sum(len(report.events) for report in reports), sum(len(report.speeds) for report in reports)

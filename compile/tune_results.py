@@ -1,0 +1,240 @@
+"""What measuring the settings of Compile Model gave: the best of them, a table, and the file that remembers it."""
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from comfy.model_patcher import ModelPatcher
+
+from .settings import CompileSettings
+from .tune_step import StepInputs
+
+FORMAT = 1  # of the remembered files
+LEAST_GAIN = 0.01  # what is faster by less is not worth a compile
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, between their quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, _, high = quantiles(values, n=4, method="inclusive")
+        return cls(low, median(values), high)
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of compiling. step: milliseconds; gain: eager time over compiled time of steps taken by turns."""
+
+    settings: CompileSettings
+    step: Spread
+    gain: Spread
+    compile_seconds: float
+    memory_mib: int
+    graphs: int
+    notes: tuple[str, ...] = ()
+
+    def faster(self) -> bool:
+        return self.gain.median - 1 > max(self.gain.half, LEAST_GAIN)
+
+    def pays_after(self) -> int | None:
+        """Steps until the time that compiling took is won back; None where it is not clear that it ever is."""
+        if not self.faster():
+            return None
+        return math.ceil(1000 * self.compile_seconds / (self.step.median * (self.gain.median - 1)))
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A way of compiling that failed, or was left out. why: the cause as a sentence."""
+
+    settings: CompileSettings
+    why: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """eager: milliseconds of a step of the MODEL as it came. measured_at: local date and time."""
+
+    key: dict[str, str]
+    eager: Spread
+    measured: tuple[Measured, ...]
+    unmeasured: tuple[Unmeasured, ...]
+    time_budget: float
+    measured_at: str
+
+    def best(self) -> Measured | None:
+        """The fastest, where it is faster than eager by more than the measurements spread."""
+        faster = [row for row in self.measured if row.faster() and row.step.median < self.eager.median]
+        return max(faster, key=lambda row: row.gain.median, default=None)
+
+    def recommendation(self) -> str:
+        best = self.best()
+        if best is not None:
+            how = f"backend {best.settings.backend}, mode {best.settings.mode}, scope {best.settings.scope}"
+            return f"Best: {how}, {best.gain.median:.2f} times as fast as eager. The MODEL is compiled so."
+        if self.measured:
+            return "Nothing was faster than eager by more than the measurements spread: the MODEL goes out uncompiled."
+        return "Nothing could be measured beside eager: the MODEL goes out uncompiled."
+
+    def complete(self, time_budget: float) -> bool:
+        """Whether measuring again within this budget would find no more."""
+        return bool(self.measured) and (time_budget <= self.time_budget or all(u.failed for u in self.unmeasured))
+
+    def text(self) -> str:
+        """The table and what follows from it, for people."""
+        head = f"{self.key['class']}, {self.key['size']}; {self.key['device']}, torch {self.key['torch']}"
+        lines = [head, *self._table(), self.recommendation()]
+        lines += [f"Failed: {label(u.settings)}: {u.why}" for u in self.unmeasured if u.failed]
+        lines += [f"Left out: {label(u.settings)}: {u.why}" for u in self.unmeasured if not u.failed]
+        lines += [f"{label(row.settings)}: {note}" for row in self.measured for note in row.notes]
+        return "\n".join([*lines, f"Measured on {self.measured_at}."])
+
+    def _table(self) -> list[str]:
+        rows = [("settings", "ms/step", "gain", "spread", "compile s", "memory MiB", "pays after")]
+        rows.append(("eager", f"{self.eager.median:.1f}", "", "", "", "", ""))
+        for row in self.measured:
+            steps = row.pays_after()
+            rows.append(
+                (
+                    label(row.settings),
+                    f"{row.step.median:.1f}",
+                    f"{row.gain.median:.2f}x",
+                    f"{row.gain.half:.2f}",
+                    f"{row.compile_seconds:.1f}",
+                    str(row.memory_mib),
+                    "-" if steps is None else f"{steps} steps",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Plain numbers and texts, for JSON."""
+        best = self.best()
+        return {
+            "key": self.key,
+            "best": None if best is None else asdict(best.settings),
+            "recommendation": self.recommendation(),
+            "eager": asdict(self.eager),
+            "measured": [
+                asdict(row) | {"label": label(row.settings), "pays_after": row.pays_after()} for row in self.measured
+            ],
+            "unmeasured": [asdict(row) | {"label": label(row.settings)} for row in self.unmeasured],
+            "time_budget": self.time_budget,
+            "measured_at": self.measured_at,
+        }
+
+
+def label(settings: CompileSettings) -> str:
+    """Such as "stack, default"; backends other than inductor in the place of the mode."""
+    return f"{settings.scope}, {settings.mode if settings.backend == 'inductor' else settings.backend}"
+
+
+def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
+    """What a result holds for: this kind of model and its number formats, GPU, torch, size. No weight is read."""
+    base: Any = patcher.model
+    model = base.diffusion_model
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    device = patcher.load_device
+    return {
+        "class": type(base).__name__,
+        "config": _digest(json.dumps(base.model_config.unet_config, sort_keys=True, default=str)),
+        "parameters": str(sum(p.numel() for p in model.parameters())),
+        "dtypes": f"{dtypes}, computing in {str(base.get_dtype_inference()).removeprefix('torch.')}",
+        "loading": f"{type(patcher).__name__}, {patcher.model_size() // 2**20} MiB",  # swapped blocks count by slots
+        "attention": optimized_attention.__name__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(device),
+        "torch": torch.__version__,
+        "size": inputs.size,
+        "prompt": inputs.prompt,
+    }
+
+
+def _processor(device: torch.device) -> str:
+    name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def file_name(key: dict[str, str]) -> str:
+    return f"{key['class']}-{_digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def to_json(result: TuneResult) -> str:
+    return json.dumps({"format": FORMAT, **asdict(result)}, indent=1, allow_nan=False)
+
+
+def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
+    """The result that is remembered for `key`, None where there is none. Raises ValueError, in a sentence, for a file
+    that says something else or nothing."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT or found["key"] != key:
+            raise ValueError("it is of another version or for another model")
+        result = TuneResult(
+            key=key,
+            eager=_spread(found["eager"]),
+            measured=tuple(_measured(row) for row in found["measured"]),
+            unmeasured=tuple(
+                Unmeasured(_settings(row["settings"]), str(row["why"]), bool(row["failed"]))
+                for row in found["unmeasured"]
+            ),
+            time_budget=float(found["time_budget"]),
+            measured_at=str(found["measured_at"]),
+        )
+        result.text()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"The remembered result {path.name} can't be used ({cause}), so everything is measured again."
+        ) from error
+    return result
+
+
+def _measured(row: dict[str, Any]) -> Measured:
+    kept = row | {
+        "settings": _settings(row["settings"]),
+        "step": _spread(row["step"]),
+        "gain": _spread(row["gain"]),
+        "notes": tuple(map(str, row["notes"])),
+    }
+    kept["settings"].check()
+    return Measured(**kept)
+
+
+def _settings(found: dict[str, Any]) -> CompileSettings:
+    """Candidates have no overrides, which name blocks."""
+    return CompileSettings(**(found | {"overrides": ()}))
+
+
+def _spread(found: dict[str, Any]) -> Spread:
+    return Spread(float(found["low"]), float(found["median"]), float(found["high"]))

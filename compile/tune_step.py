@@ -1,0 +1,185 @@
+"""A real step of a model: what a sampler hands to it at some size, made without text encoder and VAE."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.sample
+import torch
+from comfy import model_base
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+Conditioning = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What is sampled: pixels, pictures at a time, frames of a video. text_length: tokens of the prompt. A text_length
+    or cfg of 0 stands for what is usual with the model."""
+
+    width: int
+    height: int
+    batch: int = 1
+    frames: int = 1
+    text_length: int = 0
+    cfg: float = 0.0
+
+
+@dataclass(frozen=True)
+class Usual:
+    """How a kind of model is mostly sampled. negative: tokens of the negative prompt, None for as many as the prompt
+    has; ComfyUI runs prompts of one length in one call, others in two."""
+
+    text: int
+    cfg: float
+    negative: int | None = None
+
+
+# Lengths are those of core's text encoders for a short prompt: most pad it, Qwen-Image's does not.
+_USUAL: tuple[tuple[type, Usual], ...] = (
+    (model_base.Flux2, Usual(512, 1.0)),
+    (model_base.Chroma, Usual(256, 4.0)),
+    (model_base.Flux, Usual(256, 1.0)),
+    (model_base.WAN21, Usual(512, 5.0)),
+    (model_base.QwenImage, Usual(128, 4.0, negative=8)),
+)
+_USUAL_UNET = Usual(77, 7.0)
+_USUAL_ELSE = Usual(256, 4.0)
+
+# Names of the first layer that the text goes through, the surest first.
+_TEXT_LAYERS = (
+    "txt_in",
+    "context_embedder",
+    "text_embedding",
+    "cap_embedder",
+    "cond_seq_linear",
+    "caption_projection",
+    "caption_embedder",
+    "text_embeddings",
+    "text_proj",
+    "condition_proj",
+    "cond_in",
+    "t5_yproj",
+    "y_embedder",
+)
+# Of models that attend to the text as it comes.
+_TEXT_KEYS = ("attn2.to_k", "cross_attn.k_proj", "cross_attn.k")
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What `comfy.sample.sample` takes. size: the same in words. prompt: the shapes of a prompt that was given, else
+    empty."""
+
+    noise: Tensor
+    latent: Tensor
+    positive: Conditioning
+    negative: Conditioning
+    cfg: float
+    size: str
+    prompt: str
+
+    def sample(self, patcher: ModelPatcher, steps: int) -> None:
+        """As core's KSampler samples; what comes out is noise still."""
+        texts = self.positive, self.negative
+        extra = {"disable_pbar": True, "seed": 0}
+        comfy.sample.sample(patcher, self.noise, steps, self.cfg, "euler", "simple", *texts, self.latent, **extra)
+
+
+def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | None = None) -> StepInputs:
+    """prompt: conditioning for this model; without one, random text of the right width. Raises ValueError, in a
+    sentence, for what the model can't be given."""
+    usual = usual_for(patcher.model)
+    cfg = size.cfg or usual.cfg
+    latent = _empty_latent(patcher, size)
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randn(latent.shape, generator=random)
+    if prompt is not None:
+        if not prompt or prompt[0][0] is None:
+            raise ValueError("positive is empty; connect the conditioning of a prompt, or nothing.")
+        negative = [[torch.zeros_like(text), dict(extra)] for text, extra in prompt]
+        words = _in_words(size, cfg, [prompt[0][0].shape[1]])
+        return StepInputs(noise, latent, prompt, negative, cfg, words, str(_shapes(prompt)))
+    text = size.text_length or usual.text
+    without = text if usual.negative is None else min(text, usual.negative)
+    width, pooled = text_width(patcher.model), pooled_width(patcher.model)
+    positive, negative = (_random_text(length, width, pooled, random) for length in (text, without))
+    words = _in_words(size, cfg, [text] if cfg == 1.0 or without == text else [text, without])
+    return StepInputs(noise, latent, positive, negative, cfg, words, "")
+
+
+def usual_for(base: nn.Module) -> Usual:
+    """base: ComfyUI's BaseModel."""
+    if isinstance(base.diffusion_model, UNetModel):
+        return _USUAL_UNET
+    return next((usual for kind, usual in _USUAL if isinstance(base, kind)), _USUAL_ELSE)
+
+
+def text_width(base: nn.Module) -> int:
+    """Features per token of the text that the model takes: those that its first layer for text takes."""
+    model: Any = base.diffusion_model
+    for layer in _layers(model, *_TEXT_LAYERS, *_TEXT_KEYS):
+        return int(layer.in_features)
+    raise ValueError(
+        f"Tune Compile doesn't know what text {type(base).__name__} takes; connect a prompt for it to positive."
+    )
+
+
+def _layers(model: nn.Module, *names: str) -> Iterator[Any]:
+    """What has in_features among the modules of these names and below them, name by name."""
+    for name in names:
+        for path, module in model.named_modules():
+            if hasattr(module, "in_features") and f".{name}." in f".{path}.":
+                yield module
+
+
+def pooled_width(base: Any) -> int:
+    """Features of the pooled text that the model takes beside the tokens, 0 for none: its vector's width less what the
+    model itself puts beside the pooled text, as SDXL does with picture sizes."""
+    config = base.model_config.unet_config
+    wanted = config.get("adm_in_channels") or config.get("vec_in_dim") or 0
+    if not wanted:
+        return 0
+    vector = base.encode_adm(pooled_output=torch.zeros(1, 1), width=64, height=64, device=torch.device("cpu"))
+    return 0 if vector is None else max(0, wanted - (vector.shape[1] - 1))
+
+
+def _random_text(length: int, width: int, pooled: int, random: torch.Generator) -> Conditioning:
+    extra = {"pooled_output": torch.randn(1, pooled, generator=random)} if pooled else {}
+    return [[torch.randn(1, length, width, generator=random), extra]]
+
+
+def _empty_latent(patcher: ModelPatcher, size: StepSize) -> Tensor:
+    """What core's empty latent node for this model gives."""
+    latents = patcher.get_model_object("latent_format")
+    if latents.latent_dimensions not in (2, 3):
+        raise ValueError(
+            f"model: Tune Compile measures models of pictures and videos, and {type(patcher.model).__name__} makes "
+            "neither; connect another model, or use Compile Model."
+        )
+    cell = latents.spacial_downscale_ratio
+    for name, pixels in (("width", size.width), ("height", size.height)):
+        if pixels < 2 * cell:
+            raise ValueError(f"{name} is {pixels}; this model needs {2 * cell} pixels at least.")
+    times: tuple[int, ...] = ()
+    if latents.latent_dimensions == 3:
+        times = ((size.frames - 1) // latents.temporal_downscale_ratio + 1,)
+    elif size.frames > 1:
+        raise ValueError(f"frames is {size.frames}, but this model makes pictures; set it to 1.")
+    return torch.zeros(size.batch, latents.latent_channels, *times, size.height // cell, size.width // cell)
+
+
+def _in_words(size: StepSize, cfg: float, lengths: list[int]) -> str:
+    frames = f", {size.frames} frames" if size.frames > 1 else ""
+    texts = " and ".join(map(str, lengths))
+    return f"{size.width}x{size.height}{frames}, batch {size.batch}, {texts} text tokens, cfg {cfg:g}"
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: _shapes(inner) for key, inner in value.items()}
+    return [_shapes(inner) for inner in value] if isinstance(value, list | tuple) else type(value).__name__

@@ -1,0 +1,61 @@
+// The text on a node, made when there is first something to show: before that a node looks as its schema says.
+
+const WIDGET = 'tessera_report'
+const LINE_HEIGHT = 15
+const PADDING = 6
+const MARGIN = 10 // the frontend's own, around every DOM widget
+const MOST_LINES = 12
+const MOST_LINES_OF_A_TABLE = 30
+
+function reportOf(node) {
+  const found = node.widgets?.find((widget) => widget.name === WIDGET)
+  if (found) return found
+  const element = document.createElement('div')
+  element.className = 'tessera-report'
+  element.setAttribute('role', 'status')
+  Object.assign(element.style, {
+    boxSizing: 'border-box', width: '100%', height: '100%', overflow: 'auto', padding: `${PADDING}px`,
+    fontSize: '11px', lineHeight: `${LINE_HEIGHT}px`, whiteSpace: 'pre-wrap', overflowWrap: 'anywhere',
+    userSelect: 'text', color: 'var(--input-text)', background: 'var(--comfy-input-bg)', borderRadius: '4px',
+  })
+  const widget = node.addDOMWidget(WIDGET, 'tessera', element, {
+    serialize: false, // out of the prompt, and below out of the saved workflow
+    hideOnZoom: false,
+    getMinHeight: () => height(node, element),
+    getMaxHeight: () => height(node, element),
+  })
+  widget.serialize = false
+  return widget
+}
+
+/** Text whose columns are made of spaces. */
+export function monospaced(text) {
+  const element = document.createElement('div')
+  element.textContent = text
+  element.style.fontFamily = 'monospace'
+  return element
+}
+
+function height(node, element) {
+  const letters = Math.max(20, Math.floor((node.size[0] - 40) / 6))
+  const folded = (text) => text.split('\n').reduce((sum, line) => sum + Math.ceil((line.length || 1) / letters), 0)
+  const most = element.children.length ? MOST_LINES_OF_A_TABLE : MOST_LINES
+  const lines = [...element.childNodes].reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
+  return Math.min(lines, most) * LINE_HEIGHT + 2 * (PADDING + MARGIN)
+}
+
+/** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
+export function show(node, content, leastWidth = 0) {
+  const said = content.filter(Boolean)
+  if (!said.length && !node.widgets?.some((widget) => widget.name === WIDGET)) return
+  const { element } = reportOf(node)
+  const isText = (part) => typeof part === 'string'
+  element.replaceChildren(
+    ...said.map((part, index) => (isText(part) && isText(said[index + 1]) ? `${part}\n` : part)), // a table ends its line
+  )
+  element.normalize() // one text for lines that follow each other
+  const width = Math.max(node.size[0], node.computeSize()[0], leastWidth)
+  if (width > node.size[0]) node.setSize([width, node.size[1]]) // first, as the height depends on it
+  node.setSize([width, Math.max(node.size[1], node.computeSize()[1])])
+  node.graph?.setDirtyCanvas(true, true)
+}

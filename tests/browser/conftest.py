@@ -1,0 +1,158 @@
+"""ComfyUI's own frontend in a headless Chromium, over a server with tiny models under the names of the real ones."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+from comfy_server import ComfyServer
+from tessera_dev import find_chromium, find_comfyui
+
+CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+CHROMIUM_OPTIONS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+MODELS = {
+    "diffusion_models/flux1-dev.safetensors": tiny.write_flux,
+    "text_encoders/clip_l.safetensors": tiny.write_clip_l,
+    "text_encoders/t5xxl_fp16.safetensors": tiny.write_t5,
+    "vae/ae.safetensors": tiny.write_taesd,
+    "diffusion_models/wan2.1_t2v_1.3B_fp16.safetensors": tiny.write_wan,
+    "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors": tiny.write_umt5,
+    "vae/wan_2.1_vae.safetensors": tiny.write_wan_vae,
+    "diffusion_models/qwen_image_fp8_e4m3fn.safetensors": tiny.write_qwen_image,
+    "text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors": tiny.write_qwen,
+    "vae/qwen_image_vae.safetensors": tiny.write_wan_vae,
+}
+
+READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.TesseraTrainLora)"
+# It shows the workflow that it begins with, and the mask of its start is gone: a file that is dropped while the mask
+# fades leaves the mask behind for good.
+STARTED = "app.graph.nodes.length > 0 && !document.querySelector('.p-blockui-mask')"
+
+DROP = """text => {
+  const data = new DataTransfer()
+  data.items.add(new File([text], 'dropped.json', { type: 'application/json' }))
+  const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 600, clientY: 400 }
+  document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
+}"""
+
+FAULTS = """() => ({
+  overlay: [...document.querySelectorAll('[data-testid=error-overlay], [role=dialog]')].map((e) => e.innerText),
+  unknown: app.graph.nodes.filter((n) => !(n.type in LiteGraph.registered_node_types)).map((n) => n.type),
+  red_nodes: app.graph.nodes.filter((n) => n.has_errors).map((n) => n.type),
+  red_inputs: app.graph.nodes.flatMap((n) => n.inputs.filter((i) => i.hasErrors).map((i) => `${n.type} ${i.name}`)),
+  refused: Object.values(app.lastNodeErrors ?? {}),
+})"""
+
+# The tiny loader takes the id of core's, so that the prompt stays the one of the API workflow.
+USE_TINY_ENCODERS = """names => {
+  const old = app.graph.nodes.find((n) => n.type === 'DualCLIPLoader')
+  const readers = old.outputs[0].links.map((id) => app.graph.links.get(id))
+  app.graph.remove(old)
+  const loader = LiteGraph.createNode('TesseraTinyClipLoader')
+  loader.id = old.id
+  app.graph.add(loader)
+  for (const widget of loader.widgets) widget.value = names[widget.name]
+  for (const { target_id, target_slot } of readers) loader.connect(0, app.graph.getNodeById(target_id), target_slot)
+}"""
+
+SET_WIDGETS = """values => {
+  for (const node of app.graph.nodes)
+    for (const [name, value] of Object.entries(values[node.type] ?? {})) {
+      const widget = node.widgets.find((w) => w.name === name)
+      widget.value = value
+      widget.callback?.(value)
+    }
+}"""
+
+
+class Frontend:
+    """What a person does with a workflow in the browser. `crashes` are the errors of the page."""
+
+    ENCODERS = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl_fp16.safetensors"}
+
+    def __init__(self, page: Any, server: ComfyServer):
+        self.page, self.server = page, server
+        self.crashes: list[str] = []
+        page.on("pageerror", lambda error: self.crashes.append(str(error)))
+
+    def open(self) -> None:
+        self.page.goto(self.server.url)
+        self.page.wait_for_function(READY, timeout=60_000)
+        self.page.wait_for_function(STARTED, timeout=60_000)
+
+    def drop(self, workflow: str) -> None:
+        """Drops a file with this text on the canvas and waits until its graph is there, checked for faults."""
+        self.page.evaluate(DROP, workflow)
+        self.page.wait_for_function("id => app.graph.id === id", arg=json.loads(workflow)["id"], timeout=60_000)
+        self.page.wait_for_timeout(2000)  # the search for missing models and nodes follows the loading
+
+    def faults(self) -> dict[str, list[Any]]:
+        """What the frontend finds wrong with the graph, by kind, without the kinds of which there is nothing."""
+        return {kind: found for kind, found in self.page.evaluate(FAULTS).items() if found}
+
+    def use_new_renderer(self, on: bool) -> None:
+        self.page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", on)
+
+    def use_tiny_encoders(self) -> None:
+        """In place of core's loader, which can't load tiny ones."""
+        self.page.evaluate(USE_TINY_ENCODERS, self.ENCODERS)
+
+    def set_widgets(self, values: dict[str, dict[str, Any]]) -> None:
+        """values: by type of node and name of widget."""
+        self.page.evaluate(SET_WIDGETS, values)
+
+    def prompt(self) -> dict[str, Any]:
+        """The graph in API form."""
+        return self.page.evaluate("async () => (await app.graphToPrompt()).output")
+
+    def run(self, timeout: float = 120) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Presses the Run button; returns the prompt that it posted and its history entry."""
+        posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
+        with self.page.expect_response(posts) as answer:
+            self.page.get_by_test_id("queue-button").first.click()
+        body = answer.value.json()
+        assert answer.value.ok, body
+        return answer.value.request.post_data_json["prompt"], self.server.wait(body["prompt_id"], timeout)
+
+
+@pytest.fixture(scope="module")
+def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A server on the CPU, whose results repeat bit for bit, with the files that the shared workflows name."""
+    base = tmp_path_factory.mktemp("browser")
+    for path, write in MODELS.items():
+        (file := base / "models" / path).parent.mkdir(parents=True, exist_ok=True)
+        write(file)
+    settings = base / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    # Else the frontend greets with its templates, and opens what the page before had open.
+    settings.write_text('{"Comfy.TutorialCompleted": true, "Comfy.Workflow.Persist": false}')
+    with ComfyServer(base, find_comfyui(), cpu=True, env={"OMP_NUM_THREADS": "1"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser with a profile of its own."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if (executable := find_chromium(sys.executable)) is None:
+        pytest.skip("There is no Chromium; `python dev.py test` installs it.")
+    profile = tmp_path_factory.mktemp("profile")
+    with playwright.sync_playwright() as session:
+        context = session.chromium.launch_persistent_context(
+            profile, executable_path=executable, args=CHROMIUM_OPTIONS, viewport={"width": 1800, "height": 1000}
+        )
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def frontend(chromium: Any, comfyui: ComfyServer) -> Iterator[Frontend]:
+    """The frontend, ready, with no more than its own start-up in it."""
+    page = chromium.new_page()
+    frontend = Frontend(page, comfyui)
+    frontend.open()
+    yield frontend
+    page.close()

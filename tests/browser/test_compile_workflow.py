@@ -1,0 +1,117 @@
+"""The workflows that compile, in ComfyUI's own frontend: they open without a fault and equal their API form, and the
+report is read on the node after a run."""
+
+import json
+from typing import Any
+
+import pytest
+from comfy_server import PACK
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+WORKFLOWS = PACK / "workflows"
+NAMES = ["flux_compile", "wan_compile", "qwen_image_compile"]
+
+# What a user would type to make the run small; the same values go into the API prompt.
+SMALL = {
+    "TesseraCompileModel": {"backend": "aot_eager"},
+    "EmptySD3LatentImage": {"width": 128, "height": 64},
+    "KSampler": {"steps": 2},
+}
+
+
+def ui_text(name: str) -> str:
+    return (WORKFLOWS / f"{name}.json").read_text(encoding="utf-8")
+
+
+def api_prompt(name: str) -> dict[str, Any]:
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def small_api_prompt(encoders: dict[str, str]) -> dict[str, Any]:
+    prompt = api_prompt("flux_compile")
+    for node in prompt.values():
+        node["inputs"] |= SMALL.get(node["class_type"], {})
+        if node["class_type"] == "DualCLIPLoader":
+            node |= {"class_type": "TesseraTinyClipLoader", "inputs": dict(encoders)}
+    return prompt
+
+
+def without_titles(prompt: dict[str, Any]) -> dict[str, Any]:
+    return {key: {"class_type": node["class_type"], "inputs": node["inputs"]} for key, node in prompt.items()}
+
+
+def report_of(entry: dict[str, Any]) -> dict[str, Any]:
+    prompt = entry["prompt"][2]
+    (node,) = (key for key, node in prompt.items() if node["class_type"] == "TesseraCompileReport")
+    (facts,) = entry["outputs"][node]["tessera"]
+    return facts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workflow_opens_without_a_fault_and_equals_its_api_form(frontend, name):
+    frontend.drop(ui_text(name))
+    assert frontend.faults() == {}
+    assert without_titles(frontend.prompt()) == without_titles(api_prompt(name))
+    assert frontend.crashes == []
+
+
+@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_renderer):
+    frontend.use_new_renderer(new_renderer)
+    frontend.drop(ui_text("flux_compile"))
+    frontend.use_tiny_encoders()
+    frontend.set_widgets(SMALL)
+    posted, entry = frontend.run()
+    assert without_titles(posted) == without_titles(small_api_prompt(frontend.ENCODERS))
+    assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
+    assert frontend.faults() == {} and frontend.crashes == []
+    first = report_of(entry)
+    table = read_table(frontend.page, calls=first["regions"][0]["compiled_calls"])
+    assert table == cells_of(first)
+
+    posted_again, entry = frontend.run()  # the frontend has drawn another seed by itself
+    assert posted_again["11"]["inputs"]["seed"] != posted["11"]["inputs"]["seed"]
+    second = report_of(entry)
+    table = read_table(frontend.page, calls=second["regions"][0]["compiled_calls"])
+    assert table == cells_of(second)
+    assert {row["region"]: row["graphs"] for row in table} == {"DoubleStreamBlock": 1, "SingleStreamBlock": 1}
+    assert second["compile_seconds"] == first["compile_seconds"]
+    saved = {node["type"]: node["widgets_values"] for node in frontend.page.evaluate("app.graph.serialize().nodes")
+             if node["type"].startswith("TesseraCompile")}  # fmt: skip
+    assert saved["TesseraCompileReport"] == [] and len(saved["TesseraCompileModel"]) == 8  # the report is no value
+
+
+def read_table(page: Any, calls: int) -> list[dict[str, Any]]:
+    """The table that a person sees on the node, once it says that the first region was called so often."""
+    shown = page.locator(".tessera-report table")
+    playwright.expect(shown.get_by_role("cell", name=str(calls), exact=True).first).to_be_visible()
+    heads, *rows = ([cell.inner_text() for cell in row.locator("th, td").all()] for row in shown.locator("tr").all())
+    return [{head: number(cell) for head, cell in zip(heads, row, strict=True)} for row in rows]
+
+
+def number(cell: str) -> float | str:
+    return float(cell.rstrip("x")) if cell[:1].isdigit() and "/" not in cell else cell
+
+
+def cells_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the table has to show of the facts in the history."""
+
+    def cells(region: dict[str, Any]) -> dict[str, Any]:
+        (speed,) = region["speed"]
+        hits, misses = (region[f"cache_{what}"] + region[f"autograd_cache_{what}"] for what in ("hits", "misses"))
+        return {
+            "region": region["region"],
+            "graphs": region["graphs"],
+            "compile s": pytest.approx(region["compile_seconds"], abs=0.051),
+            "tracing s": pytest.approx(region["tracing_seconds"], abs=0.051),
+            "cache hit/miss": f"{hits}/{misses}",
+            "calls": region["compiled_calls"],
+            "eager": region["eager_calls"],
+            "ms": pytest.approx(speed["compiled_ms"], abs=0.0051),
+            "eager ms": pytest.approx(speed["eager_ms"], abs=0.0051),
+            "gain": pytest.approx(speed["gain"], abs=0.0051),
+            "MiB": region["memory_added_mib"],
+        }
+
+    return [cells(region) for region in report["regions"]]

@@ -1,0 +1,145 @@
+"""A compiled MODEL samples what it samples without: every family, scope, mode and way of taking sizes, through core's
+KSampler."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.compile.settings import DYNAMIC, MODES, SCOPES
+from tiny.compiling import Graphs, compiled, load_as
+from tiny.sampling import sample
+
+FAMILIES = ("flux", "flux2", "wan", "wan_vace", "qwen_image", "sdxl")
+# The others have the same blocks, or more of them: of these, one case of blocks and of stacks is in the ordinary run.
+IN_FULL = ("flux", "wan", "qwen_image")
+WIDE_AND_LONG = {"width": 96, "length": 21}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def is_slow(name: str, scope: str, dynamic: str) -> bool:
+    """What takes long to trace: a UNet's many lists, whole models, sizes left open."""
+    if name not in IN_FULL:
+        return dynamic != "false" or scope == "model" or (name == "sdxl" and scope == "stack")
+    return dynamic != "false" and (scope == "model" or (scope == "stack" and dynamic == "auto"))
+
+
+def cases() -> Iterator[Any]:
+    for name, scope, dynamic in product(FAMILIES, SCOPES, DYNAMIC):
+        marks = [pytest.mark.slow] if is_slow(name, scope, dynamic) else []
+        yield pytest.param(name, scope, dynamic, marks=marks, id=f"{name}-{scope}-{dynamic}")
+
+
+@pytest.mark.parametrize(("name", "scope", "dynamic"), cases())
+def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(name, scope, dynamic, tiny_files):
+    model = tiny.load_model(name, tiny_files[name])
+    clone, branch = compiled(model, backend="aot_eager", scope=scope, dynamic=dynamic)
+    graphs = Graphs()
+    for size in ({}, WIDE_AND_LONG)[: 1 if dynamic == "false" else 2]:
+        assert torch.equal(sample(clone, name, **size), sample(model, name, **size))
+    assert graphs() == branch.report().counts().graphs > 0
+    calls = [(region.report.compiled_calls, region.report.eager_calls) for region in branch.regions.values()]
+    assert all(ran > 0 and eager == 0 for ran, eager in calls)
+    assert [note for note in branch.notes if "VACE" not in note] == []
+    assert (len(branch.notes) == 1) == (name == "wan_vace" and scope == "stack")
+
+
+@pytest.mark.parametrize("backend", ["cudagraphs", "aot_ts", "ts"])
+def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files):
+    model = tiny.load_model("wan", tiny_files["wan"])
+    clone, branch = compiled(model, backend=backend)
+    assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
+    assert branch.report().counts().graphs == 1
+    assert [note for note in branch.notes if "no CUDA graphs here" in note] == branch.notes
+    assert len(branch.notes) == (backend == "cudagraphs")
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_mode_beside_a_backend_without_modes_is_ignored_with_a_sentence(mode, scope, tiny_files):
+    model = tiny.load_model("wan", tiny_files["wan"])
+    clone, branch = compiled(model, mode=mode, scope=scope)
+    assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
+    assert branch.notes == [f"mode {mode} is ignored: the backend eager has no modes, only inductor has."]
+
+
+@pytest.fixture(scope="module")
+def smallest_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One block of each kind."""
+    return tiny.write_flux(tmp_path_factory.mktemp("smallest") / "flux.safetensors", depth=1, depth_single=1)
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wan",
+        pytest.param("flux", marks=pytest.mark.slow),
+        pytest.param("flux2", marks=pytest.mark.slow),
+        pytest.param("wan_vace", marks=pytest.mark.slow),
+        pytest.param("qwen_image", marks=pytest.mark.slow),
+        pytest.param("sdxl", marks=pytest.mark.slow),
+    ],
+)
+def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, tiny_files):
+    model = tiny.load_model(name, tiny_files[name])
+    clone, branch = compiled(model, backend="inductor")
+    first, eager = sample(clone, name), sample(model, name)
+    assert 0 < error(first, eager) < 2e-5
+    assert torch.equal(sample(clone, name), first)
+    assert branch.notes == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, smallest_flux):
+    stored = tiny.load_flux(smallest_flux, dtype)
+    exact = sample(stored, "flux")  # on a CPU ComfyUI casts such weights and computes in fp32
+    model = stored.clone()
+    model.set_model_compute_dtype(dtype)
+    eager = sample(model, "flux")
+    assert error(eager, exact) > 1e-4
+    clone, branch = compiled(model, backend="inductor")
+    assert error(sample(clone, "flux"), exact) < 1.2 * error(eager, exact)
+    assert branch.report().counts().graphs == 2 and branch.notes == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", DYNAMIC)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_inductor_is_equal_in_every_scope_mode_and_way_of_taking_sizes(mode, scope, dynamic, smallest_flux):
+    model = tiny.load_flux(smallest_flux)
+    clone, branch = compiled(model, backend="inductor", mode=mode, scope=scope, dynamic=dynamic)
+    for size in ({}, WIDE_AND_LONG)[: 1 if dynamic == "false" else 2]:
+        assert error(sample(clone, "flux", **size), sample(model, "flux", **size)) < 2e-5
+    assert [note for note in branch.notes if "no CUDA graphs here" not in note] == []
+    assert len(branch.notes) == (mode in ("reduce-overhead", "max-autotune"))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_fp8_weights_that_are_cast_at_each_use_are_bit_equal(scope, smallest_flux):
+    model = tiny.load_flux(smallest_flux, torch.float8_e4m3fn)
+    clone, branch = compiled(model, backend="aot_eager", scope=scope)
+    assert torch.equal(sample(clone, "flux"), sample(model, "flux"))
+    assert branch.report().counts().graph_breaks == 0 and branch.notes == []
+
+
+@pytest.mark.parametrize("scope", ["blocks", *(pytest.param(scope, marks=pytest.mark.slow) for scope in SCOPES[1:])])
+def test_quantised_weights_are_part_of_the_graph(scope, tmp_path):
+    path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=1, dtype=torch.bfloat16, fp8=True)
+    model = load_as("core", "flux", path)
+    clone, branch = compiled(model, backend="aot_eager", scope=scope)
+    assert error(sample(clone, "flux"), sample(model, "flux")) < 1e-5
+    assert branch.report().counts().graph_breaks == 0 and branch.notes == []

@@ -1,0 +1,81 @@
+"""What tests of compiled MODELs share: counting graphs, LoRAs for any tiny model, MODELs that are loaded in part."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+
+class Graphs:
+    """Counts the graphs that dynamo made since this was made."""
+
+    def __init__(self) -> None:
+        self._before = counters["stats"]["unique_graphs"]
+
+    def __call__(self) -> int:
+        return counters["stats"]["unique_graphs"] - self._before
+
+
+def compiled(model: Any, **settings: Any) -> tuple[Any, Any]:
+    """(a clone of the MODEL that runs compiled, its branch). The backend is `eager` unless another is named: dynamo's
+    graphs and guards are those of every backend, and nothing is generated, so that counting is cheap."""
+    from tessera.compile.branch import compile_model
+    from tessera.compile.settings import CompileSettings
+
+    return compile_model(model, CompileSettings(**({"backend": "eager"} | settings)))
+
+
+def load_as(loader: str, name: str, path: Path) -> Any:
+    """A fresh MODEL as the nodes load it: "core" under inference mode, "ours" outside of it."""
+    import tiny
+
+    with torch.inference_mode(loader == "core"):
+        return tiny.load_model(name, path)
+
+
+def make_lora(model: Any, seed: int = 0, rank: int = 2, inside: str = "") -> dict[str, Tensor]:
+    """A random LoRA for the matrices of the diffusion model, or those with `inside` in their names."""
+    lora = {}
+    for key, weight in model.model.state_dict().items():
+        if not key.startswith("diffusion_model.") or weight.ndim != 2 or inside not in key:
+            continue
+        name = key.removesuffix(".weight")
+        generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
+        up, down = (
+            torch.randn(shape, generator=generator) for shape in ((weight.shape[0], rank), (rank, weight.shape[1]))
+        )
+        lora[f"{name}.lora_up.weight"] = 0.3 * up / rank**0.5
+        lora[f"{name}.lora_down.weight"] = down / weight.shape[1] ** 0.5
+    return lora
+
+
+def with_lora(model: Any, lora: dict[str, Tensor], strength: float) -> Any:
+    """What core's LoraLoaderModelOnly gives."""
+    import comfy.sd
+
+    with torch.inference_mode():
+        return comfy.sd.load_lora_for_models(model, None, lora, strength, 0)[0]
+
+
+@contextmanager
+def memory_for_weights(size: float) -> Iterator[None]:
+    """ComfyUI loads models as on a GPU where this many bytes are free for weights: what does not fit is cast at each
+    use, and its LoRA applied there."""
+    from comfy.model_management import LoadedModel
+
+    load = LoadedModel.model_load
+
+    def model_load(self: Any, lowvram_model_memory: float = 0, force_patch_weights: bool = False) -> Any:
+        more = size - self.model_loaded_memory()
+        return load(self, more or 0.1, force_patch_weights)
+
+    LoadedModel.model_load = model_load
+    try:
+        yield
+    finally:
+        LoadedModel.model_load = load
