@@ -11,7 +11,7 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 
@@ -44,12 +44,34 @@ class FrozenWeights:
     applied twice. Raises ValueError if ComfyUI still holds it loaded.
     """
 
-    def __init__(self, patcher: ModelPatcher, device: torch.device, compute_dtype: torch.dtype):
+    def __init__(
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        on_host: frozenset[str] = frozenset(),
+    ):
+        """on_host: the blocks, such as double_blocks.3, whose weights stay on the host."""
         if patcher.backup:
             raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
         self.patcher = patcher
         self.device = device
         self.compute_dtype = compute_dtype
+        self.on_host = on_host
+
+    def _home(self, name: str) -> torch.device:
+        block = ".".join(name.split(".")[:2])
+        return torch.device("cpu") if block in self.on_host else self.device
+
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+        """ComfyUI's module keeps its weight in `moved` from here on, if `source` was that weight and no copy of it, so
+        that the host holds it once."""
+        module, _, parameter = f"diffusion_model.{name}".rpartition(".")
+        parameters = self.patcher.model.get_submodule(module)._parameters
+        own = parameters.get(parameter)
+        if own is not None and type(own.data) is Tensor and own.data_ptr() == source.data_ptr():
+            with torch.inference_mode(False):
+                parameters[parameter] = nn.Parameter(moved, requires_grad=False)
 
     def _stored(self, name: str) -> Tensor | None:
         """The weight on the device in its stored dtype, patched. Stored wider than computed, it is narrowed once."""
@@ -60,6 +82,7 @@ class FrozenWeights:
         module, _, parameter = key.rpartition(".")
         if key in self.patcher.patches:
             weight = self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
+            weight = weight.to(self._home(name))
         if isinstance(weight, QuantizedTensor):
             return weight
         if type(weight.data) is not Tensor:
@@ -73,7 +96,7 @@ class FrozenWeights:
         if stored_dtype.itemsize > self.compute_dtype.itemsize:
             stored_dtype = self.compute_dtype
         with torch.inference_mode(False):
-            return share_outside_inference_mode(weight.data).to(device=self.device, dtype=stored_dtype)
+            return share_outside_inference_mode(weight.data).to(device=self._home(name), dtype=stored_dtype)
 
     def tensor(self, name: str) -> Tensor | None:
         """A small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
@@ -90,18 +113,20 @@ class FrozenWeights:
         weight, scale = self._stored(f"{name}.weight"), None
         assert weight is not None, name
         if isinstance(weight, QuantizedTensor):
-            weight, scale = self._plain(weight, getattr(module, "pre_quant_scale", None))
+            weight, scale = self._plain(weight, getattr(module, "pre_quant_scale", None), self._home(name))
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
         return FrozenLinear(weight, scale, bias)
 
-    def _plain(self, weight: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _plain(
+        self, weight: QuantizedTensor, input_scale: Tensor | None, home: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
         """A quantised weight as (stored, scale) where it is fp8 with one scale, else dequantised once."""
         with torch.inference_mode(False), torch.no_grad():
-            weight = weight.to(self.device)
+            weight = weight.to(home)
             stored, scale = weight._qdata, weight._params.scale
             if input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and scale.numel() == 1:
                 stored = share_outside_inference_mode(stored)
-                return stored, share_outside_inference_mode(scale).to(self.device, torch.float32).reshape(())
+                return stored, share_outside_inference_mode(scale).to(home, torch.float32).reshape(())
             full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
             return full if input_scale is None else full * input_scale.to(full), None
 

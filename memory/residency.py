@@ -1,9 +1,12 @@
 """A run's frozen weights as ComfyUI's memory management sees them: a model that can be asked to leave the device."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch import nn
+from torch import Tensor, nn
 
 from .frozen import unload_everything
 
@@ -20,8 +23,21 @@ class FrozenModule(nn.Module):
         for name in self._buffers:
             self._buffers[name] = None
 
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+        """The master of the buffer `name` lies in `moved` from here on, no longer in `source`."""
+
     def held_bytes(self) -> int:
         return sum(b.numel() * b.element_size() for b in self._buffers.values() if b is not None)
+
+
+class Holder(Protocol):
+    """Holds weights on the device: a module, or the slots of swapped blocks."""
+
+    def take(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def held_bytes(self) -> int: ...
 
 
 class ResidentWeights(ModelPatcher):
@@ -31,7 +47,7 @@ class ResidentWeights(ModelPatcher):
     come and go as a whole: a training step needs all of them.
     """
 
-    def __init__(self, modules: list[FrozenModule], load_device: torch.device, offload_device: torch.device):
+    def __init__(self, modules: Sequence[Holder], load_device: torch.device, offload_device: torch.device):
         self.modules = modules
         self.bytes = sum(module.held_bytes() for module in modules)
         self.resident = True

@@ -93,6 +93,7 @@ class Family(Protocol):
     latents: LatentPolicy
     default_targets: tuple[str, ...]
     default_shift: float
+    swap_order: tuple[str, ...]
 
     def matches(self, model: Any) -> bool: ...
 
@@ -105,8 +106,15 @@ class Family(Protocol):
     def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]: ...
 
     def build(
-        self, patcher: ModelPatcher, device: torch.device, compute_dtype: torch.dtype, attention: str
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
     ) -> Transformer: ...
+
+    def block_lists(self, model: Any) -> dict[str, int]: ...
 
     def cut(self, latent: Tensor, keep: int) -> Patches: ...
 

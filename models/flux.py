@@ -43,6 +43,10 @@ class QKNorm(FrozenModule):
         self.register_buffer("query_scale", weights.tensor(f"{name}.query_norm.weight"), persistent=False)
         self.register_buffer("key_scale", weights.tensor(f"{name}.key_norm.weight"), persistent=False)
 
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+        weights, own = self._source
+        weights.moved(f"{own}.{name.removesuffix('_scale')}_norm.weight", source, moved)
+
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         head = q.shape[-1:]
         return F.rms_norm(q, head, self.query_scale, self.eps), F.rms_norm(k, head, self.key_scale, self.eps)
@@ -257,6 +261,9 @@ class Flux:
         "single_blocks.*.linear2",
     )
     default_shift = 1.0
+    # A single block runs all tokens through all of its weights, a double block the few of the text through half of
+    # them: a single block computes longer for each byte that has to be copied meanwhile.
+    swap_order: tuple[str, ...] = ("single_blocks", "double_blocks")
 
     def matches(self, model: Any) -> bool:
         """True for ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
@@ -290,11 +297,21 @@ class Flux:
         ]
 
     def build(
-        self, patcher: ModelPatcher, device: torch.device, compute_dtype: torch.dtype, attention: str
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
     ) -> FluxTransformer:
-        weights = FrozenWeights(patcher, device, compute_dtype)
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
         attend = attention_function(attention, device, compute_dtype)
         return FluxTransformer(weights, patcher.model.diffusion_model, attend)
+
+    def block_lists(self, model: Any) -> dict[str, int]:
+        """The lists of blocks in the order of the forward, with their lengths."""
+        flux = model.diffusion_model
+        return {"double_blocks": len(flux.double_blocks), "single_blocks": len(flux.single_blocks)}
 
     def linear_names(self, model: Any) -> list[str]:
         """The module names of every Linear of the model, without reading a weight."""

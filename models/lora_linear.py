@@ -33,6 +33,11 @@ class LoraLinear(FrozenModule):
         self.register_buffer("weight_scale", frozen.scale, persistent=False)
         self.register_buffer("bias", frozen.bias, persistent=False)
 
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+        weights, own = self._source
+        if name != "weight_scale":
+            weights.moved(f"{own}.{name}", source, moved)
+
     def add_lora(self, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
         """down: (rank, in), up: (out, rank), both fp32."""
         self.lora_down, self.lora_up, self.lora_scale = down, up, scale

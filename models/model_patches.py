@@ -9,6 +9,8 @@ from comfy.weight_adapter.bypass import BypassInjectionManager
 
 # Wrappers that act around sampling, not on what the model computes.
 _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
+# Keys of this pack's own wrappers: training takes the settings behind them.
+_OURS = "tessera."
 
 
 def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...]]:
@@ -56,7 +58,8 @@ def _ignored(patcher: ModelPatcher) -> list[str]:
         "RoPE options": options.get("rope_options"),
     }
     for kind, wrappers in patcher.wrappers.items():
-        found[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and any(wrappers.values())
+        of_others = [key for key, wrapper in wrappers.items() if wrapper and not str(key).startswith(_OURS)]
+        found[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and of_others
     others = [name for name in patcher.object_patches if name != "model_sampling"]
     found[_with_names("object patches", others)] = others
     return [f"The MODEL carries {what}, which training leaves out." for what, there in found.items() if there]

@@ -58,9 +58,9 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         if weight_dtype == "fp8_e4m3fn_fast":
             options["fp8_optimizations"] = True
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        # Outside inference mode the weights are ordinary tensors, which autograd may save for backward.
-        with torch.inference_mode(False):
-            return io.NodeOutput(sd.load_diffusion_model(path, model_options=options))
+        # Under the executor's inference mode, as core's loader: scaled fp8 weights made outside of it can't be moved
+        # under it. Training looks at the same memory through ordinary tensors.
+        return io.NodeOutput(sd.load_diffusion_model(path, model_options=options))
 
 
 NODES = [TesseraLoadDiffusionModel]

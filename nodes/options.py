@@ -14,6 +14,7 @@ from ..train.options import (
     OptimizerOptions,
 )
 from ..train.targets import parse_targets
+from .swap import swap_inputs
 
 NetworkType = io.Custom("TESSERA_NETWORK")
 OptimizerType = io.Custom("TESSERA_OPTIMIZER")
@@ -341,7 +342,7 @@ class TesseraMemory(io.ComfyNode):
                     default=MemoryOptions.checkpointing,
                     tooltip="What the backward pass computes again in place of keeping it. full: every block, least "
                     "memory, about a third slower. selective: the part that activation_budget leaves. none: nothing, "
-                    "fastest and largest. The result is the same.",
+                    "fastest and largest. auto: the fastest that fits. The result is the same.",
                 ),
                 io.Combo.Input(
                     "attention",
@@ -362,15 +363,39 @@ class TesseraMemory(io.ComfyNode):
                     tooltip="For selective checkpointing only: the part of the activations that is kept, 0 (least "
                     "memory) to 1 (fastest).",
                 ),
+                *swap_inputs(default=MemoryOptions.blocks_to_swap, optional=True),
+                io.Boolean.Input(
+                    "offload_activations",
+                    default=MemoryOptions.offload_activations,
+                    optional=True,
+                    tooltip="Keeps what full checkpointing keeps of each block in the computer's memory. Switch on for "
+                    "large pictures or batches that do not fit otherwise.",
+                ),
             ],
             outputs=[MemoryType.Output(display_name="memory")],
         )
 
     @classmethod
     def execute(
-        cls, checkpointing: str, attention: str, activation_budget: float = MemoryOptions.activation_budget
+        cls,
+        checkpointing: str,
+        attention: str,
+        activation_budget: float = MemoryOptions.activation_budget,
+        blocks_to_swap: int = MemoryOptions.blocks_to_swap,
+        prefetch_blocks: int = MemoryOptions.prefetch_blocks,
+        pin_memory: str = MemoryOptions.pin_memory,
+        offload_activations: bool = MemoryOptions.offload_activations,
     ) -> io.NodeOutput:
-        return io.NodeOutput(MemoryOptions(checkpointing, attention, activation_budget))
+        options = MemoryOptions(
+            checkpointing,
+            attention,
+            activation_budget,
+            blocks_to_swap,
+            prefetch_blocks,
+            pin_memory,
+            offload_activations,
+        )
+        return io.NodeOutput(options)
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraLoraNetwork, TesseraOptimizer, TesseraObjective, TesseraMemory]

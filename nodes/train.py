@@ -8,6 +8,9 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from ..compile.branch import branch_of
+from ..compile.settings import CompileSettings
+from ..models.swapped_model import swap_settings_of
 from ..train.data import TrainingData
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 from ..train.run import TrainSettings, list_states
@@ -39,7 +42,9 @@ class TesseraTrainLora(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="The FLUX.1 model to train on, from any loader. LoRAs on it stay in force."
+                    "model",
+                    tooltip="The FLUX.1 model to train on, from any loader. LoRAs on it stay in force; a Compile Model "
+                    "node in front gives its backend and mode.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(
@@ -100,8 +105,9 @@ class TesseraTrainLora(io.ComfyNode):
                     "compile",
                     options=["auto", "off"],
                     default="auto",
-                    tooltip="auto compiles each kind of block once, before the first step, and trains faster from then "
-                    "on; where no compiler works it says so and trains eager. off is for short trials.",
+                    tooltip="auto compiles each kind of block once, in the first step, and trains faster from then on, "
+                    "with the backend and mode of a Compile Model node in front if there is one; where no compiler "
+                    "works it says so and trains eager. off is for short trials.",
                 ),
                 io.Int.Input(
                     "save_every",
@@ -167,6 +173,7 @@ class TesseraTrainLora(io.ComfyNode):
         memory: MemoryOptions | None = None,
     ) -> io.NodeOutput:
         observer = ServerObserver(cls.hidden.unique_id, steps)
+        memory, memory_notes = memory_of(model, memory)
         settings = TrainSettings(
             output_name=output_name,
             steps=steps,
@@ -179,12 +186,13 @@ class TesseraTrainLora(io.ComfyNode):
             network=network or NetworkOptions(rank=rank, alpha=float(rank)),
             optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
             objective=objective or ObjectiveOptions(),
-            memory=memory or MemoryOptions(),
+            memory=memory,
         )
-        notes = overridden(settings, rank, learning_rate)
+        compile_settings, compile_notes = for_training(model, compile)
+        notes = (*overridden(settings, rank, learning_rate), *compile_notes, *memory_notes)
         data = replace(data, notes=(*data.notes, *notes))
         with torch.inference_mode(False):
-            result = train_lora(model, data, settings, runs_folder(), observer)
+            result = train_lora(model, data, settings, runs_folder(), observer, compile_settings)
         summary = {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
         return io.NodeOutput(result.lora, {"loss": result.loss}, str(result.path), ui={"tessera": [summary]})
 
@@ -200,6 +208,57 @@ def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list
             f"not {learning_rate:g}."
         )
     return notes
+
+
+def memory_of(model: ModelPatcher, memory: MemoryOptions | None) -> tuple[MemoryOptions, list[str]]:
+    """The memory options with the MODEL's block swap in them, and a sentence on where that comes from. A connected
+    Training Memory that swaps blocks itself wins."""
+    options, swap = memory or MemoryOptions(), swap_settings_of(model)
+    if swap is None or swap.blocks_to_swap == 0:
+        return options, []
+    if options.blocks_to_swap != 0:
+        return options, [
+            f"blocks_to_swap is {options.blocks_to_swap}, from the connected Training Memory, not "
+            f"{swap.blocks_to_swap} of the MODEL."
+        ]
+    taken = replace(
+        options,
+        blocks_to_swap=swap.blocks_to_swap,
+        prefetch_blocks=swap.prefetch_blocks,
+        pin_memory=swap.pin_memory,
+    )
+    return taken, [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
+
+
+_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
+    """What training takes of a Compile Model node in front, None without one, and a sentence on what it leaves out."""
+    branch = branch_of(model)
+    if branch is None:
+        return None, []
+    if compile == "off":
+        return None, ["compile is off, so the Compile Model node in front has no effect on training."]
+    asked = branch.settings
+    notes = []
+    left_out = {
+        f"dynamic {asked.dynamic}": asked.dynamic == "true",
+        f"cache_size_limit {asked.cache_size_limit}": asked.cache_size_limit != CompileSettings.cache_size_limit,
+        f"scope {asked.scope}": asked.scope != "blocks",
+        "overrides": bool(asked.overrides),
+    }
+    if unused := [name for name, there in left_out.items() if there]:
+        notes.append(
+            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
+            "compiles block by block, in whole graphs of planned sizes."
+        )
+    backend, mode = asked.backend, asked.mode
+    if asked.how().cuda_graphs():
+        # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
+        backend, mode = "inductor", _WITHOUT_CUDA_GRAPHS.get(mode, mode)
+        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {backend} and mode {mode}.")
+    return CompileSettings(backend, mode), notes
 
 
 NODES = [TesseraTrainLora]

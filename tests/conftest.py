@@ -63,16 +63,24 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny checkpoints on disk: `flux` (dev-like, fp32), `schnell`, `clip_l`, `t5`, `vae`, `vae4`, `wan`."""
+    """Tiny checkpoints on disk, fp32: `flux` (dev-like), `schnell`, `flux2`, `wan`, `wan_vace`, `qwen_image`, `sdxl`,
+    which `tiny.load_model` loads, and `clip_l`, `t5`, `umt5`, `qwen`, `vae`, `vae4`, `wan_vae`."""
     folder = tmp_path_factory.mktemp("tiny")
     return {
         "flux": tiny.write_flux(folder / "flux.safetensors"),
         "schnell": tiny.write_flux(folder / "schnell.safetensors", guidance=False),
         "clip_l": tiny.write_clip_l(folder / "clip_l.safetensors"),
         "t5": tiny.write_t5(folder / "t5xxl.safetensors"),
+        "umt5": tiny.write_umt5(folder / "umt5.safetensors"),
+        "qwen": tiny.write_qwen(folder / "qwen.safetensors"),
         "vae": tiny.write_taesd(folder / "vae.safetensors"),
         "vae4": tiny.write_taesd(folder / "vae4.safetensors", channels=4),
+        "wan_vae": tiny.write_wan_vae(folder / "wan_vae.safetensors"),
+        "flux2": tiny.write_flux2(folder / "flux2.safetensors"),
         "wan": tiny.write_wan(folder / "wan.safetensors"),
+        "wan_vace": tiny.write_wan(folder / "wan_vace.safetensors", vace_layers=2),
+        "qwen_image": tiny.write_qwen_image(folder / "qwen_image.safetensors"),
+        "sdxl": tiny.write_sdxl(folder / "sdxl.safetensors"),
     }
 
 
@@ -114,8 +122,12 @@ def make_server(base: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A running ComfyUI with the tiny models; its folders are `server.base / "input"` and so on."""
-    with make_server(tmp_path_factory.mktemp("comfyui")) as running:
+    """A running ComfyUI with the tiny FLUX, Wan and Qwen-Image (tiny.FLUX_NAMES, WAN_NAMES, QWEN_NAMES); its folders
+    are `server.base / "input"` and so on."""
+    server = make_server(tmp_path_factory.mktemp("comfyui"))
+    tiny.write_wan_models(server.base / "models")
+    tiny.write_qwen_models(server.base / "models")
+    with server as running:
         yield running
 
 

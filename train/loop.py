@@ -12,16 +12,22 @@ from statistics import median
 from typing import Any
 
 import comfy.model_management
+import psutil
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.apply import CompileSettings, cannot_compile
-from ..compile.report import CompileWatch
+from ..compile.apply import cannot_compile
+from ..compile.settings import CompileSettings
+from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.frozen import unload_everything
-from ..memory.residency import ResidentWeights
-from ..models.family import Family, ModelInputs
-from . import stopped
+from ..memory.pinning import Pinning, choose_pinning, is_windows, not_pinned
+from ..memory.residency import Holder, ResidentWeights
+from ..memory.spill import SpillWatch
+from ..memory.swap_plan import choose_blocks
+from ..models.family import Family, ModelInputs, Transformer
+from . import automatic, stopped
+from .automatic import AutomaticMemory
 from .batch import Batch, make_batch
 from .batches import batch_order
 from .checkpoint import TrainingState, load_state, save_state, state_path
@@ -74,7 +80,6 @@ class Trainer:
         self.patcher, self.family, self.data, self.settings = patcher, family, data, settings
         self.folder, self.lineage, self.describe, self.observer = folder, lineage, describe, observer
         self.progress = Progress()
-        self.watch = CompileWatch()
         self.machine = machine_facts(patcher.load_device, compile_settings)
         self.seconds: deque[float] = deque(maxlen=50)
 
@@ -82,24 +87,113 @@ class Trainer:
         unload_everything()
         self.device = patcher.load_device
         forget_memory_peak(self.device)
+        self.spill = SpillWatch(self.device)
         self.dtype = patcher.model.get_dtype_inference()
+        self.memory = settings.memory
+        self.automatic: AutomaticMemory | None = None
         try:
-            self.transformer = family.build(patcher, self.device, self.dtype, settings.memory.attention)
+            if automatic.is_asked(self.memory):
+                self.choose_memory(targets)
+            self.build_what_fits()
         except Exception as error:
             if not comfy.model_management.is_oom(error):
                 raise
             raise stopped.out_of_memory_while_loading() from error
-        self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
-        self.resident = ResidentWeights(self.transformer.frozen_modules(), self.device, patcher.offload_device)
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.reader = SampleReader(data.samples)
-        self.runner = BlockRunner(self.transformer.blocks(), settings.memory, compile_settings, len(data.graph_keys()))
+        self.compile_settings = compile_settings
+        self.runner = self.build_runner()
         if self.runner.not_compiled:
             self.train_eager(self.runner.not_compiled)
+        self.tell_how_memory_is_used()
+
+    # Where the weights lie.
+
+    def choose_memory(self, targets: list[str]) -> None:
+        """Measures one step and takes the fastest way through it that fits."""
+        self.observer.phase("Measuring one step")
+        measured = automatic.measure(self.patcher, self.family, self.data, targets, self.settings)
+        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order)
+        self.memory = self.automatic.options()
+        self.observer.note(self.automatic.plan.text)
+
+    def build_what_fits(self) -> None:
+        """`build`, with a smaller plan for as long as the memory does not suffice and there is one."""
+        while True:
+            try:
+                self.transformer, self.swap = self.build()
+                break
+            except Exception as error:
+                if not comfy.model_management.is_oom(error) or not self.step_down():
+                    raise
+            comfy.model_management.soft_empty_cache()
+        self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
+        self.resident = ResidentWeights(self.holders(), self.device, self.patcher.offload_device)
+
+    def step_down(self) -> bool:
+        """Takes the next smaller plan, which is said, where one was chosen automatically and there is one."""
+        less = self.automatic.step_down() if self.automatic else None
+        if self.automatic is None or less is None:
+            return False
+        self.memory = self.automatic.options()
+        self.observer.note(f"Out of memory at step {self.progress.step + 1}; it goes on with less. {less.text}")
+        return True
+
+    def build_again(self) -> None:
+        """Puts the weights where `memory` says; the LoRA, the optimizer and the graphs stay."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.runner.let_go()
+        self.resident.forget()
+        # The masters are held by ComfyUI's modules alone from here on, so that each is let go when it moves.
+        self.resident.modules, self.swap = (), None
+        comfy.model_management.soft_empty_cache()
+        self.build_what_fits()
+        self.network.attach(self.transformer.linears())
+        if self.runner.memory.checkpointing == self.memory.checkpointing:
+            self.runner.take_blocks(self.transformer.blocks())
+        else:
+            self.runner = self.build_runner()
+
+    def build_runner(self) -> BlockRunner:
+        graphs = len(self.data.graph_keys())
+        return BlockRunner(self.transformer.blocks(), self.memory, self.compile_settings, graphs, self.device)
+
+    def tell_how_memory_is_used(self) -> None:
+        if self.memory.offload_activations and self.runner.offload is None:
+            self.observer.note(
+                "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
+                f"'{self.memory.checkpointing}'."
+            )
+        if self.pinning is not None and not self.pinning.masters and self.device.type == "cuda":
+            self.observer.note(self.pinning.reason)
+        if self.swap is not None and self.pinning is not None and self.pinning.masters:
+            if (told := not_pinned(self.swap.ring.masters)) is not None:
+                self.observer.note(told)
+
+    def build(self) -> tuple[Transformer, BlockSwap | None]:
+        """The transformer with its weights on the device, and those of the swapped blocks on the host."""
+        memory, model = self.memory, self.patcher.model
+        self.pinning: Pinning | None = None
+        swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
+        transformer = self.family.build(self.patcher, self.device, self.dtype, memory.attention, swapped)
+        if not swapped:
+            return transformer, None
+        blocks = [block for name, block in transformer.blocks() if name in swapped]
+        needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
+        available = psutil.virtual_memory().available
+        self.pinning = choose_pinning(memory.pin_memory, self.device.type, needed, available, is_windows())
+        return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, self.pinning.masters)
+
+    def holders(self) -> list[Holder]:
+        """What holds the frozen weights on the device."""
+        if self.swap is None:
+            return list(self.transformer.frozen_modules())
+        swapped = {id(m) for block in self.swap.blocks for m in frozen_modules(block).values()}
+        return [*(m for m in self.transformer.frozen_modules() if id(m) not in swapped), self.swap]
 
     # The recipe.
 
@@ -111,9 +205,8 @@ class Trainer:
         try:
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
-                self.resident.ensure()
                 started = time.perf_counter()
-                compiled_before = self.watch.counts().graphs
+                compiled_before = self.runner.report.counts()
                 drawn, upcoming = upcoming, self.draw(batches)
                 self.reader.want(chain(*drawn, *upcoming))
                 learning_rate = float(self.scheduler.get_last_lr()[0])
@@ -123,9 +216,11 @@ class Trainer:
                 progress.batches += len(drawn)
                 progress.step += 1
                 progress.loss.append(mean_loss)
-                if self.watch.counts().graphs == compiled_before:
+                if self.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
+                if (spilled := self.spill.told()) is not None:
+                    self.observer.note(spilled)
                 if settings.save_every and progress.step % settings.save_every == 0 and progress.step < settings.steps:
                     self.save()
         except BaseException as error:
@@ -144,11 +239,15 @@ class Trainer:
         try:
             return self._forward_backward(drawn)
         except Exception as error:
-            cause = cannot_compile(error) if self.runner.planned_graphs else None
-            if cause is None:
+            smaller = comfy.model_management.is_oom(error) and self.step_down()
+            cause = cannot_compile(error) if self.runner.planned_graphs and not smaller else None
+            if cause is None and not smaller:
                 raise
-            log.warning("torch.compile failed", exc_info=error)
+            log.warning("A step failed and is tried again", exc_info=error)
         # Outside the handler, which holds the first try's activations. The draws depend on the step only.
+        if cause is None:
+            self.build_again()
+            return self.forward_backward(drawn)
         self.train_eager(cause)
         comfy.model_management.soft_empty_cache()
         return self._forward_backward(drawn)
@@ -160,6 +259,7 @@ class Trainer:
         self.machine = machine_facts(self.device, None)
 
     def _forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
+        self.resident.ensure()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         for micro, indices in enumerate(drawn):
@@ -170,7 +270,8 @@ class Trainer:
                     self.patcher, self.family, samples, self.settings.objective, self.device, self.settings.seed, draw
                 )
             loss = self.loss(batch, draw) / len(drawn)
-            self.scaler.scale(loss).backward()
+            with self.runner.watch_backward():
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         return float(total)
 
@@ -187,6 +288,8 @@ class Trainer:
             masks = self.network.draw_masks(
                 block, count, image_tokens, text_tokens, self.settings.seed, key, self.dtype
             )
+            if self.swap is not None and id(block) in self.swap.number:
+                return self.swap.run(self.runner, block, *args, masks)
             return self.runner(block, *args, masks)
 
         return self.transformer.forward(run, inputs)
@@ -292,7 +395,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.reader.close()
         self.resident.forget()
-        del self.resident, self.runner, self.transformer, self.network, self.optimizer, self.scheduler
+        del self.resident, self.runner, self.swap, self.transformer, self.network, self.optimizer, self.scheduler
         comfy.model_management.soft_empty_cache()
 
     # What is told.
@@ -304,12 +407,18 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Numbers for the summary: graphs, seconds, memory."""
-        counts = self.watch.counts()
+        counts = self.runner.report.counts()
         return {
             "graphs_planned": self.runner.planned_graphs,
             "graphs_compiled": counts.graphs,
             "graph_breaks": counts.graph_breaks,
             "compile_seconds": round(counts.seconds, 2),
             "seconds_per_step": round(median(self.seconds), 4) if self.seconds else None,
+            "blocks_swapped": len(self.swap.blocks) if self.swap else 0,
+            "block_copies": self.swap.ring.copies if self.swap else 0,
+            "checkpointing": self.memory.checkpointing,
+            "memory_plan": self.automatic.plan.text if self.automatic else None,
+            "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
+            "compile_report": self.runner.report.facts(),
             **memory_peak(self.device),
         }

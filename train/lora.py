@@ -36,7 +36,12 @@ class LoraNetwork:
             up = torch.zeros(out_features, options.rank)
             pair = nn.Parameter(down.to(device)), nn.Parameter(up.to(device))
             self.pairs[name] = pair
-            linears[name].add_lora(*pair, scale=options.alpha / options.rank)
+        self.attach(linears)
+
+    def attach(self, linears: dict[str, LoraLinear]) -> None:
+        """Puts the LoRA on these Linears."""
+        for name, pair in self.pairs.items():
+            linears[name].add_lora(*pair, scale=self.options.alpha / self.options.rank)
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for pair in self.pairs.values() for p in pair]

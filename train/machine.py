@@ -5,7 +5,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..compile.apply import CompileSettings
+from ..compile.settings import CompileSettings
 
 
 def machine_facts(device: torch.device, compile_settings: CompileSettings | None) -> dict[str, str]:

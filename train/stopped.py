@@ -34,7 +34,8 @@ def explained(error: BaseException, step: int, state: str, planned_graphs: int) 
     """The error as one sentence, where we know what it means. step: the last whole one."""
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return TrainingStopped(
-            f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels. "
+            f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels, or set "
+            "blocks_to_swap to -1. "
             f"{kept(step, state)}"
         )
     if over_the_limit(error):

@@ -11,7 +11,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
-from ..compile.apply import CompileSettings
+from ..compile.settings import CompileSettings
 from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model

@@ -145,7 +145,7 @@ def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp
     data = tiny.make_data([(4, 4), (4, 5), (4, 6)], [16, 16, 16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=6)
     trainer.runner = type(trainer.runner)(
-        trainer.transformer.blocks(), trainer.settings.memory, trainer.runner.compile_settings, graphs=1
+        trainer.transformer.blocks(), trainer.settings.memory, trainer.runner.compile_settings, 1, trainer.device
     )
     with pytest.raises(RuntimeError, match="More graphs were needed than the 2 planned"):
         trainer.run()

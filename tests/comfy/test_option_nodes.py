@@ -48,8 +48,10 @@ def test_each_input_reaches_the_option_of_its_name(node, options):
             continue
         if kind == "COMBO":
             value = settings["options"][-1]
+        elif kind == "BOOLEAN":
+            value = not settings["default"]
         else:
-            value = settings["min"] + 1 if kind == "INT" else settings["min"] * 2 + 0.25
+            value = settings["max"] - 1 if kind == "INT" else settings["min"] * 2 + 0.25
         start = {n: s["default"] for n, (_, s) in inputs(node).items()}
         assert asdict(run(node, **(start | {name: value}))) == defaults | {name: value}
 
@@ -95,5 +97,9 @@ def test_ids_inputs_and_outputs_are_the_contract():
             "timestep_sampling shift loss guidance logit_mean logit_std".split(),
             ["TESSERA_OBJECTIVE"],
         ),
-        "TesseraMemory": (["checkpointing", "attention", "activation_budget"], ["TESSERA_MEMORY"]),
+        "TesseraMemory": (
+            "checkpointing attention activation_budget "
+            "blocks_to_swap prefetch_blocks pin_memory offload_activations".split(),
+            ["TESSERA_MEMORY"],
+        ),
     }

@@ -4,7 +4,7 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
-from tessera.compile.apply import CompileSettings
+from tessera.compile.settings import CompileSettings
 from tessera.memory.frozen import unload_everything
 from tessera.models.family import ModelInputs
 from tessera.models.flux import Flux
@@ -139,7 +139,7 @@ def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast
     network = LoraNetwork(NetworkOptions(rank=4), names, transformer.linears(), seed=0)
     settings = CompileSettings(backend) if backend else None
     torch._dynamo.reset()
-    runner = BlockRunner(transformer.blocks(), MemoryOptions(checkpointing="none"), settings, graphs=1)
+    runner = BlockRunner(transformer.blocks(), MemoryOptions(checkpointing="none"), settings, 1, torch.device("cpu"))
     block = next(block for _, block in transformer.blocks() if block.kind == kind)
 
     generator = torch.Generator().manual_seed(0)

@@ -22,6 +22,46 @@ SURFACE = {
         ["unet_name COMBO", 'weight_dtype COMBO = "default"'],
         ["MODEL"],
     ),
+    "TesseraBlockSwap": (
+        "Block Swap",
+        False,
+        ["model MODEL", "blocks_to_swap INT = -1", "prefetch_blocks INT = 1", 'pin_memory COMBO = "auto"'],
+        ["MODEL"],
+    ),
+    "TesseraCompileModel": (
+        "Compile Model",
+        False,
+        [
+            "model MODEL",
+            'backend? COMBO = "inductor"',
+            'mode? COMBO = "default"',
+            'dynamic? COMBO = "auto"',
+            "fullgraph? BOOLEAN = false",
+            "cache_size_limit? INT = 64",
+            'scope? COMBO = "blocks"',
+            'preset? COMBO = "custom"',
+            'overrides? STRING = ""',
+        ],
+        ["MODEL"],
+    ),
+    "TesseraCompileReport": ("Compile Report", True, ["model MODEL", "after? *"], ["STRING report"]),
+    "TesseraTuneCompile": (
+        "Tune Compile",
+        True,
+        [
+            "model MODEL",
+            "width INT = 1024",
+            "height INT = 1024",
+            "time_budget? INT = 300",
+            "frames? INT = 1",
+            "batch_size? INT = 1",
+            "text_length? INT = 0",
+            "cfg? FLOAT = 0.0",
+            "remeasure? BOOLEAN = false",
+            "positive? CONDITIONING",
+        ],
+        ["MODEL", "IMAGE chart", "STRING report"],
+    ),
     "TesseraImageFolder": (
         "Training Images",
         False,
@@ -99,7 +139,15 @@ SURFACE = {
     "TesseraMemory": (
         "Training Memory",
         False,
-        ['checkpointing COMBO = "full"', 'attention COMBO = "auto"', "activation_budget? FLOAT = 0.5"],
+        [
+            'checkpointing COMBO = "full"',
+            'attention COMBO = "auto"',
+            "activation_budget? FLOAT = 0.5",
+            "blocks_to_swap? INT = 0",
+            "prefetch_blocks? INT = 1",
+            'pin_memory? COMBO = "auto"',
+            "offload_activations? BOOLEAN = false",
+        ],
         ["TESSERA_MEMORY memory"],
     ),
     "TesseraTrainLora": (
@@ -147,13 +195,17 @@ SURFACE = {
 # The names that the design promises to workflows and clients; none of them may ever be renamed or removed.
 CONTRACT = {
     "TesseraLoadDiffusionModel": "unet_name weight_dtype",
+    "TesseraBlockSwap": "model blocks_to_swap prefetch_blocks pin_memory",
+    "TesseraCompileModel": "model backend mode dynamic fullgraph cache_size_limit scope preset overrides",
+    "TesseraCompileReport": "model after",
+    "TesseraTuneCompile": "model width height time_budget",
     "TesseraImageFolder": "folder caption_extension repeats trigger_words dataset",
     "TesseraPrepareDataset": "dataset vae clip megapixels max_graphs fit",
     "TesseraLatentsToDataset": "latents positive max_graphs",
     "TesseraLoraNetwork": "algorithm rank alpha targets dropout",
     "TesseraOptimizer": "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm",
     "TesseraObjective": "timestep_sampling shift loss guidance",
-    "TesseraMemory": "checkpointing attention",
+    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations",
     "TesseraTrainLora": "model data output_name steps learning_rate rank batch_size gradient_accumulation seed compile "
     "save_every resume network optimizer objective memory",
     "TesseraSaveLora": "lora filename_prefix format dtype",
@@ -163,6 +215,11 @@ CONTRACT = {
 # Choices that workflows hold; more may be added.
 CHOICES = {
     ("TesseraLoadDiffusionModel", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+    ("TesseraCompileModel", "backend"): ["inductor", "cudagraphs", "aot_eager", "eager"],
+    ("TesseraCompileModel", "mode"): ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    ("TesseraCompileModel", "dynamic"): ["auto", "true", "false"],
+    ("TesseraCompileModel", "scope"): ["blocks", "stack", "model"],
+    ("TesseraCompileModel", "preset"): ["custom", "fast start", "balanced", "maximum speed"],
     ("TesseraPrepareDataset", "fit"): ["whole grids", "ragged edge"],
     ("TesseraPrepareDataset", "max_text_length"): ["512", "256"],
     ("TesseraLoraNetwork", "algorithm"): ["lora"],
@@ -170,7 +227,8 @@ CHOICES = {
     ("TesseraOptimizer", "lr_scheduler"): ["constant", "cosine", "linear"],
     ("TesseraObjective", "timestep_sampling"): ["logit_normal", "uniform", "resolution_shifted"],
     ("TesseraObjective", "loss"): ["mse"],
-    ("TesseraMemory", "checkpointing"): ["none", "selective", "full"],
+    ("TesseraMemory", "checkpointing"): ["none", "selective", "full", "auto"],
+    ("TesseraBlockSwap", "pin_memory"): ["auto", "on", "off"],
     ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn"],
     ("TesseraTrainLora", "compile"): ["auto", "off"],
     ("TesseraTrainLora", "resume"): ["latest", "off"],
@@ -218,7 +276,7 @@ def test_the_inputs_that_the_design_promises_are_there(node_id):
 
 @pytest.mark.parametrize(("node_id", "name"), CHOICES)
 def test_choices_that_workflows_hold_are_still_there(node_id, name):
-    (options,) = [i.options for i in SCHEMAS[node_id].inputs if i.id == name]
+    (options,) = [i.as_dict()["options"] for i in SCHEMAS[node_id].inputs if i.id == name]
     assert set(CHOICES[node_id, name]) <= set(options)
 
 

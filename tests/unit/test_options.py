@@ -39,9 +39,20 @@ NAN, INF = float("nan"), float("inf")
         (ObjectiveOptions, {"logit_std": 0.0}, "logit_std is 0.0; set it above 0."),
         (ObjectiveOptions, {"logit_mean": NAN}, "logit_mean is nan; give a finite number."),
         (ObjectiveOptions, {"guidance": -1.0}, "guidance is -1.0; set it to 0 or more (1 suits LoRA training)."),
-        (MemoryOptions, {"checkpointing": "some"}, "checkpointing is 'some'; choose one of none, selective, full."),
+        (
+            MemoryOptions,
+            {"checkpointing": "some"},
+            "checkpointing is 'some'; choose one of none, selective, full, auto.",
+        ),
         (MemoryOptions, {"attention": "sage"}, "attention is 'sage'; choose one of auto, sdpa, flash-attn."),
         (MemoryOptions, {"activation_budget": 2.0}, "activation_budget is 2.0; set it between 0.0 and 1.0."),
+        (
+            MemoryOptions,
+            {"blocks_to_swap": -2},
+            "blocks_to_swap is -2; set it to -1 (fit to the free memory), 0 (none) or more.",
+        ),
+        (MemoryOptions, {"prefetch_blocks": 0}, "prefetch_blocks is 0; set it to 1 or more."),
+        (MemoryOptions, {"pin_memory": "yes"}, "pin_memory is 'yes'; choose one of auto, on, off."),
     ],
 )
 def test_a_bad_value_is_one_sentence_with_its_name_and_the_fix(options, values, sentence):

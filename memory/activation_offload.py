@@ -1,0 +1,138 @@
+"""Activation offload: with full checkpointing, what a block keeps for backward waits on the host.
+
+Each block keeps its inputs only. They leave on a stream of their own while the next blocks compute, in the direction
+of the link that block swap leaves idle, and come back one block ahead of their backward. The hooks stand around the
+checkpoint, outside of what is compiled, so no graph changes. Only inputs that need a gradient leave: the others (the
+modulation vector, positions) are one tensor for all blocks.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .flat import Layout, dense_stride, empty_bytes
+
+UNDER_WAY = 2  # tensors of as many blocks may be on their way out; then the computation waits for the oldest
+
+
+class _Kept:
+    """One tensor on the host. Its buffer goes back to the pool with it, when autograd lets it go."""
+
+    def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
+        self.turn = turn
+        layout = Layout.of([("", tensor)])
+        self.field, self.device, self.size = layout.fields[0], tensor.device, layout.size
+        self.buffer = offload.buffer(layout.size)
+        self.bytes = tensor.numel() * tensor.element_size()
+        self.fetched: tuple[Tensor, Any] | None = None
+        weakref.finalize(self, offload.pool[layout.size].append, self.buffer).atexit = False
+
+
+class ActivationOffload:
+    """Wraps the runners of blocks. `bytes_out` and `bytes_in` count what went to the host and came back; `buffers` is
+    how many host buffers were made."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.last: int | None = None
+        self.turn = 0
+        self.bytes_out = self.bytes_in = self.buffers = 0
+        self._kept: defaultdict[int, list[weakref.ref[_Kept]]] = defaultdict(list)
+        self._leaving: list[tuple[int, Tensor, Any]] = []
+
+    def stays(self, block: Any) -> None:
+        """The inputs of this block, the last one, stay on the device: they are needed again at once."""
+        self.last = id(block)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """run(block, *args), checkpointed in full, with the inputs that it keeps on the host."""
+
+        def run_offloaded(block: Any, *args: Any) -> Any:
+            if id(block) == self.last or not torch.is_grad_enabled():
+                return run(block, *args)
+            self.turn += 1
+            turn = self.turn
+            self._let_go_of(turn - UNDER_WAY)
+            leaving = {a.data_ptr() for a in args if isinstance(a, Tensor) and a.requires_grad and _is_dense(a)}
+
+            def pack(tensor: Tensor) -> Any:
+                return self._store(tensor, turn) if tensor.data_ptr() in leaving else tensor
+
+            with saved_tensors_hooks(pack, self._unpack):
+                return run(block, *args)
+
+        return run_offloaded
+
+    def buffer(self, size: int) -> Tensor:
+        """A host buffer; those of the step before are used again."""
+        if self.pool[size]:
+            return self.pool[size].pop()
+        self.buffers += 1
+        return empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
+
+    def _let_go_of(self, turn: int) -> None:
+        """The computation goes on when what was stored up to `turn` is out, whose memory is free then. Letting go of it
+        sooner would ask the allocator to watch another stream, and it sees that only when the host has caught up."""
+        while self._leaving and self._leaving[0][0] <= turn:
+            _, _, stored = self._leaving.pop(0)
+            if stored is not None:
+                torch.cuda.current_stream(self.device).wait_event(stored)
+
+    def _store(self, tensor: Tensor, turn: int) -> _Kept:
+        kept = _Kept(self, tensor, turn)
+        source = tensor.detach()
+        self._leaving.append((turn, source, self._copy(kept.field.on(kept.buffer), source)))
+        self._kept[turn].append(weakref.ref(kept))
+        self.bytes_out += kept.bytes
+        return kept
+
+    def _fetch(self, kept: _Kept) -> tuple[Tensor, Any]:
+        """The tensor on the device and what to wait for. One that was asked for before is there or on its way."""
+        if kept.fetched is None:
+            there = kept.field.on(empty_bytes(kept.size, kept.device))
+            kept.fetched = there, self._copy(there, kept.field.on(kept.buffer))
+            self.bytes_in += kept.bytes
+        return kept.fetched
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._let_go_of(self.turn)
+        there, fetched = self._fetch(kept)
+        for other in self._kept.pop(kept.turn - 1, ()):
+            if (ahead := other()) is not None:
+                self._fetch(ahead)
+        self._kept.pop(kept.turn, None)
+        if fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(fetched)
+        return there
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copies after everything that was computed so far, and after the copies before; returns its event."""
+        with torch.no_grad():
+            if self.stream is None:
+                target.copy_(source)
+                return None
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                target.copy_(source, non_blocking=True)
+                return self.stream.record_event()
+
+    def forget(self) -> None:
+        """After a step that broke off: nothing of it is on its way any more."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._leaving.clear()
+        self._kept.clear()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Fills its memory in some order, so that the copy has the same strides: a recompute has to see the same layout."""
+    return tuple(tensor.stride()) == dense_stride(tensor)

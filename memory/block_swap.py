@@ -1,0 +1,125 @@
+"""Block swap in training: the frozen weights of blocks that do not fit stream from the host.
+
+What autograd saved out of a slot is valid again when the block is back, so nothing has to be computed again for the
+sake of swapping. A slot is written behind autograd's back, which its version counters would forbid; in their place the
+engine checks before and after each backward that the slot holds the right block.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .flat import Layout, empty_bytes, trim_heap
+from .residency import FrozenModule
+from .slot_ring import SlotRing
+
+
+def frozen_modules(block: nn.Module) -> dict[str, FrozenModule]:
+    return {name: module for name, module in block.named_modules() if isinstance(module, FrozenModule)}
+
+
+class BlockSwap:
+    """Streams blocks through slots. The blocks come with their frozen tensors on the host and leave with them in slots.
+
+    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, pinned: bool):
+        self.blocks = tuple(blocks)
+        self.number = {id(block): j for j, block in enumerate(self.blocks)}
+        self.layouts = [Layout.of(_frozen_tensors(block)) for block in self.blocks]
+        masters = [_into_flat(block, layout, pinned) for block, layout in zip(self.blocks, self.layouts, strict=True)]
+        self.ring = SlotRing(masters, device, prefetch)
+        self.take()
+
+    def held_bytes(self) -> int:
+        """What the slots take on the device."""
+        return self.ring.held_bytes()
+
+    def take(self) -> None:
+        """Makes the slots and points the blocks at them."""
+        self.ring.take()
+        for j, (block, layout) in enumerate(zip(self.blocks, self.layouts, strict=True)):
+            modules = frozen_modules(block)
+            for field in layout.fields:
+                owner, _, name = field.name.rpartition(".")
+                modules[owner]._buffers[name] = field.on(self.ring.slot_of(j))
+
+    def release(self) -> None:
+        """Gives the slots' memory back; the masters stay."""
+        for block in self.blocks:
+            for module in frozen_modules(block).values():
+                module.release()
+        self.ring.release()
+
+    def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
+        """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
+        j = self.number[id(block)]
+        self.ring.forward(j)
+        # The others stay out of it: a function's outputs all require a gradient.
+        needed = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
+        if not needed or not torch.is_grad_enabled():
+            return run(block, *args)
+        entered = dict(zip(needed, _AfterBackward.apply(self.ring, j, *(args[i] for i in needed)), strict=True))
+        out = run(block, *(entered.get(i, a) for i, a in enumerate(args)))
+        if isinstance(out, Tensor):
+            return _BeforeBackward.apply(self.ring, j, out)[0]
+        return _BeforeBackward.apply(self.ring, j, *out)
+
+
+def _frozen_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{owner}.{name}", tensor)
+        for owner, module in frozen_modules(block).items()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _into_flat(block: nn.Module, layout: Layout, pinned: bool) -> Tensor:
+    """The block's tensors moved into one flat buffer on the host; each is let go before the next is read."""
+    flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
+    modules = frozen_modules(block)
+    for field in layout.fields:
+        owner, _, name = field.name.rpartition(".")
+        module = modules[owner]
+        source, moved = module._buffers[name], field.on(flat)
+        assert source is not None
+        moved.copy_(source)
+        module.moved(name, source, moved)
+        module._buffers[name] = None
+        del source
+    trim_heap()
+    return flat
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """Stands over all outputs of a block: its backward runs before the block's own, whichever output has a gradient."""
+
+    @staticmethod
+    def forward(ctx, ring, j, *outputs):
+        ctx.ring, ctx.j = ring, j
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.ring.backward(ctx.j)
+        return None, None, *grads
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Stands over all inputs of a block: its backward runs when the block's own is done."""
+
+    @staticmethod
+    def forward(ctx, ring, j, *inputs):
+        ctx.ring, ctx.j = ring, j
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.ring.check(ctx.j)
+        return None, None, *grads

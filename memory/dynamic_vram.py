@@ -1,0 +1,28 @@
+"""A MODEL under ComfyUI's dynamic VRAM, loaded once more without it.
+
+Dynamic VRAM keeps weights in buffers that come and go through calls into C: neither a compiled graph nor a slot can
+hold them. Core's own Compile Model does the same.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+# A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
+_without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
+
+
+def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
+    """A clone that is not under dynamic VRAM, or None where the MODEL's loader can't load it so. All nodes behind the
+    same loader share what is loaded."""
+    if not patcher.is_dynamic():
+        return patcher.clone()
+    if patcher.cached_patcher_init is None:
+        return None
+    with torch.inference_mode(False):
+        clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
+    _without[patcher.model] = clone.get_clone_model_override()
+    return clone

@@ -1,0 +1,135 @@
+"""The weights of a block in one flat buffer on the host, at which the block's own modules point.
+
+No list of masters is kept anywhere: the modules' tensors are the masters, and the flat buffer is found again through
+them. So several MODELs over one base share it, and it goes when the last tensor over it goes.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .flat import ALIGNMENT, Layout, empty_bytes, trim_heap
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands. key: its name in the state dict of the MODEL; table: the parameters or the buffers of
+    its module `owner`."""
+
+    key: str
+    owner: nn.Module
+    table: dict[str, Any]
+    attribute: str
+
+    def tensor(self) -> Tensor | None:
+        return self.table.get(self.attribute)
+
+
+def places_of(name: str, block: nn.Module) -> list[Place]:
+    """Where the block's tensors stand. No tensor is held, so that each can be let go when it has been moved."""
+    return [
+        Place(f"{path}.{attribute}", module, table, attribute)
+        for path, module in block.named_modules(prefix=name)
+        for table in (module._parameters, module._buffers)
+        for attribute, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+def plain_tensors(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+    for place in places:
+        tensor = place.tensor()
+        assert tensor is not None
+        for i, part in enumerate(parts_of(tensor)):
+            yield f"{place.key}/{i}", part
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a weight consists of: itself, or the parts of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.data]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def over_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
+    """The same kind of tensor over other parts.
+
+    An ordinary one, as compiled code tells it from one that was made under inference mode. A quantised one stays what
+    it was: ComfyUI moves it under inference mode, which an ordinary one does not bear.
+    """
+    quantised = is_traceable_wrapper_subclass(tensor)
+    with torch.inference_mode(quantised and tensor.is_inference()):
+        made = _over(tensor, iter(parts))
+        if quantised:
+            # What `nn.Parameter` does to a tensor of another class, less the `detach`: a quantised tensor copies its
+            # scales there, and they have to stay the parts.
+            made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+            return made
+        return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    if not is_traceable_wrapper_subclass(tensor):
+        return next(parts)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _over(getattr(tensor, name), parts) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def shared_flat(places: Sequence[Place], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
+    """The flat buffer of this layout over which all these tensors lie already, if they do.
+
+    Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again. keep:
+    the keys of tensors that another node put there for a while; the buffer is that of the tensors they stand for.
+    """
+    if any(place.key in keep for place in places):
+        return None
+    parts = [part for _, part in plain_tensors(places)]
+    first = parts[0]
+    if first.device.type != "cpu":
+        return None
+    storage, start = first.untyped_storage(), first.data_ptr()
+    offset = start - storage.data_ptr()
+    if offset + layout.size > storage.nbytes():
+        return None
+    outside = []
+    for field, part in zip(layout.fields, parts, strict=True):
+        if (tuple(part.shape), tuple(part.stride()), part.dtype) != (field.shape, field.stride, field.dtype):
+            return None
+        here = part.device == first.device and part.untyped_storage().data_ptr() == storage.data_ptr()
+        if here and part.data_ptr() == start + field.offset:
+            continue
+        if part.nbytes > ALIGNMENT:
+            return None
+        outside.append((field, part))
+    with torch.inference_mode(False):
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (layout.size,), (1,))
+    for field, part in outside:
+        field.on(flat).copy_(part)
+    return flat
+
+
+def into_flat(places: Sequence[Place], layout: Layout, pinned: bool, keep: Collection[str] = ()) -> Tensor:
+    """The tensors moved into one flat buffer on the host, at which their modules point from here on; each is let go
+    before the next is read. keep: the keys of those that another node put there for a while."""
+    flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
+    fields = iter(layout.fields)
+    for place in places:
+        tensor = place.tensor()
+        assert tensor is not None
+        parts = []
+        for part in parts_of(tensor):
+            moved = next(fields).on(flat)
+            # ComfyUI leaves what a file lacks without memory until it is loaded, and then fills it with zeros.
+            moved.zero_() if part.is_meta else moved.copy_(part)
+            parts.append(moved)
+        if place.key not in keep:
+            place.table[place.attribute] = over_parts(tensor, parts)
+        del tensor, part
+    trim_heap()
+    return flat

@@ -1,0 +1,204 @@
+"""Page-locked host memory: where the masters of swapped blocks take it, and what stands in where they may not.
+
+Copies from page-locked memory run beside the computation. Locking all masters is the fastest, and is not always safe:
+Windows gives a program about half of the RAM as memory that a GPU may read, and what goes beyond starves the rest of
+the system. There a small page-locked stage is filled by a thread of its own, block after block.
+"""
+
+import functools
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PIN_MEMORY = ("auto", "on", "off")
+KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
+STAGES = 2  # one is filled while the other is copied
+TRIAL_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+
+
+def is_windows() -> bool:
+    """Windows, or Linux inside it, whose GPU driver is the same."""
+    return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """masters: whether the masters are page-locked; reason: one sentence for the user."""
+
+    masters: bool
+    reason: str
+
+
+def choose_pinning(mode: str, device: str, needed: int, available: int, windows: bool) -> Pinning:
+    """mode: 'auto', 'on' or 'off'; device: its type; needed: bytes of all masters; available: bytes of free RAM, in
+    which the masters already lie."""
+    if device != "cuda":
+        return Pinning(False, "pin_memory has no effect without a CUDA device.")
+    if mode == "on":
+        return Pinning(True, "The swapped blocks are page-locked, as pin_memory asks.")
+    if mode == "off":
+        return Pinning(False, "The swapped blocks go through a page-locked stage, as pin_memory asks.")
+    if windows:
+        return Pinning(
+            False, "The swapped blocks go through a page-locked stage: Windows bounds the memory that may be locked."
+        )
+    if available < needed + KEPT_FREE:
+        return Pinning(
+            False,
+            f"The swapped blocks go through a page-locked stage: locking all {needed / 2**30:.1f} GB would leave less "
+            f"than {KEPT_FREE // 2**30} GB of RAM.",
+        )
+    return Pinning(True, "The swapped blocks are page-locked.")
+
+
+def host_bytes(size: int, pinned: bool) -> Tensor:
+    """`size` bytes on the host, page-locked where that is asked for and can be had."""
+    if pinned:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def not_pinned(masters: Sequence[Tensor]) -> str | None:
+    """What is to be said where page-locked masters were asked for: None if they are."""
+    plain = sum(1 for master in masters if not master.is_pinned())
+    if not plain:
+        return None
+    return (
+        f"{plain} of {len(masters)} swapped blocks could not be page-locked and go through a page-locked stage; free "
+        "some RAM, or set pin_memory to 'off'."
+    )
+
+
+class Link(Protocol):
+    """How bytes get from a stage into a slot. On a GPU a stream of its own; tests put a slow one in its place."""
+
+    def mark(self) -> Any:
+        """Stands for everything that was computed so far; called by the thread that computes."""
+        ...
+
+    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> Any:
+        """Copies after what `mark` stands for, then calls `then`. Returns an event; does not wait for the copy."""
+        ...
+
+    def finished(self, event: Any) -> None:
+        """Waits on the calling thread until `source` may be written again."""
+        ...
+
+    def order(self, event: Any) -> None:
+        """What is computed from here on starts after the copy."""
+        ...
+
+
+class CudaLink:
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> torch.cuda.Event:
+        self.stream.wait_event(mark)
+        with torch.cuda.stream(self.stream):
+            slot.copy_(source, non_blocking=True)
+            if then is not None:
+                then()
+            return self.stream.record_event()
+
+    def finished(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def order(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+
+class StagedStream:
+    """Copies pageable masters through `stages` page-locked buffers. It is what a ring takes as its stream.
+
+    A thread fills a stage as soon as the copy out of it is done, and starts the next copy; so the thread that computes
+    waits for no event. At a block's turn it waits until the copy was started, because only then is there something for
+    the device to wait for. Masters that are page-locked themselves are copied as they lie.
+    """
+
+    def __init__(self, link: Link, stage_bytes: int, stages: int = STAGES, pinned: bool = True):
+        self.link = link
+        self.stages = [host_bytes(stage_bytes, pinned) for _ in range(stages)]
+        self._leaving: list[Any] = [None] * stages  # the event of the last copy out of each stage
+        self._turn = 0
+        self._started: list[Future[Any]] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
+
+    def copy(self, slot: Tensor, host: Tensor, then: Callable[[], None] | None) -> "Future[Any]":
+        """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
+        mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self._started = [started for started in self._started if not started.done() or started.exception()]
+        self._started.append(self._worker.submit(self._send, slot, host, self.link.mark(), then, mode))
+        return self._started[-1]
+
+    def _send(
+        self, slot: Tensor, host: Tensor, mark: Any, then: Callable[[], None] | None, mode: tuple[bool, bool]
+    ) -> Any:
+        # Both modes belong to a thread; `then` has to run as it would have on the one that asked.
+        with torch.inference_mode(mode[0]), torch.set_grad_enabled(mode[1]):
+            target = slot[: host.numel()]
+            if host.is_pinned():
+                return self.link.send(target, host, mark, then)
+            stage = self._turn % len(self.stages)
+            self._turn += 1
+            if self._leaving[stage] is not None:
+                self.link.finished(self._leaving[stage])
+            source = self.stages[stage][: host.numel()]
+            source.copy_(host)
+            self._leaving[stage] = self.link.send(target, source, mark, then)
+            return self._leaving[stage]
+
+    def wait(self, copied: "Future[Any] | None") -> None:
+        """What is computed from here on starts after that copy. What went wrong in the thread is raised here."""
+        if copied is not None:
+            self.link.order(copied.result())
+
+    def settle(self) -> None:
+        """Waits until every copy that was asked for is done or has failed: slots may be freed then."""
+        for started in self._started:
+            if started.exception() is None:
+                self.link.finished(started.result())
+        self._started = []
+
+
+def staged_stream(masters: Sequence[Tensor], device: torch.device) -> StagedStream | None:
+    """The stream for masters that are not all page-locked; None where plain copies do as well."""
+    if device.type != "cuda" or all(master.is_pinned() for master in masters):
+        return None
+    return StagedStream(CudaLink(device), max(master.numel() for master in masters))
+
+
+@functools.cache
+def link_bandwidth(device: torch.device) -> float:
+    """Bytes per second from page-locked host memory to the device, the best of three copies; without a GPU, of copies
+    within the host's memory."""
+    size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
+    host = host_bytes(size, device.type == "cuda").fill_(1)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / min(_copy_seconds(there, host) for _ in range(3))
+
+
+def _copy_seconds(there: Tensor, host: Tensor) -> float:
+    if there.device.type == "cuda":
+        torch.cuda.synchronize(there.device)
+    started = time.perf_counter()
+    there.copy_(host, non_blocking=True)
+    if there.device.type == "cuda":
+        torch.cuda.synchronize(there.device)
+    return time.perf_counter() - started

@@ -1,0 +1,137 @@
+"""Fixed slots on the device through which blocks stream from the host, in the order in which they are used.
+
+The host copy of a block is the master and is never written. Block number j always uses slot j mod K, so a tensor that
+was saved out of a slot is valid again once the block is back at its address. In a pass over S blocks that goes forward
+and back, the last K are there at the turn and the first K at the end: 2·(S − K) copies.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .flat import empty_bytes
+from .pinning import StagedStream, staged_stream
+
+
+class CopyStream:
+    """Copies to the device beside the computation. On a CPU copies are made at once, in the same order."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, slot: Tensor, host: Tensor, then: Callable[[], None] | None) -> Any:
+        """Copies after everything that was computed so far, then calls `then` on the same stream; returns what `wait`
+        takes.
+
+        No `record_stream` is needed. A slot is written here only when all that has read it is queued before, which the
+        copy waits for, and is read only behind the event; it is freed after `settle`. What `then` allocates belongs to
+        this stream, and is taken again by work that is queued on this stream behind it.
+        """
+        if self.stream is None:
+            slot[: host.numel()].copy_(host)
+            if then is not None:
+                then()
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            slot[: host.numel()].copy_(host, non_blocking=True)
+            if then is not None:
+                then()
+            return self.stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """What is computed from here on starts after that copy."""
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def settle(self) -> None:
+        """Waits until no copy is under way: slots may be freed then."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class SlotRing:
+    """masters: the flat host buffers of the blocks, in the order of the forward. prefetch: how many are copied ahead;
+    one slot more than that is used. finish(j): called after each copy of block j, on the stream of the copies.
+    `copies` and `bytes_copied` count."""
+
+    def __init__(
+        self,
+        masters: Sequence[Tensor],
+        device: torch.device,
+        prefetch: int,
+        finish: Callable[[int], None] | None = None,
+    ):
+        assert prefetch >= 1 and masters
+        self.masters, self.device, self.prefetch, self.finish = list(masters), device, prefetch, finish
+        self.count = min(prefetch + 1, len(self.masters))
+        self.slot_bytes = max(master.numel() for master in self.masters)
+        self.stream: CopyStream | StagedStream = staged_stream(masters, device) or CopyStream(device)
+        self.copies = 0
+        self.bytes_copied = 0
+        self.slots: list[Tensor] = []
+        self.occupants: list[int | None] = []
+        self._copied: list[Any] = []
+
+    def take(self) -> None:
+        """Makes the slots."""
+        self.slots = [empty_bytes(self.slot_bytes, self.device) for _ in range(self.count)]
+        self.forget()
+
+    def forget(self) -> None:
+        """What the slots hold counts no more."""
+        self.occupants = [None] * self.count
+        self._copied = [None] * self.count
+
+    def release(self) -> None:
+        """Gives the slots' memory back; the masters stay."""
+        self.stream.settle()
+        self.slots = []
+
+    def held_bytes(self) -> int:
+        return sum(slot.numel() for slot in self.slots)
+
+    def slot_of(self, j: int) -> Tensor:
+        return self.slots[j % self.count]
+
+    def forward(self, j: int) -> None:
+        """Block j is in its slot for what is computed from here on; those behind it are copied meanwhile.
+
+        The farthest of them, j + K - 1, goes where block j - 1 was, whose computation is queued by now; so block j
+        computes while it comes. The same holds at the turn and, the other way round, in the backward.
+        """
+        self._bring(j, range(j + 1, j + 1 + self.prefetch))
+
+    def backward(self, j: int) -> None:
+        """The same, with those before it."""
+        self._bring(j, range(j - 1, j - 1 - self.prefetch, -1))
+        self.check(j)
+
+    def _bring(self, j: int, ahead: Iterable[int]) -> None:
+        try:
+            self._copy(j)
+            for other in ahead:
+                if 0 <= other < len(self.masters):
+                    self._copy(other)
+            self.stream.wait(self._copied[j % self.count])
+        except BaseException:
+            self.forget()  # a slot may hold half a copy, or one that is not finished
+            raise
+
+    def _copy(self, j: int) -> None:
+        slot = j % self.count
+        if self.occupants[slot] == j:
+            return
+        master = self.masters[j]
+        finish = None if self.finish is None else lambda: self.finish(j)  # type: ignore[misc]
+        self._copied[slot] = self.stream.copy(self.slots[slot], master, finish)
+        self.occupants[slot] = j
+        self.copies += 1
+        self.bytes_copied += master.numel()
+
+    def check(self, j: int) -> None:
+        held = self.occupants[j % self.count]
+        assert held == j, f"slot {j % self.count} holds block {held} in place of {j}"

@@ -1,0 +1,351 @@
+"""Block swap in inference: while a swapped block runs, its modules hold the weights that lie in its slot.
+
+Between the calls the modules of the MODEL point at the masters on the host, so saving, unloading and cloning never see
+a slot. The modules themselves stay what they are: whatever other nodes have put on them (replaced forwards, bypass
+LoRAs, hooks, weight wrappers) runs as on a block that is not swapped.
+"""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from comfy.model_patcher import move_weight_functions, wipe_lowvram_weight
+from torch import Tensor, nn
+
+from .flat import Layout
+from .masters import Place, into_flat, over_parts, parts_of, places_of, plain_tensors, shared_flat
+from .pinning import not_pinned
+from .slot_ring import SlotRing
+
+log = logging.getLogger(__name__)
+
+Patches = Mapping[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Patching:
+    """What a patcher has to do to the weights of swapped blocks. Keys are names in the state dict of the MODEL.
+
+    patches: LoRAs and the like; identity: changes with them; wrappers: functions that each use of a weight goes
+    through; replaced: what object patches stand in for; force_cast: whether each use casts to the compute dtype.
+    """
+
+    patches: Patches
+    identity: Any
+    wrappers: Mapping[str, list[Any]]
+    replaced: Collection[str]
+    force_cast: bool
+
+
+def run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+class SwappedForward:
+    """Stands as the instance `forward` of a swapped block. inner: what another node had put there; run: what runs the
+    block where there is no such thing; compiled code is set there."""
+
+    def __init__(self, swap: "SwappedBlocks", j: int, block: nn.Module, inner: Callable[..., Any] | None):
+        # Weak, as the block holds this: what is swapped lives as long as the MODELs that swap it.
+        self.swap, self.block = weakref.ref(swap), weakref.ref(block)
+        self.j, self.inner = j, inner
+        self.run: Callable[..., Any] = run_class_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        swap, block = self.swap(), self.block()
+        assert block is not None
+        run = self.inner or MethodType(self.run, block)
+        # Another node's forward may have kept this one and call it from within, or after the swap has ended.
+        if swap is None or not swap.attached or self.j in swap.running:
+            return run(*args, **kwargs)
+        with swap.in_slot(self.j):
+            return run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the block is an ordinary one."""
+        block: Any = copy.deepcopy(self.block(), memo)
+        return copy.deepcopy(self.inner, memo) if self.inner else MethodType(type(block).forward, block)
+
+
+def swapped_forward(block: nn.Module) -> SwappedForward | None:
+    """The block's stand-in call, where it is swapped and its model is loaded."""
+    found = vars(block).get("forward")
+    return found if isinstance(found, SwappedForward) else None
+
+
+# Which blocks are swapped in a model at present: two patchers of one model may swap different ones.
+_attached: "WeakKeyDictionary[nn.Module, weakref.ref[SwappedBlocks]]" = WeakKeyDictionary()
+
+
+class SwappedBlocks:
+    """The swapped blocks of one model. base: ComfyUI's BaseModel; blocks: their modules by their names in the state
+    dict of the MODEL, such as diffusion_model.single_blocks.3, in the order of the forward.
+
+    notes: what the user has to be told, each sentence once.
+    """
+
+    ring: SlotRing | None = None
+
+    def __init__(self, base: Any, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool):
+        self.base: Callable[[], Any] = weakref.ref(base)
+        self.blocks = dict(blocks)
+        self.prefetch, self.pinned = prefetch, pinned
+        self.notes: list[str] = []
+        self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
+        self.places = [places_of(name, block) for name, block in self.blocks.items()]
+        self.keys = {place.key for places in self.places for place in places}
+        self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
+        self.running: set[int] = set()
+        self._unpinnable = False
+        self._patching = Patching({}, None, {}, (), False)
+        self._hooks: Patches = {}
+        self._masters: list[list[Tensor | None]] = []  # the modules' own tensors, by block
+        self._slots: list[list[Tensor]] = []  # the same over the blocks' slots
+
+    def __del__(self) -> None:
+        self.release()
+
+    def on(self, base: nn.Module) -> "SwappedBlocks":
+        """The blocks of the same names in another model."""
+        blocks = {name: base.get_submodule(name) for name in self.blocks}
+        return SwappedBlocks(base, blocks, self.prefetch, self.pinned)
+
+    def say(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+            log.info(sentence)
+
+    def resident_bytes(self) -> int:
+        """What the rest of the model takes."""
+        size = comfy.model_management.module_size
+        return size(self.base()) - sum(size(block) for block in self.blocks.values())
+
+    def slot_bytes(self) -> int:
+        """What the slots take on the device while the model is loaded."""
+        return min(self.prefetch + 1, len(self.layouts)) * max(layout.size for layout in self.layouts)
+
+    def held_bytes(self) -> int:
+        """What the slots take on the device now."""
+        return self.ring.held_bytes() if self.ring is not None else 0
+
+    @property
+    def attached(self) -> bool:
+        return self.held_bytes() > 0
+
+    def attach(self, device: torch.device, patching: Patching) -> None:
+        """Makes the slots and lets the blocks run in them, with these patches on top of the masters.
+
+        Raises ValueError for a patch that a slot has no room for.
+        """
+        base = self.base()
+        assert base is not None
+        self._check(patching)
+        before = _attached.get(base)
+        other = before() if before is not None else None
+        if other is not None and other is not self:
+            other.release()
+        if self.attached and self.ring is not None and self.ring.device != device:
+            self.release()
+        if not self.attached:
+            self._take(device, patching.replaced)
+            _attached[base] = weakref.ref(self)
+            base.model_loaded_weight_memory += self.held_bytes()
+        if patching.identity != self._patching.identity:
+            self.forget()
+        self._patching = patching
+        self._flag_modules(device)
+        self.stand()
+
+    def _check(self, patching: Patching) -> None:
+        for name, places, layout in zip(self.blocks, self.places, self.layouts, strict=True):
+            found = [(key, tuple(part.shape), part.dtype) for key, part in plain_tensors(places)]
+            if found != [(field.name, field.shape, field.dtype) for field in layout.fields]:
+                raise ValueError(
+                    f"Another node has put weights of other shapes or dtypes into {name} since Block Swap; put Block "
+                    "Swap behind that node."
+                )
+            for place in places:
+                weight = place.tensor()
+                if weight is None or place.key not in patching.patches:
+                    continue
+                shape = comfy.lora.calculate_shape(patching.patches[place.key], weight, place.key)
+                if tuple(shape) != tuple(weight.shape):
+                    raise ValueError(
+                        f"A LoRA changes the shape of {place.key} from {tuple(weight.shape)} to {tuple(shape)}, and a "
+                        f"block that streams has no room for that; leave {name} out of block swap, or the LoRA."
+                    )
+
+    def _take(self, device: torch.device, replaced: Collection[str]) -> None:
+        pinned = self.pinned and not self._unpinnable
+        flats = []
+        for places, layout in zip(self.places, self.layouts, strict=True):
+            flat = shared_flat(places, layout, replaced)
+            if flat is None or (pinned and not flat.is_pinned()):
+                flat = into_flat(places, layout, pinned, replaced)
+            flats.append(flat)
+        if pinned and (note := not_pinned(flats)) is not None:
+            self._unpinnable = True
+            self.say(note)
+        if self.ring is None or self.ring.device != device:
+            own = weakref.ref(self)
+
+            def finish(j: int) -> None:
+                swap = own()
+                assert swap is not None
+                swap._patch(j)
+
+            self.ring = SlotRing(flats, device, self.prefetch, finish)
+        self.ring.masters = flats
+        self.ring.take()
+        self._masters = [[place.tensor() for place in places] for places in self.places]
+        self._slots = [
+            _over_slot(places, layout, self.ring.slot_of(j))
+            for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True))
+        ]
+
+    def _flag_modules(self, device: torch.device) -> None:
+        """What ComfyUI's load does to a module that it puts on the device."""
+        how = self._patching
+        for name, block in self.blocks.items():
+            for inner, module in block.named_modules(prefix=name):
+                if id(module) not in self.modules or not hasattr(module, "comfy_cast_weights"):
+                    continue
+                wipe_lowvram_weight(module)
+                module.comfy_force_cast_weights = how.force_cast  # type: ignore[assignment]
+                if how.force_cast:
+                    module.prev_comfy_cast_weights = module.comfy_cast_weights
+                    module.comfy_cast_weights = True  # type: ignore[assignment]
+                for attribute in ("weight", "bias"):
+                    if (functions := how.wrappers.get(f"{inner}.{attribute}")) is not None:
+                        setattr(module, f"{attribute}_function", list(functions))
+                move_weight_functions(module, device)
+
+    def stand(self) -> None:
+        """Lets the blocks run in their slots, around whatever other nodes have put in the place of their forwards."""
+        if not self.attached:
+            return
+        for j, block in enumerate(self.blocks.values()):
+            found = vars(block).get("forward")
+            if isinstance(found, SwappedForward) and found.swap() is self:
+                continue
+            while isinstance(found, SwappedForward):
+                found = found.inner
+            # ComfyUI leaves a block's own forward on it where an object patch has ended.
+            own = found == MethodType(type(block).forward, block)
+            vars(block)["forward"] = SwappedForward(self, j, block, None if own else found)
+
+    def lift(self) -> None:
+        """Puts back the forwards that stood there before; the slots stay."""
+        for block in self.blocks.values():
+            found = vars(block).get("forward")
+            if isinstance(found, SwappedForward) and found.swap() in (self, None):
+                if found.inner is None:
+                    del vars(block)["forward"]
+                else:
+                    vars(block)["forward"] = found.inner
+
+    def release(self) -> None:
+        """Ends the swap and gives the slots' memory back. The masters are the modules' own from here on, and die or
+        move with them."""
+        self.lift()
+        if self.ring is None or not self.attached:
+            return
+        base, held = self.base(), self.held_bytes()
+        self.ring.release()
+        self.ring.masters = []
+        self._masters, self._slots = [], []
+        for block in self.blocks.values():
+            for module in block.modules():
+                if id(module) in self.modules:
+                    wipe_lowvram_weight(module)
+        if base is not None:
+            base.model_loaded_weight_memory -= held
+
+    @contextmanager
+    def in_slot(self, j: int) -> Iterator[None]:
+        """Block j has the weights of its slot, which hold what the master holds, patched."""
+        assert self.ring is not None
+        self.ring.forward(j)
+        self.running.add(j)
+        placed = []
+        for place, master, slot in zip(self.places[j], self._masters[j], self._slots[j], strict=True):
+            if place.tensor() is master:  # else it is another node's
+                place.table[place.attribute] = slot
+                placed.append((place, master))
+        try:
+            yield
+        finally:
+            for place, master in placed:
+                place.table[place.attribute] = master
+            self.running.discard(j)
+
+    def forget(self) -> None:
+        """Every block has to be copied and patched again."""
+        if self.ring is not None and self.attached:
+            # Copies that are under way may still read the patches that are let go.
+            self.ring.stream.settle()
+            self.ring.forget()
+
+    def hook(self, patches: Patches) -> None:
+        """Weight patches of hooks, on top of the others from here on."""
+        if patches or self._hooks:
+            self.forget()
+        self._hooks = patches
+
+    def _patch(self, j: int) -> None:
+        """Applies the weight patches in the slot, with the dtypes, the sums and the rounding of ComfyUI's
+        `ModelPatcher.patch_weight_to_device` and `patch_hook_weight_to_device`; the slot's bytes change, the weights'
+        shapes and dtypes don't."""
+        assert self.ring is not None
+        device = self.ring.device
+        for place, master, weight in zip(self.places[j], self._masters[j], self._slots[j], strict=True):
+            key = place.key
+            if key in self._patching.patches:
+                dtype = comfy.model_management.lora_compute_dtype(device)
+                _apply(place, weight, self._patching.patches[key], device, dtype, None)
+            if key in self._hooks:
+                original = {key: [(master, getattr(place.owner, f"convert_{place.attribute}", _as_it_is))]}
+                _apply(place, weight, self._hooks[key], device, torch.float32, original)
+
+
+def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
+    return weight
+
+
+def _apply(place: Place, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
+    """original: the unpatched weights, as patches that replace a model's weights want them."""
+    seed = comfy.utils.string_to_seed(place.key)
+    patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
+    convert = getattr(place.owner, f"convert_{place.attribute}", None)
+    if convert is not None:
+        patched = convert(patched, inplace=True)
+    patched = comfy.lora.calculate_weight(patches, patched, place.key, original_weights=original)
+    if (store := getattr(place.owner, f"set_{place.attribute}", None)) is not None:
+        stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
+    else:
+        stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
+    for into, value in zip(parts_of(weight), parts_of(stored), strict=True):
+        assert into.shape == value.shape, place.key
+        into.copy_(value)
+
+
+def _over_slot(places: list[Place], layout: Layout, slot: Tensor) -> list[Tensor]:
+    """The tensors of a block over its slot."""
+    fields = iter(layout.fields)
+    tensors = []
+    for place in places:
+        tensor = place.tensor()
+        assert tensor is not None
+        tensors.append(over_parts(tensor, [next(fields).on(slot) for _ in parts_of(tensor)]))
+    return tensors

@@ -1,0 +1,197 @@
+"""A MODEL whose swapped blocks never lie on the device as a whole."""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import comfy.model_management
+import torch
+from comfy.hooks import HookGroup
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+from .stand_ins import Patching, SwappedBlocks
+
+KEY = "tessera.swapped_blocks"
+EVERYTHING = 1e32  # what core passes for "no limit"
+
+
+class SwapPatcher(ModelPatcher):
+    """ComfyUI's patcher over the blocks that stay; those that are swapped are left to `swap`.
+
+    It loads, patches and unloads the rest as ComfyUI does, and tells ComfyUI's memory management what really lies on
+    the device: the rest and the slots. Clones share `swap`.
+    """
+
+    size: int
+    _dying = False
+
+    @property
+    def swap(self) -> SwappedBlocks:
+        return self.attachments[KEY]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user has to be told about the swap."""
+        return self.swap.notes
+
+    def clone(self, *args: Any, **kwargs: Any) -> "ModelPatcher":
+        clone = super().clone(*args, **kwargs)
+        if clone.model is not self.model:
+            clone.set_attachments(KEY, self.swap.on(clone.model))
+        return clone
+
+    def __del__(self) -> None:
+        self._dying = True
+        super().__del__()
+
+    # What ComfyUI's loading and memory management call.
+
+    def model_size(self):
+        if self.size <= 0:
+            self.size = self.swap.resident_bytes() + self.swap.slot_bytes()
+        return self.size
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        # The module is the last but one of each entry. By identity: a module that an object patch has put into a
+        # swapped block is loaded as any other.
+        return [entry for entry in super()._load_list(*args, **kwargs) if id(entry[-2]) not in self.swap.modules]
+
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
+        # A full load ends with `model.to(device)`, which would take the swapped blocks along.
+        memory = EVERYTHING if full_load else max(0.1, lowvram_model_memory - self.swap.slot_bytes())
+        super().load(device_to, memory, force_patch_weights, full_load=False)
+        if not self.model.model_lowvram:
+            for module in self.model.modules():
+                if id(module) not in self.swap.modules:
+                    self._move_own(module, device_to)
+            self.model.model_loaded_weight_memory = self.model_size() - self.swap.slot_bytes()
+        self.model.model_loaded_weight_memory += self.swap.held_bytes()
+        self._attach(device_to)
+
+    @staticmethod
+    def _move_own(module: nn.Module, device: torch.device | None) -> None:
+        """Parameters of modules that hold other modules, which core moves in a full load only."""
+        if device is None or not any(True for _ in module.children()):
+            return
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+    def _attach(self, device: torch.device | None) -> None:
+        self.swap.attach(
+            device if device is not None else self.load_device,
+            Patching(
+                patches=self.patches,
+                identity=self.patches_uuid,
+                wrappers=self.weight_wrapper_patches,
+                replaced=self.object_patches_backup.keys(),
+                force_cast=self.force_cast_weights,
+            ),
+        )
+        self._hook_swapped(self.current_hooks)
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        if extra_memory < 0 and not self.swap.attached:
+            # The slots were given back by `detach`; here they have to find room again.
+            extra_memory -= self.swap.slot_bytes()
+        loaded = super().partially_load(device_to, extra_memory, force_patch_weights)
+        if not self.swap.attached:  # core found all of the rest on the device
+            try:
+                self._attach(device_to)
+            except BaseException:
+                self.detach()
+                raise
+        return loaded
+
+    def patch_model(self, *args: Any, **kwargs: Any) -> Any:
+        model = super().patch_model(*args, **kwargs)
+        self.swap.stand()
+        return model
+
+    def pre_run(self):
+        self.swap.stand()  # injections may have replaced a forward after loading
+        super().pre_run()
+
+    def unpatch_model(self, device_to=None, unpatch_weights=True):
+        # What stands over a block's forward comes off in the reverse order, so that nobody puts back what has ended.
+        self.eject_model()
+        self.swap.release() if unpatch_weights else self.swap.lift()
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def detach(self, unpatch_all=True):
+        # Another patcher of the same model may be loaded next, which knows of no slots. A clone that is collected is
+        # no such case: its siblings run on.
+        if not self._dying:
+            self.eject_model()
+            self.swap.release()
+        return super().detach(unpatch_all)
+
+    # Hooks: core writes a hook's weights into the modules, which for swapped blocks are the masters.
+
+    def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
+        if key not in self.swap.keys:
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
+
+    def patch_hooks(self, hooks: HookGroup) -> None:
+        super().patch_hooks(hooks)
+        self._hook_swapped(hooks)
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        super().unpatch_hooks(whitelist_keys_set)  # type: ignore[arg-type]
+        if not whitelist_keys_set:
+            self.swap.hook({})
+
+    def _hook_swapped(self, hooks: HookGroup | None) -> None:
+        combined = self.get_combined_hook_patches(hooks) if hooks is not None else {}
+        self.swap.hook({key: patches for key, patches in combined.items() if key in self.swap.keys})
+
+    # Saving.
+
+    def model_state_dict_for_saving(self, model=None, prefix=""):
+        state = super().model_state_dict_for_saving(model, prefix)
+        # Core bakes weights and biases; what else is patched it takes from the loaded modules.
+        for name, value in state.items():
+            key = f"{prefix}{name}"
+            if key in self.swap.keys and key in self.patches and type(value) in (torch.Tensor, nn.Parameter):
+                patched = self.patch_weight_to_device(key, device_to=self.load_device, return_weight=True)
+                state[name] = patched.to("cpu")
+        return state
+
+
+def swap_model(patcher: ModelPatcher, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool) -> SwapPatcher:
+    """A clone of the MODEL whose `blocks` (by name in its state dict) stream from the host when it runs.
+
+    Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
+    """
+    if not blocks:
+        raise ValueError("blocks_to_swap: there is no block to swap in this model; set it to 0.")
+    if type(patcher) not in (ModelPatcher, SwapPatcher):
+        raise ValueError(
+            f"model: its loader moves weights in a way of its own ({type(patcher).__name__}), which block swap does "
+            "not know; load it with Load Diffusion Model (Block Swap) or ComfyUI's own loader."
+        )
+    if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
+        # The blocks hold what another node has put there for as long as the model is loaded.
+        comfy.model_management.unload_model_and_clones(patcher)
+    clone = patcher.clone()
+    # Its class alone is exchanged, as everything else that a clone has is wanted.
+    clone.__class__ = SwapPatcher
+    assert isinstance(clone, SwapPatcher)
+    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned)
+    clone.set_attachments(KEY, swap)
+    clone.offload_device = torch.device("cpu")
+    clone.size = 0
+    # A sibling of the same patches is not loaded again, although other weights lie on the device.
+    clone.patches_uuid = uuid4()
+    if prefetch < 1:
+        swap.say(f"prefetch_blocks is {prefetch}; one block has to be copied ahead, so 1 is taken.")
+    elif prefetch >= len(blocks):
+        swap.say(
+            f"prefetch_blocks is {prefetch} with {len(blocks)} swapped: all of them have a place on the GPU, so "
+            "nothing is saved; choose a smaller prefetch_blocks or more blocks_to_swap."
+        )
+    return clone

@@ -1,0 +1,279 @@
+"""Which blocks are swapped, and how many have to be.
+
+A plan is made from bytes and seconds that were measured: what each block weighs, keeps for backward and takes to
+compute, and how fast the link is. The seconds of a step come from running the slot ring's own order of copies on paper.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+GB = 2**30
+
+
+def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
+    """The names of `count` blocks to swap, such as single_blocks.3.
+
+    lists: the model's lists of blocks with their lengths; order: the lists in the order in which they are to be used.
+    Raises ValueError for more blocks than there are.
+    """
+    total = sum(lists.values())
+    if not 0 <= count <= total:
+        raise ValueError(f"blocks_to_swap is {count}; this model has {total} blocks, so choose 0 to {total}.")
+    return spread(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
+
+
+def spread(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
+    """`count` of the names: all of the first groups, and of the last one that is used some that are spread evenly, so
+    that each copy has resident blocks to hide behind."""
+    chosen: set[str] = set()
+    for names in groups:
+        taken = min(len(names), count - len(chosen))
+        chosen |= {names[(2 * i + 1) * len(names) // (2 * taken)] for i in range(taken)}
+    return frozenset(chosen)
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block. name: as it is to be chosen by, such as single_blocks.3. weights; inputs: what full checkpointing
+    keeps; saved: what is kept without checkpointing; working: the most it takes beside those while it runs forward or
+    back: bytes. forward, backward: seconds of computing, 0 where that is not known. In inference only weights, working
+    and forward count."""
+
+    name: str
+    weights: int
+    inputs: int = 0
+    saved: int = 0
+    working: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """free: bytes of device memory that may be used; link: bytes per second from the host; host: free bytes there, in
+    which weights already have their place."""
+
+    free: int
+    link: float
+    host: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the plan may choose between. counts: blocks to swap; checkpointing: () in inference; budget: the part that
+    selective checkpointing keeps; offload: whether what full checkpointing keeps goes to the host."""
+
+    counts: tuple[int, ...]
+    prefetch: tuple[int, ...]
+    checkpointing: tuple[str, ...] = ()
+    budget: float = 0.5
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """swapped: names of blocks; checkpointing: None in inference; device_bytes: at most in use; seconds: of one step
+    (in inference of one pass), 0 where no block's time is known; fits: into the free memory; text: one line."""
+
+    swapped: frozenset[str]
+    prefetch: int
+    checkpointing: str | None
+    device_bytes: int
+    seconds: float
+    fits: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    swapped: frozenset[str]
+    prefetch: int
+    checkpointing: str | None
+    device: int
+    host: int
+    seconds: float
+    computing: float
+
+
+def plan(
+    blocks: Sequence[BlockCost], other_bytes: int, machine: Machine, order: Sequence[str], choices: Choices
+) -> SwapPlan:
+    """The fastest plan that fits; of equally fast ones the one that swaps least, and then the one that takes least.
+    Where none fits, the one that takes least, with `fits` False.
+
+    blocks: in the order of the forward; other_bytes: everything else that lies on the device while the model runs;
+    order: the lists of blocks in the order in which they are to be used, () where all are alike.
+    """
+    fitting = []
+    smallest: _Candidate | None = None
+    for checkpointing, prefetch in product(choices.checkpointing or (None,), choices.prefetch):
+        for candidate in _candidates(blocks, other_bytes, machine, order, choices, checkpointing, prefetch):
+            if smallest is None or (candidate.device, candidate.seconds) < (smallest.device, smallest.seconds):
+                smallest = candidate
+            if candidate.device <= machine.free and candidate.host <= machine.host:
+                fitting.append(candidate)
+                break  # what swaps more than it has to is no faster
+    assert smallest is not None
+    # Differences of a thousandth are below what was measured.
+    fastest = min((c.seconds for c in fitting), default=0.0) * 1.001
+    best = min(
+        (c for c in fitting if c.seconds <= fastest),
+        key=lambda c: (len(c.swapped), c.device, c.prefetch),
+        default=smallest,
+    )
+    text = _text(best, len(blocks), machine, best in fitting)
+    return SwapPlan(best.swapped, best.prefetch, best.checkpointing, best.device, best.seconds, best in fitting, text)
+
+
+def plan_sampling(
+    blocks: Mapping[str, int],
+    other_bytes: int,
+    working_bytes: int,
+    machine: Machine,
+    prefetch: int,
+    order: Sequence[str] = (),
+) -> SwapPlan:
+    """The plan for sampling with a model whose blocks have these bytes by name, in the order of the forward.
+
+    other_bytes: of its other weights; working_bytes: of its activations; prefetch: the least that is copied ahead.
+    """
+    costs = [BlockCost(name, weights) for name, weights in blocks.items()]
+    choices = Choices(tuple(range(len(costs) + 1)), (prefetch,))
+    return plan(costs, other_bytes + working_bytes, machine, order, choices)
+
+
+def step_down(
+    made: SwapPlan,
+    blocks: Sequence[BlockCost],
+    other_bytes: int,
+    machine: Machine,
+    order: Sequence[str],
+    choices: Choices,
+) -> SwapPlan | None:
+    """The fastest plan that takes at least a tenth less than `made`, whose memory did not suffice; else the one that
+    takes least; None where `made` was that one."""
+    less = plan(blocks, other_bytes, Machine(made.device_bytes * 9 // 10, machine.link, machine.host), order, choices)
+    return less if less.device_bytes < made.device_bytes else None
+
+
+def _candidates(
+    blocks: Sequence[BlockCost],
+    other_bytes: int,
+    machine: Machine,
+    order: Sequence[str],
+    choices: Choices,
+    checkpointing: str | None,
+    prefetch: int,
+) -> Iterator[_Candidate]:
+    """One for each count of blocks, fewest first."""
+    names = [block.name for block in blocks]
+    groups = [[n for n in names if n.rpartition(".")[0] == wanted] for wanted in order] or [names]
+    computing = sum(sum(block_seconds(block, checkpointing, choices.budget)) for block in blocks)
+    offload = choices.offload and checkpointing == "full"
+    kept = [kept_bytes(block, checkpointing, choices.budget) for block in blocks]
+    # With offload those of the block that runs, of the next one and of the two that are on their way out.
+    activations = max(kept, default=0) * min(4, len(blocks)) if offload else sum(kept)
+    # A block that is computed again holds all that it saves while it goes back.
+    again = 0 if checkpointing in (None, "none") else 1
+    running = (b.working + again * max(0, b.saved - k) for b, k in zip(blocks, kept, strict=True))
+    activations += max(running, default=0)
+    for count in sorted(choices.counts):
+        swapped = spread(count, groups)
+        sizes = [block.weights for block in blocks if block.name in swapped]
+        slots = min(prefetch + 1, count) * max(sizes, default=0)
+        resident = sum(block.weights for block in blocks if block.name not in swapped)
+        yield _Candidate(
+            swapped,
+            prefetch,
+            checkpointing,
+            device=other_bytes + resident + slots + activations,
+            host=sum(kept) if offload else 0,
+            seconds=_pass_seconds(blocks, swapped, prefetch, checkpointing, choices.budget, machine.link),
+            computing=computing,
+        )
+
+
+def kept_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
+    """What the block keeps from its forward to its backward."""
+    if checkpointing is None:
+        return 0
+    if checkpointing == "none":
+        return block.saved
+    return block.inputs + (int(budget * max(0, block.saved - block.inputs)) if checkpointing == "selective" else 0)
+
+
+def block_seconds(block: BlockCost, checkpointing: str | None, budget: float) -> tuple[float, float]:
+    """(forward, backward with what is computed again)."""
+    if checkpointing is None:
+        return block.forward, 0.0
+    again = {"none": 0.0, "selective": 1 - budget, "full": 1.0}[checkpointing]
+    return block.forward, block.backward + again * block.forward
+
+
+def _pass_seconds(
+    blocks: Sequence[BlockCost],
+    swapped: frozenset[str],
+    prefetch: int,
+    checkpointing: str | None,
+    budget: float,
+    link: float,
+) -> float:
+    """How long a step takes once the first is over: every copy starts when it is asked for (at the turn of a swapped
+    block, for it and those ahead), when the computation before that is done and the link is free."""
+    names = [block.name for block in blocks if block.name in swapped]
+    number = {name: j for j, name in enumerate(names)}
+    weights = {block.name: block.weights for block in blocks}
+    slots = min(prefetch + 1, len(names))
+    occupant: list[int | None] = [None] * slots
+    copied = [0.0] * slots
+    computed = link_free = before = 0.0
+
+    def turn(block: BlockCost, seconds: float, direction: int) -> None:
+        nonlocal computed, link_free
+        if block.name in number:
+            j = number[block.name]
+            for ahead in range(prefetch + 1):
+                other = j + direction * ahead
+                if 0 <= other < len(names) and occupant[other % slots] != other:
+                    occupant[other % slots] = other
+                    link_free = max(link_free, computed) + weights[names[other]] / link
+                    copied[other % slots] = link_free
+            computed = max(computed, copied[j % slots])
+        computed += seconds
+
+    for _ in range(2):
+        before = computed
+        for block in blocks:
+            turn(block, block_seconds(block, checkpointing, budget)[0], 1)
+        if checkpointing is not None:
+            for block in reversed(blocks):
+                turn(block, block_seconds(block, checkpointing, budget)[1], -1)
+    return computed - before
+
+
+def _text(chosen: _Candidate, total: int, machine: Machine, fits: bool) -> str:
+    spare = machine.free - chosen.device
+    if fits:
+        verdict = f"Fits with {_size(spare)} to spare"
+    elif spare < 0:
+        verdict = f"Needs {_size(-spare)} more than is free, even so"
+    else:
+        verdict = f"Needs {_size(chosen.host)} of RAM and {_size(machine.host)} are free, even so"
+    if chosen.swapped:
+        what = f"{len(chosen.swapped)} of {total} blocks stream, {chosen.prefetch} ahead"
+        what += f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
+    else:
+        what = "all blocks stay on the device"
+    if chosen.checkpointing is not None:
+        what += f", checkpointing {chosen.checkpointing}"
+    if chosen.computing > 0:
+        what += f"; about {chosen.seconds:.2f} s in the blocks of each step"
+        waiting = chosen.seconds - chosen.computing
+        if waiting > 0.02 * chosen.seconds:
+            what += f", {waiting:.2f} s of them waiting for copies"
+    return f"{verdict} ({_size(chosen.device)} of {_size(machine.free)}): {what}."
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / GB:.1f} GB" if bytes_ >= GB // 10 else f"{bytes_ / 2**20:.1f} MB"

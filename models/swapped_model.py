@@ -1,0 +1,118 @@
+"""Block swap on a MODEL: its settings travel with it, sampling streams its blocks, and training takes the settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import comfy.model_management
+import psutil
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+from ..compile.regions import BlockOfModel, find_blocks
+from ..memory.dynamic_vram import without_dynamic_vram
+from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
+from ..memory.swap_patcher import SwapPatcher, swap_model
+from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
+from .registry import FAMILIES
+
+KEY = "tessera.swap_settings"
+PICTURE = 128  # latent cells a side of the picture that -1 leaves room for: one megapixel
+
+
+@dataclass(frozen=True)
+class SwapSettings:
+    """blocks_to_swap: how many blocks stream, -1 for as many as are needed; prefetch_blocks: how many are copied
+    ahead; pin_memory: auto, on or off."""
+
+    blocks_to_swap: int = 0
+    prefetch_blocks: int = 1
+    pin_memory: str = "auto"
+
+
+def swap_settings_of(patcher: ModelPatcher) -> SwapSettings | None:
+    """What Block Swap has set on this MODEL."""
+    return patcher.get_attachment(KEY)
+
+
+def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[str]:
+    """The lists of blocks in the order in which they are swapped: the family's own, else the largest list first."""
+    for family in FAMILIES:
+        if family.matches(patcher.model):
+            return list(family.swap_order)
+    size = {name: 0 for name in lists_of(blocks)}
+    for block in blocks:
+        size[_list(block)] += sum(p.numel() * p.element_size() for p in block.module.parameters())
+    return sorted(size, key=lambda name: -size[name])
+
+
+def lists_of(blocks: Sequence[BlockOfModel]) -> dict[str, list[BlockOfModel]]:
+    """The blocks by the name of the list that they stand in."""
+    found: dict[str, list[BlockOfModel]] = {}
+    for block in blocks:
+        found.setdefault(_list(block), []).append(block)
+    return found
+
+
+def _list(block: BlockOfModel) -> str:
+    return block.name.rpartition(".")[0]
+
+
+def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
+    """A clone of the MODEL with block swap as `settings` say, and what has to be said about it.
+
+    Raises ValueError for more blocks than there are. Call it outside inference mode.
+    """
+    clone = without_dynamic_vram(patcher)
+    if clone is None:
+        return patcher.clone(), [
+            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so ComfyUI streams it in "
+            "place of block swap; load it with Load Diffusion Model (Block Swap)."
+        ]
+    if isinstance(clone, SwapPatcher):
+        raise ValueError("model has block swap on it already; use one Block Swap node only.")
+    clone.set_attachments(KEY, settings)
+    blocks = find_blocks(clone.get_model_object("diffusion_model"))
+    if not blocks:
+        return clone, ["Nothing is swapped: no list of like blocks was found in this model."]
+    lists = lists_of(blocks)
+    order = swap_order(clone, blocks)
+    numbers = {f"{name}.{i}": block for name, members in lists.items() for i, block in enumerate(members)}
+    prefetch, notes = settings.prefetch_blocks, []
+    if settings.blocks_to_swap == -1:
+        fitting = _fit(clone, numbers, order, prefetch)
+        chosen = fitting.swapped
+        notes.append(fitting.text)
+    else:
+        chosen = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
+    streamed = {f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in chosen}
+    if not streamed:
+        return clone, notes
+    needed = sum(_bytes(module) for module in streamed.values())
+    available = psutil.virtual_memory().available
+    pinning = choose_pinning(settings.pin_memory, clone.load_device.type, needed, available, is_windows())
+    swapped = swap_model(clone, streamed, prefetch, pinning.masters)
+    whole, held = clone.model_size(), swapped.model_size()
+    notes.append(
+        f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
+        f"GPU in place of {whole / 2**30:.2f} GiB."
+    )
+    return swapped, notes
+
+
+def _bytes(module: nn.Module) -> int:
+    return comfy.model_management.module_size(module)
+
+
+def _fit(patcher: ModelPatcher, blocks: dict[str, BlockOfModel], order: list[str], prefetch: int) -> SwapPlan:
+    """As many blocks as have to stream so that the rest, and what a picture of one megapixel takes beside it, fit into
+    what ComfyUI may use of the device. blocks: by <list>.<index>, in the order of the forward."""
+    device = patcher.load_device
+    costs = [BlockCost(name, _bytes(block.module)) for name, block in blocks.items()]
+    inside = sum(cost.weights for cost in costs)
+    shape = [1, patcher.model.latent_format.latent_channels, PICTURE, PICTURE]
+    other = patcher.model_size() - inside + int(patcher.memory_required(shape))
+    loaded = [m for m in comfy.model_management.current_loaded_models if m.device == device]
+    free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
+    free -= comfy.model_management.extra_reserved_memory()
+    machine = Machine(int(free), link_bandwidth(device), psutil.virtual_memory().available + inside)
+    return plan(costs, other, machine, order, Choices(tuple(range(len(costs) + 1)), (prefetch,)))

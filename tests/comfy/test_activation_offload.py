@@ -1,0 +1,113 @@
+"""Training with kept block inputs on the host: the same numbers, counted bytes, buffers used again, no graph more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.memory.activation_offload import ActivationOffload
+from tessera.train.events import Silent
+from tessera.train.options import MemoryOptions
+from torch._dynamo.utils import counters
+
+STEPS = 2
+HIDDEN, TOKENS, TEXT = 128, 16, 16
+
+
+@pytest.fixture(scope="module")
+def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    return tiny.write_flux(folder / "flux.safetensors", depth=2, depth_single=3)
+
+
+def trained(path: Path, folder: Path, *, backend: str | None = None, batch: int = 1, steps: int = STEPS, **memory: Any):
+    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [TEXT] * 3)
+    options = MemoryOptions(**{"checkpointing": "full", **memory})
+    trainer = tiny.make_trainer(
+        tiny.load_flux(path), data, folder, backend=backend, batch_size=batch, steps=steps, memory=options
+    )
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_eager", 1, 0), ("aot_eager", 3, 4)]
+
+
+@pytest.mark.parametrize(("backend", "batch", "swap"), CASES)
+def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_path, backend, batch, swap) -> None:
+    torch._dynamo.reset()
+    kept = trained(deep_flux, tmp_path / "kept", backend=backend, batch=batch)
+    graphs = counters["stats"]["unique_graphs"]
+    off = trained(
+        deep_flux, tmp_path / "off", backend=backend, batch=batch, blocks_to_swap=swap, offload_activations=True
+    )
+    # A run compiles its own graphs, one for each kind of block.
+    assert counters["stats"]["unique_graphs"] - graphs == kept.runner.planned_graphs == (2 if backend else 0)
+    assert off.progress.loss == kept.progress.loss
+    for (name, pair), other in zip(off.network.pairs.items(), kept.network.pairs.values(), strict=True):
+        for a, b in zip(pair, other, strict=True):
+            assert a.grad is not None and torch.equal(a.grad, b.grad), name
+            assert torch.equal(a, b), name
+    # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
+    a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
+    offload = off.runner.offload
+    assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
+    # Picture and text of a double block are a buffer each; the second step makes none.
+    assert offload.buffers == 2 * 2 + 2
+    assert sum(len(pool) for pool in offload.pool.values()) == offload.buffers
+
+
+def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_path: Path, monkeypatch) -> None:
+    asked: list[tuple[str, int]] = []
+    fetch, unpack = ActivationOffload._fetch, ActivationOffload._unpack
+
+    def spy_fetch(self: Any, kept: Any) -> Any:
+        if kept.fetched is None:
+            asked.append(("copy", kept.turn))
+        return fetch(self, kept)
+
+    def spy_unpack(self: Any, kept: Any) -> Any:
+        if not isinstance(kept, torch.Tensor):
+            asked.append(("need", kept.turn))
+        return unpack(self, kept)
+
+    monkeypatch.setattr(ActivationOffload, "_fetch", spy_fetch)
+    monkeypatch.setattr(ActivationOffload, "_unpack", spy_unpack)
+    trained(deep_flux, tmp_path, steps=1, offload_activations=True)
+    for turn in (1, 2, 3):
+        assert asked.index(("copy", turn)) < asked.index(("need", turn))
+        assert asked.index(("copy", turn)) > asked.index(("need", turn + 1))
+
+
+def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flux, tmp_path, monkeypatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(Silent, "note", lambda self, text: notes.append(text))
+    data = tiny.make_data([(4, 4)], [TEXT])
+    trainer = tiny.make_trainer(
+        tiny.load_flux(deep_flux),
+        data,
+        tmp_path,
+        steps=1,
+        memory=MemoryOptions(checkpointing="selective", offload_activations=True),
+    )
+    trainer.run()
+    assert trainer.runner.offload is None
+    assert notes == [
+        "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is 'selective'."
+    ]
+
+
+def test_a_buffer_is_filled_with_strides_and_bytes_as_they_were() -> None:
+    offload = ActivationOffload(torch.device("cpu"))
+    x = torch.randn(3, 4, 5).transpose(1, 2).requires_grad_()
+    part = torch.randn(8, 8)[:, :3].requires_grad_()
+
+    def run(block: Any, *args: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(lambda a, b: (a.exp().sum(), b.exp()), *args, use_reentrant=False)
+
+    total, y = offload.around(run)(object(), x, part)
+    assert offload.bytes_out == x.numel() * 4  # a part of a larger tensor stays: its copy would have other strides
+    (total + y.sum()).backward()
+    assert torch.equal(x.grad, x.detach().exp()) and torch.equal(part.grad, part.detach().exp())

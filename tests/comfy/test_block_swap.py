@@ -1,0 +1,163 @@
+"""Training with blocks that stream from the host: the same numbers, counted copies, the same graphs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.memory.block_swap import frozen_modules
+from tessera.memory.flat import Layout
+from tessera.train.options import MemoryOptions
+from torch._dynamo.utils import counters
+
+BLOCKS = 6  # three double and three single ones
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    return tiny.write_flux(folder / "flux.safetensors", depth=3, depth_single=3)
+
+
+def trained(path: Path, folder: Path, *, backend: str | None = None, batch: int = 1, **memory: Any) -> Any:
+    """A trainer that has made STEPS steps, its LoRA and losses."""
+    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [16, 16, 16])
+    options = MemoryOptions(**{"checkpointing": "none", **memory})
+    trainer = tiny.make_trainer(
+        tiny.load_flux(path), data, folder, backend=backend, batch_size=batch, steps=STEPS, memory=options
+    )
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+def assert_same_run(swapped: Any, resident: Any) -> None:
+    assert swapped.progress.loss == resident.progress.loss
+    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
+        for a, b in zip(pair, other, strict=True):
+            assert torch.equal(a.grad, b.grad), name
+            assert torch.equal(a, b), name
+
+
+@pytest.fixture(scope="module")
+def resident(deep_flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, Any] = {}
+
+    def of(**settings: Any) -> Any:
+        key = tuple(sorted(settings.items()))
+        if key not in made:
+            made[key] = trained(deep_flux, tmp_path_factory.mktemp("resident"), **settings)
+        return made[key]
+
+    return of
+
+
+# Every number of blocks and of blocks ahead; the kinds of checkpointing, which stand inside, with some of them.
+COUNTS = [(count, prefetch, "none") for count in range(1, BLOCKS + 1) for prefetch in (1, 2, 3)]
+COUNTS += [(count, prefetch, kind) for count, prefetch in ((3, 1), (6, 2)) for kind in ("selective", "full")]
+
+
+@pytest.mark.parametrize(("count", "prefetch", "checkpointing"), COUNTS)
+def test_swapped_equals_resident_bit_for_bit(deep_flux, resident, tmp_path, count, prefetch, checkpointing) -> None:
+    plain = resident(checkpointing=checkpointing)  # first: what comes next unloads it
+    swapped = trained(deep_flux, tmp_path, checkpointing=checkpointing, blocks_to_swap=count, prefetch_blocks=prefetch)
+    assert_same_run(swapped, plain)
+    slots = min(prefetch + 1, count)
+    # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
+    assert swapped.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.swap.held_bytes() == slots * max(layout.size for layout in swapped.swap.layouts)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, batch, checkpointing) -> None:
+    torch._dynamo.reset()
+    settings = {"backend": "aot_eager", "batch": batch, "checkpointing": checkpointing}
+    plain = trained(deep_flux, tmp_path / "plain", **settings)
+    graphs = counters["stats"]["unique_graphs"]
+    swapped = trained(deep_flux, tmp_path / "swapped", blocks_to_swap=4, **settings)
+    assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 2
+    assert_same_run(swapped, plain)
+
+
+def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, tmp_path: Path) -> None:
+    model = tiny.load_flux(deep_flux)
+    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(
+        model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
+    )
+    masters = [master.clone() for master in trainer.swap.ring.masters]
+    trainer.run()
+    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.swap.ring.masters, strict=True))
+    after = model.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    # The host holds the weights once: ComfyUI's modules point into the masters.
+    weight = model.model.diffusion_model.single_blocks[1].linear1.weight
+    held = [m.untyped_storage().data_ptr() for m in trainer.swap.ring.masters]
+    assert weight.untyped_storage().data_ptr() in held
+
+
+def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Path) -> None:
+    import comfy.model_management
+
+    plain = trained(deep_flux, tmp_path / "plain")
+    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [16, 16, 16])
+    trainer = tiny.make_trainer(
+        tiny.load_flux(deep_flux),
+        data,
+        tmp_path / "swapped",
+        steps=STEPS,
+        memory=MemoryOptions(checkpointing="none", blocks_to_swap=4),
+    )
+    tiny.fill_up_matrices(trainer)
+    held = []
+
+    class Unloading(type(trainer.observer)):
+        def step(self, report: Any) -> None:
+            comfy.model_management.unload_all_models()
+            held.append(trainer.swap.held_bytes())
+
+    trainer.observer = Unloading()
+    trainer.run()
+    assert held == [0] * STEPS
+    assert_same_run(trainer, plain)
+
+
+def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Path, tmp_path: Path) -> None:
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(
+        tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions(blocks_to_swap=6)
+    )
+    ring = trainer.swap.ring
+    bring = ring._bring
+
+    def bring_another(j: int, ahead: Any) -> None:
+        bring(j, ahead)
+        ring.occupants[j % ring.count] = 99
+
+    ring._bring = bring_another
+    with pytest.raises(AssertionError, match="holds"):
+        trainer.run()
+
+
+def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_path: Path) -> None:
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    for block in trainer.swap.blocks:
+        tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
+        layout = Layout.of((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+        assert layout in trainer.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
+    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.swap.ring.slots)
+
+
+def test_more_blocks_than_there_are_is_one_sentence(deep_flux: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="blocks_to_swap is 7; this model has 6 blocks"):
+        tiny.make_trainer(
+            tiny.load_flux(deep_flux),
+            tiny.make_data([(4, 4)], [16]),
+            tmp_path,
+            memory=MemoryOptions(blocks_to_swap=7),
+        )

@@ -1,0 +1,242 @@
+"""Training that fits itself into the memory: what is measured, what is chosen, and going on when that was too much."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.memory.block_swap import frozen_modules
+from tessera.train import automatic
+from tessera.train.events import Silent
+from tessera.train.options import MemoryOptions
+from tessera.train.stopped import TrainingStopped
+from torch._dynamo.utils import counters
+
+STEPS = 3
+TEXT, TOKENS, HIDDEN = 16, 16, 128
+
+
+@pytest.fixture(scope="module")
+def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    return tiny.write_flux(folder / "flux.safetensors", depth=1, depth_single=8)
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(Silent, "note", lambda self, text: told.append(text))
+    return told
+
+
+def make(path: Path, folder: Path, *, dtype: Any = None, backend: str | None = None, batch: int = 1, **memory: Any):
+    """A trainer; without options the memory is left open."""
+    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [TEXT] * 3)
+    options = MemoryOptions(**{"checkpointing": "auto", "blocks_to_swap": -1, **memory})
+    model = tiny.load_flux(path, dtype)
+    trainer = tiny.make_trainer(model, data, folder, backend=backend, batch_size=batch, steps=STEPS, memory=options)
+    tiny.fill_up_matrices(trainer)
+    return trainer
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    assert one.progress.loss == other.progress.loss and len(one.progress.loss) == STEPS
+    theirs = other.network.masters()
+    for name, master in one.network.masters().items():
+        assert torch.equal(master, theirs[name]), name
+
+
+def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
+    """A device of that size, behind a link whose copies always hide."""
+    monkeypatch.setattr(automatic, "free_memory", lambda device: bytes_)
+    monkeypatch.setattr(automatic, "link_bandwidth", lambda device: 1e15)
+
+
+def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_flux, tmp_path, notes) -> None:
+    trainer = make(deep_flux, tmp_path)
+    assert trainer.swap is None and trainer.memory.checkpointing == "none"
+    assert len(notes) == 1 and notes[0].startswith("Fits with ") and "all blocks stay on the device" in notes[0]
+    trainer.run()
+    measured = trainer.automatic.measured
+    for (name, block), cost in zip(trainer.transformer.blocks(), measured.blocks, strict=True):
+        held = sum(module.held_bytes() for module in frozen_modules(block).values())
+        assert cost.name == name and 0 <= cost.weights - held < 256 * 40  # each tensor starts at a multiple of 256
+        assert cost.inputs == (TOKENS + TEXT) * HIDDEN * 4
+        assert cost.saved > cost.inputs and cost.forward > 0 and cost.backward > 0
+    assert trainer.facts()["memory_plan"] == notes[0]
+
+
+def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_path: Path) -> None:
+    """Another way of counting: all memory that the graph of a block reaches, by its storages."""
+    trainer = make(deep_flux, tmp_path, batch=2)
+    held: dict[str, dict[int, int]] = {}
+    runner = trainer.runner
+    weights = {b.untyped_storage().data_ptr() for m in trainer.transformer.frozen_modules() for b in m.buffers()}
+    weights |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
+    names = {id(block): name for name, block in trainer.transformer.blocks()}
+
+    def run(block: Any, *args: Any) -> Any:
+        # Leaves, so that the walk over the graph ends at the block's inputs.
+        args = tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+        shared = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and not a.requires_grad}
+        out = runner(block, *args)
+        nodes = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,))]
+        found, seen = held.setdefault(names[id(block)], {}), set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
+            for attribute in dir(node):
+                if not attribute.startswith("_saved_"):
+                    continue
+                value = getattr(node, attribute)
+                for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                    if isinstance(tensor, torch.Tensor) and tensor.dim():
+                        storage = tensor.untyped_storage()
+                        if storage.data_ptr() not in weights | shared:
+                            found[storage.data_ptr()] = storage.nbytes()
+        return out
+
+    trainer.runner = run
+    indices = [0, 0]
+    samples = [(trainer.data.samples[i], trainer.reader.read(i)) for i in indices]
+    batch = automatic.make_batch(
+        trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
+    )
+    trainer.velocity(batch.inputs, (0, 0))
+    for cost in trainer.automatic.measured.blocks:
+        assert cost.saved == sum(held[cost.name].values()), cost.name
+
+
+def test_measuring_again_counts_the_same_bytes(deep_flux: Path, tmp_path: Path) -> None:
+    first, second = (make(deep_flux, tmp_path / str(i)).automatic.measured for i in range(2))
+    assert first.other_bytes == second.other_bytes
+    for one, other in zip(first.blocks, second.blocks, strict=True):
+        assert (one.weights, one.inputs, one.saved) == (other.weights, other.inputs, other.saved)
+
+
+def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(deep_flux, tmp_path) -> None:
+    plain = make(deep_flux, tmp_path / "plain").automatic.measured.blocks
+    stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).automatic.measured.blocks
+    for of_fp32, of_fp8 in zip(plain, stored, strict=True):
+        assert of_fp8.weights < of_fp32.weights / 3
+        assert of_fp8.saved == of_fp32.saved
+
+
+@pytest.mark.parametrize("part", [0.9, 0.75, 0.65])
+def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, tmp_path, monkeypatch, part) -> None:
+    resident = make(deep_flux, tmp_path / "resident", checkpointing="full", blocks_to_swap=0)
+    resident.run()
+    whole = make(deep_flux, tmp_path / "whole", checkpointing="full").automatic.plan.device_bytes
+    free(monkeypatch, int(part * whole))
+    trainer = make(deep_flux, tmp_path / "small", checkpointing="full")
+    plan = trainer.automatic.plan
+    assert plan.fits and plan.swapped and plan.device_bytes <= part * whole
+    assert {n for n, b in trainer.transformer.blocks() if id(b) in trainer.swap.number} == plan.swapped
+    trainer.run()
+    assert_same_run(trainer, resident)
+    # What lies on the device never takes more than the plan has for weights.
+    activations = sum(cost.inputs for cost in trainer.automatic.measured.blocks)
+    assert trainer.resident.bytes <= plan.device_bytes - activations
+
+
+def out_of_memory_at(trainer: Any, *steps: int) -> None:
+    """Each of these steps breaks off once in the middle of its backward."""
+    failing, loss, hooks = list(steps), trainer.loss, []
+
+    def fail(grad: torch.Tensor) -> None:
+        hooks.pop().remove()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def watched(batch: Any, draw: Any) -> torch.Tensor:
+        value = loss(batch, draw)
+        if failing and trainer.progress.step + 1 == failing[0]:
+            failing.pop(0)
+            _, block = trainer.transformer.blocks()[2]
+            hooks.append(block.linears()["linear1"].lora_up.register_hook(fail))
+        return value
+
+    trainer.loss = watched
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_path, notes, backend) -> None:
+    torch._dynamo.reset()
+    trainer = make(deep_flux, tmp_path / "automatic", backend=backend, checkpointing="full")
+    assert trainer.swap is None
+    before = counters["stats"]["unique_graphs"]
+    out_of_memory_at(trainer, 2)
+    trainer.run()
+    assert trainer.swap is not None and len(trainer.swap.blocks) == trainer.memory.blocks_to_swap > 0
+    assert notes[1].startswith("Out of memory at step 2; it goes on with less. Fits with ")
+    assert counters["stats"]["unique_graphs"] - before == trainer.runner.planned_graphs == (2 if backend else 0)
+    memory = trainer.memory
+    assert memory.checkpointing == "full"
+    started_with_it = make(
+        deep_flux,
+        tmp_path / "fixed",
+        backend=backend,
+        checkpointing="full",
+        blocks_to_swap=memory.blocks_to_swap,
+        prefetch_blocks=memory.prefetch_blocks,
+    )
+    started_with_it.run()
+    assert_same_run(trainer, started_with_it)
+
+
+def test_it_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep_flux, tmp_path, notes) -> None:
+    trainer = make(deep_flux, tmp_path)
+    out_of_memory_at(trainer, *[2] * 100)
+    with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
+        trainer.run()
+    assert trainer.progress.saved_step == 1
+    assert trainer.memory.checkpointing == "full" and trainer.memory.blocks_to_swap == 8
+    steps = [note for note in notes if note.startswith("Out of memory at step 2; it goes on with less.")]
+    assert len(steps) > 2 and len(set(steps)) == len(steps)
+
+
+def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tmp_path, monkeypatch) -> None:
+    from tessera.train import loop
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = make(deep_flux, tmp_path, checkpointing="full")
+    out_of_memory_at(trainer, 2)
+    monkeypatch.setattr(loop, "BlockSwap", fail)
+    with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
+        trainer.run()
+    assert trainer.progress.saved_step == 1 and trainer.facts()["blocks_swapped"] == 0
+    trainer.close()
+
+
+def test_without_automatic_a_run_that_needs_more_ends_with_a_sentence(deep_flux, tmp_path, notes) -> None:
+    trainer = make(deep_flux, tmp_path, checkpointing="full", blocks_to_swap=2)
+    out_of_memory_at(trainer, 2)
+    with pytest.raises(TrainingStopped, match="Out of memory at step 2.*blocks_to_swap to -1"):
+        trainer.run()
+    assert notes == []
+
+
+def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_path, monkeypatch, notes) -> None:
+    from tessera.train import loop
+
+    made: list[int] = []
+
+    class Failing(loop.BlockSwap):  # the first one
+        def __init__(self, blocks: Any, *args: Any):
+            made.append(len(blocks))
+            if len(made) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(blocks, *args)
+
+    needed = make(deep_flux, tmp_path / "whole", checkpointing="full").automatic.plan.device_bytes
+    free(monkeypatch, int(0.8 * needed))
+    monkeypatch.setattr(loop, "BlockSwap", Failing)
+    trainer = make(deep_flux, tmp_path / "failing", checkpointing="full")
+    assert made == sorted(set(made)) and len(trainer.swap.blocks) == made[-1]
+    trainer.run()
+    assert len(trainer.progress.loss) == STEPS and trainer.facts()["blocks_swapped"] == made[-1]

@@ -1,0 +1,108 @@
+"""What swapping costs the host: the weights lie there once, also while they move into the masters."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MB = 2**20
+
+# Runs on its own, so that only this model is counted. Pinned memory is anonymous memory to the kernel, unless a driver
+# maps it; on a machine without a GPU all of it is counted here.
+SCRIPT = """
+import ctypes, gc, json, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]) / "tests"))
+import conftest
+import tiny, torch
+import comfy.model_management
+import comfy.sd
+from tessera.memory.swap_patcher import swap_model
+from tiny.sampling import sample
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+class Peak:
+    def __enter__(self):
+        self.highest, self.stop = anonymous(), False
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+    def watch(self):
+        while not self.stop:
+            self.highest = max(self.highest, anonymous())
+            time.sleep(0.0005)
+    def __exit__(self, *_):
+        self.stop = True
+        self.thread.join()
+        self.highest = max(self.highest, anonymous())
+
+def settle():
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+# Whatever loading and running import is in memory before anything is counted.
+warm = tiny.load_flux(tiny.write_flux(Path(sys.argv[2]) / "warm.safetensors"))
+blocks = {f"diffusion_model.single_blocks.{i}": b for i, b in enumerate(warm.model.diffusion_model.single_blocks)}
+swap = swap_model(warm, blocks, 1, False)
+sample(swap, "flux")
+comfy.model_management.unload_all_models()
+del warm, blocks, swap
+settle()
+
+start = anonymous()
+with Peak() as loading:
+    with torch.inference_mode():
+        model = tiny.load_flux(Path(sys.argv[3]), torch.bfloat16)
+settle()
+held = anonymous() - start
+diffusion = model.model.diffusion_model
+blocks = {
+    f"diffusion_model.{name}.{i}": block
+    for name in ("double_blocks", "single_blocks") for i, block in enumerate(getattr(diffusion, name))
+}
+swapped = swap_model(model, blocks, 1, False)
+slots = swapped.swap.slot_bytes()
+# On a machine without a GPU the slots are memory of the host; they are counted along.
+with Peak() as attaching:
+    with torch.inference_mode():
+        comfy.model_management.load_models_gpu([swapped])
+comfy.model_management.unload_all_models()
+settle()
+after = anonymous() - start
+with Peak() as again:
+    comfy.model_management.load_models_gpu([swapped])
+size = comfy.model_management.module_size(model.model)
+print(json.dumps({
+    "size": size, "held": held, "loading": loading.highest - start, "attaching": attaching.highest - start,
+    "after": after, "again": again.highest - start, "slots": slots,
+}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process")
+def test_the_host_holds_the_weights_once_while_they_move_into_the_masters(tmp_path: Path) -> None:
+    import tiny
+    import torch
+
+    file = tiny.write_flux(tmp_path / "flux.safetensors", hidden=256, depth=12, depth_single=60, dtype=torch.bfloat16)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(ROOT), str(tmp_path), str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    size = found["size"]
+    assert 150 * MB < size < 300 * MB and found["slots"] < size / 15
+    for moment in ("held", "loading", "attaching", "after", "again"):
+        assert found[moment] < 1.1 * size, (moment, found)

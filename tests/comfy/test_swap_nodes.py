@@ -1,0 +1,88 @@
+"""Block Swap and Training Memory: how many blocks stream, from what the user asks or from what memory there is."""
+
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import pytest
+import tiny
+import torch
+from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
+from tessera.nodes.options import TesseraMemory
+from tessera.nodes.swap import TesseraBlockSwap
+from tessera.nodes.train import memory_of
+from tessera.train.options import MemoryOptions
+from tiny.sampling import sample
+
+
+@pytest.fixture
+def flux(tiny_files: dict[str, Path]) -> Any:
+    with torch.inference_mode(False):
+        return tiny.load_model("flux", tiny_files["flux"])
+
+
+def streamed(model: Any) -> list[str]:
+    from tessera.memory.stand_ins import SwappedBlocks
+
+    (swapped,) = [a for a in model.attachments.values() if isinstance(a, SwappedBlocks)]
+    return [name.removeprefix("diffusion_model.") for name in swapped.blocks]
+
+
+def test_the_node_swaps_the_single_blocks_of_flux_first_and_the_pictures_are_the_same(flux: Any) -> None:
+    with torch.inference_mode():
+        swapped = TesseraBlockSwap.execute(flux, 3, 1, "auto").args[0]
+    assert streamed(swapped) == ["double_blocks.1", "single_blocks.0", "single_blocks.1"]
+    assert torch.equal(sample(swapped, "flux"), sample(flux, "flux"))
+    assert swap_settings_of(swapped) == SwapSettings(3, 1, "auto")
+
+
+def test_minus_one_swaps_what_does_not_fit_and_says_so(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = flux.model_size() + int(flux.memory_required([1, 16, 128, 128]))
+    reserved = comfy.model_management.extra_reserved_memory()
+
+    def with_free(memory: int) -> tuple[Any, list[str]]:
+        monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: memory + reserved)
+        return swap(flux, SwapSettings(-1))
+
+    fits, _ = with_free(needed + 2**20)
+    assert type(fits) is type(flux)
+    tight, notes = with_free(needed - 2**20)
+    assert streamed(tight) and notes
+    assert tight.model_size() <= flux.model_size() - 2**20
+
+
+def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own(flux: Any) -> None:
+    swapped, _ = swap(flux, SwapSettings(2, 2, "off"))
+    taken, notes = memory_of(swapped, None)
+    assert (taken.blocks_to_swap, taken.prefetch_blocks, taken.pin_memory) == (2, 2, "off")
+    assert notes == ["blocks_to_swap is 2, as set on the MODEL."]
+    own = TesseraMemory.execute("none", "auto", blocks_to_swap=1).args[0]
+    kept, notes = memory_of(swapped, own)
+    assert kept == own and kept.blocks_to_swap == 1
+    assert notes == ["blocks_to_swap is 1, from the connected Training Memory, not 2 of the MODEL."]
+    assert memory_of(flux, None) == (MemoryOptions(), [])
+
+
+def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tmp_path: Path) -> None:
+    data = tiny.make_data([(4, 4)], [16])
+    plain = tiny.make_trainer(flux, data, tmp_path / "plain", steps=2)
+    plain.run()
+    picture = sample(flux, "flux")
+    swapped, _ = swap(flux, SwapSettings(4))
+    assert torch.equal(sample(swapped, "flux"), picture)
+    memory, _ = memory_of(swapped, None)
+    trainer = tiny.make_trainer(swapped, data, tmp_path / "swapped", steps=2, memory=memory)
+    trainer.run()
+    assert trainer.progress.loss == plain.progress.loss and len(trainer.swap.blocks) == 4
+    assert torch.equal(sample(swapped, "flux"), picture)
+    assert torch.equal(sample(flux, "flux"), picture)
+
+
+def test_bad_input_is_one_sentence(flux: Any) -> None:
+    with pytest.raises(ValueError, match="blocks_to_swap is 9; this model has 4 blocks, so choose 0 to 4."):
+        TesseraBlockSwap.execute(flux, 9, 1, "auto")
+    with pytest.raises(ValueError, match="holds no diffusion model"):
+        TesseraBlockSwap.execute(object(), 1, 1, "auto")
+    once, _ = swap(flux, SwapSettings(1))
+    with pytest.raises(ValueError, match="block swap on it already"):
+        TesseraBlockSwap.execute(once, 1, 1, "auto")

@@ -1,0 +1,68 @@
+"""Sampling with blocks that stream from the host: the same pictures, with LoRAs and compiled, and no graph more."""
+
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import pytest
+import tiny
+import torch
+from tessera.compile.branch import compile_model
+from tessera.compile.regions import find_blocks
+from tessera.compile.settings import CompileSettings
+from tessera.memory.swap_patcher import swap_model
+from tiny.sampling import sample
+from torch._dynamo.utils import counters
+
+FAMILIES = ["flux", "flux2", "wan", "qwen_image", "sdxl"]
+
+
+def random_lora(model: Any) -> dict[str, torch.Tensor]:
+    """A LoRA on every Linear inside the blocks."""
+    generator = torch.Generator().manual_seed(1)
+    lora = {}
+    for name, module in model.model.diffusion_model.named_modules():
+        if "blocks" in name and hasattr(module, "in_features") and module.weight.ndim == 2:
+            rows, columns = module.weight.shape
+            lora[f"diffusion_model.{name}.lora_down.weight"] = 0.1 * torch.randn(4, columns, generator=generator)
+            lora[f"diffusion_model.{name}.lora_up.weight"] = 0.1 * torch.randn(rows, 4, generator=generator)
+    return lora
+
+
+def all_blocks(model: Any) -> dict[str, Any]:
+    return {f"diffusion_model.{block.name}": block.module for block in find_blocks(model.model.diffusion_model)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_are_the_same_with_all_blocks_swapped(family: str, tiny_files: dict[str, Path]) -> None:
+    before = counters["stats"]["unique_graphs"]
+    model = tiny.load_model(family, tiny_files[family])
+    lora = random_lora(model)
+    plain = sample(model, family)
+    with_lora = sample(comfy.sd.load_lora_for_models(model, None, lora, 0.7, 0.0)[0], family)
+    comfy.model_management.unload_all_models()
+    masters = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+
+    swapped = swap_model(model, all_blocks(model), prefetch=1, pinned=False)
+    assert torch.equal(sample(swapped, family), plain)
+    lora_on_top, _ = comfy.sd.load_lora_for_models(swapped, None, lora, 0.7, 0.0)
+    assert torch.equal(sample(lora_on_top, family), with_lora)
+    assert not torch.equal(with_lora, plain)
+
+    settings = CompileSettings(backend="eager")
+    compiled, branch = compile_model(swapped, settings)
+    assert torch.equal(sample(compiled, family), plain)
+    graphs = counters["stats"]["unique_graphs"] - before
+    assert branch.report().counts().graphs == graphs > 0
+    compiled_lora, _ = comfy.sd.load_lora_for_models(compiled, None, lora, 0.7, 0.0)
+    assert torch.equal(sample(compiled_lora, family), with_lora)
+    resident, _ = compile_model(model, settings)
+    assert torch.equal(sample(resident, family), plain)
+    assert counters["stats"]["unique_graphs"] - before == graphs
+
+    comfy.model_management.unload_all_models()
+    state = model.model.state_dict()
+    assert state.keys() == masters.keys()
+    assert all(torch.equal(masters[key], state[key]) for key in masters)
+    assert not any("forward" in vars(module) for module in model.model.modules())

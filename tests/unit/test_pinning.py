@@ -1,0 +1,169 @@
+"""Page-locked memory: where it is taken, and the stage that stands in for it, with plain memory in its place."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tessera.memory.pinning import (
+    KEPT_FREE,
+    StagedStream,
+    choose_pinning,
+    host_bytes,
+    link_bandwidth,
+    not_pinned,
+    staged_stream,
+)
+from tessera.memory.slot_ring import SlotRing
+
+GB = 2**30
+
+
+class Event:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+
+class HeldLink:
+    """A link whose copies are made when the test lets them, and read their source only then, as a device does."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[torch.Tensor, torch.Tensor, Any, Any, Event]] = []
+        self.arrived = threading.Semaphore(0)
+        self.marks = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def send(self, slot, source, mark, then) -> Event:
+        self.sent.append((slot, source, mark, then, Event()))
+        self.arrived.release()
+        return self.sent[-1][-1]
+
+    def let_go(self, number: int) -> None:
+        slot, source, _, then, event = self.sent[number]
+        slot.copy_(source)
+        if then is not None:
+            then()
+        event.done.set()
+
+    def finished(self, event: Event) -> None:
+        assert event.done.wait(10)
+
+    def order(self, event: Event) -> None:
+        assert event.done.wait(10)
+
+
+class PromptLink(HeldLink):
+    """One whose copies are made at once."""
+
+    def send(self, slot, source, mark, then) -> Event:
+        event = super().send(slot, source, mark, then)
+        self.let_go(-1)
+        return event
+
+
+def masters(count: int, size: int = 64) -> list[torch.Tensor]:
+    return [torch.full((size - i,), i + 1, dtype=torch.uint8) for i in range(count)]
+
+
+def test_a_stage_is_filled_again_only_after_the_copy_out_of_it() -> None:
+    link = HeldLink()
+    stream = StagedStream(link, 64, stages=2, pinned=False)
+    hosts, slots = masters(4), [torch.zeros(64, dtype=torch.uint8) for _ in range(4)]
+    copied = [stream.copy(slot, host, None) for slot, host in zip(slots, hosts, strict=True)]
+    for _ in range(2):
+        assert link.arrived.acquire(timeout=10)
+    # Both stages are under way; the third copy may not be started before the first is done.
+    assert not link.arrived.acquire(timeout=0.2) and len(link.sent) == 2
+    assert [int(stage[0]) for stage in stream.stages] == [1, 2]
+    for number in range(4):
+        link.let_go(number)
+        stream.wait(copied[number])
+        if number < 2:
+            assert link.arrived.acquire(timeout=10)
+    assert [mark for _, _, mark, _, _ in link.sent] == [1, 2, 3, 4]
+    for slot, host in zip(slots, hosts, strict=True):
+        assert torch.equal(slot[: host.numel()], host) and not slot[host.numel() :].any()
+    used = {source.data_ptr() for _, source, _, _, _ in link.sent}
+    assert used == {stage.data_ptr() for stage in stream.stages} and len(used) == 2
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_a_ring_over_a_stage_brings_every_block_in_both_directions(prefetch: int) -> None:
+    hosts = masters(6)
+    ring, plain = (SlotRing(hosts, torch.device("cpu"), prefetch) for _ in range(2))
+    ring.stream = StagedStream(PromptLink(), ring.slot_bytes, pinned=False)
+    ring.take()
+    plain.take()
+    for _ in range(2):
+        for j in range(6):
+            ring.forward(j)
+            plain.forward(j)
+            assert torch.equal(ring.slot_of(j)[: hosts[j].numel()], hosts[j])
+        for j in reversed(range(6)):
+            ring.backward(j)
+            plain.backward(j)
+            assert torch.equal(ring.slot_of(j)[: hosts[j].numel()], hosts[j])
+    assert ring.copies == plain.copies and ring.bytes_copied == plain.bytes_copied
+    ring.stream.settle()
+
+
+def test_what_fails_in_the_thread_is_raised_where_the_block_is_needed() -> None:
+    stream = StagedStream(PromptLink(), 8, pinned=False)
+    too_large = stream.copy(torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8), None)
+    fits = stream.copy(slot := torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8), None)
+    with pytest.raises(RuntimeError, match="size"):
+        stream.wait(too_large)
+    stream.wait(fits)
+    assert slot.all()
+    stream.settle()
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_follows_a_copy_runs_in_the_modes_of_the_thread_that_asked(inference: bool) -> None:
+    seen = []
+    stream = StagedStream(PromptLink(), 8, pinned=False)
+    with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
+        copied = stream.copy(
+            torch.zeros(8, dtype=torch.uint8),
+            torch.ones(8, dtype=torch.uint8),
+            lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())),
+        )
+        stream.wait(copied)
+    assert seen == [(inference, not inference)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "available", "windows", "masters_locked", "said"),
+    [
+        ("on", 0, True, True, "as pin_memory asks"),
+        ("off", 99 * GB, False, False, "as pin_memory asks"),
+        ("auto", 99 * GB, False, True, "are page-locked."),
+        ("auto", 99 * GB, True, False, "Windows bounds"),
+        ("auto", 20 * GB + KEPT_FREE, False, True, "are page-locked."),
+        ("auto", 20 * GB + KEPT_FREE - 1, False, False, "locking all 20.0 GB would leave less than 4 GB of RAM"),
+    ],
+)
+def test_masters_are_locked_where_that_is_safe(mode, available, windows, masters_locked, said) -> None:
+    pinning = choose_pinning(mode, "cuda", 20 * GB, available, windows)
+    assert pinning.masters is masters_locked and said in pinning.reason
+
+
+def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:
+    assert not choose_pinning("on", "cpu", GB, 99 * GB, False).masters
+    assert staged_stream(masters(2), torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="page-locked memory can be had here")
+def test_where_memory_cannot_be_locked_it_goes_on_with_plain_memory_and_says_so(caplog) -> None:
+    memory = host_bytes(64, pinned=True)
+    assert memory.numel() == 64 and not memory.is_pinned()
+    assert "could not be page-locked" in caplog.text
+    told = not_pinned(masters(3))
+    assert told is not None and told.startswith("3 of 3 swapped blocks could not be page-locked")
+
+
+def test_the_link_is_measured_in_bytes_per_second() -> None:
+    assert link_bandwidth(torch.device("cpu")) > 1e7

@@ -1,0 +1,158 @@
+"""The planner: what fits, what is fastest, what is said; with numbers that can be checked by hand."""
+
+from dataclasses import replace
+
+import pytest
+from tessera.memory.swap_plan import (
+    BlockCost,
+    Choices,
+    Machine,
+    block_seconds,
+    choose_blocks,
+    kept_bytes,
+    plan,
+    plan_sampling,
+    step_down,
+)
+
+GB = 2**30
+ORDER = ("single_blocks", "double_blocks")
+BLOCKS = [
+    *(
+        BlockCost(f"double_blocks.{i}", 2 * GB, inputs=GB // 8, saved=GB, working=GB // 2, forward=1.0, backward=2.0)
+        for i in range(2)
+    ),
+    *(
+        BlockCost(f"single_blocks.{i}", GB, inputs=GB // 8, saved=GB, working=GB // 2, forward=1.0, backward=2.0)
+        for i in range(6)
+    ),
+]
+OTHER = GB
+WEIGHTS = 10 * GB
+FAST = Machine(free=100 * GB, link=100 * GB, host=100 * GB)
+ALL = Choices(tuple(range(9)), (1, 2, 3), ("none", "selective", "full"), budget=0.5)
+
+
+def test_the_swapped_ones_are_spread_and_come_from_the_first_list_first() -> None:
+    lists = {"double_blocks": 2, "single_blocks": 6}
+    assert choose_blocks(0, lists, ORDER) == frozenset()
+    assert choose_blocks(2, lists, ORDER) == {"single_blocks.1", "single_blocks.4"}
+    assert choose_blocks(7, lists, ORDER) == {*(f"single_blocks.{i}" for i in range(6)), "double_blocks.1"}
+    with pytest.raises(ValueError, match="blocks_to_swap is 9; this model has 8 blocks, so choose 0 to 8."):
+        choose_blocks(9, lists, ORDER)
+
+
+def test_what_is_kept_and_computed_again_follows_from_checkpointing() -> None:
+    block = BLOCKS[0]
+    assert [kept_bytes(block, kind, 0.5) / GB for kind in (None, "none", "selective", "full")] == [0, 1, 0.5625, 0.125]
+    assert [block_seconds(block, kind, 0.5) for kind in (None, "none", "selective", "full")] == [
+        (1.0, 0.0),
+        (1.0, 2.0),
+        (1.0, 2.5),
+        (1.0, 3.0),
+    ]
+
+
+def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -> None:
+    made = plan(BLOCKS, OTHER, FAST, ORDER, ALL)
+    assert made.fits and not made.swapped and made.checkpointing == "none" and made.prefetch == 1
+    # Weights, what all blocks keep, and what one takes while it goes back.
+    assert made.device_bytes == OTHER + WEIGHTS + 8 * GB + GB // 2
+    assert made.seconds == pytest.approx(8 * 3.0)
+    assert made.text == (
+        "Fits with 80.5 GB to spare (19.5 GB of 100.0 GB): all blocks stay on the device, checkpointing none; about "
+        "24.00 s in the blocks of each step."
+    )
+
+
+def test_with_a_fast_link_swap_is_taken_before_anything_is_computed_again() -> None:
+    # One byte less than all: the first swapped ones free nothing (two slots stand for two blocks).
+    made = plan(BLOCKS, OTHER, replace(FAST, free=19 * GB), ORDER, ALL)
+    assert made.checkpointing == "none" and len(made.swapped) == 3 and made.prefetch == 1
+    assert made.device_bytes == OTHER + WEIGHTS - 3 * GB + 2 * GB + 8 * GB + GB // 2
+    assert made.swapped == {"single_blocks.1", "single_blocks.3", "single_blocks.5"}
+    assert made.seconds == pytest.approx(24.0, abs=0.1)  # copies of a hundredth of a second, behind what computes
+
+
+def test_with_a_slow_link_computing_again_is_the_faster_way() -> None:
+    slow = Machine(free=19 * GB, link=GB / 50, host=100 * GB)
+    made = plan(BLOCKS, OTHER, slow, ORDER, ALL)
+    assert not made.swapped and made.checkpointing == "selective"
+    assert made.seconds == pytest.approx(8 * 3.5)
+
+
+def test_a_step_takes_no_less_than_its_computing_and_no_less_than_its_copies() -> None:
+    for link in (GB / 10, GB / 2, GB, 4 * GB, 100 * GB):
+        for count in range(9):
+            for prefetch in (1, 2, 3):
+                made = plan(BLOCKS, OTHER, replace(FAST, link=link), ORDER, Choices((count,), (prefetch,), ("full",)))
+                sizes = [block.weights for block in BLOCKS if block.name in made.swapped]
+                # What stays at the turn and at the end: as many as there are slots.
+                least = 2 * sum(sizes) - 2 * sum(sorted(sizes)[-min(prefetch + 1, count) :] if count else [])
+                assert made.seconds >= max(8 * 4.0, least / link) - 1e-9
+                assert made.seconds <= 8 * 4.0 + 2 * sum(sizes) / link + 1e-9
+
+
+def test_a_block_at_a_time_without_overlap_is_counted_by_hand() -> None:
+    """Three blocks, all swapped through two slots, 1 s each way and 2 s a copy: forward, block 0 and 1 are there from
+    the step before; 2 is copied while 1 computes (it is asked for at 1's turn)."""
+    blocks = [BlockCost(f"layers.{i}", GB, forward=1.0, backward=1.0) for i in range(3)]
+    machine = Machine(100 * GB, GB / 2, 100 * GB)
+    made = plan(blocks, 0, machine, ("layers",), Choices((3,), (1,), ("none",)))
+    # 0: 1 s; 1: 1 s, and 2 is copied from its start on: there 2 s later; 2: 1 s. Back: 2 at once, 1 still there, 0 is
+    # copied from the start of 1's backward on: 1 s of it waits. 4 + 4 s.
+    assert made.seconds == pytest.approx(8.0)
+
+
+def test_offloaded_activations_take_four_blocks_on_the_device_and_the_rest_on_the_host() -> None:
+    choices = Choices((0,), (1,), ("full",))
+    kept = plan(BLOCKS, OTHER, FAST, ORDER, choices)
+    off = plan(BLOCKS, OTHER, FAST, ORDER, replace(choices, offload=True))
+    assert kept.device_bytes - off.device_bytes == (8 - 4) * GB // 8
+    assert not plan(BLOCKS, OTHER, replace(FAST, host=GB // 2), ORDER, replace(choices, offload=True)).fits
+
+
+def test_where_nothing_fits_the_smallest_is_taken_and_it_says_what_is_missing() -> None:
+    made = plan(BLOCKS, OTHER, replace(FAST, free=2 * GB), ORDER, ALL)
+    assert not made.fits and len(made.swapped) == 8 and made.prefetch == 1 and made.checkpointing == "full"
+    assert made.device_bytes == OTHER + 2 * 2 * GB + GB + GB // 2 + 7 * GB // 8
+    assert made.text.startswith("Needs 5.4 GB more than is free, even so (7.4 GB of 2.0 GB): 8 of 8 blocks stream")
+
+
+def test_stepping_down_takes_a_tenth_less_each_time_until_there_is_no_less() -> None:
+    made, seen = plan(BLOCKS, OTHER, FAST, ORDER, ALL), []
+    while (less := step_down(made, BLOCKS, OTHER, FAST, ORDER, ALL)) is not None:
+        assert less.device_bytes <= made.device_bytes * 9 // 10 or not less.fits
+        seen.append(less)
+        made = less
+    smallest = plan(BLOCKS, OTHER, replace(FAST, free=0), ORDER, ALL)
+    assert len(seen) > 3 and made.device_bytes == smallest.device_bytes
+
+
+def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
+    choices = Choices(tuple(range(9)), (1,))
+    made = plan(BLOCKS, OTHER, replace(FAST, free=10 * GB), ORDER, choices)
+    assert made.checkpointing is None and len(made.swapped) == 4
+    assert made.device_bytes == OTHER + WEIGHTS - 4 * GB + 2 * GB + GB // 2
+    assert "checkpointing" not in made.text
+    assert made.text.startswith(
+        "Fits with 0.5 GB to spare (9.5 GB of 10.0 GB): 4 of 8 blocks stream, 1 ahead at 107 GB/s"
+    )
+
+
+def test_without_known_seconds_the_fewest_blocks_that_fit_are_swapped() -> None:
+    blocks = [replace(block, forward=0.0, backward=0.0) for block in BLOCKS]
+    made = plan(blocks, OTHER, replace(FAST, free=10 * GB), ORDER, Choices(tuple(range(9)), (1, 2, 3)))
+    assert len(made.swapped) == 4 and made.prefetch == 1 and " s in the blocks" not in made.text
+
+
+def test_sampling_takes_any_names_in_the_order_of_the_forward() -> None:
+    sizes = {"input_blocks.1.0": GB, "input_blocks.4.1.transformer_blocks.1": GB, "middle_block.0": GB, "out.2": GB}
+    made = plan_sampling(sizes, GB, GB // 2, replace(FAST, free=5 * GB), prefetch=1)
+    # All four take 5.5 GB with the rest; two slots in the place of three blocks save one.
+    assert made.swapped == {"input_blocks.1.0", "middle_block.0", "out.2"} and made.fits
+    assert made.device_bytes == 4.5 * GB and made.checkpointing is None
+
+
+def test_a_model_without_blocks_has_a_plan_that_swaps_none() -> None:
+    assert plan_sampling({}, GB, GB, replace(FAST, free=3 * GB), prefetch=1).fits

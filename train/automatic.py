@@ -1,0 +1,243 @@
+"""Fits a run into the free memory: one block of each kind is run and measured, and the planner chooses.
+
+A block is brought to the device through the slots of block swap, so measuring takes no more memory than the smallest
+plan. It runs eager, which keeps at least as much for backward as the compiled block does.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.model_management
+import psutil
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..compile.regions import run_block
+from ..memory.block_swap import BlockSwap, frozen_modules
+from ..memory.flat import Layout
+from ..memory.pinning import link_bandwidth
+from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, step_down
+from ..models.family import Block, Family, ModelInputs
+from .batch import make_batch
+from .data import TrainingData
+from .lora import LoraNetwork, build_network
+from .options import MemoryOptions
+from .run import TrainSettings
+
+MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
+# Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
+STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16}
+
+
+def is_asked(memory: MemoryOptions) -> bool:
+    return memory.blocks_to_swap == -1 or memory.checkpointing == "auto"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan is made from: see `memory.swap_plan.plan`."""
+
+    blocks: tuple[BlockCost, ...]
+    other_bytes: int
+    machine: Machine
+
+
+class AutomaticMemory:
+    """The plan of a run, and the next smaller one when it proves too large."""
+
+    def __init__(self, asked: MemoryOptions, measured: Measured, order: tuple[str, ...]):
+        self.asked, self.measured, self.order = asked, measured, order
+        self.choices = choices_of(asked, len(measured.blocks))
+        self.plan = plan(measured.blocks, measured.other_bytes, measured.machine, order, self.choices)
+
+    def options(self) -> MemoryOptions:
+        """The options with the plan in place of what was left open."""
+        return replace(
+            self.asked,
+            blocks_to_swap=len(self.plan.swapped),
+            prefetch_blocks=self.plan.prefetch,
+            checkpointing=self.plan.checkpointing or self.asked.checkpointing,
+        )
+
+    def step_down(self) -> SwapPlan | None:
+        """The next plan that takes less, which is in force from here on; None where there is none."""
+        measured = self.measured
+        less = step_down(self.plan, measured.blocks, measured.other_bytes, measured.machine, self.order, self.choices)
+        if less is not None:
+            self.plan = less
+        return less
+
+
+def choices_of(asked: MemoryOptions, blocks: int) -> Choices:
+    """What the user left open."""
+    counts: tuple[int, ...] = (asked.blocks_to_swap,)
+    prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
+    if asked.blocks_to_swap == -1:
+        counts = tuple(range(blocks + 1))
+        prefetch = tuple(range(asked.prefetch_blocks, max(MOST_PREFETCH, asked.prefetch_blocks) + 1))
+    return Choices(
+        counts=counts,
+        prefetch=prefetch,
+        checkpointing=("none", "selective", "full") if asked.checkpointing == "auto" else (asked.checkpointing,),
+        budget=asked.activation_budget,
+        offload=asked.offload_activations,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a run may use: what ComfyUI leaves to other programs is kept back, and a twentieth for the pieces that
+    an allocator cannot join."""
+    free = int(comfy.model_management.get_free_memory(device)) - int(comfy.model_management.extra_reserved_memory())
+    return max(0, free * 19 // 20)
+
+
+def measure(
+    patcher: ModelPatcher, family: Family, data: TrainingData, targets: list[str], settings: TrainSettings
+) -> Measured:
+    """Runs one block of each kind forward and back on the largest batch of the data. Everything is let go after."""
+    device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
+    machine = Machine(free_memory(device), link_bandwidth(device), psutil.virtual_memory().available)
+    lists = family.block_lists(patcher.model)
+    on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
+    transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
+    network = build_network(transformer, targets, settings.network, settings.seed)
+    largest = max(data.samples, key=lambda sample: sample.tokens + sample.text_length)
+    samples = [(largest, largest.load())] * settings.batch_size
+    with torch.no_grad():
+        batch = make_batch(patcher, family, samples, settings.objective, device, settings.seed, (0, 0))
+    inside = {id(module) for _, block in transformer.blocks() for module in frozen_modules(block).values()}
+    outer = [module for module in transformer.frozen_modules() if id(module) not in inside]
+    own = {_storage(buffer) for module in outer for buffer in module.buffers()}
+    probe = _Probe(network, batch.inputs, settings, device)
+    with _count_saved(probe.outside, own):
+        transformer.forward(probe.run, batch.inputs)
+
+    costs: list[BlockCost] = []
+    for name, block in transformer.blocks():
+        held = frozen_modules(block).values()
+        weights = Layout.of((key, b) for module in held for key, b in module._buffers.items() if b is not None)
+        costs.append(replace(probe.costs[block.structure()], name=name, weights=weights.size))
+    trained = sum(p.numel() for p in network.parameters())
+    # A number, its gradient and what the optimizer keeps of it.
+    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer])
+    for module in transformer.frozen_modules():
+        module.release()
+    return Measured(tuple(costs), sum(module.held_bytes() for module in outer) + lora + _total(probe.outside), machine)
+
+
+class _Probe:
+    """Runs the first block of each structure for real, and for the others gives back what that one gave."""
+
+    def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
+        self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
+        self.costs: dict[str, BlockCost] = {}
+        self._outputs: dict[str, Any] = {}
+        self.outside: dict[int, Tensor] = {}  # what the model keeps outside of its blocks, by its memory
+
+    def run(self, block: Block, *args: Tensor) -> Any:
+        structure = block.structure()
+        if structure not in self.costs:
+            self.outside |= {_storage(a): a for a in args if not a.requires_grad}
+            self.costs[structure], self._outputs[structure] = self._measure(block, args)
+        return self._outputs[structure]
+
+    def _measure(self, block: Block, args: tuple[Tensor, ...]) -> tuple[BlockCost, Any]:
+        for linear in block.linears().values():
+            if linear.lora_down is not None and linear.lora_up is not None:
+                down, up = (nn.Parameter(p.detach().to(self.device)) for p in (linear.lora_down, linear.lora_up))
+                linear.add_lora(down, up, linear.lora_scale)
+        swap = BlockSwap([block], self.device, 1, False)
+        inputs = [a.detach().requires_grad_(a.requires_grad) for a in args]
+        count, image_tokens, text_tokens = *self.inputs.tokens.shape[:2], self.inputs.text.shape[1]
+        masks = self.network.draw_masks(
+            block, count, image_tokens, text_tokens, self.settings.seed, ("measure",), args[0].dtype
+        )
+
+        # What is there anyway: weights in their slot, the LoRA, and what all blocks share.
+        shared = [a for a in inputs if not a.requires_grad]
+        own = {_storage(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *shared)}
+        saved: dict[int, Tensor] = {}
+
+        def forward() -> Any:
+            with _count_saved(saved, own):
+                return swap.run(run_block, block, *inputs, masks)
+
+        before = _used(self.device)
+        outputs = forward()
+        kept = _total(saved)
+        saved.clear()
+        _backward(outputs)
+        peak = _peak(self.device)
+        again, forward_seconds = _timed(self.device, forward)
+        _, backward_seconds = _timed(self.device, lambda: _backward(again))
+        cost = BlockCost(
+            "",
+            weights=0,
+            inputs=sum(a.numel() * a.element_size() for a in inputs if a.requires_grad),
+            saved=kept,
+            # Where nothing counts the peak: the gradients of all that was kept, which is more than there ever are.
+            working=kept if peak is None else max(0, peak - before - kept),
+            forward=forward_seconds,
+            backward=backward_seconds,
+        )
+        swap.release()
+        for module in frozen_modules(block).values():
+            module.take()
+        if isinstance(outputs, Tensor):
+            return cost, outputs.detach().requires_grad_()
+        return cost, tuple(output.detach().requires_grad_() for output in outputs)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _total(held: dict[int, Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def _count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
+    """Notes every memory that autograd keeps for backward, but for those in `own` and for single numbers. The tensors
+    are held on to: an address that is free again would be counted as the same memory."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dim() and _storage(tensor) not in own:
+            into[_storage(tensor)] = tensor
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _backward(outputs: Any) -> None:
+    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+
+def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
+    """(what it returned, seconds)"""
+    _synchronize(device)
+    started = time.perf_counter()
+    result = call()
+    _synchronize(device)
+    return result, time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _used(device: torch.device) -> int:
+    """Bytes in use; `_peak` counts from here on."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
