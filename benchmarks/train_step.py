@@ -11,75 +11,35 @@ and FLOP without one. Only the dry run of the full size has been tried so far: i
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from train_step_report import CORE, WARM_UP, Measured, head, machine, report
+from processes import Told
+from train_step_report import CORE, WARM_UP, head, machine, report
 
-HERE = Path(__file__).resolve().parent
 MODES = ("none", "selective", "full")
 
 
 @dataclass
-class Contestant(Measured):
+class Contestant(Told):
     """A process that takes steps when it is told to."""
 
-    environment: dict[str, str] = field(default_factory=dict)
-    log: Path = Path()
-    process: subprocess.Popen[str] | None = None
+    script: str = "train_step_contestant.py"
     dtype: str = ""
 
     def start(self) -> None:
         """Sets it up and takes the steps of the warm-up."""
-        command = [sys.executable, str(HERE / "train_step_contestant.py"), json.dumps(self.spec)]
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment
-            )
-        ready = self.read()
-        self.dtype = ready.get("inference_dtype", "")
-        self.ended = self.ended or ready.get("skipped", "")
+        self.dtype = self.launch().get("inference_dtype", "")
         if not self.ended:
             first = self.ask(do="steps", count=WARM_UP)
             self.first = self.first or first
 
-    def ask(self, **command: Any) -> dict[str, Any]:
-        if self.ended:
-            return {}
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; `read` says why
-        return self.read()
-
-    def read(self) -> dict[str, Any]:
-        assert self.process is not None and self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            return json.loads(line)
-        written = self.log.read_text(errors="replace").strip().splitlines()
-        self.ended = f"ended: {written[-1][:200] if written else 'no message'}"
-        return {}
-
     def round(self, steps: int) -> None:
         if reply := self.ask(do="steps", count=steps):
             self.rounds.append(reply)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            try:
-                self.process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-            self.process = None
 
 
 def contestants(args: argparse.Namespace, folder: Path) -> list[Contestant]:

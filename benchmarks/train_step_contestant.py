@@ -8,13 +8,13 @@ every step of an optimizer, so contestants can take turns whoever wrote their lo
 
 import argparse
 import json
-import os
 import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import take_over_stdout
 from train_step_figures import MIB, peak_and_rest
 from train_step_model import (
     DTYPES,
@@ -37,7 +37,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, shape: Shape, pictures: Pic
     """Our trainer on that MODEL. Compiled or eager as `spec` says."""
     options, run = import_module("tessera.train.options"), import_module("tessera.train.run")
     loop, lora = import_module("tessera.train.loop"), import_module("tessera.train.lora")
-    events, apply = import_module("tessera.train.events"), import_module("tessera.compile.apply")
+    events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
     network = options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
@@ -163,14 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("spec", help="JSON, from train_step.py")
     spec = json.loads(parser.parse_args().spec)
-    # Replies go to what was stdout; whatever else is printed goes to stderr.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
+    reply = take_over_stdout()
     set_up_comfyui(spec["device"])
     if spec["device"] == "cpu":
         torch.set_num_threads(spec["threads"])

@@ -80,27 +80,39 @@ def random_flux(shape: Shape, device: str, dtype: torch.dtype, disable_dynamic: 
 
     disable_dynamic: as ComfyUI asks for where it makes the copy of a MODEL that core's trainer works on.
     """
-    from comfy import model_detection, model_management
-    from comfy.model_patcher import ModelPatcher
-
     names = load_tiny_writers().flux.flux_shapes(
         shape.hidden, shape.depth, shape.depth_single, shape.context_dim, shape.vec_dim, guidance=True
     )
+    patcher = random_model(detected(names, dtype), device, dtype)
+    patcher.cached_patcher_init = (random_flux, (shape, device, dtype))
+    return patcher
+
+
+def detected(names: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Any:
+    """What ComfyUI takes a file with weights of these names and shapes for: an entry of comfy.supported_models."""
+    from comfy import model_detection
+
     state = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in names.items()}
-    config = model_detection.model_config_from_unet(state, "")
+    return model_detection.model_config_from_unet(state, "")
+
+
+def random_model(config: Any, device: str, dtype: torch.dtype) -> Any:
+    """A MODEL of that entry of comfy.supported_models, its random weights made on `device`; on 'meta' it has none."""
+    from comfy import model_management
+    from comfy.model_patcher import ModelPatcher
+
     config.set_inference_dtype(dtype, None)
     model = config.get_model({}, "", device=device)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weight in model.diffusion_model.named_parameters():
-            if name.endswith("norm.weight"):
-                weight.fill_(1.0)
+            if weight.ndim == 1 and not name.endswith("bias"):
+                weight.fill_(1.0)  # of a norm
             elif generator is not None:
-                weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+                inputs = weight[0].numel() if weight.ndim > 1 else len(weight)
+                weight.normal_(0.0, inputs**-0.5, generator=generator)
     place = torch.device("meta") if device == "meta" else model_management.get_torch_device()
-    patcher = ModelPatcher(model, load_device=place, offload_device=place)
-    patcher.cached_patcher_init = (random_flux, (shape, device, dtype))
-    return patcher
+    return ModelPatcher(model, load_device=place, offload_device=place)
 
 
 @dataclass(frozen=True)

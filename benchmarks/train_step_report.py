@@ -5,11 +5,10 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
+from processes import Measured
 from train_step_figures import markdown_table, ratio_by_round, spread
 
 CORE = "core TrainLoraNode"
@@ -23,22 +22,6 @@ for which `--size full --device cuda` is there, which has not been run on a GPU 
 ON_GPU = """The peak is what torch reserved in the timed steps, less what it had reserved with the model loaded. The
 driver's figure counts all that the process holds, the compiler's memory and the weights with it. Compiling starts from
 an empty cache."""
-
-
-@dataclass
-class Measured:
-    """What one contestant replied. spec: what it was told to do; first: in the warm-up; rounds: in each round;
-    memory: in the steps that count allocations; ended: why it took no more part, if it did not."""
-
-    name: str
-    spec: dict[str, Any]
-    first: dict[str, Any] = field(default_factory=dict)
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)
-    ended: str = ""
-
-    def of_rounds(self, figure: str) -> list[list[float]]:
-        return [reply[figure] for reply in self.rounds]
 
 
 def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:

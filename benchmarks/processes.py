@@ -1,0 +1,90 @@
+"""Contestants in processes of their own, told what to do in JSON: one command a line, and one reply a line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Measured:
+    """What one contestant replied. spec: what it was told to do; first: in the warm-up; rounds: in each round;
+    memory: in the steps that count allocations; ended: why it took no more part, if it did not."""
+
+    name: str
+    spec: dict[str, Any]
+    first: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    ended: str = ""
+
+    def of_rounds(self, figure: str) -> list[list[float]]:
+        return [reply[figure] for reply in self.rounds]
+
+
+@dataclass
+class Told(Measured):
+    """A process that does what it is told. script: beside this file; it gets `spec` as its argument."""
+
+    script: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    log: Path = Path()
+    process: subprocess.Popen[str] | None = None
+
+    def launch(self) -> dict[str, Any]:
+        """Starts the process and returns the line that it sends when it is ready."""
+        command = [sys.executable, str(HERE / self.script), json.dumps(self.spec)]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment
+            )
+        ready = self.read()
+        self.ended = self.ended or ready.get("skipped", "")
+        return ready
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        if self.ended:
+            return {}
+        assert self.process is not None and self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; `read` says why
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        written = self.log.read_text(errors="replace").strip().splitlines()
+        self.ended = f"ended: {written[-1][:200] if written else 'no message'}"
+        return {}
+
+    def stop(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+            self.process = None
+
+
+def take_over_stdout() -> Callable[[dict[str, Any]], None]:
+    """In the process that is told: returns what sends a reply. Whatever else is printed goes to stderr."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    return reply

@@ -1,0 +1,214 @@
+"""Which settings for my card: what the planner of block swap chooses for FLUX.1 dev, by the memory of the card.
+
+Run: python benchmarks/which_settings.py > benchmarks/results/which_settings.md
+Nothing is trained: the blocks run on torch's meta device, which counts bytes without having them; seconds come from the
+stated link and arithmetic. Needs ComfyUI as the other benchmarks do; the result is the same on every machine.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from train_step_figures import markdown_table
+
+GB = 2**30
+HIDDEN, HEADS, DOUBLE, SINGLE = 3072, 24, 19, 38
+TEXT = 512
+# img_in, txt_in, the embedders of time, guidance and pooled text, final_layer: numbers outside of the blocks.
+OUTER = 64 * HIDDEN + 4096 * HIDDEN + (256 + 256 + 768 + 3 * HIDDEN) * HIDDEN + 2 * HIDDEN * HIDDEN + 64 * HIDDEN
+# What core's comfy/supported_models.py and BaseModel.memory_required reserve to sample one picture: 0.01 MB for each
+# latent pixel and byte of the dtype, times the family's factor.
+SAMPLING_FACTOR = 3.1
+CARDS = (8, 12, 16, 24, 32)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Keeps what flash attention keeps: q, k, v, the result and one fp32 number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return FlashAttention.apply(q, k, v).transpose(1, 2).flatten(2)
+
+
+class MetaWeights:
+    """FLUX.1's weights by name, as tensors without memory."""
+
+    def __init__(self, pack: Any, stored: torch.dtype):
+        self.pack, self.stored, self.compute_dtype = pack, stored, torch.bfloat16
+
+    def linear(self, name: str) -> Any:
+        rows, columns = next(shape for end, shape in SHAPES.items() if name.endswith(end))
+        weight = torch.empty(rows * HIDDEN, columns * HIDDEN, dtype=self.stored, device="meta")
+        bias = torch.empty(rows * HIDDEN, dtype=torch.bfloat16, device="meta")
+        return self.pack("memory.frozen").FrozenLinear(weight, None, bias)
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.empty(HIDDEN // HEADS, dtype=torch.bfloat16, device="meta")
+
+
+# (out, in) in units of the hidden size.
+SHAPES = {
+    "_mod.lin": (6, 1),
+    "_attn.qkv": (3, 1),
+    "_attn.proj": (1, 1),
+    "_mlp.0": (4, 1),
+    "_mlp.2": (1, 4),
+    "modulation.lin": (3, 1),
+    "linear1": (7, 1),
+    "linear2": (1, 5),
+}
+
+
+def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
+    flux, weights = pack("models.flux"), MetaWeights(pack, stored)
+    norm = SimpleNamespace(query_norm=SimpleNamespace(eps=1e-6))
+    side = SimpleNamespace(norm=norm)
+    native = SimpleNamespace(num_heads=HEADS, norm=norm, img_attn=side, txt_attn=side)
+    block = (flux.DoubleBlock if kind == "double" else flux.SingleBlock)(weights, "block", native, attend)
+    for name, linear in block.linears().items():
+        if not name.endswith("mod"):
+            (out, into), device = linear.weight.shape, "meta"
+            down, up = torch.empty(rank, into, device=device), torch.empty(out, rank, device=device)
+            linear.add_lora(nn.Parameter(down), nn.Parameter(up), 1.0)
+    return block
+
+
+def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: float, training: bool) -> list[Any]:
+    """The costs of all blocks in the order of the forward."""
+    plan = pack("memory.swap_plan")
+    kinds = {}
+    for kind in ("double", "single"):
+        block = make_block(pack, kind, stored, rank)
+        joint = tokens + TEXT
+        vec = torch.empty(1, 1, HIDDEN, dtype=torch.bfloat16, device="meta")
+        pe = torch.empty(1, 1, joint, HIDDEN // HEADS // 2, 2, device="meta")
+        lengths = (tokens, TEXT) if kind == "double" else (joint,)
+        streams = [torch.empty(1, n, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in lengths]
+        frozen = [b for module in block.modules() for b in module._buffers.values() if b is not None]
+        own = {t.untyped_storage()._cdata for t in (*frozen, *block.parameters(), vec, pe)}
+        saved: dict[int, Tensor] = {}
+
+        def pack_saved(tensor: Tensor, own: set[int] = own, saved: dict[int, Tensor] = saved) -> Tensor:
+            if tensor.dim() and tensor.untyped_storage()._cdata not in own:
+                saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_saved, lambda tensor: tensor):
+            block(*streams, vec, pe, {})
+        kept = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        # Per token 12 products of hidden by hidden in either kind; attention's backward is 2.5 times its forward.
+        products, attention = 2 * 12 * HIDDEN**2 * joint, 4 * joint**2 * HIDDEN
+        kinds[kind] = (
+            plan.BlockCost(
+                "",
+                weights=sum(t.numel() * t.element_size() for t in frozen),
+                inputs=sum(t.numel() * t.element_size() for t in streams),
+                saved=kept,
+                working=kept if training else 0,
+                forward=(products + attention) / (tflops * 1e12),
+                backward=(products + 2.5 * attention) / (tflops * 1e12),
+            ),
+            sum(p.numel() for p in block.parameters()),
+        )
+    named = [("double", f"double_blocks.{i}") for i in range(DOUBLE)]
+    named += [("single", f"single_blocks.{i}") for i in range(SINGLE)]
+    return [(replace(kinds[kind][0], name=name), kinds[kind][1]) for kind, name in named]
+
+
+def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
+    plan, order = pack("memory.swap_plan"), pack("models.flux").Flux.swap_order
+    tokens = (args.side // 16) ** 2
+    rows = []
+    for name, stored in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+        costs = block_costs(pack, stored, tokens, args.rank, args.tflops, training)
+        blocks = [cost for cost, _ in costs]
+        free = int((card - args.taken) * GB * 19 / 20)
+        machine = plan.Machine(free, args.link * 1e9, int(args.ram * GB))
+        counts = tuple(range(len(blocks) + 1))
+        other = OUTER * stored.itemsize
+        if training:
+            other += sum(trained for _, trained in costs) * 16
+            choices = plan.Choices(counts, (1, 2, 3), ("none", "selective", "full"))
+        else:
+            other += int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR * 2**20)
+            choices = plan.Choices(counts, (1, 2, 3))
+        made = plan.plan(blocks, other, machine, order, choices)
+        computing = sum(sum(plan.block_seconds(block, made.checkpointing, choices.budget)) for block in blocks)
+        row = [f"{card} GB", name, str(len(made.swapped)), str(made.prefetch) if made.swapped else "–"]
+        row += [made.checkpointing] if training else []
+        row += [f"{made.device_bytes / GB:.1f} of {free / GB:.1f}", f"{made.seconds:.2f}"]
+        row += [f"{max(0.0, made.seconds - computing):.2f}"]
+        rows.append(row if made.fits else [*row[:2], *["does not fit"] * (len(row) - 2)])
+    return rows
+
+
+def which_settings(pack: Any, args: argparse.Namespace) -> str:
+    """The page."""
+    common = ["card", "weights", "blocks_to_swap", "prefetch_blocks"]
+    figures = ["GB in use", "s", "s waiting for copies"]
+    training = [row for card in CARDS for row in rows_for(pack, card, args, True)]
+    sampling = [row for card in CARDS for row in rows_for(pack, card, args, False)]
+    return f"""# Which settings for my card
+
+What `blocks_to_swap` -1 with `checkpointing` auto chooses for FLUX.1 dev at {args.side}×{args.side}, batch 1. Made by
+`python benchmarks/which_settings.py` from the planner (`memory/swap_plan.py`); no card was measured. On your machine
+the planner measures instead of assuming, so it may choose otherwise.
+
+Assumed: a link of {args.link:g} GB/s from page-locked memory (PCIe 4 with 16 lanes; a card with 8 lanes has half of
+it); {args.tflops:g} TFLOP/s in the blocks on every card (faster cards wait for copies sooner, slower ones later);
+{args.taken:g} GB of each card taken by the display, CUDA and compiled kernels, and a twentieth of the rest left to the
+allocator; {args.ram:g} GB of free RAM. Bytes are those that our own blocks keep for backward, eager, counted on the
+meta device (compiled blocks keep less), and as much again for the gradients inside one block. {TEXT} text tokens.
+
+## Training a LoRA
+
+Rank {args.rank} on attention and MLP, AdamW (16 bytes for each trained number). Seconds are of the blocks in one step.
+
+{markdown_table([*common, "checkpointing", *figures], training)}
+
+## Sampling
+
+Seconds are of the blocks in one pass. Beside the weights {int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR)} MB
+are kept for activations, as ComfyUI does.
+
+{markdown_table([*common, *figures], sampling)}
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--side", type=int, default=1024, help="pixels along a side of the picture")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--link", type=float, default=25.0, help="GB/s (10^9) from the host to the card")
+    parser.add_argument("--tflops", type=float, default=80.0, help="of bf16 arithmetic in the blocks")
+    parser.add_argument("--taken", type=float, default=2.0, help="GB of the card that are not for the model")
+    parser.add_argument("--ram", type=float, default=32.0, help="GB of free RAM")
+    return parser
+
+
+def main() -> None:
+    from train_step_model import set_up_comfyui
+
+    args = parser().parse_args()
+    set_up_comfyui("cpu")
+    print(which_settings(lambda name: import_module(f"tessera.{name}"), args), end="")
+
+
+if __name__ == "__main__":
+    main()
