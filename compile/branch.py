@@ -21,9 +21,9 @@ from torch import nn
 
 from ..memory.dynamic_vram import without_dynamic_vram
 from ..memory.stand_ins import swapped_forward
+from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .apply import Region, signature
 from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
-from .regions import BlockOfModel, block_lists, find_blocks
 from .report import CompileReport
 from .settings import CompileSettings, HowToCompile
 from .stack import StackModule, Threading, Watch, run_stack

@@ -12,10 +12,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .apply import first_line
 from .branch import KEY, Branch, branch_of, compile_model, forget_branch
 from .measure import memory_beside_tensors
-from .regions import BlockOfModel, block_lists, find_blocks
 from .settings import CompileSettings
 from .tune_bench import WARM_UP, Bench, uncompiled
 from .tune_results import Measured, Spread, TuneResult, Unmeasured, label, result_key

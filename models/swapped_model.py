@@ -8,11 +8,11 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..compile.regions import BlockOfModel, find_blocks
 from ..memory.dynamic_vram import without_dynamic_vram
 from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
 from ..memory.swap_patcher import SwapPatcher, swap_model
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
+from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES
 
 KEY = "tessera.swap_settings"

@@ -7,7 +7,7 @@ from typing import Any
 import comfy.ops
 import pytest
 import torch
-from tessera.compile.regions import block_lists, find_blocks
+from tessera.models.blocks import block_lists, find_blocks
 
 FLUX = {
     "patch_size": 2,

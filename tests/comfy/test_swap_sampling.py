@@ -9,9 +9,9 @@ import pytest
 import tiny
 import torch
 from tessera.compile.branch import compile_model
-from tessera.compile.regions import find_blocks
 from tessera.compile.settings import CompileSettings
 from tessera.memory.swap_patcher import swap_model
+from tessera.models.blocks import find_blocks
 from tiny.sampling import sample
 from torch._dynamo.utils import counters
 

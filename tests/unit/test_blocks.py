@@ -5,7 +5,7 @@ import copy
 import pytest
 import tiny
 import torch
-from tessera.compile.regions import block_lists, find_blocks, kind_of
+from tessera.models.blocks import block_lists, find_blocks, kind_of
 from torch import nn
 
 

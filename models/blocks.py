@@ -1,0 +1,98 @@
+"""The blocks that a diffusion model is made of, found by structure: what is compiled and what is swapped."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class BlockOfModel:
+    """A block of a diffusion model: its name inside it, such as double_blocks.3, and the kind that it shares a graph
+    with."""
+
+    name: str
+    kind: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[BlockOfModel]:
+    """The blocks of a diffusion model in the order of its modules, found by structure.
+
+    A block is an entry of a list (ModuleList or Sequential) that holds at least two weight matrices. Where all entries
+    of a ModuleList are of one class they are blocks, whatever stands inside them: the layers of a DiT, with their
+    experts. Elsewhere the class has to occur more than once, and of nested ones the innermost counts: the transformer
+    and residual blocks of a UNet, not the stages that they stand in.
+    """
+    parents = [(name, parent) for name, parent in model.named_modules() if isinstance(parent, _LISTS)]
+    entries = [
+        _Entry(f"{name}.{key}" if name else key, child, _is_uniform(parent))
+        for name, parent in parents
+        for key, child in parent.named_children()
+        if _could_be_block(child)
+    ]
+    times = Counter(type(entry.module) for entry in entries)
+    likely = [entry for entry in entries if entry.uniform or times[type(entry.module)] > 1]
+    known = {id(entry.module) for entry in likely}
+    inside: set[int] = set()
+    blocks = []
+    for entry in likely:  # outer ones come first
+        below = {id(m) for m in entry.module.modules()} - {id(entry.module)}
+        if id(entry.module) in inside or (not entry.uniform and below & known):
+            continue
+        inside |= below
+        blocks.append(BlockOfModel(entry.name, kind_of(entry.module), entry.module))
+    return blocks
+
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class _Entry(NamedTuple):
+    name: str
+    module: nn.Module
+    uniform: bool
+
+
+def _could_be_block(module: nn.Module) -> bool:
+    return not isinstance(module, _LISTS) and _weight_matrices(module) >= 2
+
+
+def _is_uniform(parent: nn.Module) -> bool:
+    """A ModuleList of blocks of one class; also of a single one, as in a model of one layer."""
+    children = list(parent.children())
+    same = len({type(child) for child in children}) == 1
+    return isinstance(parent, nn.ModuleList) and same and all(map(_could_be_block, children))
+
+
+def _weight_matrices(module: nn.Module) -> int:
+    """How many layers in it have a weight and take features or channels: Linears, convolutions and what other packs
+    put in their place (quantised ones too, whose weight may be no plain parameter)."""
+    return sum(
+        1
+        for inner in module.modules()
+        if hasattr(inner, "weight") and (hasattr(inner, "in_features") or hasattr(inner, "in_channels"))
+    )
+
+
+def kind_of(block: nn.Module) -> str:
+    """Blocks of one kind have the same class and the same parameters by name, shape and dtype: ClassName:digest."""
+    shapes = ";".join(f"{name}{tuple(p.shape)}{p.dtype}" for name, p in block.named_parameters())
+    inner = ";".join(type(module).__qualname__ for module in block.modules())
+    digest = hashlib.sha256(f"{shapes}|{inner}".encode()).hexdigest()[:8]
+    return f"{type(block).__name__}:{digest}"
+
+
+def block_lists(model: nn.Module, blocks: Sequence[BlockOfModel]) -> dict[str, list[BlockOfModel]]:
+    """The ModuleLists that consist of blocks only, two or more of them: name of the list → its blocks in order."""
+    by_name = {block.name: block for block in blocks}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            members = [by_name.get(f"{name}.{index}") for index in range(len(module))]
+            if all(member is not None for member in members):
+                found[name] = [member for member in members if member is not None]
+    return found
