@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .page_locked import page_locked
+
 log = logging.getLogger(__name__)
 
 PIN_MEMORY = ("auto", "on", "off")
@@ -64,8 +66,8 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
     """`size` bytes on the host, page-locked where that is asked for and can be had."""
     if pinned:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
+            return page_locked(size)
+        except (RuntimeError, OSError) as error:
             log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
     return torch.empty(size, dtype=torch.uint8)
 

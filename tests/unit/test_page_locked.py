@@ -1,0 +1,98 @@
+"""Page-locked memory, with a stand-in for CUDA's registry: how much is locked, and until when."""
+
+import gc
+import logging
+import mmap
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tessera.memory import page_locked as module
+from tessera.memory.flat import Layout, empty_bytes
+from tessera.memory.page_locked import page_locked
+from tessera.memory.pinning import host_bytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own allocator is taken")
+SIZE = 3 * 2**20 + 1  # torch's own allocator would lock 4 MiB
+
+
+class Registry:
+    """What CUDA is told; `refuses` is the error that it answers."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.ended: list[int] = []
+        self.refuses = 0
+        self.waited = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if not self.refuses:
+            assert address not in self.locked and flags == 1
+            self.locked[address] = size
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.waited > len(self.ended)
+        del self.locked[address]
+        self.ended.append(address)
+        return 0
+
+    def synchronize(self, device: int) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Registry()
+    monkeypatch.setattr(module, "_cudart", lambda: made)
+    monkeypatch.setattr(module.comfy.model_management, "discard_cuda_async_error", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    yield made
+    gc.collect()  # before the stand-in goes
+
+
+def test_as_much_is_locked_as_is_asked_for_in_pages_of_its_own(registry: Registry) -> None:
+    buffers = [page_locked(SIZE) for _ in range(3)]
+    assert list(registry.locked.values()) == [SIZE] * 3
+    assert all(buffer.data_ptr() % mmap.PAGESIZE == 0 and buffer.numel() == SIZE for buffer in buffers)
+    for i, buffer in enumerate(buffers):
+        buffer.fill_(i)
+    assert [int(buffer.float().mean()) for buffer in buffers] == [0, 1, 2]
+
+
+def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Registry) -> None:
+    flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
+    layout = Layout.of([("a", torch.zeros(100)), ("b", torch.zeros(7, 5))])
+    a, b = (field.on(flat) for field in layout.fields)
+    b.fill_(2.0)
+    del flat, a
+    gc.collect()
+    assert registry.ended == [] and float(b.sum()) == 70.0
+    parameter = torch.nn.Parameter(b, requires_grad=False)
+    del b
+    gc.collect()
+    assert registry.ended == []
+    del parameter
+    gc.collect()
+    assert len(registry.ended) == 1 and registry.locked == {}
+
+
+def test_where_cuda_refuses_plain_memory_is_taken_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:
+    registry.refuses = 2
+    with caplog.at_level(logging.WARNING):
+        buffer = host_bytes(SIZE, pinned=True)
+    assert buffer.numel() == SIZE and "could not be page-locked" in caplog.text
+    del buffer
+    gc.collect()
+    assert registry.ended == []
+
+
+def test_without_a_device_plain_memory_is_taken(caplog: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with caplog.at_level(logging.WARNING):
+        assert host_bytes(SIZE, pinned=True).numel() == SIZE
+    assert "there is no CUDA device" in caplog.text
