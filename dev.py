@@ -202,7 +202,20 @@ def python_of_environment(comfyui: Path) -> str:
 def setup() -> tuple[str, Path]:
     """The interpreter and the ComfyUI to run with."""
     comfyui = fetch_comfyui()
-    return python_of_environment(comfyui), comfyui
+    python = python_of_environment(comfyui)
+    avoid_forbidden_instructions(python)
+    return python, comfyui
+
+
+def avoid_forbidden_instructions(python: str, cpu_facts: Path = Path("/proc/cpuinfo")) -> None:
+    """Some virtual machines list AMX among the processor's abilities and kill who uses it, as torch's bf16 products
+    do; there oneDNN is held to what comes before it."""
+    name = "ONEDNN_MAX_CPU_ISA"
+    if name in os.environ or not cpu_facts.is_file() or "amx_bf16" not in cpu_facts.read_text():
+        return
+    code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    if call([python, "-c", code]) == 128 + signal.SIGILL:
+        os.environ[name] = "AVX512_CORE_FP16"
 
 
 def prepare(arguments: list[str]) -> int:

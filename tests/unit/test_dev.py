@@ -231,3 +231,16 @@ def test_the_comfyui_that_the_pack_sits_in_is_used_before_the_pinned_one(tmp_pat
         dev.find_comfyui()
     comfyui(dev.unpacked_comfyui())
     assert dev.find_comfyui() == dev.unpacked_comfyui()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "limited"), [("amx_bf16", 132, True), ("amx_bf16", 0, False), ("", 132, False)]
+)
+def test_a_processor_that_kills_what_it_lists_is_held_to_less(tmp_path, monkeypatch, flags, status, limited):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"flags : fpu avx512f {flags}\n")
+    monkeypatch.setattr(dev, "call", lambda command: status)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that it is put back as it was
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    dev.avoid_forbidden_instructions("python", facts)
+    assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == limited
