@@ -163,7 +163,6 @@ def count_work(shape: Shape, rank: int, include: tuple[str, ...]) -> Work:
     from torch.utils.flop_counter import FlopCounterMode
 
     flux = import_module("tessera.models.flux")
-    family = import_module("tessera.models.family")
     lora, options = import_module("tessera.train.lora"), import_module("tessera.train.options")
     patcher = random_flux(shape, "meta", torch.bfloat16)
     parameters = sum(p.numel() for p in patcher.model.diffusion_model.parameters())
@@ -178,7 +177,7 @@ def count_work(shape: Shape, rank: int, include: tuple[str, ...]) -> Work:
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    inputs = family.ModelInputs(
+    inputs = flux.FluxInputs(
         tokens=empty(1, shape.tokens, 64),
         positions=empty(1, shape.tokens, 3, dtype=torch.float32),
         text=empty(1, shape.text_tokens, shape.context_dim),

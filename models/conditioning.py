@@ -1,6 +1,6 @@
 """One sample's conditioning, taken through the MODEL's own `extra_conds` exactly as ComfyUI does when it samples."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ def model_conditioning(
     conditioning: Mapping[str, Any],
     guidance: float,
     device: torch.device,
-) -> dict[str, Tensor]:
-    """The keyword tensors of `apply_model` for one sample, in the inference dtype, on the device.
+    lists: Collection[str] = (),
+) -> dict[str, Any]:
+    """The keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists of
+    them where `lists` names the argument, and plain values (the method for reference latents).
 
-    noisy: (C, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError where the
-    conditioning carries what a training step can't honour (a ControlNet, GLIGEN, hooks, reference latents).
+    noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError
+    where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a list of tensors
+    that the family does not take.
     """
     for name in ("control", "gligen", "hooks"):
         if conditioning.get(name) is not None:
@@ -31,12 +34,16 @@ def model_conditioning(
     known |= {"guidance": guidance}
     made = model.extra_conds(cross_attn=text, noise=noisy[None], device=device, **known)
     dtype = model.get_dtype_inference()
-    result: dict[str, Tensor] = {}
+    result: dict[str, Any] = {}
     for name, cond in made.items():
         value = cond.process_cond(batch_size=1, area=None, device=device).cond
         if isinstance(value, Tensor):
             result[name] = _cast(value, device, dtype)
-        elif isinstance(value, list):
+        elif not isinstance(value, list):
+            result[name] = value
+        elif name in lists:
+            result[name] = [_cast(one, device, dtype) for one in value]
+        else:
             raise ValueError(f"positive carries {name}, which LoRA training of this model does not take; remove it.")
     return result
 

@@ -15,20 +15,27 @@ from .lora_linear import LoraLinear
 RunBlock = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """One batch as the transformer takes it; B samples of one token count N and one text length L.
+    """One batch as the transformer takes it; B samples of one token count N, R reference tokens and one text length L.
 
-    tokens: (B, N, C·patch) noisy latents; positions: (B, N, axes) ids of the kept tokens; text: (B, L, D);
-    pooled: (B, P) or None; timestep: (B,) fp32; guidance: (B,) or None.
+    tokens: (B, N, C·patch) noisy latents; references: (B, R, C·patch) clean latents of reference pictures, or None;
+    text: (B, L, D), padded; timestep: (B,) fp32, or (B, frames). A family adds what else its forward takes.
     """
 
     tokens: Tensor
-    positions: Tensor
     text: Tensor
-    pooled: Tensor | None
     timestep: Tensor
-    guidance: Tensor | None
+    references: Tensor | None = None
+
+    @property
+    def image_tokens(self) -> int:
+        """N + R, the length of the picture's stream."""
+        return self.tokens.shape[1] + (0 if self.references is None else self.references.shape[1])
+
+    @property
+    def text_tokens(self) -> int:
+        return self.text.shape[1]
 
 
 class Block(nn.Module):
@@ -44,7 +51,7 @@ class Block(nn.Module):
         """The model's own name, inside the block, of the Linear called `name` here."""
         raise AssertionError(f"{type(self).__name__} has no native_name")
 
-    def lora_rows(self, image_tokens: int, text_tokens: int) -> dict[str, int]:
+    def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
         """How many rows each Linear sees per sample: the height of a dropout mask over its rank activations."""
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
 
@@ -69,39 +76,88 @@ class Transformer(Protocol):
 
 @dataclass(frozen=True)
 class NoisySample:
-    """One sample as a step sees it: latent x_t (C, H, W) in the model's space, fp32; its text (1, L, D) and the rest of
-    its conditioning; how many of its tokens are kept."""
+    """One sample as a step sees it.
+
+    latent: x_t in the model's space, fp32, (C, H, W), or (C, T, H, W) where the model works on clips.
+    text: (1, l, D) as it was encoded; text_length: L, to which the family pads it.
+    conditioning: the rest of ComfyUI's conditioning.
+    tokens: how many of its tokens are kept; clean_frames: how many latent frames at its start carry no noise.
+    """
 
     latent: Tensor
     text: Tensor
     conditioning: Mapping[str, Any]
     tokens: int
+    text_length: int
+    clean_frames: int = 0
+
+
+@dataclass(frozen=True)
+class SampleFacts:
+    """What is known of a sample before its tensors are read: its name for messages, its latent frames, the tokens of
+    each reference picture, how many of its frames are given clean, and what its conditioning carries."""
+
+    name: str
+    frames: int
+    references: tuple[int, ...]
+    clean_frames: int
+    conditioning: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a LoRA file says of its model: ModelSpec's architecture and implementation, and the version and the module
+    that kohya's and musubi's keys name, empty where they have none."""
+
+    architecture: str
+    implementation: str
+    kohya_version: str = ""
+    kohya_module: str = ""
 
 
 @dataclass(frozen=True)
 class Patches:
-    """A latent cut into tokens: tokens (N, C·patch) in row order, positions (N, axes)."""
+    """A latent cut into tokens: tokens (N, C·patch), frame after frame in row order; positions (N, axes)."""
 
     tokens: Tensor
     positions: Tensor
 
 
 class Family(Protocol):
-    """One architecture: how its latents become tokens, how its forward runs, what its LoRAs train by default."""
+    """One architecture: how its latents become tokens, how its forward runs, what its LoRAs train by default.
+
+    name: in metadata and in keys. title: in messages. default_targets: patterns of the Linears that a LoRA trains.
+    swap_order: the lists of blocks, first the one whose blocks are swapped first.
+    """
 
     name: str
-    latents: LatentPolicy
+    title: str
     default_targets: tuple[str, ...]
-    default_shift: float
     swap_order: tuple[str, ...]
 
     def matches(self, model: Any) -> bool: ...
 
     def variant(self, model: Any) -> str: ...
 
+    def origin(self, model: Any) -> Origin: ...
+
+    def latents(self, model: Any) -> LatentPolicy: ...
+
+    def shift(self, model: Any) -> float:
+        """How far training moves its sigmas towards noise by default, as `objective.shift_sigma` does."""
+        ...
+
     def text_width(self, model: Any) -> int: ...
 
     def pooled_width(self, model: Any) -> int: ...
+
+    def text_length(self, model: Any, length: int) -> int:
+        """The length that a caption of `length` encoded tokens takes in the model's sequence."""
+        ...
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        """Raises ValueError, with the fix, for a sample that this model does not train on."""
+        ...
 
     def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]: ...
 

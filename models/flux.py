@@ -5,6 +5,7 @@ trace whole; so the blocks are written here again, without in-place operations, 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_base
@@ -17,13 +18,22 @@ from ..memory.frozen import FrozenWeights
 from ..memory.residency import FrozenModule
 from .attention import Attention, attention_function
 from .conditioning import model_conditioning
-from .family import Block, ModelInputs, NoisySample, Patches, RunBlock
-from .latents import FLUX
+from .family import Block, ModelInputs, NoisySample, Origin, Patches, RunBlock, SampleFacts
+from .latents import FLUX, LatentPolicy
 from .lora_linear import LoraLinear
 from .math import finite_in_fp16, modulate, rope, rotate, timestep_embedding
 
 SCHNELL_TEXT_LENGTH = 256
 Modulation = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxInputs(ModelInputs):
+    """positions: (B, N, 3) ids of the kept tokens; pooled: (B, P) or None; guidance: (B,) or None."""
+
+    positions: Tensor
+    pooled: Tensor | None
+    guidance: Tensor | None
 
 
 class QKNorm(FrozenModule):
@@ -96,8 +106,8 @@ class DoubleBlock(Block):
         side, _, layer = name.partition(".")
         return f"{side}_{self.native[layer]}"
 
-    def lora_rows(self, image_tokens: int, text_tokens: int) -> dict[str, int]:
-        rows = {"img": image_tokens, "txt": text_tokens}
+    def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
+        rows = {"img": inputs.image_tokens, "txt": inputs.text_tokens}
         return {name: 1 if name.endswith("mod") else rows[name.partition(".")[0]] for name in self.linears()}
 
     def forward(
@@ -135,8 +145,8 @@ class SingleBlock(Block):
     def native_name(self, name: str) -> str:
         return self.native[name]
 
-    def lora_rows(self, image_tokens: int, text_tokens: int) -> dict[str, int]:
-        return {name: 1 if name == "mod" else image_tokens + text_tokens for name in self.linears()}
+    def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
+        return {name: 1 if name == "mod" else inputs.image_tokens + inputs.text_tokens for name in self.linears()}
 
     def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]) -> Tensor:
         """x: (B, L + N, D), vec: (B, 1, D) after SiLU."""
@@ -206,7 +216,7 @@ class FluxTransformer:
         norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, QKNorm)]
         return [*self.linears().values(), *norms]
 
-    def embed(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """→ img (B, N, D), txt (B, L, D), vec (B, D), pe (B, 1, L + N, head/2, 2)."""
         img = self.img_in(inputs.tokens)
         vec = self.time_in(timestep_embedding(inputs.timestep).to(self.dtype))
@@ -227,6 +237,7 @@ class FluxTransformer:
         return self.final_linear(modulate(img, shift, scale))
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
+        assert isinstance(inputs, FluxInputs)
         img, txt, vec, pe = self.embed(inputs)
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
@@ -250,7 +261,7 @@ class Flux:
     """The FLUX.1 family: dev, schnell, and every checkpoint of that shape."""
 
     name = "flux"
-    latents = FLUX
+    title = "FLUX.1"
     # Attention and MLP of every block; the modulation is left out, as the common FLUX trainers do.
     default_targets: tuple[str, ...] = (
         "double_blocks.*.img_attn.*",
@@ -260,7 +271,6 @@ class Flux:
         "single_blocks.*.linear1",
         "single_blocks.*.linear2",
     )
-    default_shift = 1.0
     # A single block runs all tokens through all of its weights, a double block the few of the text through half of
     # them: a single block computes longer for each byte that has to be copied meanwhile.
     swap_order: tuple[str, ...] = ("single_blocks", "double_blocks")
@@ -276,6 +286,23 @@ class Flux:
     def variant(self, model: Any) -> str:
         """`dev` where the model takes guidance, else `schnell`."""
         return "dev" if model.diffusion_model.params.guidance_embed else "schnell"
+
+    def origin(self, model: Any) -> Origin:
+        url = "https://github.com/black-forest-labs/flux"
+        return Origin(f"flux-1-{self.variant(model)}", url, "flux1", "networks.lora_flux")
+
+    def latents(self, model: Any) -> LatentPolicy:
+        return FLUX
+
+    def shift(self, model: Any) -> float:
+        return 1.0
+
+    def text_length(self, model: Any, length: int) -> int:
+        return length
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        if sample.frames > 1:
+            raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; FLUX.1 trains on pictures.")
 
     def text_width(self, model: Any) -> int:
         """The width of the text encoder's output that the model takes."""
@@ -319,7 +346,7 @@ class Flux:
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
-    ) -> ModelInputs:
+    ) -> FluxInputs:
         """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
         that this forward does not run."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
@@ -334,7 +361,7 @@ class Flux:
             conds.append(cond)
         # Core casts the latent, then the text and the float extras, guidance too; sigma stays fp32 up to the embedding.
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()
-        return ModelInputs(
+        return FluxInputs(
             tokens=torch.stack([p.tokens for p in patches]),
             positions=torch.stack([p.positions for p in patches]),
             text=torch.cat([c["c_crossattn"] for c in conds]),

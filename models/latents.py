@@ -11,12 +11,15 @@ class LatentPolicy:
     channels: of the latent.
     pixels_per_latent: pixels along a side that become one latent cell.
     patch: latent cells along a side that become one token.
+    frames_per_latent: frames of a clip that become one latent frame; the first frame has one of its own. 0 for a VAE
+        that knows pictures only.
     """
 
     family: str
     channels: int
     pixels_per_latent: int
     patch: int
+    frames_per_latent: int = 0
 
     @property
     def pixels_per_token(self) -> int:
@@ -24,6 +27,9 @@ class LatentPolicy:
 
 
 FLUX = LatentPolicy("FLUX.1", channels=16, pixels_per_latent=8, patch=2)
+FLUX2 = LatentPolicy("FLUX.2", channels=128, pixels_per_latent=16, patch=1)
+WAN21 = LatentPolicy("Wan 2.1 and Qwen-Image", channels=16, pixels_per_latent=8, patch=2, frames_per_latent=4)
+WAN22 = LatentPolicy("Wan 2.2 5B", channels=48, pixels_per_latent=16, patch=2, frames_per_latent=4)
 
 
 def latent_policy(vae: Any) -> LatentPolicy:

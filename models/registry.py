@@ -13,7 +13,8 @@ def family_of(patcher: ModelPatcher) -> Family:
     for family in FAMILIES:
         if family.matches(patcher.model):
             return family
+    known = ", ".join(family.title for family in FAMILIES)
     raise ValueError(
-        f"model is a {type(patcher.model).__name__}, which Train LoRA cannot train; connect a FLUX.1 model (dev, "
-        "schnell or a fine-tune of them)."
+        f"model is a {type(patcher.model).__name__}, which Train LoRA cannot train; connect one of these or a "
+        f"fine-tune of one: {known}."
     )

@@ -105,7 +105,7 @@ def measure(
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
     network = build_network(transformer, targets, settings.network, settings.seed)
-    largest = max(data.samples, key=lambda sample: sample.tokens + sample.text_length)
+    largest = max(data.samples, key=lambda sample: sample.tokens + sum(sample.references) + sample.text_length)
     samples = [(largest, largest.load())] * settings.batch_size
     with torch.no_grad():
         batch = make_batch(patcher, family, samples, settings.objective, device, settings.seed, (0, 0))
@@ -152,10 +152,7 @@ class _Probe:
                 linear.add_lora(down, up, linear.lora_scale)
         swap = BlockSwap([block], self.device, 1, False)
         inputs = [a.detach().requires_grad_(a.requires_grad) for a in args]
-        count, image_tokens, text_tokens = *self.inputs.tokens.shape[:2], self.inputs.text.shape[1]
-        masks = self.network.draw_masks(
-            block, count, image_tokens, text_tokens, self.settings.seed, ("measure",), args[0].dtype
-        )
+        masks = self.network.draw_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
         # What is there anyway: weights in their slot, the LoRA, and what all blocks share.
         shared = [a for a in inputs if not a.requires_grad]

@@ -16,10 +16,12 @@ from .options import ObjectiveOptions
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32."""
+    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; weights: (B, N), how much each
+    token counts in the loss, or None where all count alike."""
 
     inputs: ModelInputs
     target: Tensor
+    weights: Tensor | None
 
 
 def make_batch(
@@ -35,21 +37,38 @@ def make_batch(
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     sigmas: list[float] = []
+    shift = family.shift(patcher.model)
     for place, (sample, tensors) in enumerate(samples):
         latent = _model_space(patcher, tensors, device)
-        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, family.default_shift)
+        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, shift)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
         level = torch.tensor([sigma], dtype=torch.float32, device=device)
         x_t = noised(latent[None], noise[None], level)[0]
-        noisy.append(NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens))
+        if sample.clean_frames:
+            x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
+        noisy.append(
+            NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
+        )
         targets.append(family.cut(velocity_target(latent, noise), sample.tokens).tokens)
         sigmas.append(sigma)
     levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
     inputs = family.inputs(patcher, noisy, levels, objective.guidance)
-    return Batch(inputs, torch.stack(targets))
+    return Batch(inputs, torch.stack(targets), _weights([sample for sample, _ in samples], device))
 
 
 def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.device) -> Tensor:
-    """The clean latent (C, H, W) as the model works on it, fp32."""
-    assert tensors.latent.ndim == 3, tensors.latent.shape
-    return patcher.model.process_latent_in(tensors.latent[None].to(device=device, dtype=torch.float32))[0]
+    """The clean latent as the model works on it, fp32: (C, H, W), or (C, T, H, W) for a model of clips."""
+    latent = tensors.latent.to(device=device, dtype=torch.float32)
+    if patcher.model.latent_format.latent_dimensions == 3 and latent.ndim == 3:
+        latent = latent.unsqueeze(1)  # a picture is a clip of one frame
+    return patcher.model.process_latent_in(latent[None])[0]
+
+
+def _weights(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """(B, N): 0 for the tokens of clean frames, which the model is given, 1 for all others."""
+    if not any(sample.clean_frames for sample in samples):
+        return None
+    weights = torch.ones(len(samples), samples[0].tokens, device=device)
+    for row, sample in zip(weights, samples, strict=True):
+        row[: sample.clean_frames * sample.tokens // sample.grid[0]] = 0
+    return weights

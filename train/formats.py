@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .atomic_write import write_atomically
-from .flux_keys import SHIFT_SCALE_SWAPPED, diffusers_names, diffusers_rows
 from .lora_model import ALPHA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 from .metadata import for_file
+from .names import table_of
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,17 +74,18 @@ def _comfyui(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[s
 
 def _diffusers(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     name = _native(model, flat, "diffusers")
-    targets = diffusers_names(name)
+    table = table_of(name)
+    targets = table.diffusers(name) if table else ()
     module = low_rank(parts)
     if module is None or not set(parts) <= {DOWN, UP, ALPHA}:
         raise ValueError(
             f"format diffusers carries plain LoRA pairs only, and {name} has {', '.join(sorted(parts))}; "
             "choose kohya or comfyui."
         )
-    if not targets:
-        raise ValueError(f"format diffusers has no place for {name}, as it knows FLUX only; choose kohya or comfyui.")
-    ups = module.scaled_up.split(diffusers_rows(name, module.up.shape[0], module.down.shape[1]))
-    if name == SHIFT_SCALE_SWAPPED:
+    if table is None or not targets:
+        raise ValueError(f"format diffusers has no place for {name}; choose kohya or comfyui.")
+    ups = module.scaled_up.split(table.diffusers_rows(name, module.up.shape[0], module.down.shape[1]))
+    if name in table.halves_swapped:
         shift, scale = ups[0].chunk(2)
         ups = (torch.cat((scale, shift)),)
     return {

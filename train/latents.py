@@ -44,7 +44,10 @@ def latents_to_data(
         tensors = _tensors(_cut(picture, grid, placement.grid), entry, name)
         names.append(fingerprint(tensors.latent, tensors.text, tensors.conditioning, placement.tokens))
         shape = (placement.grid.frames, placement.grid.height, placement.grid.width)
-        samples.append(Sample(name, shape, placement.tokens, tensors.text.shape[1], partial(_given, tensors)))
+        known = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
+        samples.append(
+            Sample(name, shape, placement.tokens, tensors.text.shape[1], partial(_given, tensors), conditioning=known)
+        )
     notes = (*_mask_notes(latents, [len(batch) for batch in batches]), *_notes(pictures, grids, placements, samples))
     return TrainingData(tuple(samples), fingerprint(names), notes)
 

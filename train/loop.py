@@ -277,17 +277,14 @@ class Trainer:
 
     def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
         velocity = self.velocity(batch.inputs, draw)
-        return velocity_loss(velocity, batch.target, self.settings.objective.loss).mean()
+        return velocity_loss(velocity, batch.target, self.settings.objective.loss, batch.weights).mean()
 
     def velocity(self, inputs: ModelInputs, draw: tuple[int, int]) -> Tensor:
         """(B, N, C·patch) from the transformer with the LoRA on it."""
-        count, image_tokens, text_tokens = inputs.tokens.shape[0], inputs.tokens.shape[1], inputs.text.shape[1]
 
         def run(block: Any, *args: Tensor) -> Any:
             key = ("dropout", *draw, self.place[id(block)])
-            masks = self.network.draw_masks(
-                block, count, image_tokens, text_tokens, self.settings.seed, key, self.dtype
-            )
+            masks = self.network.draw_masks(block, inputs, self.settings.seed, key, self.dtype)
             if self.swap is not None and id(block) in self.swap.number:
                 return self.swap.run(self.runner, block, *args, masks)
             return self.runner(block, *args, masks)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.family import Block, Family, Transformer
+from ..models.family import Block, Family, ModelInputs, Transformer
 from ..models.lora_linear import LoraLinear
 from .draws import generator
 from .lora_model import LoraModel, LowRank
@@ -75,9 +75,7 @@ class LoraNetwork:
     def draw_masks(
         self,
         block: Block,
-        batch: int,
-        image_tokens: int,
-        text_tokens: int,
+        inputs: ModelInputs,
         seed: int,
         key: tuple[int | str, ...],
         dtype: torch.dtype,
@@ -90,13 +88,13 @@ class LoraNetwork:
         if p == 0:
             return {}
         masks = {}
-        rows = block.lora_rows(image_tokens, text_tokens)
+        rows = block.lora_rows(inputs)
         for name, linear in block.linears().items():
             if linear.lora_down is None:
                 continue
             device = linear.weight.device
             source = generator(seed, *key, name, device=device)
-            draw = torch.rand(batch, rows[name], self.options.rank, generator=source, device=device)
+            draw = torch.rand(len(inputs.tokens), rows[name], self.options.rank, generator=source, device=device)
             masks[name] = ((draw >= p) / (1 - p)).to(dtype)
         return masks
 

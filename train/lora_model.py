@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .flux_keys import flat_name, flux_name
+from .names import flat_name, native_name
 
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
@@ -74,7 +74,7 @@ class LoraModel(dict[str, Tensor]):
 
     def name(self, flat: str) -> str | None:
         """The native module name behind a flat one, or None where it can't be told."""
-        return self.names.get(flat) or flux_name(flat)
+        return self.names.get(flat) or native_name(flat)
 
     def modules(self) -> dict[str, LowRank]:
         """The low-rank updates by native module name; what is not low-rank, or of unknown name, is left out."""

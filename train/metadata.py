@@ -16,12 +16,9 @@ from typing import Any
 
 from torch import Tensor, uint8
 
+from ..models.family import Origin
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
-_ARCHITECTURES = {("flux", "dev"): "flux-1-dev", ("flux", "schnell"): "flux-1-schnell", ("flux", ""): "flux-1"}
-_IMPLEMENTATIONS = {"flux": "https://github.com/black-forest-labs/flux"}
-_KOHYA_VERSIONS = {"flux": "flux1"}
-_KOHYA_MODULES = {"flux": "networks.lora_flux"}
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
 
 
@@ -29,15 +26,16 @@ _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
 class RunFacts:
     """What is known of a training run when its LoRA is written.
 
-    family and variant: `flux` and `dev`, `schnell` or empty. base_model: the checkpoint's file name, empty where it
-    is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted. resolution:
-    `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset. final_loss:
-    None before the first step.
+    family and variant: such as `flux` and `dev`. origin: what other tools call the model. base_model: the checkpoint's
+    file name, empty where it is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted.
+    resolution: `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset.
+    final_loss: None before the first step.
     """
 
     output_name: str
     family: str
     variant: str
+    origin: Origin
     base_model: str
     steps: int
     batch_size: int
@@ -66,15 +64,15 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
     network, optimizer = facts.network, facts.optimizer
     known: dict[str, Any] = {
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{_ARCHITECTURES.get((facts.family, facts.variant), facts.family)}/lora",
-        "modelspec.implementation": _IMPLEMENTATIONS.get(facts.family, "https://github.com/comfyanonymous/ComfyUI"),
+        "modelspec.architecture": f"{facts.origin.architecture}/lora",
+        "modelspec.implementation": facts.origin.implementation,
         "modelspec.title": _last_part(facts.output_name),
         "modelspec.date": facts.finished,
         "modelspec.resolution": facts.resolution,
         "ss_output_name": _last_part(facts.output_name),
         "ss_sd_model_name": settings["base_model"],
-        "ss_base_model_version": _KOHYA_VERSIONS.get(facts.family, ""),
-        "ss_network_module": _KOHYA_MODULES.get(facts.family, ""),
+        "ss_base_model_version": facts.origin.kohya_version,
+        "ss_network_module": facts.origin.kohya_module,
         "ss_network_dim": network.rank,
         "ss_network_alpha": network.alpha,
         "ss_network_dropout": network.dropout,

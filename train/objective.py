@@ -72,8 +72,15 @@ def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
     return noise.float() - x0.float()
 
 
-def velocity_loss(prediction: Tensor, target: Tensor, loss: str = "mse") -> Tensor:
-    """The loss of each sample, (B,) in fp32: the mean over its tokens and channels. Both inputs are (B, N, C)."""
+def velocity_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weights: Tensor | None = None) -> Tensor:
+    """The loss of each sample, (B,) in fp32: the mean over its tokens and channels. Both inputs are (B, N, C).
+
+    weights: (B, N), how much each token counts; the mean is over the sum of the weights, so that tokens of weight 0
+    are as if they were not there.
+    """
     assert prediction.shape == target.shape, (prediction.shape, target.shape)
     assert loss == "mse", loss
-    return (prediction.float() - target.float()).square().mean(dim=(1, 2))
+    squares = (prediction.float() - target.float()).square()
+    if weights is None:
+        return squares.mean(dim=(1, 2))
+    return (squares.mean(dim=2) * weights).sum(dim=1) / weights.sum(dim=1)

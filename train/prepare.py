@@ -116,7 +116,7 @@ def prepare(
 def summary(prepared: PreparedData) -> str:
     """The preparation in a few lines: how much there is, what is cropped, which graphs training will compile."""
     samples, keys = prepared.data.samples, prepared.data.graph_keys()
-    shapes = " and ".join(f"{tokens} + {length}" for tokens, length in keys)
+    shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
     return "\n".join(
         [
             f"Pictures: {len(samples)}, seen per epoch with repeats: {sum(sample.repeats for sample in samples)}.",

@@ -1,7 +1,7 @@
 """From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def train_lora(
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
+    data = _with_text_lengths(family, patcher, data)
     observer.phase("Reading the model's fingerprint")
     name = weights_fingerprint(model)
     lineage = continued_lineage(root, settings, settings.lineage(data.fingerprint, name))
@@ -175,13 +176,14 @@ def _describer(
     origin = getattr(patcher, "cached_patcher_init", None)
     source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
     _, height, width = data.samples[0].grid
-    pixels = family.latents.pixels_per_token
+    pixels = family.latents(patcher.model).pixels_per_token
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
         facts = RunFacts(
             output_name=settings.output_name,
             family=family.name,
             variant=family.variant(patcher.model),
+            origin=family.origin(patcher.model),
             base_model=Path(source).name,
             steps=step,
             batch_size=settings.batch_size,
@@ -205,13 +207,18 @@ def _describer(
     return describe
 
 
+def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:
+    """The data with the text lengths that captions take in this model's sequence."""
+    samples = (replace(s, text_length=family.text_length(patcher.model, s.text_length)) for s in data.samples)
+    return replace(data, samples=tuple(samples))
+
+
 def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
     """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
     if not data.samples:
         raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
     for sample in data.samples:
-        if sample.grid[0] > 1:
-            raise ValueError(f"{sample.name} is a clip of {sample.grid[0]} frames; this model trains on pictures.")
+        family.check(patcher.model, sample.facts())
     tensors = data.samples[0].load()
     channels = patcher.model.latent_format.latent_channels
     if tensors.latent.shape[0] != channels:

@@ -14,7 +14,7 @@ def noisy(height, width, pooled):
     latent = torch.randn(16, 2 * height, 2 * width, generator=generator)
     text = torch.randn(1, TEXT, tiny.T5_WIDTH, generator=generator)
     conditioning = {"pooled_output": torch.randn(1, tiny.CLIP_WIDTH, generator=generator)} if pooled else {}
-    return NoisySample(latent, text, conditioning, TOKENS)
+    return NoisySample(latent, text, conditioning, TOKENS, TEXT)
 
 
 def core_velocity(model, sample, sigma, guidance):

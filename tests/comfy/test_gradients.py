@@ -207,7 +207,7 @@ def test_the_forward_equals_comfyuis_on_the_same_weights_and_tokens(tiny_flux, t
             core = tiny_flux.model.diffusion_model
             expected.append(core.forward_orig(kept, ids.float(), read.text, text_ids, level[None], pooled, guidance))
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path)
-    samples = [NoisySample(r.latent, r.text, r.conditioning, tokens) for r in loaded]
+    samples = [NoisySample(r.latent, r.text, r.conditioning, tokens, r.text.shape[1]) for r in loaded]
     with torch.no_grad():
         found = trainer.velocity(family.inputs(trainer.patcher, samples, sigma, 3.5), (0, 0))
     assert torch.allclose(found, torch.cat(expected), rtol=1e-4, atol=1e-5)

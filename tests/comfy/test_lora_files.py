@@ -20,8 +20,8 @@ from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.nodes.output import TesseraLossPlot, TesseraSaveLora
-from tessera.train.flux_keys import FLUX_TO_DIFFUSERS
 from tessera.train.formats import LoraModel, LowRank, convert, save_lora
+from tessera.train.names.flux import TO_DIFFUSERS
 
 RANK = 4
 
@@ -204,7 +204,7 @@ def test_diffusers_own_converter_reads_the_kohya_format(tmp_path: Path):
     """It has FLUX.1's hidden size written into it, so the update has full-size matrices for one block of each kind."""
     hidden = 3072
     shapes = {"linear1": (7 * hidden, hidden), "linear2": (hidden, 5 * hidden), "qkv": (3 * hidden, hidden)}
-    blocks = [name.format(0) for name in FLUX_TO_DIFFUSERS if "_blocks." in name]
+    blocks = [name.format(0) for name in TO_DIFFUSERS if "_blocks." in name]
     last = ["final_layer.linear", "final_layer.adaLN_modulation.1"]
     modules = {
         name: random_update(*shapes.get(name.rpartition(".")[2], (2 * hidden, hidden)), index)

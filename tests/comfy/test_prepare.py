@@ -84,7 +84,7 @@ def test_samples_hold_what_core_encodes_of_the_cropped_picture_and_of_the_captio
             assert not tensor.is_inference()
             weight = torch.ones((), requires_grad=True)
             (tensor.float() * weight).sum().backward()
-    assert prepared.data.graph_keys() == [(sample.tokens, 256), (sample.tokens, 512)]
+    assert prepared.data.graph_keys() == [(sample.tokens, (), 256), (sample.tokens, (), 512)]
     text = summary(prepared)
     assert "d.png" not in text and f"{sample.tokens} tokens" in text
 

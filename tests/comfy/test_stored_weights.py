@@ -6,8 +6,7 @@ import tiny
 import torch
 from tessera.compile.settings import CompileSettings
 from tessera.memory.frozen import unload_everything
-from tessera.models.family import ModelInputs
-from tessera.models.flux import Flux
+from tessera.models.flux import Flux, FluxInputs
 from tessera.models.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
 from tessera.train.lora import LoraNetwork, choose_targets
@@ -66,13 +65,13 @@ def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
         reference = (x - denoised) / sigma.view(-1, 1, 1, 1)
         family, transformer = Flux(), built(model)
         cut = [family.cut(latent, TOKENS) for latent in x.to(dtype)]
-        inputs = ModelInputs(
-            torch.stack([c.tokens for c in cut]),
-            torch.stack([c.positions for c in cut]),
-            text.to(dtype),
-            pooled.to(dtype),
-            sigma,
-            guidance.to(dtype),
+        inputs = FluxInputs(
+            tokens=torch.stack([c.tokens for c in cut]),
+            positions=torch.stack([c.positions for c in cut]),
+            text=text.to(dtype),
+            pooled=pooled.to(dtype),
+            timestep=sigma,
+            guidance=guidance.to(dtype),
         )
         result = transformer.forward(lambda block, *rest: block(*rest, {}), inputs)
     wanted = torch.stack([family.cut(latent, TOKENS).tokens for latent in reference])

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.train.atomic_write import write_atomically
-from tessera.train.flux_keys import FLUX_TO_DIFFUSERS, diffusers_names, flat_name, flux_name
 from tessera.train.formats import LoraModel, LowRank, convert, normalised, save_lora
+from tessera.train.names import FLUX, flat_name
+from tessera.train.names.flux import TO_DIFFUSERS
 
 RANK, ALPHA, HIDDEN = 4, 3.3, 8
 
@@ -32,10 +33,10 @@ def product(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def test_every_flux_module_name_comes_back_from_its_flat_form():
-    names = [name.format(17) for name in FLUX_TO_DIFFUSERS]
-    assert [flux_name(flat_name(name)) for name in names] == names
-    assert flux_name("double_blocks_0_img_attn") is None
-    assert flux_name("blocks_0_self_attn_q") is None
+    names = [name.format(17) for name in TO_DIFFUSERS]
+    assert [FLUX.native(flat_name(name)) for name in names] == names
+    assert FLUX.native("double_blocks_0_img_attn") is None
+    assert FLUX.native("blocks_0_self_attn_q") is None
 
 
 def test_a_lora_has_kohyas_keys_and_contiguous_tensors():
@@ -70,7 +71,7 @@ def test_comfyui_format_bakes_alpha_in_and_writes_none():
 def test_diffusers_parts_are_the_rows_of_the_fused_update(name, rows, heights):
     part = module(rows)
     tensors = convert(LoraModel.from_modules({name: part}), "diffusers")
-    parts = [f"transformer.{target}" for target in diffusers_names(name)]
+    parts = [f"transformer.{target}" for target in FLUX.diffusers(name)]
     assert len(tensors) == 2 * len(heights)
     assert [product(tensors, target).shape[0] for target in parts] == heights
     together = torch.cat([product(tensors, target) for target in parts])

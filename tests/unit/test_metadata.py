@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from tessera.models.family import Origin
 from tessera.train.formats import LoraModel, LowRank, save_lora
 from tessera.train.metadata import RunFacts, metadata_for
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
@@ -16,6 +17,7 @@ FACTS = RunFacts(
     output_name="styles/my cat",
     family="flux",
     variant="dev",
+    origin=Origin("flux-1-dev", "https://github.com/black-forest-labs/flux", "flux1", "networks.lora_flux"),
     base_model="flux1-dev.safetensors",
     steps=120,
     batch_size=2,
@@ -86,12 +88,12 @@ def test_all_settings_are_there_as_json():
     assert settings["torch_version"] == "2.14.0"
 
 
-def test_schnell_and_unknown_checkpoints_are_told_apart():
-    def architecture(variant: str) -> str:
-        return metadata_for(dataclasses.replace(FACTS, variant=variant), lora())["modelspec.architecture"]
-
-    names = [architecture(variant) for variant in ("dev", "schnell", "")]
-    assert names == ["flux-1-dev/lora", "flux-1-schnell/lora", "flux-1/lora"]
+def test_the_model_is_called_what_its_family_says():
+    origin = Origin("wan2.1", "https://github.com/Wan-Video/Wan2.1")
+    metadata = metadata_for(dataclasses.replace(FACTS, origin=origin), lora())
+    assert metadata["modelspec.architecture"] == "wan2.1/lora"
+    assert metadata["modelspec.implementation"] == "https://github.com/Wan-Video/Wan2.1"
+    assert not {"ss_base_model_version", "ss_network_module"} & set(metadata)
 
 
 def test_what_is_not_known_is_not_written():

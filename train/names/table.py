@@ -1,0 +1,60 @@
+"""How the modules of one family are called: natively, in kohya's flat keys, and in diffusers."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+def flat_name(name: str) -> str:
+    """`double_blocks.0.img_attn.qkv` as kohya's keys write it: `double_blocks_0_img_attn_qkv`."""
+    return name.replace(".", "_")
+
+
+def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
+    """All parts of a fused module are of one size."""
+    return [rows // parts] * parts
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """The names of one family. Kohya's keys write dots as underscores, so that only a table can undo them.
+
+    to_diffusers: native module name -> the diffusers modules that together hold it, in the order of its output rows;
+        "{}" is the number of the block.
+    others: modules that may carry a difference but have no matrix, or no place in diffusers.
+    rows: (native name, parts, rows, columns of the native weight) -> how many rows each diffusers module takes.
+    halves_swapped: native names whose two halves of rows diffusers holds the other way round.
+    """
+
+    family: str
+    to_diffusers: Mapping[str, tuple[str, ...]]
+    others: tuple[str, ...] = ()
+    rows: Callable[[str, int, int, int], list[int]] = equal_rows
+    halves_swapped: frozenset[str] = frozenset()
+    _flat: dict[str, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        flat = {re.escape(flat_name(t)).replace(r"\{\}", r"(\d+)"): t for t in (*self.to_diffusers, *self.others)}
+        object.__setattr__(self, "_flat", flat)
+
+    def native(self, flat: str) -> str | None:
+        """The native name of a module from its flat one; None where the family has no such module."""
+        for pattern, template in self._flat.items():
+            if match := re.fullmatch(pattern, flat):
+                return template.format(*match.groups())
+        return None
+
+    def template(self, name: str) -> str:
+        """A native name with the number of its block as "{}"."""
+        return name if name in self.to_diffusers else re.sub(r"\.\d+\.", ".{}.", name, count=1)
+
+    def diffusers(self, name: str) -> tuple[str, ...]:
+        """The diffusers modules that hold the native module `name`, in row order; empty where there is none."""
+        index = re.search(r"\.(\d+)\.", name)
+        parts = self.to_diffusers.get(self.template(name), ())
+        return tuple(part.format(index.group(1) if index else "") for part in parts)
+
+    def diffusers_rows(self, name: str, rows: int, columns: int) -> list[int]:
+        """How many of the native module's output rows each of its diffusers modules takes. rows, columns: the native
+        weight's (out, in)."""
+        return self.rows(name, len(self.diffusers(name)), rows, columns)
