@@ -1,5 +1,6 @@
 """Block swap on a MODEL: its settings travel with it, sampling streams its blocks, and training takes the settings."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from ..memory.swap_patcher import SwapPatcher, swap_model
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
 from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES
+
+log = logging.getLogger(__name__)
 
 KEY = "tessera.swap_settings"
 PICTURE = 128  # latent cells a side of the picture that -1 leaves room for: one megapixel
@@ -30,7 +33,7 @@ class SwapSettings:
 
 
 def swap_settings_of(patcher: ModelPatcher) -> SwapSettings | None:
-    """What Block Swap has set on this MODEL."""
+    """What Load Diffusion Model or Block Swap has set on this MODEL."""
     return patcher.get_attachment(KEY)
 
 
@@ -58,22 +61,26 @@ def _list(block: BlockOfModel) -> str:
 
 
 def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
-    """A clone of the MODEL with block swap as `settings` say, and what has to be said about it.
+    """A clone of the MODEL with block swap as `settings` say, and what has to be said about it, which stands in the log
+    too. The list grows where more comes up when the blocks are placed.
 
     Raises ValueError for more blocks than there are. Call it outside inference mode.
     """
     clone = without_dynamic_vram(patcher)
     if clone is None:
-        return patcher.clone(), [
+        return patcher.clone(), _said(
             "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so ComfyUI streams it in "
             "place of block swap; load it with Load Diffusion Model (Block Swap)."
-        ]
+        )
     if isinstance(clone, SwapPatcher):
-        raise ValueError("model has block swap on it already; use one Block Swap node only.")
+        raise ValueError(
+            "model has block swap on it already, from Load Diffusion Model (Block Swap) or another Block Swap node; use "
+            "one of them only."
+        )
     clone.set_attachments(KEY, settings)
     blocks = find_blocks(clone.get_model_object("diffusion_model"))
     if not blocks:
-        return clone, ["Nothing is swapped: no list of like blocks was found in this model."]
+        return clone, _said("Nothing is swapped: no list of like blocks was found in this model.")
     lists = lists_of(blocks)
     order = swap_order(clone, blocks)
     numbers = {f"{name}.{i}": block for name, members in lists.items() for i, block in enumerate(members)}
@@ -81,7 +88,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     if settings.blocks_to_swap == -1:
         fitting = _fit(clone, numbers, order, prefetch)
         chosen = fitting.swapped
-        notes.append(fitting.text)
+        notes += _said(fitting.text)
     else:
         chosen = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
     streamed = {f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in chosen}
@@ -90,13 +97,21 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     needed = sum(_bytes(module) for module in streamed.values())
     available = psutil.virtual_memory().available
     pinning = choose_pinning(settings.pin_memory, clone.load_device.type, needed, available, is_windows())
+    if not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
+        notes += _said(pinning.reason)
     swapped = swap_model(clone, streamed, prefetch, pinning.masters)
     whole, held = clone.model_size(), swapped.model_size()
-    notes.append(
+    notes += _said(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
         f"GPU in place of {whole / 2**30:.2f} GiB."
     )
-    return swapped, notes
+    swapped.notes[:0] = notes
+    return swapped, swapped.notes
+
+
+def _said(sentence: str) -> list[str]:
+    log.info(sentence)
+    return [sentence]
 
 
 def _bytes(module: nn.Module) -> int:

@@ -5,6 +5,9 @@ import torch
 from comfy import sd
 from comfy_api.latest import io
 
+from ..models.swapped_model import SwapSettings
+from .swap import swap_inputs, with_swap
+
 WEIGHT_DTYPES = {
     "default": None,
     "fp8_e4m3fn": torch.float8_e4m3fn,
@@ -14,7 +17,8 @@ WEIGHT_DTYPES = {
 
 
 class TesseraLoadDiffusionModel(io.ComfyNode):
-    """Loads a diffusion model file, so that it can be sampled from, and trained on by Train LoRA without a copy."""
+    """Loads a diffusion model file, so that it can be sampled from, and trained on by Train LoRA without a copy. Some
+    of its blocks may stream from the host."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -22,8 +26,10 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             node_id="TesseraLoadDiffusionModel",
             display_name="Load Diffusion Model (Block Swap)",
             category="Tessera/loaders",
-            description="Loads a FLUX.1 diffusion model for sampling and for Train LoRA.",
-            search_aliases=["load unet", "load flux", "unet loader"],
+            description="Loads a diffusion model for sampling and for Train LoRA. If it is larger than the GPU's memory, "
+            "a part of its blocks can stream from the computer's memory: set blocks_to_swap to -1.",
+            search_aliases=["load unet", "load flux", "unet loader", "block swap", "offload", "low vram"],
+            has_intermediate_output=True,  # what it says of block swap is sent again where the node is cached
             inputs=[
                 io.Combo.Input(
                     "unet_name",
@@ -38,6 +44,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
                     "bf16 file at some loss of detail; fp8_e4m3fn_fast also multiplies in fp8 when sampling, on cards "
                     "that can.",
                 ),
+                *swap_inputs(default=0, optional=True),
             ],
             outputs=[io.Model.Output(tooltip="The model, for a sampler, a LoRA loader or Train LoRA.")],
         )
@@ -51,7 +58,14 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
+    def execute(
+        cls,
+        unet_name: str,
+        weight_dtype: str,
+        blocks_to_swap: int = 0,
+        prefetch_blocks: int = SwapSettings.prefetch_blocks,
+        pin_memory: str = SwapSettings.pin_memory,
+    ) -> io.NodeOutput:
         options: dict = {}
         if (dtype := WEIGHT_DTYPES[weight_dtype]) is not None:
             options["dtype"] = dtype
@@ -59,8 +73,12 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             options["fp8_optimizations"] = True
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         # Under the executor's inference mode, as core's loader: scaled fp8 weights made outside of it can't be moved
-        # under it. Training looks at the same memory through ordinary tensors.
-        return io.NodeOutput(sd.load_diffusion_model(path, model_options=options))
+        # under it. Training looks at the same memory through ordinary tensors. Dynamic VRAM, which block swap stands in
+        # for, would load the file a second time.
+        model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=blocks_to_swap != 0)
+        if blocks_to_swap == 0:
+            return io.NodeOutput(model)
+        return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 
 NODES = [TesseraLoadDiffusionModel]

@@ -1,6 +1,5 @@
 """Block swap on a MODEL: the node, and the inputs that Training Memory shares with it."""
 
-import logging
 from typing import Any
 
 import torch
@@ -10,9 +9,6 @@ from comfy_api.latest import io
 from ..memory.pinning import PIN_MEMORY
 from ..models.swapped_model import SwapSettings, swap
 from .compile import check_is_diffusion_model
-from .events import show_text
-
-log = logging.getLogger(__name__)
 
 
 def swap_inputs(default: int, optional: bool = False) -> list[Any]:
@@ -61,7 +57,7 @@ class TesseraBlockSwap(io.ComfyNode):
             description="Keeps a part of a diffusion model in the computer's memory and streams it to the GPU while it "
             "computes, for sampling and for Train LoRA. The pictures are the same.",
             search_aliases=["block swap", "offload", "low vram", "blocks to swap"],
-            hidden=[io.Hidden.unique_id],
+            has_intermediate_output=True,  # what it says is sent again where the node is cached
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The diffusion model, from any loader. LoRAs and Compile Model may stand behind."
@@ -74,21 +70,15 @@ class TesseraBlockSwap(io.ComfyNode):
     @classmethod
     def execute(cls, model: ModelPatcher, blocks_to_swap: int, prefetch_blocks: int, pin_memory: str) -> io.NodeOutput:
         check_is_diffusion_model(model)
-        swapped = with_swap(
-            model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory), getattr(cls.hidden, "unique_id", None)
-        )
-        return io.NodeOutput(swapped)
+        return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 
-def with_swap(model: ModelPatcher, settings: SwapSettings, node_id: str | None) -> ModelPatcher:
-    """The MODEL with block swap on it; what was chosen stands on the node and in the log."""
+def with_swap(model: ModelPatcher, settings: SwapSettings) -> io.NodeOutput:
+    """The MODEL with block swap on it; what was chosen stands on the node and in /history."""
     with torch.inference_mode(False):
         swapped, notes = swap(model, settings)
-    for note in notes:
-        log.info(note)
-    if notes:
-        show_text(node_id, "\n".join(notes))
-    return swapped
+    # The list itself, not a copy: what is said when the blocks are placed is in /history too.
+    return io.NodeOutput(swapped, ui={"tessera": [{"notes": notes}]})
 
 
 NODES = [TesseraBlockSwap]

@@ -10,7 +10,7 @@ from comfy_server import PACK
 playwright = pytest.importorskip("playwright.sync_api")
 
 WORKFLOWS = PACK / "workflows"
-NAMES = ["flux_compile", "wan_compile", "qwen_image_compile"]
+NAMES = ["flux_compile", "wan_compile", "qwen_image_compile", "flux_block_swap"]
 
 # What a user would type to make the run small; the same values go into the API prompt.
 SMALL = {

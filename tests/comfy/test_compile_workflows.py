@@ -9,6 +9,7 @@ import av
 import pytest
 import tiny
 from comfy_server import PACK, ComfyServer
+from PIL import Image
 from tiny.workflow import fit_workflow
 
 API = PACK / "workflows" / "api"
@@ -20,6 +21,7 @@ OWN_LIMIT = 61
 # two, as each prompt has its own length and runs by itself.
 CASES = {
     "flux_compile": (tiny.FLUX_NAMES, {"DoubleStreamBlock": 1, "SingleStreamBlock": 1}, [(128, 128)]),
+    "flux_block_swap": (tiny.FLUX_NAMES, {"DoubleStreamBlock": 1, "SingleStreamBlock": 1}, [(128, 128)]),
     "wan_compile": (tiny.WAN_NAMES, {"WanAttentionBlock": 1}, 5 * [(64, 64)]),
     "qwen_image_compile": (tiny.QWEN_NAMES, {"QwenImageTransformerBlock": 2}, [(128, 128)]),
 }
@@ -28,6 +30,9 @@ CASES = {
 def fitted(name: str, names: dict[str, str], backend: str) -> dict[str, Any]:
     prompt = fit_workflow(json.loads((API / f"{name}.json").read_text(encoding="utf-8")), names)
     node_of(prompt, "TesseraCompileModel")["inputs"] |= {"backend": backend, "cache_size_limit": OWN_LIMIT}
+    loader = node_of(prompt, "TesseraLoadDiffusionModel")["inputs"]
+    if loader["blocks_to_swap"] == -1:  # all of the tiny model fits
+        loader["blocks_to_swap"] = 3
     return prompt
 
 
@@ -78,6 +83,36 @@ def test_the_first_run_compiles_each_kind_of_block_and_another_seed_nothing(name
     assert more_calls == {region: 2 * n for region, n in calls.items()}
     assert frames_of(saved_file(server, first)) == frames
     assert saved_file(server, first).read_bytes() != saved_file(server, second).read_bytes()
+
+
+def pixels(server: ComfyServer, prompt: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The picture, and what the loader says of itself in the history."""
+    entry = server.run(prompt)
+    (key,) = (key for key, node in prompt.items() if node["class_type"] == "TesseraLoadDiffusionModel")
+    with Image.open(saved_file(server, entry)) as picture:
+        return list(picture.getdata()), entry["outputs"].get(key, {})
+
+
+def test_with_blocks_that_stream_the_picture_is_the_same_and_the_history_says_how_many(server):
+    swapped, said = pixels(server, fitted("flux_block_swap", tiny.FLUX_NAMES, "aot_eager"))
+    (payload,) = said["tessera"]
+    assert payload["notes"][0].startswith("Block swap: 3 of 4 blocks stream; ")
+    plain, said = pixels(server, fitted("flux_compile", tiny.FLUX_NAMES, "aot_eager"))
+    assert said == {} and swapped == plain and len(set(plain)) > 100
+
+    # Without Compile Model, as a client that knows neither node's options would ask for it.
+    bare = fitted("flux_block_swap", tiny.FLUX_NAMES, "aot_eager")
+    (compiling,) = (key for key, node in bare.items() if node["class_type"] == "TesseraCompileModel")
+    loader = bare[compiling]["inputs"]["model"]
+    bare = {key: node for key, node in bare.items() if not node["class_type"].startswith("TesseraCompile")}
+    node_of(bare, "KSampler")["inputs"]["model"] = loader
+    for optional in ("prefetch_blocks", "pin_memory"):
+        del bare[loader[0]]["inputs"][optional]
+    streamed, said = pixels(server, bare)
+    assert said["tessera"][0]["notes"]
+    bare[loader[0]]["inputs"] = {k: bare[loader[0]]["inputs"][k] for k in ("unet_name", "weight_dtype")}
+    resident, said = pixels(server, bare)
+    assert said == {} and streamed == resident
 
 
 @pytest.mark.slow

@@ -1,20 +1,97 @@
-"""Load Diffusion Model gives MODELs that sample, whatever format the file has."""
+"""Load Diffusion Model gives MODELs that sample, whatever format the file has, with or without blocks that stream."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import comfy.model_management
+import comfy.sd
 import folder_paths
 import pytest
 import tiny
 import torch
+from tessera.memory.swap_patcher import SwapPatcher
+from tessera.models.swapped_model import SwapSettings, swap_settings_of
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
+from tessera.nodes.swap import TesseraBlockSwap
 from tiny.sampling import sample
+
+ALL = [f"diffusion_model.{name}_blocks.{i}" for name in ("double", "single") for i in range(2)]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the node on a file, under inference mode as the executor does."""
+
+    def run(path: Path, weight_dtype: str = "default", **inputs: Any) -> Any:
+        monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda *_: str(path))
+        with torch.inference_mode():
+            return TesseraLoadDiffusionModel.execute(path.name, weight_dtype, **inputs)
+
+    return run
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool, tmp_path: Path, load) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", fp8=scaled)
-    monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda *_: str(path))
+    ours, out = load(path).args[0], load(path, blocks_to_swap=4)
     with torch.inference_mode():
-        ours = TesseraLoadDiffusionModel.execute(path.name, "default").args[0]
         cores = tiny.load_flux(path)
-    assert torch.equal(sample(ours, "flux"), sample(cores, "flux"))
+    assert type(ours) is type(cores) and swap_settings_of(ours) is None
+    picture = sample(cores, "flux")
+    assert torch.equal(sample(ours, "flux"), picture)
+    swapped = out.args[0]
+    assert list(swapped.swap.blocks) == ALL and torch.equal(sample(swapped, "flux"), picture)
+
+
+def test_its_settings_are_those_of_block_swap_and_travel_with_the_model(tiny_files, load) -> None:
+    out = load(tiny_files["flux"], blocks_to_swap=3, prefetch_blocks=2, pin_memory="off")
+    model = out.args[0]
+    assert list(model.swap.blocks) == ALL[1:] and model.swap.prefetch == 2
+    assert swap_settings_of(model.clone()) == SwapSettings(3, 2, "off")
+    (payload,) = out.ui["tessera"]
+    assert payload["notes"][0].startswith("Block swap: 3 of 4 blocks stream; the model takes ")
+
+
+def test_what_is_odd_about_the_settings_is_said_on_the_node(tiny_files, load) -> None:
+    out = load(tiny_files["flux"], blocks_to_swap=2, prefetch_blocks=5, pin_memory="on")
+    (payload,) = out.ui["tessera"]
+    no_device = [] if torch.cuda.is_available() else ["pin_memory has no effect without a CUDA device."]
+    assert payload["notes"][:-2] == no_device
+    assert payload["notes"][-2].startswith("Block swap: 2 of 4 blocks stream")
+    assert payload["notes"][-1].startswith("prefetch_blocks is 5 with 2 swapped")
+
+
+def test_minus_one_goes_by_the_bytes_that_were_loaded(tiny_files, load, monkeypatch) -> None:
+    whole = load(tiny_files["flux"]).args[0]
+    room = whole.model_size() * 8 // 10 + int(whole.memory_required([1, 16, 128, 128]))
+    room += int(comfy.model_management.extra_reserved_memory())
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", [])
+    fp8 = load(tiny_files["flux"], "fp8_e4m3fn", blocks_to_swap=-1).args[0]
+    fp32 = load(tiny_files["flux"], blocks_to_swap=-1).args[0]
+    assert not isinstance(fp8, SwapPatcher) and swap_settings_of(fp8) == SwapSettings(-1)
+    assert isinstance(fp32, SwapPatcher) and fp32.model_size() <= whole.model_size() * 8 // 10
+
+
+def test_the_file_is_read_once_and_without_dynamic_vram_where_blocks_stream(tiny_files, load, monkeypatch) -> None:
+    """ComfyUI's dynamic VRAM would load the MODEL once, and block swap once more without it."""
+    real, asked = comfy.sd.load_diffusion_model, []
+
+    def loading(*args: Any, disable_dynamic: bool = False, **options: Any) -> Any:
+        asked.append(disable_dynamic)
+        return real(*args, disable_dynamic=disable_dynamic, **options)
+
+    monkeypatch.setattr(comfy.sd, "load_diffusion_model", loading)
+    load(tiny_files["flux"])
+    load(tiny_files["flux"], blocks_to_swap=-1)
+    load(tiny_files["flux"], blocks_to_swap=4)
+    assert asked == [False, True, True]
+
+
+def test_bad_input_is_one_sentence(tiny_files, load) -> None:
+    with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
+        load(tiny_files["flux"], blocks_to_swap=5)
+    once = load(tiny_files["flux"], blocks_to_swap=1).args[0]
+    with pytest.raises(ValueError, match="already, from Load Diffusion Model .* or another Block Swap node; use one"):
+        TesseraBlockSwap.execute(once, 1, 1, "auto")

@@ -19,7 +19,13 @@ SURFACE = {
     "TesseraLoadDiffusionModel": (
         "Load Diffusion Model (Block Swap)",
         False,
-        ["unet_name COMBO", 'weight_dtype COMBO = "default"'],
+        [
+            "unet_name COMBO",
+            'weight_dtype COMBO = "default"',
+            "blocks_to_swap? INT = 0",
+            "prefetch_blocks? INT = 1",
+            'pin_memory? COMBO = "auto"',
+        ],
         ["MODEL"],
     ),
     "TesseraBlockSwap": (
@@ -194,7 +200,7 @@ SURFACE = {
 
 # The names that the design promises to workflows and clients; none of them may ever be renamed or removed.
 CONTRACT = {
-    "TesseraLoadDiffusionModel": "unet_name weight_dtype",
+    "TesseraLoadDiffusionModel": "unet_name weight_dtype blocks_to_swap prefetch_blocks pin_memory",
     "TesseraBlockSwap": "model blocks_to_swap prefetch_blocks pin_memory",
     "TesseraCompileModel": "model backend mode dynamic fullgraph cache_size_limit scope preset overrides",
     "TesseraCompileReport": "model after",
@@ -228,6 +234,7 @@ CHOICES = {
     ("TesseraObjective", "timestep_sampling"): ["logit_normal", "uniform", "resolution_shifted"],
     ("TesseraObjective", "loss"): ["mse"],
     ("TesseraMemory", "checkpointing"): ["none", "selective", "full", "auto"],
+    ("TesseraLoadDiffusionModel", "pin_memory"): ["auto", "on", "off"],
     ("TesseraBlockSwap", "pin_memory"): ["auto", "on", "off"],
     ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn"],
     ("TesseraTrainLora", "compile"): ["auto", "off"],

@@ -9,7 +9,7 @@ from PIL import Image
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
-COMPILED = [name for name in UI if name.endswith("_compile.json")]
+COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -87,8 +87,15 @@ def test_links_nodes_and_slots_agree_with_one_another(name):
     assert {n for node in nodes.values() for slot in node["outputs"] for n in slot["links"] or ()} == numbers
 
 
-def test_there_is_a_workflow_to_share_for_training_and_to_compile_each_family():
-    assert UI == ["flux_compile.json", "flux_lora.json", "qwen_image_compile.json", "wan_compile.json"]
+def test_there_is_a_workflow_to_share_for_training_for_block_swap_and_to_compile_each_family():
+    compiling = ["flux_compile.json", "qwen_image_compile.json", "wan_compile.json"]
+    assert UI == sorted(["flux_block_swap.json", "flux_lora.json", *compiling])
+
+
+@pytest.mark.parametrize("name", UI)
+def test_block_swap_is_on_where_the_workflow_is_about_it(name):
+    (inputs,) = (n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel")
+    assert inputs["blocks_to_swap"] == (-1 if name == "flux_block_swap.json" else 0)
 
 
 @pytest.mark.parametrize("name", COMPILED)

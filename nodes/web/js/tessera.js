@@ -13,6 +13,8 @@ const describe = {
     `Saved: output/${subfolder ? `${subfolder}/` : ''}${filename}`,
     `${format}, ${dtype}`,
   ],
+  TesseraLoadDiffusionModel: ({ notes }) => notes,
+  TesseraBlockSwap: ({ notes }) => notes,
   TesseraCompileModel: ({ notes }) => notes,
   TesseraCompileReport: describeCompiling,
   TesseraTuneCompile: ({ text }) => [monospaced(text)],
