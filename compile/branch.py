@@ -144,7 +144,8 @@ class Branch:
         if scope == "stack" and (why := self._no_stack(control, options, kwargs)):
             self.say(f"scope stack: this run compiles block by block, since {why}.")
             scope = "blocks"
-        if scope != "blocks" and any(swapped_forward(block.module) for block in self.blocks):
+        streams = any(swapped_forward(block.module) for block in self.blocks)
+        if scope != "blocks" and streams:
             self.say(f"scope {scope}: blocks are compiled one by one, since some stream from the host (block swap).")
             scope = "blocks"
         with ExitStack() as placed:
@@ -152,7 +153,7 @@ class Branch:
                 stacked = self._place_stacks(placed, model) if scope == "stack" else set()
                 for block in self.blocks:
                     if block.name not in stacked:
-                        self._place_block(placed, block)
+                        self._place_block(placed, block, streams)
             yield
 
     @staticmethod
@@ -169,10 +170,12 @@ class Branch:
             return "another node's wrapper runs inside the model"
         return None
 
-    def _place_block(self, placed: ExitStack, block: BlockOfModel) -> None:
+    def _place_block(self, placed: ExitStack, block: BlockOfModel, streams: bool) -> None:
         how = self.settings.how_for(block.name)
         if how is None:
             return
+        if streams and how.cuda_graphs():
+            how = self._without_cuda_graphs(how)
         swapped = swapped_forward(block.module)
         if swapped is not None and swapped.inner is None:
             # The weights come and go under it: what is compiled is the block in its slot, as any other.
@@ -183,6 +186,19 @@ class Branch:
             return
         region = self._region(block.kind, run_forward, how)
         set_for_now(placed, block.module, "forward", partial(call_block, region, block.module))
+
+    def _without_cuda_graphs(self, how: HowToCompile) -> HowToCompile:
+        """A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has
+        those of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes
+        memory that no plan counts. Those that stay go without as well, as blocks of one kind share their graph.
+        """
+        asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
+        instead = how.without_cuda_graphs()
+        self.say(
+            f"{asked}: blocks are compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
+            "some stream from the host (block swap)."
+        )
+        return instead
 
     def _place_model(self, placed: ExitStack, model: nn.Module) -> bool:
         name = "_forward" if hasattr(type(model), "_forward") else "forward"

@@ -20,7 +20,8 @@ PRESETS = {
     "maximum speed": ("max-autotune-no-cudagraphs", "stack"),
 }
 
-_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# mode with CUDA graphs → the same without.
+_CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 # Backends that torch lists for its own tests and debugging.
 _NOT_FOR_USERS = re.compile(r"TESTING|minifier|crossref|eager_debug|eager_noexcept|invoke_subgraph|_with_mode")
 _KNOWN_FIRST = ("inductor", "cudagraphs", "aot_eager", "eager")
@@ -39,6 +40,12 @@ class HowToCompile:
 
     def cuda_graphs(self) -> bool:
         return self.backend == "cudagraphs" or (self.backend == "inductor" and self.mode in _CUDA_GRAPH_MODES)
+
+    def without_cuda_graphs(self) -> "HowToCompile":
+        """The same where it takes none, else what comes nearest to it; the backend cudagraphs becomes inductor."""
+        if not self.cuda_graphs():
+            return self
+        return replace(self, backend="inductor", mode=_CUDA_GRAPH_MODES.get(self.mode, self.mode))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ..memory.swap_patcher import SwapPatcher
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .apply import first_line
 from .branch import KEY, Branch, branch_of, compile_model, forget_branch
@@ -122,6 +123,8 @@ class _Run:
             return "the model has no list of like blocks."
         if settings.scope == "stack" and not self.lists:
             return "the model has no list that consists of blocks only, so this is the same as blocks."
+        if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.how().cuda_graphs()):
+            return "some blocks stream from the host (block swap), so it is block by block without CUDA graphs anyway."
         left = self.ends - self.clock()
         expected = self.expected_seconds(settings)
         if expected > left:

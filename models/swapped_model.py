@@ -74,8 +74,8 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
         )
     if isinstance(clone, SwapPatcher):
         raise ValueError(
-            "model has block swap on it already, from Load Diffusion Model (Block Swap) or another Block Swap node; use "
-            "one of them only."
+            "model has block swap on it already, from Load Diffusion Model (Block Swap) or another Block Swap node; "
+            "use one of them only."
         )
     clone.set_attachments(KEY, settings)
     blocks = find_blocks(clone.get_model_object("diffusion_model"))

@@ -26,8 +26,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             node_id="TesseraLoadDiffusionModel",
             display_name="Load Diffusion Model (Block Swap)",
             category="Tessera/loaders",
-            description="Loads a diffusion model for sampling and for Train LoRA. If it is larger than the GPU's memory, "
-            "a part of its blocks can stream from the computer's memory: set blocks_to_swap to -1.",
+            description="Loads a diffusion model for sampling and for Train LoRA. Where it is larger than the GPU's "
+            "memory, a part of its blocks can stream from the computer's memory: set blocks_to_swap to -1.",
             search_aliases=["load unet", "load flux", "unet loader", "block swap", "offload", "low vram"],
             has_intermediate_output=True,  # what it says of block swap is sent again where the node is cached
             inputs=[

@@ -8,6 +8,7 @@ import comfy.sd
 import pytest
 import tiny
 import torch
+from tessera.compile import apply
 from tessera.compile.branch import compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.memory.swap_patcher import swap_model
@@ -66,3 +67,37 @@ def test_pictures_are_the_same_with_all_blocks_swapped(family: str, tiny_files: 
     assert state.keys() == masters.keys()
     assert all(torch.equal(masters[key], state[key]) for key in masters)
     assert not any("forward" in vars(module) for module in model.model.modules())
+
+
+CUDA_GRAPHS = {
+    "mode reduce-overhead": ({"mode": "reduce-overhead"}, ("inductor", "default")),
+    "mode max-autotune": ({"mode": "max-autotune"}, ("inductor", "max-autotune-no-cudagraphs")),
+    "backend cudagraphs": ({"backend": "cudagraphs"}, ("inductor", "default")),
+}
+
+
+@pytest.mark.parametrize("asked", CUDA_GRAPHS)
+def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any, monkeypatch: Any) -> None:
+    """Only how each region is to be compiled is looked at: in inductor's place the block itself runs."""
+    monkeypatch.setattr(apply, "compiled_function", lambda body, name, how: body)
+    values, (backend, mode) = CUDA_GRAPHS[asked]
+    settings = CompileSettings(**values)
+    picture = sample(tiny_flux, "flux")
+    swapped = swap_model(tiny_flux, dict(list(all_blocks(tiny_flux).items())[1:3]), prefetch=1, pinned=False)
+    compiled, branch = compile_model(swapped, settings)
+    assert torch.equal(sample(compiled, "flux"), picture)
+    # Those that stay too: one region for each kind, as without swap.
+    assert sorted(region.report.title for region in branch.regions.values()) == [
+        "DoubleStreamBlock",
+        "SingleStreamBlock",
+    ]
+    assert {(region.how.backend, region.how.mode) for region in branch.regions.values()} == {(backend, mode)}
+    said = [note for note in branch.notes if "block swap" in note]
+    assert said == [
+        f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), since some stream from "
+        "the host (block swap)."
+    ]
+    # On the same model without swap the settings hold as they are.
+    resident, same = compile_model(tiny_flux, settings)
+    assert same is branch and torch.equal(sample(resident, "flux"), picture)
+    assert [region.how for region in branch.regions.values()][2:] == [settings.how()] * 2

@@ -199,3 +199,19 @@ def test_settings_that_mean_the_same_are_the_same():
     texts = ("*.0 mode=max-autotune", "  *.0   mode=max-autotune  # measured\n\n")
     first, second = (CompileSettings(overrides=parse_overrides(text)) for text in texts)
     assert first == second and hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "without"),
+    [
+        ("inductor", "reduce-overhead", ("inductor", "default")),
+        ("inductor", "max-autotune", ("inductor", "max-autotune-no-cudagraphs")),
+        ("cudagraphs", "default", ("inductor", "default")),
+        ("inductor", "max-autotune-no-cudagraphs", ("inductor", "max-autotune-no-cudagraphs")),
+        ("aot_eager", "reduce-overhead", ("aot_eager", "reduce-overhead")),
+    ],
+)
+def test_without_cuda_graphs_what_comes_nearest_is_taken_and_the_rest_stays(backend, mode, without):
+    how = HowToCompile(backend, mode, "false", True, 7)
+    assert how.without_cuda_graphs() == HowToCompile(*without, "false", True, 7)
+    assert not how.without_cuda_graphs().cuda_graphs()

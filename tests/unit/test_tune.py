@@ -31,6 +31,7 @@ from tessera.compile.tune_results import (
     to_json,
 )
 from tessera.compile.tune_step import StepSize, pooled_width, step_inputs, text_width
+from tessera.models.swapped_model import SwapSettings, swap
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 
@@ -257,6 +258,15 @@ def test_a_model_without_lists_of_blocks_is_only_compiled_whole(tiny_wan: Any, c
 
 
 # What goes wrong
+
+
+def test_of_a_model_whose_blocks_stream_only_what_can_be_compiled_so_is_measured(tiny_wan: Any, clock: Clock) -> None:
+    swapped, _ = swap(tiny_wan, SwapSettings(1))
+    tried = [backend("faster", "stack"), CompileSettings(mode="reduce-overhead"), backend("fast")]
+    result = run(on_clock(swapped, clock), tried, clock)
+    assert [row.settings for row in result.measured] == [tried[2]]
+    assert [(row.settings, row.failed) for row in result.unmeasured] == [(tried[0], False), (tried[1], False)]
+    assert all(row.why.startswith("some blocks stream from the host") for row in result.unmeasured)
 
 
 def test_a_candidate_that_fails_is_listed_with_its_cause_and_the_others_are_measured(
