@@ -297,6 +297,9 @@ class Flux:
     def shift(self, model: Any) -> float:
         return 1.0
 
+    def expert_boundary(self, model: Any) -> float | None:
+        return None
+
     def text_length(self, model: Any, length: int) -> int:
         return length
 

@@ -2,22 +2,29 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compile.branch import branch_of
 from ..compile.settings import CompileSettings
 from ..models.swapped_model import swap_settings_of
 from ..train.data import TrainingData
+from ..train.events import Observer
+from ..train.experts import HIGH, LOW, ExpertObserver, plan_experts
+from ..train.lora_model import LoraModel
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 from ..train.run import TrainSettings, list_states
-from ..train.train_lora import train_lora
+from ..train.train_lora import TrainResult, train_lora
 from .data import TrainingDataType
 from .events import ServerObserver
-from .options import MemoryType, NetworkType, ObjectiveType, OptimizerType
+from .memory import MemoryType
+from .objective import ObjectiveType
+from .options import NetworkType, OptimizerType
 from .output import LoraModelType, LossMapType
 
 
@@ -35,15 +42,15 @@ class TesseraTrainLora(io.ComfyNode):
             node_id="TesseraTrainLora",
             display_name="Train LoRA",
             category="Tessera/training",
-            description="Trains a LoRA on a FLUX.1 model. Everything a run makes lies in output/loras/<name>-<key>; a "
-            "run that was finished before with the same settings is returned at once.",
+            description="Trains a LoRA on a FLUX, Wan or Qwen-Image model. Everything a run makes lies in "
+            "output/loras/<name>-<key>; a run that was finished before with the same settings is returned at once.",
             search_aliases=["lora training", "fine-tune", "trainer"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The FLUX.1 model to train on, from any loader. LoRAs on it stay in force; a Compile Model "
+                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in force; a Compile Model "
                     "node in front gives its backend and mode.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
@@ -136,6 +143,13 @@ class TesseraTrainLora(io.ComfyNode):
                 MemoryType.Input(
                     "memory", optional=True, tooltip="From Training Memory; unconnected it is full checkpointing."
                 ),
+                io.Model.Input(
+                    "model_low_noise",
+                    optional=True,
+                    tooltip="Wan 2.2's low noise expert, with the high noise one at model: both are trained, one after "
+                    "the other, each for all steps, on its side of the noise levels. Leave it empty for every other "
+                    "model.",
+                ),
             ],
             outputs=[
                 LoraModelType.Output(
@@ -143,6 +157,15 @@ class TesseraTrainLora(io.ComfyNode):
                 ),
                 LossMapType.Output(display_name="loss", tooltip="The loss of every step, for Loss Plot."),
                 io.String.Output(display_name="path", tooltip="Where the LoRA file lies."),
+                LoraModelType.Output(
+                    display_name="lora_low_noise",
+                    tooltip="The low noise expert's LoRA, with model_low_noise connected.",
+                ),
+                LossMapType.Output(
+                    display_name="loss_low_noise",
+                    tooltip="The low noise expert's loss, with model_low_noise connected.",
+                ),
+                io.String.Output(display_name="path_low_noise", tooltip="Where the low noise expert's file lies."),
             ],
         )
 
@@ -171,9 +194,8 @@ class TesseraTrainLora(io.ComfyNode):
         optimizer: OptimizerOptions | None = None,
         objective: ObjectiveOptions | None = None,
         memory: MemoryOptions | None = None,
+        model_low_noise: ModelPatcher | None = None,
     ) -> io.NodeOutput:
-        observer = ServerObserver(cls.hidden.unique_id, steps)
-        memory, memory_notes = memory_of(model, memory)
         settings = TrainSettings(
             output_name=output_name,
             steps=steps,
@@ -186,15 +208,49 @@ class TesseraTrainLora(io.ComfyNode):
             network=network or NetworkOptions(rank=rank, alpha=float(rank)),
             optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
             objective=objective or ObjectiveOptions(),
-            memory=memory,
+            memory=memory or MemoryOptions(),
         )
-        compile_settings, compile_notes = for_training(model, compile)
-        notes = (*overridden(settings, rank, learning_rate), *compile_notes, *memory_notes)
-        data = replace(data, notes=(*data.notes, *notes))
+        data = replace(data, notes=(*data.notes, *overridden(settings, rank, learning_rate)))
         with torch.inference_mode(False):
-            result = train_lora(model, data, settings, runs_folder(), observer, compile_settings)
-        summary = {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
-        return io.NodeOutput(result.lora, {"loss": result.loss}, str(result.path), ui={"tessera": [summary]})
+            if model_low_noise is None:
+                result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps))
+                nothing = ExecutionBlocker(
+                    "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
+                    "without that name."
+                )
+                return io.NodeOutput(*outputs(result), nothing, nothing, nothing, ui={"tessera": [shown(result)]})
+            observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
+            asked = {HIGH: on_model(model, settings)[0], LOW: on_model(model_low_noise, settings)[0]}
+            experts = plan_experts(model, model_low_noise, data, asked)
+            high, low = (
+                run(expert.model, data, expert.settings, ExpertObserver(observer, expert, number, len(experts)))
+                for number, expert in enumerate(experts)
+            )
+        return io.NodeOutput(*outputs(high), *outputs(low), ui={"tessera": [shown(high), shown(low)]})
+
+
+def on_model(model: ModelPatcher, settings: TrainSettings) -> tuple[TrainSettings, list[str]]:
+    """The settings with what is set on the MODEL, and a sentence on each thing that is taken from there or left."""
+    memory, notes = memory_of(model, settings.memory)
+    return replace(settings, memory=memory), notes
+
+
+def run(model: ModelPatcher, data: TrainingData, settings: TrainSettings, observer: Observer) -> TrainResult:
+    """Trains one LoRA on one MODEL, with what is set on it."""
+    settings, memory_notes = on_model(model, settings)
+    compile_settings, compile_notes = for_training(model, settings.compile)
+    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes))
+    return train_lora(model, data, settings, runs_folder(), observer, compile_settings)
+
+
+def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[float]], str]:
+    """LORA_MODEL, LOSS_MAP and the path."""
+    return result.lora, {"loss": result.loss}, str(result.path)
+
+
+def shown(result: TrainResult) -> dict[str, Any]:
+    """The summary for `/history` and the node."""
+    return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
 
 
 def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
@@ -230,9 +286,6 @@ def memory_of(model: ModelPatcher, memory: MemoryOptions | None) -> tuple[Memory
     return taken, [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
 
 
-_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-
-
 def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
     """What training takes of a Compile Model node in front, None without one, and a sentence on what it leaves out."""
     branch = branch_of(model)
@@ -253,12 +306,11 @@ def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | N
             f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
             "compiles block by block, in whole graphs of planned sizes."
         )
-    backend, mode = asked.backend, asked.mode
-    if asked.how().cuda_graphs():
-        # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
-        backend, mode = "inductor", _WITHOUT_CUDA_GRAPHS.get(mode, mode)
-        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {backend} and mode {mode}.")
-    return CompileSettings(backend, mode), notes
+    # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
+    how = asked.how().without_cuda_graphs()
+    if how != asked.how():
+        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}.")
+    return CompileSettings(how.backend, how.mode), notes
 
 
 NODES = [TesseraTrainLora]

@@ -6,6 +6,7 @@ sigma·noise the velocity is noise − x0 (Liu et al. 2022, arXiv 2209.03003; Es
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .options import ObjectiveOptions
 # (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
 MU_AT_256_TOKENS = 0.5
 MU_AT_4096_TOKENS = 1.15
+LEAST_PART = 1e-4  # of the draws, that a range has to hold
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
@@ -43,17 +45,60 @@ def draw_sigma(options: ObjectiveOptions, generator: torch.Generator, tokens: in
     logit_normal: sigmoid(mean + std·n), n from the normal distribution (arXiv 2403.03206, sec. 3.1), then shifted.
     uniform: from [0, 1), then shifted.
     resolution_shifted: logit_normal, then shifted by `resolution_shift(tokens)`.
+    Where `min_sigma` or `max_sigma` narrow the range: `cut` draws from the distribution on condition that sigma lies in
+    it, by the inverse of its distribution function; `squeeze` maps the drawn sigma to min + (max − min)·sigma.
     """
-    if options.timestep_sampling == "uniform":
-        sigma = torch.rand((), generator=generator, dtype=torch.float64).item()
-    else:
-        n = torch.randn((), generator=generator, dtype=torch.float64)
-        sigma = torch.sigmoid(options.logit_mean + options.logit_std * n).item()
+    shift = _shift_of(options, tokens, shift)
+    low, high = options.min_sigma, options.max_sigma
+    if (low, high) == (0.0, 1.0) or options.sigma_range == "squeeze":
+        if options.timestep_sampling == "uniform":
+            sigma = torch.rand((), generator=generator, dtype=torch.float64).item()
+        else:
+            n = torch.randn((), generator=generator, dtype=torch.float64)
+            sigma = torch.sigmoid(options.logit_mean + options.logit_std * n).item()
+        return low + (high - low) * shift_sigma(sigma, shift)
+    least, most = (_distribution(options, shift_sigma(end, 1.0 / shift)) for end in (low, high))
+    part = torch.rand((), generator=generator, dtype=torch.float64).item()
+    drawn = shift_sigma(_quantile(options, least + (most - least) * part), shift)
+    return min(max(drawn, low), high)
+
+
+def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
+    """Raises ValueError where hardly any sigma of the distribution lies in the range, so that none can be drawn."""
+    if options.sigma_range == "squeeze":
+        return
+    shift = _shift_of(options, tokens, shift)
+    ends = (shift_sigma(end, 1.0 / shift) for end in (options.min_sigma, options.max_sigma))
+    least, most = (_distribution(options, end) for end in ends)
+    if most - least < LEAST_PART:
+        raise ValueError(
+            f"Less than {LEAST_PART:g} of what timestep_sampling '{options.timestep_sampling}' draws lies between "
+            f"min_sigma {options.min_sigma:g} and max_sigma {options.max_sigma:g}; widen them, or set sigma_range to "
+            "'squeeze'."
+        )
+
+
+def _shift_of(options: ObjectiveOptions, tokens: int, shift: float) -> float:
     if options.shift > 0:
-        return shift_sigma(sigma, options.shift)
-    if options.timestep_sampling == "resolution_shifted":
-        return shift_sigma(sigma, resolution_shift(tokens))
-    return shift_sigma(sigma, shift)
+        return options.shift
+    return resolution_shift(tokens) if options.timestep_sampling == "resolution_shifted" else shift
+
+
+def _distribution(options: ObjectiveOptions, sigma: float) -> float:
+    """The part of the draws, before they are shifted, that lies below `sigma`."""
+    if not 0.0 < sigma < 1.0:
+        return float(sigma > 0.5)
+    if options.timestep_sampling == "uniform":
+        return sigma
+    return NormalDist(options.logit_mean, options.logit_std).cdf(math.log(sigma / (1.0 - sigma)))
+
+
+def _quantile(options: ObjectiveOptions, part: float) -> float:
+    """The sigma, before it is shifted, below which `part` of the draws lies."""
+    if options.timestep_sampling == "uniform" or part in (0.0, 1.0):
+        return part
+    logit = NormalDist(options.logit_mean, options.logit_std).inv_cdf(part)
+    return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0
 
 
 def draw_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:

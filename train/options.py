@@ -11,6 +11,7 @@ from ..memory.pinning import PIN_MEMORY
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")
+SIGMA_RANGE = ("cut", "squeeze")
 TIMESTEP_SAMPLING = ("logit_normal", "uniform", "resolution_shifted")
 OPTIMIZERS = ("adamw", "adamw8bit", "prodigy")
 LR_SCHEDULERS = ("constant", "cosine", "linear")
@@ -102,6 +103,9 @@ class ObjectiveOptions:
 
     `shift` moves the drawn sigmas towards noise: s·sigma / (1 + (s − 1)·sigma); 0 takes the family's own shift.
     `guidance` is what a guidance-distilled model is told while it trains.
+    Sigmas lie between `min_sigma` and `max_sigma`: `sigma_range` 'cut' draws from the part of the distribution that
+    does, 'squeeze' draws from all of it and maps it onto the range, shape and all. `expert_boundary` is the sigma where
+    Wan 2.2's high noise expert hands over to the low noise one; 0 takes the model's own.
     """
 
     timestep_sampling: str = "logit_normal"
@@ -110,9 +114,21 @@ class ObjectiveOptions:
     guidance: float = 1.0
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    min_sigma: float = 0.0
+    max_sigma: float = 1.0
+    sigma_range: str = "cut"
+    expert_boundary: float = 0.0
 
     def __post_init__(self) -> None:
         _finite(self)
+        _one_of("sigma_range", self.sigma_range, SIGMA_RANGE)
+        if not 0 <= self.min_sigma < self.max_sigma <= 1:
+            raise ValueError(
+                f"min_sigma is {self.min_sigma} and max_sigma {self.max_sigma}; set min_sigma below max_sigma, both "
+                "between 0 (the picture) and 1 (noise)."
+            )
+        if not 0 <= self.expert_boundary < 1:
+            raise ValueError(f"expert_boundary is {self.expert_boundary}; set it to 0 (the model's own) or below 1.")
         _one_of("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
         _one_of("loss", self.loss, ("mse",))
         if self.shift < 0:

@@ -23,6 +23,7 @@ from .loop import Trainer
 from .lora import choose_targets
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
+from .objective import check_range
 from .optimizer import build_optimizer, lr_factor, optimizer_notes
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .stopped import TrainingStopped
@@ -81,14 +82,8 @@ def train_lora(
     inference mode.
     """
     assert not torch.is_inference_mode_enabled()
-    family = family_of(model)
-    patcher, patch_notes = trainable_model(model)
-    targets = choose_targets(family, patcher.model, settings.network)
-    lr_factor(settings.optimizer, settings.steps)
-    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
-    attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
-    _check_data(family, patcher, data)
-    data = _with_text_lengths(family, patcher, data)
+    checked = check_run(model, data, settings)
+    family, patcher, data, targets = checked.family, checked.patcher, checked.data, checked.targets
     observer.phase("Reading the model's fingerprint")
     name = weights_fingerprint(model)
     lineage = continued_lineage(root, settings, settings.lineage(data.fingerprint, name))
@@ -100,8 +95,8 @@ def train_lora(
     state = find_state(root, settings, lineage)
     folder = open_folder(root, settings, key, state)
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
-    text_notes = family.notes(patcher.model, [s.text_length for s in data.samples])
-    recorder = _Recorder(observer, (*data.notes, *patch_notes, *optimizer_notes(settings.optimizer), *text_notes))
+    text_notes = family.notes(patcher.model, checked.caption_lengths)
+    recorder = _Recorder(observer, (*data.notes, *checked.notes, *text_notes))
     if state is None and settings.resume == "latest" and (other := other_state(root, settings)):
         recorder.note(
             f"The states of {settings.output_name} were saved with other data or settings, so this run starts at step "
@@ -146,6 +141,33 @@ def train_lora(
                 trainer.close()
                 _write_summary(folder, summary, recorder)
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a run needs, found to fit together. caption_lengths: as encoded, before the family pads them."""
+
+    family: Family
+    patcher: ModelPatcher
+    data: TrainingData
+    targets: list[str]
+    caption_lengths: list[int]
+    notes: tuple[str, ...]
+
+
+def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
+    """Raises ValueError, in one sentence, for whatever would end the run later; loads no weights."""
+    family = family_of(model)
+    patcher, patch_notes = trainable_model(model)
+    targets = choose_targets(family, patcher.model, settings.network)
+    lr_factor(settings.optimizer, settings.steps)
+    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
+    attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
+    _check_data(family, patcher, data)
+    check_range(settings.objective, data.samples[0].tokens, family.shift(patcher.model))
+    lengths = [s.text_length for s in data.samples]
+    padded = _with_text_lengths(family, patcher, data)
+    return CheckedRun(family, patcher, padded, targets, lengths, (*patch_notes, *optimizer_notes(settings.optimizer)))
 
 
 def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:

@@ -4,7 +4,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tessera.nodes.options import TesseraLoraNetwork, TesseraMemory, TesseraObjective, TesseraOptimizer
+from tessera.nodes.memory import TesseraMemory
+from tessera.nodes.objective import TesseraObjective
+from tessera.nodes.options import TesseraLoraNetwork, TesseraOptimizer
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 NODES = {
@@ -94,7 +96,8 @@ def test_ids_inputs_and_outputs_are_the_contract():
             ["TESSERA_OPTIMIZER"],
         ),
         "TesseraObjective": (
-            "timestep_sampling shift loss guidance logit_mean logit_std".split(),
+            "timestep_sampling shift loss guidance logit_mean logit_std "
+            "min_sigma max_sigma sigma_range expert_boundary".split(),
             ["TESSERA_OBJECTIVE"],
         ),
         "TesseraMemory": (

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
-from tessera.nodes.options import TesseraMemory
+from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.swap import TesseraBlockSwap
 from tessera.nodes.train import memory_of
 from tessera.train.options import MemoryOptions

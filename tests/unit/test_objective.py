@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -6,6 +7,7 @@ import torch
 from scipy import stats
 from tessera.train.draws import generator
 from tessera.train.objective import (
+    check_range,
     draw_noise,
     draw_sigma,
     noised,
@@ -72,6 +74,59 @@ def test_extreme_settings_still_give_sigmas_between_0_and_1():
     for mean in (-2000.0, 2000.0):
         values = [draw_sigma(ObjectiveOptions(logit_mean=mean, logit_std=50), generator(1, i), 64) for i in range(5)]
         assert all(0 <= v <= 1 for v in values)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "resolution_shifted"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.875), (0.875, 1.0), (0.3, 0.4)])
+def test_a_cut_range_draws_what_the_whole_distribution_draws_within_it(sampling, low, high):
+    whole = ObjectiveOptions(timestep_sampling=sampling, logit_mean=0.3, logit_std=1.2)
+    part = dataclasses.replace(whole, min_sigma=low, max_sigma=high)
+    everything = [draw_sigma(whole, generator(1, "whole", i), 4096, 3.0) for i in range(DRAWS)]
+    inside = [sigma for sigma in everything if low <= sigma <= high]
+    drawn = [draw_sigma(part, generator(1, "part", i), 4096, 3.0) for i in range(len(inside))]
+    assert len(inside) > 500 and low <= min(drawn) and max(drawn) <= high
+    assert stats.ks_2samp(inside, drawn).pvalue > 0.01
+
+
+def test_a_squeezed_range_keeps_the_shape():
+    whole = ObjectiveOptions()
+    squeezed = dataclasses.replace(whole, min_sigma=0.2, max_sigma=0.6, sigma_range="squeeze")
+    for i in range(20):
+        sigma = draw_sigma(whole, generator(2, i), 64, 3.0)
+        assert draw_sigma(squeezed, generator(2, i), 64, 3.0) == pytest.approx(0.2 + 0.4 * sigma, rel=1e-12)
+
+
+def test_a_range_of_which_nothing_is_drawn_is_refused_before_a_step():
+    narrow = ObjectiveOptions(logit_std=0.1, min_sigma=0.95)
+    with pytest.raises(ValueError, match="between min_sigma 0.95 and max_sigma 1; widen them"):
+        check_range(narrow, 4096, 1.0)
+    check_range(dataclasses.replace(narrow, sigma_range="squeeze"), 4096, 1.0)
+    check_range(ObjectiveOptions(min_sigma=0.95), 4096, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"min_sigma": 0.5, "max_sigma": 0.5}, "min_sigma is 0.5 and max_sigma 0.5"),
+        ({"max_sigma": 1.1}, "max_sigma 1.1"),
+        ({"sigma_range": "fold"}, "sigma_range is 'fold'; choose one of cut, squeeze"),
+        ({"expert_boundary": 1.0}, "expert_boundary is 1.0"),
+    ],
+)
+def test_wrong_ranges_are_named(values, told):
+    with pytest.raises(ValueError, match=told):
+        ObjectiveOptions(**values)
+
+
+def test_tokens_of_weight_0_are_as_if_they_were_not_there():
+    prediction, target = torch.randn(2, 6, 4, generator=generator(3)), torch.randn(2, 6, 4, generator=generator(4))
+    weights = torch.tensor([[0.0, 0, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 1]])
+    first = velocity_loss(prediction[:1, 2:], target[:1, 2:])
+    second = velocity_loss(prediction[1:], target[1:])
+    torch.testing.assert_close(velocity_loss(prediction, target, "mse", weights), torch.cat([first, second]))
+    prediction.requires_grad_()
+    velocity_loss(prediction, target, "mse", weights).mean().backward()
+    assert prediction.grad[0, :2].abs().max() == 0 and prediction.grad[0, 2:].abs().min() > 0
 
 
 def test_a_sample_s_noise_does_not_depend_on_the_rest_of_the_batch_or_the_global_generator():

@@ -82,8 +82,8 @@ app.registerExtension({
     }
     nodeType.prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
-      const [payload] = output?.tessera ?? []
-      if (payload) show(this, lines(payload), leastWidth[nodeData.name])
+      const payloads = output?.tessera ?? []
+      if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
     }
   },
 })

@@ -1,0 +1,125 @@
+"""Wan 2.2's two experts: two models that share the noise levels between them, each with a LoRA of its own.
+
+They are trained one after the other, so that only one of them is in memory. Each run is what a run of that expert alone
+would be, with sigmas cut to its side of the boundary: it has its own folder, states and key, and resumes by itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from comfy.model_patcher import ModelPatcher
+
+from ..models.registry import family_of
+from .data import TrainingData
+from .events import Observer, StepReport
+from .fingerprint import weights_fingerprint
+from .run import TrainSettings, place_of
+from .train_lora import TrainResult, check_run
+
+HIGH, LOW = "high_noise", "low_noise"
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One of the two: its MODEL and the settings that its run takes of those that were asked for both."""
+
+    side: str
+    model: ModelPatcher
+    settings: TrainSettings
+
+    @property
+    def title(self) -> str:
+        return f"{self.side.replace('_', ' ').capitalize()} expert"
+
+
+def plan_experts(
+    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: dict[str, TrainSettings]
+) -> list[Expert]:
+    """Both runs, checked before either begins. asked: the settings by side, alike but for how memory is used.
+
+    Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
+    and for whatever would end one of the runs.
+    """
+    family, other = family_of(high), family_of(low)
+    if family.name != other.name or family.variant(high.model) != other.variant(low.model):
+        raise ValueError(
+            f"model is {family.title} ({family.variant(high.model)}) and model_low_noise is {other.title} "
+            f"({other.variant(low.model)}); connect the two experts of one Wan 2.2 model."
+        )
+    if (own := family.expert_boundary(high.model)) is None:
+        raise ValueError(
+            f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} ({family.variant(high.model)}), "
+            "which has none; disconnect it."
+        )
+    if weights_fingerprint(high) == weights_fingerprint(low):
+        raise ValueError(
+            "model and model_low_noise are the same weights; connect the high noise expert to model and the low noise "
+            "expert to model_low_noise."
+        )
+    experts = [Expert(side, model, _of_side(side, asked[side], own)) for side, model in ((HIGH, high), (LOW, low))]
+    for expert in experts:
+        check_run(expert.model, data, expert.settings)
+    return experts
+
+
+def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettings:
+    objective = settings.objective
+    boundary = objective.expert_boundary or boundary
+    low, high = objective.min_sigma, objective.max_sigma
+    low, high = (max(low, boundary), high) if side == HIGH else (low, min(high, boundary))
+    if low >= high:
+        raise ValueError(
+            f"min_sigma {objective.min_sigma:g} to max_sigma {objective.max_sigma:g} leaves nothing to the "
+            f"{side.replace('_', ' ')} expert, as the two meet at {boundary:g}; widen the range, or connect one expert "
+            "only."
+        )
+    return replace(
+        settings,
+        output_name=f"{settings.output_name}_{side}",
+        objective=replace(objective, min_sigma=low, max_sigma=high, expert_boundary=0.0),
+        resume=_resume(side, settings),
+    )
+
+
+def _resume(side: str, settings: TrainSettings) -> str:
+    """A state belongs to one of the two, by the name of its folder; the other one goes on from its latest."""
+    if settings.resume in ("latest", "off"):
+        return settings.resume
+    name = place_of(settings.output_name).name
+    folder = PurePosixPath(settings.resume).parent.name
+    owner = next((one for one in (HIGH, LOW) if folder.startswith(f"{name}_{one}-")), None)
+    if owner is None:
+        raise ValueError(
+            f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, or "
+            "'latest'."
+        )
+    return settings.resume if owner == side else "latest"
+
+
+class ExpertObserver:
+    """Passes on what the run of one expert tells, as its part of the whole."""
+
+    def __init__(self, observer: Observer, expert: Expert, number: int, count: int):
+        self._observer, self._title = observer, expert.title
+        self._number, self._count = number, count
+        self.saved: Callable[[Path], None] = observer.saved
+        self.check_interrupted = observer.check_interrupted
+
+    def phase(self, text: str) -> None:
+        self._observer.phase(f"{self._title}: {text}")
+
+    def note(self, text: str) -> None:
+        self._observer.note(f"{self._title}: {text}")
+
+    def step(self, report: StepReport) -> None:
+        before = self._number * report.steps
+        left = report.seconds_left
+        if left is not None and report.seconds_per_step is not None:
+            left += (self._count - 1 - self._number) * report.steps * report.seconds_per_step
+        self._observer.step(
+            replace(report, step=before + report.step, steps=self._count * report.steps, seconds_left=left)
+        )
+
+
+__all__ = ["HIGH", "LOW", "Expert", "ExpertObserver", "TrainResult", "plan_experts"]
