@@ -4,8 +4,10 @@ from comfy.model_patcher import ModelPatcher
 
 from .family import Family
 from .flux import Flux
+from .qwen_image import QwenImage
+from .wan import Wan
 
-FAMILIES: list[Family] = [Flux()]
+FAMILIES: list[Family] = [Flux(), Wan()]
 
 
 def family_of(patcher: ModelPatcher) -> Family:

@@ -104,9 +104,9 @@ def tiny_vae(tiny_files: dict[str, Path]) -> Any:
 
 @pytest.fixture
 def other_family(tiny_files: dict[str, Path]) -> dict[str, Any]:
-    """Inputs that FLUX cannot take: a Wan `model`, an SD1 `clip`, a 4-channel `vae`."""
+    """Inputs that FLUX cannot take: a VACE `model`, which no family trains, an SD1 `clip`, a 4-channel `vae`."""
     return {
-        "model": tiny.load_wan(tiny_files["wan"]),
+        "model": tiny.load_wan(tiny_files["wan_vace"]),
         "clip": tiny.load_sd1_clip(tiny_files["clip_l"]),
         "vae": tiny.load_vae(tiny_files["vae4"]),
     }

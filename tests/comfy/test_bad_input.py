@@ -41,7 +41,7 @@ def test_a_model_of_another_family_is_named(other_family, tmp_path):
         other_family["model"],
         mixed_data(),
         tmp_path,
-        "model is a WAN21, which Train LoRA cannot train; connect a FLUX.1",
+        "model is a WAN21_Vace, which Train LoRA cannot train; connect one of these",
     )
 
 
@@ -268,10 +268,10 @@ def graph(loaders, model="tiny_flux.safetensors", **changes):
 
 
 def test_the_server_shows_the_sentence_on_the_training_node(server, tiny_loaders):
-    wan = tiny.write_wan(server.base / "models" / "diffusion_models" / "tiny_wan.safetensors")
+    vace = tiny.write_wan(server.base / "models" / "diffusion_models" / "tiny_vace.safetensors", vace_layers=2)
     try:
         cases = {
-            "model is a WAN21, which Train LoRA cannot train": graph(tiny_loaders, model=wan.name),
+            "model is a WAN21_Vace, which Train LoRA cannot train": graph(tiny_loaders, model=vace.name),
             "output_name is '../../bad'; use a plain name": graph(tiny_loaders, output_name="../../bad"),
             "output_name is '/bad'; use a plain name": graph(tiny_loaders, output_name="/bad"),
         }
@@ -279,7 +279,7 @@ def test_the_server_shows_the_sentence_on_the_training_node(server, tiny_loaders
             entry = server.wait(server.queue(prompt), 60)
             assert error_of(entry).startswith("TesseraTrainLora train: ") and sentence in error_of(entry)
     finally:
-        wan.unlink()
+        vace.unlink()
     with pytest.raises(ServerFailure, match="rank") as refused:
         server.queue(graph(tiny_loaders, rank=0))
     assert "smaller than min" in str(refused.value)

@@ -22,51 +22,23 @@ from safetensors.torch import load_file
 from tessera.nodes.output import TesseraLossPlot, TesseraSaveLora
 from tessera.train.formats import LoraModel, LowRank, convert, save_lora
 from tessera.train.names.flux import TO_DIFFUSERS
-
-RANK = 4
-
-
-def delta(part: LowRank) -> torch.Tensor:
-    return part.alpha / RANK * (part.up.double() @ part.down.double())
-
-
-def random_update(rows: int, columns: int, index: int) -> LowRank:
-    generator = torch.Generator().manual_seed(index)
-    down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
-    return LowRank(down, 0.3 * torch.randn(rows, RANK, generator=generator), 1.3 + 0.1 * index)
+from tiny.lora_files import (
+    RANK,
+    assert_same_deltas,
+    delta,
+    loaded_in_comfyui,
+    patched_deltas,
+    random_update,
+    random_updates,
+)
 
 
 @pytest.fixture
 def modules(tiny_flux) -> dict[str, LowRank]:
     """A random update with an alpha of its own for every Linear of the tiny FLUX."""
-    linears = {n: m for n, m in tiny_flux.model.diffusion_model.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert len(linears) == 2 + 3 * 2 + 2 * 10 + 2 * 3 + 2
-    return {name: random_update(*linear.weight.shape, i) for i, (name, linear) in enumerate(linears.items())}
-
-
-def loaded_in_comfyui(model, tensors, caplog):
-    """The MODEL with the LoRA on it; any warning of the loader is a failure."""
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        patched, _ = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 0.0)
-    assert [record.getMessage() for record in caplog.records] == []
-    return patched
-
-
-def patched_deltas(model, patched) -> dict[str, torch.Tensor]:
-    """What the patches add to each patched weight, by the module's own name."""
-    result = {}
-    for key in patched.patches:
-        difference = patched.patch_weight_to_device(key, return_weight=True) - comfy.utils.get_attr(model.model, key)
-        result[key.removeprefix("diffusion_model.").removesuffix(".weight")] = difference.double()
-    return result
-
-
-def assert_same_deltas(found: dict[str, torch.Tensor], modules: dict[str, LowRank], relative: float) -> None:
-    assert found.keys() == modules.keys()
-    for name, part in modules.items():
-        expected = delta(part)
-        assert (found[name] - expected).norm() <= relative * expected.norm(), name
+    updates = random_updates(tiny_flux)
+    assert len(updates) == 2 + 3 * 2 + 2 * 10 + 2 * 3 + 2
+    return updates
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [("fp32", 1e-5), ("bf16", 6e-3), ("fp16", 1e-3)])

@@ -28,7 +28,8 @@ from .sampling import INPUTS, conditioning, empty_latent, sample
 from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .taesd import load_vae, write_taesd
 from .training import fill_up_matrices, make_data, make_trainer
-from .wan import load_wan, write_wan
+from .wan import WAN_CHANNELS, load_wan, write_wan
+from .wan_data import wan_sample
 from .wan_vae import write_wan_vae
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "QWEN_TEXT_WIDTH",
     "SDXL_TEXT_WIDTH",
     "T5_WIDTH",
+    "WAN_CHANNELS",
     "WAN_NAMES",
     "conditioning",
     "empty_latent",
@@ -60,6 +62,7 @@ __all__ = [
     "make_trainer",
     "sample",
     "tiny_detection",
+    "wan_sample",
     "write_clip_l",
     "write_flux",
     "write_flux2",

@@ -1,4 +1,4 @@
-"""A tiny Wan 2.1 text-to-video model, with VACE's control blocks where asked for."""
+"""Tiny Wan models: 2.1 and 2.2, text and image to video, and with VACE's control blocks where asked for."""
 
 import json
 from pathlib import Path
@@ -10,31 +10,48 @@ from safetensors.torch import save_file
 from .encoders import T5_WIDTH
 from .weights import Shapes, fill, linear
 
-CHANNELS = 16
+# Latent channels and those of the input; the rest of the input is a mask of 4 and a start picture.
+WAN_CHANNELS = {"2.1-t2v": (16, 16), "2.1-i2v": (16, 36), "2.2-i2v-14b": (16, 36), "2.2-5b": (48, 48)}
+VISION_WIDTH = 1280  # of CLIP vision's states, fixed in ComfyUI
 VACE_CHANNELS = 96  # the control video's two latents and its mask of 8 x 8 pixels a cell
 
 
-def _block(shapes: Shapes, block: str, dim: int, ffn: int) -> None:
+def _block(shapes: Shapes, block: str, dim: int, ffn: int, with_image: bool = False) -> None:
     shapes[f"{block}.modulation"] = (1, 6, dim)
     shapes[f"{block}.norm3.weight"] = shapes[f"{block}.norm3.bias"] = (dim,)
     for attention in ("self_attn", "cross_attn"):
         for name in "qkvo":
             linear(shapes, f"{block}.{attention}.{name}", dim, dim)
         shapes[f"{block}.{attention}.norm_q.weight"] = shapes[f"{block}.{attention}.norm_k.weight"] = (dim,)
+    if with_image:
+        for name in ("k_img", "v_img"):
+            linear(shapes, f"{block}.cross_attn.{name}", dim, dim)
+        shapes[f"{block}.cross_attn.norm_k_img.weight"] = (dim,)
     linear(shapes, f"{block}.ffn.0", dim, ffn)
     linear(shapes, f"{block}.ffn.2", ffn, dim)
 
 
-def wan_shapes(dim: int, ffn: int, layers: int, vace_layers: int, text_dim: int) -> Shapes:
+def wan_shapes(
+    dim: int, ffn: int, layers: int, vace_layers: int, text_dim: int, variant: str = "2.1-t2v", pictures: int = 1
+) -> Shapes:
     """Names and shapes of Wan's parameters. Detection takes the number of heads as dim / 128."""
-    shapes: Shapes = {"patch_embedding.weight": (dim, CHANNELS, 1, 2, 2), "patch_embedding.bias": (dim,)}
+    channels, channels_in = WAN_CHANNELS[variant]
+    with_image = variant == "2.1-i2v"
+    shapes: Shapes = {"patch_embedding.weight": (dim, channels_in, 1, 2, 2), "patch_embedding.bias": (dim,)}
     linear(shapes, "text_embedding.0", text_dim, dim)
     linear(shapes, "text_embedding.2", dim, dim)
     linear(shapes, "time_embedding.0", 256, dim)
     linear(shapes, "time_embedding.2", dim, dim)
     linear(shapes, "time_projection.1", dim, 6 * dim)
+    if with_image:
+        for norm, width in (("0", VISION_WIDTH), ("4", dim)):
+            shapes[f"img_emb.proj.{norm}.weight"] = shapes[f"img_emb.proj.{norm}.bias"] = (width,)
+        linear(shapes, "img_emb.proj.1", VISION_WIDTH, VISION_WIDTH)
+        linear(shapes, "img_emb.proj.3", VISION_WIDTH, dim)
+        if pictures > 1:
+            shapes["img_emb.emb_pos"] = (1, 257 * pictures, VISION_WIDTH)
     for index in range(layers):
-        _block(shapes, f"blocks.{index}", dim, ffn)
+        _block(shapes, f"blocks.{index}", dim, ffn, with_image)
     if vace_layers:
         shapes["vace_patch_embedding.weight"] = (dim, VACE_CHANNELS, 1, 2, 2)
         shapes["vace_patch_embedding.bias"] = (dim,)
@@ -43,24 +60,27 @@ def wan_shapes(dim: int, ffn: int, layers: int, vace_layers: int, text_dim: int)
         _block(shapes, f"vace_blocks.{index}", dim, ffn)
         linear(shapes, f"vace_blocks.{index}.after_proj", dim, dim)
     shapes["head.modulation"] = (1, 2, dim)
-    linear(shapes, "head.head", dim, 4 * CHANNELS)
+    linear(shapes, "head.head", dim, 4 * channels)
     return shapes
 
 
 def write_wan(
     path: Path,
     *,
+    variant: str = "2.1-t2v",
     dim: int = 128,
     layers: int = 2,
     vace_layers: int = 0,
+    pictures: int = 1,
     text_dim: int = T5_WIDTH,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes a Wan checkpoint. `vace_layers` (a divisor of `layers`) makes it a VACE model."""
+    """Writes a Wan checkpoint. `vace_layers` (a divisor of `layers`) makes it a VACE model; two `pictures` make a 2.1
+    I2V model one for the first and the last frame."""
     if vace_layers and layers % vace_layers:
         raise ValueError(f"vace_layers is {vace_layers}; take a divisor of layers ({layers}), as ComfyUI spreads them.")
-    tensors = fill(wan_shapes(dim, 2 * dim, layers, vace_layers, text_dim), seed)
+    tensors = fill(wan_shapes(dim, 2 * dim, layers, vace_layers, text_dim, variant, pictures), seed)
     for name in tensors:
         if name.endswith("modulation"):
             tensors[name] *= 8

@@ -2,8 +2,9 @@
 
 from .flux import FLUX
 from .table import NameTable, flat_name
+from .wan import WAN
 
-TABLES: tuple[NameTable, ...] = (FLUX,)
+TABLES: tuple[NameTable, ...] = (FLUX, WAN)
 
 
 def native_name(flat: str) -> str | None:
@@ -16,4 +17,4 @@ def table_of(name: str) -> NameTable | None:
     return next((table for table in TABLES if table.native(flat_name(name)) is not None), None)
 
 
-__all__ = ["FLUX", "TABLES", "NameTable", "flat_name", "native_name", "table_of"]
+__all__ = ["FLUX", "TABLES", "WAN", "NameTable", "flat_name", "native_name", "table_of"]

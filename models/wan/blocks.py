@@ -1,0 +1,139 @@
+"""Wan's transformer block over the weights of `comfy.ldm.wan.model.WanAttentionBlock`, safe under autograd and whole
+under a compiler: core's attention wrapper reads free memory on the CPU and its RoPE has no backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...memory.frozen import FrozenWeights
+from ..attention import Attention
+from ..family import Block, ModelInputs
+from ..lora_linear import LoraLinear
+from ..math import modulate, rotate
+from .layers import LayerNorm, Modulation, RMSNorm
+
+Masks = dict[str, Tensor]
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, D) → (B, H, T, D / H)"""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Queries and keys are normalised over all heads at once, then turned by their position."""
+
+    def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (LoraLinear(weights, f"{prefix}.{n}") for n in "qkvo")
+        self.norm_q = RMSNorm(weights, f"{prefix}.norm_q", core.eps)
+        self.norm_k = RMSNorm(weights, f"{prefix}.norm_k", core.eps)
+        self.num_heads = core.num_heads
+        self.attention = attention
+
+    def forward(self, x: Tensor, pe: Tensor, masks: Masks) -> Tensor:
+        q = rotate(_heads(self.norm_q(self.q(x, masks.get("q"))), self.num_heads), pe)
+        k = rotate(_heads(self.norm_k(self.k(x, masks.get("k"))), self.num_heads), pe)
+        v = _heads(self.v(x, masks.get("v")), self.num_heads)
+        return self.o(self.attention(q, k, v), masks.get("o"))
+
+
+class CrossAttention(nn.Module):
+    """Looks at the text, and where the model has weights for it at the start picture, in an attention of its own."""
+
+    def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention, with_image: bool):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (LoraLinear(weights, f"{prefix}.{n}") for n in "qkvo")
+        self.norm_q = RMSNorm(weights, f"{prefix}.norm_q", core.eps)
+        self.norm_k = RMSNorm(weights, f"{prefix}.norm_k", core.eps)
+        if with_image:
+            self.k_img = LoraLinear(weights, f"{prefix}.k_img")
+            self.v_img = LoraLinear(weights, f"{prefix}.v_img")
+            self.norm_k_img = RMSNorm(weights, f"{prefix}.norm_k_img", core.eps)
+        self.num_heads = core.num_heads
+        self.attention = attention
+
+    def forward(self, x: Tensor, text: Tensor, image: Tensor | None, masks: Masks) -> Tensor:
+        q = _heads(self.norm_q(self.q(x, masks.get("q"))), self.num_heads)
+        k = _heads(self.norm_k(self.k(text, masks.get("k"))), self.num_heads)
+        attended = self.attention(q, k, _heads(self.v(text, masks.get("v")), self.num_heads))
+        if image is not None:
+            k = _heads(self.norm_k_img(self.k_img(image, masks.get("k_img"))), self.num_heads)
+            v = _heads(self.v_img(image, masks.get("v_img")), self.num_heads)
+            attended = attended + self.attention(q, k, v)
+        return self.o(attended, masks.get("o"))
+
+
+class TextBlock(Block):
+    """Self-attention, cross-attention and MLP; the first and the last are modulated by the timestep."""
+
+    kind = "wan"
+
+    def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention, with_image: bool = False):
+        super().__init__()
+        self.modulation = Modulation(weights, prefix)
+        self.self_attn = SelfAttention(weights, f"{prefix}.self_attn", core.self_attn, attention)
+        self.norm3 = LayerNorm(weights, f"{prefix}.norm3", core.eps)
+        self.cross_attn = CrossAttention(weights, f"{prefix}.cross_attn", core.cross_attn, attention, with_image)
+        self.ffn = nn.ModuleDict({n: LoraLinear(weights, f"{prefix}.ffn.{n}") for n in ("0", "2")})
+
+    def native_name(self, name: str) -> str:
+        return name
+
+    def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
+        context = {"cross_attn.k": inputs.text_tokens, "cross_attn.v": inputs.text_tokens}
+        return {name: context.get(name, inputs.image_tokens) for name in self.linears()}
+
+    def forward(self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, masks: Masks) -> Tensor:
+        """x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, 1, N, head/2, 2), text: (B, L, D)."""
+        return self._run(x, e, pe, text, None, None, masks)
+
+    def _run(
+        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor | None, clean: Tensor | None, masks: Masks
+    ) -> Tensor:
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(e, clean)
+        attended = self.self_attn(modulate(x, shift, scale), pe, _of("self_attn.", masks))
+        x = torch.addcmul(x, attended, gate)
+        x = x + self.cross_attn(self.norm3(x), text, image, _of("cross_attn.", masks))
+        hidden = self.ffn["0"](modulate(x, ffn_shift, ffn_scale), masks.get("ffn.0"))
+        hidden = self.ffn["2"](F.gelu(hidden, approximate="tanh"), masks.get("ffn.2"))
+        return torch.addcmul(x, hidden, ffn_gate)
+
+
+class ImageBlock(TextBlock):
+    """A block of Wan 2.1's image-to-video models."""
+
+    kind = "wan_image"
+
+    def __init__(self, weights: FrozenWeights, prefix: str, core: Any, attention: Attention):
+        super().__init__(weights, prefix, core, attention, with_image=True)
+
+    def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
+        image = getattr(inputs, "image", None)
+        assert isinstance(image, Tensor)
+        of_image = dict.fromkeys(("cross_attn.k_img", "cross_attn.v_img"), image.shape[1])
+        return super().lora_rows(inputs) | of_image
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor, masks: Masks
+    ) -> Tensor:
+        """As TextBlock; image: (B, I, D)."""
+        return self._run(x, e, pe, text, image, None, masks)
+
+
+class FrameBlock(TextBlock):
+    """A block of Wan 2.2 5B, which has two timesteps: that of the noisy frames, and 0 for those that are given."""
+
+    kind = "wan_frames"
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, clean: Tensor, masks: Masks
+    ) -> Tensor:
+        """As TextBlock; e: (B, 2, 6, D), clean: (B, N, 1), true for the tokens of given frames."""
+        return self._run(x, e, pe, text, None, clean, masks)
+
+
+def _of(prefix: str, masks: Masks) -> Masks:
+    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

@@ -1,0 +1,225 @@
+"""The Wan family: 2.1 and 2.2, text to video and image to video, 14B, 5B and 1.3B."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.model_base
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...memory.frozen import FrozenWeights
+from ..attention import attention_function
+from ..conditioning import model_conditioning
+from ..family import NoisySample, Origin, Patches, SampleFacts
+from ..latents import WAN21, WAN22, LatentPolicy
+from .layers import PATCH
+from .transformer import WanInputs, WanTransformer
+
+TEXT_LENGTH = 512  # Wan-Video/Wan2.1, wan/configs/shared_config.py: text_len
+START_PICTURE = "concat_latent_image"
+TITLES = {
+    "2.1-t2v": "Wan T2V",
+    "2.1-i2v": "Wan 2.1 I2V",
+    "2.2-i2v-14b": "Wan 2.2 I2V 14B",
+    "2.2-5b": "Wan 2.2 5B",
+}
+# (class, channels in, has CLIP vision's embedding) → variant. Fun-Control and its like take more channels.
+_VARIANTS = {
+    (comfy.model_base.WAN21, 16, False): "2.1-t2v",
+    (comfy.model_base.WAN21, 36, True): "2.1-i2v",
+    (comfy.model_base.WAN21, 36, False): "2.2-i2v-14b",
+    (comfy.model_base.WAN22, 48, False): "2.2-5b",
+}
+# What `extra_conds` may make of a conditioning and this forward runs. CLIP vision's states are left unread by models
+# without weights for them, here as in core.
+_TAKEN = {"c_crossattn", "c_concat", "clip_fea"}
+
+
+def _variant(model: Any) -> str | None:
+    core = getattr(model, "diffusion_model", None)
+    if type(model) not in (comfy.model_base.WAN21, comfy.model_base.WAN22) or core is None:
+        return None
+    usual = core.ref_conv is None and core.qk_norm and core.cross_attn_norm and tuple(core.patch_size) == (1, 2, 2)
+    return _VARIANTS.get((type(model), core.in_dim, core.img_emb is not None)) if usual else None
+
+
+class Wan:
+    """Wan 2.1 and 2.2. Models that are shown more than a start picture (VACE, Fun-Control, S2V, Animate) run another
+    forward and are other families."""
+
+    name = "wan"
+    title = "Wan 2.1 and 2.2"
+    # Attention and MLP of every block, as musubi-tuner's networks/lora_wan.py chooses them.
+    default_targets: tuple[str, ...] = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
+    swap_order: tuple[str, ...] = ("blocks",)
+
+    def matches(self, model: Any) -> bool:
+        return _variant(model) is not None
+
+    def variant(self, model: Any) -> str:
+        """`2.1-t2v`, `2.1-i2v`, `2.2-i2v-14b` or `2.2-5b`. The experts of Wan 2.2 T2V have the shapes of Wan 2.1 T2V,
+        and nothing in a file tells them apart: they are called `2.1-t2v` too."""
+        variant = _variant(model)
+        assert variant is not None, type(model)
+        return variant
+
+    def origin(self, model: Any) -> Origin:
+        """As musubi-tuner names it (utils/sai_model_spec.py), which says wan2.1 of the 14B models of 2.2 too and does
+        not train the 5B."""
+        version = "2.2" if self._is_5b(model) else "2.1"
+        return Origin(f"wan{version}", f"https://github.com/Wan-Video/Wan{version}", "wan", "networks.lora_wan")
+
+    def latents(self, model: Any) -> LatentPolicy:
+        return WAN22 if self._is_5b(model) else WAN21
+
+    def shift(self, model: Any) -> float:
+        """musubi-tuner's docs/wan.md: `--timestep_sampling shift --discrete_flow_shift 3.0`, which shifts sigmas of a
+        logistic normal as is done here."""
+        return 3.0
+
+    def expert_boundary(self, model: Any) -> float | None:
+        """Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py: `boundary`."""
+        return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(self.variant(model))
+
+    def text_width(self, model: Any) -> int:
+        return model.diffusion_model.text_embedding[0].in_features
+
+    def pooled_width(self, model: Any) -> int:
+        return 0
+
+    def text_length(self, model: Any, length: int) -> int:
+        """Always 512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
+        return TEXT_LENGTH
+
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        variant = self.variant(model)
+        name, title, given = sample.name, TITLES[variant], sample.conditioning
+        if sample.references or "reference_latents" in given:
+            raise ValueError(f"{name} has reference pictures, which {title} does not take; prepare the data without.")
+        if variant.endswith("t2v") or variant == "2.2-5b":
+            if START_PICTURE in given:
+                raise ValueError(
+                    f"{name} has a start picture, which {title} has no input for; prepare the data with image_to_video "
+                    "switched off and the model's own VAE, or connect an image-to-video model."
+                )
+        elif START_PICTURE not in given:
+            raise ValueError(
+                f"{name} has no start picture and {title} never runs without one; switch image_to_video on in Prepare "
+                "Dataset, or connect a text-to-video model."
+            )
+        if variant == "2.1-i2v" and "clip_vision_output" not in given:
+            raise ValueError(
+                f"{name} has no CLIP vision output, without which {title} would read the caption as a picture; connect "
+                "clip_vision to Prepare Dataset (Load CLIP Vision, clip_vision_h.safetensors)."
+            )
+        if sample.clean_frames and variant != "2.2-5b":
+            raise ValueError(
+                f"{name} gives its first frame without noise, which only Wan 2.2 5B is shown, not {title}; prepare the "
+                "data with the model's own VAE."
+            )
+
+    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
+        """What a user should know about these captions' lengths (tokens) on this model."""
+        long = sum(length > TEXT_LENGTH for length in text_lengths)
+        if not long:
+            return []
+        return [f"{long} captions have more than {TEXT_LENGTH} tokens, all that Wan reads; what comes after is cut."]
+
+    def build(
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
+    ) -> WanTransformer:
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
+        attend = attention_function(attention, device, compute_dtype)
+        return WanTransformer(weights, patcher.model.diffusion_model, attend, self._is_5b(patcher.model))
+
+    def block_lists(self, model: Any) -> dict[str, int]:
+        return {"blocks": len(model.diffusion_model.blocks)}
+
+    def linear_names(self, model: Any) -> list[str]:
+        """The module names of every Linear of the model, without reading a weight."""
+        return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
+
+    def inputs(
+        self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+    ) -> WanInputs:
+        """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
+        that this forward does not run. Wan has no input for guidance."""
+        model, device = patcher.model, sigma.device
+        dtype = model.get_dtype_inference()
+        patches, texts, images = [], [], []
+        for sample in samples:
+            conditioning = _spared(sample.conditioning)
+            cond = model_conditioning(model, sample.latent, sample.text, conditioning, guidance, device)
+            if unknown := sorted(cond.keys() - _TAKEN):
+                raise ValueError(f"positive carries {unknown[0]}, which Wan training does not take; remove it.")
+            patches.append(self.cut(_with_start_picture(sample.latent.to(dtype), cond.get("c_concat")), sample.tokens))
+            text = cond["c_crossattn"][:, : sample.text_length]
+            texts.append(F.pad(text, (0, 0, 0, sample.text_length - text.shape[1])))
+            images.append(cond.get("clip_fea"))
+        positions = torch.stack([p.positions for p in patches])
+        timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()[:, None]
+        clean = None
+        if self._is_5b(model):
+            # Always with both timesteps, so that samples with and without clean frames share one graph.
+            frames = torch.tensor([sample.clean_frames for sample in samples], device=device)
+            clean = positions[..., :1] < frames[:, None, None]
+            timestep = torch.cat((timestep, torch.zeros_like(timestep)), dim=1)
+        return WanInputs(
+            tokens=torch.stack([p.tokens for p in patches]),
+            positions=positions,
+            text=torch.cat(texts),
+            timestep=timestep,
+            image=_joined(images) if model.diffusion_model.img_emb is not None else None,
+            clean=clean,
+        )
+
+    def cut(self, latent: Tensor, keep: int) -> Patches:
+        """latent: (C, T, H, W) with even H and W → the first keep / T tokens of each frame, in row order with their
+        channels last as the head writes them, and their positions."""
+        channels, frames, height, width = latent.shape
+        h, w, kept = height // PATCH, width // PATCH, keep // frames
+        patches = latent.reshape(channels, frames, h, PATCH, w, PATCH).permute(1, 2, 4, 3, 5, 0)
+        tokens = patches.reshape(frames, h * w, PATCH * PATCH * channels)[:, :kept].reshape(keep, -1)
+        # Core counts positions in the dtype of the latent.
+        axes = [torch.linspace(0, n - 1, steps=n, dtype=latent.dtype, device=latent.device) for n in (frames, h, w)]
+        grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).float()
+        return Patches(tokens, grid.reshape(frames, h * w, 3)[:, :kept].reshape(keep, 3))
+
+    def _is_5b(self, model: Any) -> bool:
+        return type(model) is comfy.model_base.WAN22
+
+
+def _spared(conditioning: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The conditioning with a start picture of its own: core scales it in place."""
+    picture = conditioning.get(START_PICTURE)
+    return conditioning if picture is None else {**conditioning, START_PICTURE: picture.clone()}
+
+
+def _with_start_picture(latent: Tensor, picture: Tensor | None) -> Tensor:
+    """latent: (C, T, H, W), picture: (1, C', T, H, W) → (C + C', T, H, W)"""
+    if picture is None:
+        return latent
+    if picture.shape[2:] != latent.shape[1:]:
+        raise ValueError(
+            f"{START_PICTURE} has {picture.shape[2]} latent frames and its clip {latent.shape[1]}; give the node that "
+            "makes it the clip's own length, width and height."
+        )
+    return torch.cat((latent, picture[0]))
+
+
+def _joined(images: Sequence[Tensor | None]) -> Tensor:
+    """(B, I, 1280)"""
+    there = [image for image in images if image is not None]
+    if len(there) < len(images) or len({image.shape for image in there}) > 1:
+        raise ValueError(
+            "Samples have clip_vision_output of different lengths, or none; encode one start picture for each with the "
+            "same CLIP vision model."
+        )
+    return torch.cat(there)
