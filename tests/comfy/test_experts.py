@@ -1,0 +1,128 @@
+"""Wan 2.2's two experts in one queue: each run is what a run of that expert alone would be."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from safetensors.torch import load_file
+from tessera.train import batch
+from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
+from tessera.train.options import ObjectiveOptions
+from tessera.train.train_lora import train_lora
+from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
+from tiny.wan_data import wan_sample
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    i2v = tiny.write_wan(folder / "i2v.safetensors", variant="2.2-i2v-14b", layers=1)
+    pair = [tiny.write_wan(folder / f"{side}.safetensors", layers=1, seed=seed) for side, seed in ((HIGH, 1), (LOW, 2))]
+    return {HIGH: pair[0], LOW: pair[1], "i2v": i2v}
+
+
+@pytest.fixture
+def experts(files):
+    return tiny.load_wan(files[HIGH]), tiny.load_wan(files[LOW])
+
+
+def clips():
+    return training_data(wan_sample("a", (1, 4, 4)), wan_sample("b", (2, 2, 4)), wan_sample("c", (4, 2, 2)))
+
+
+def planned(experts, **changes):
+    settings = run_settings(output_name="film", save_every=0, **changes)
+    return plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+
+
+def run_both(experts, root, watcher=None, **changes):
+    observer = watcher or Watcher()
+    return [
+        train_lora(e.model, clips(), e.settings, root, ExpertObserver(observer, e, number, 2))
+        for number, e in enumerate(planned(experts, **changes))
+    ]
+
+
+def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monkeypatch):
+    drawn = []
+    draw = batch.draw_sigma
+    monkeypatch.setattr(batch, "draw_sigma", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    watcher = Watcher()
+    both = run_both(experts, tmp_path / "both", watcher)
+    assert [result.path.name for result in both] == ["film_high_noise.safetensors", "film_low_noise.safetensors"]
+    assert min(drawn[:6]) >= 0.875 >= max(drawn[6:]) and len(drawn) == 12
+    assert watcher.done == 12 and any(text.startswith("Low noise expert: ") for text in watcher.phases)
+
+    ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
+    for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
+        settings = run_settings(output_name=f"film_{side}", save_every=0, objective=ranges[side])
+        alone = train_lora(model, clips(), settings, tmp_path / "alone", Watcher())
+        assert alone.loss == together.loss
+        kept, other = load_file(alone.path), load_file(together.path)
+        assert kept.keys() == other.keys() and all(torch.equal(kept[key], other[key]) for key in kept)
+        assert alone.path.parent.name == together.path.parent.name  # one key: either finds the other's files
+
+
+def test_the_second_goes_on_where_it_was_cancelled_and_the_first_is_not_trained_again(experts, tmp_path):
+    whole = run_both(experts, tmp_path / "whole")
+    with pytest.raises(InterruptProcessingException):
+        run_both(experts, tmp_path / "broken", cancel_at(6 + 3))
+    watcher = Watcher()
+    resumed = run_both(experts, tmp_path / "broken", watcher)
+    assert any("High noise expert: This run was finished before" in note for note in watcher.notes)
+    assert any("Low noise expert: Resumed at step 3" in note for note in watcher.notes)
+    assert [r.loss for r in resumed] == [w.loss for w in whole]
+
+
+def test_a_named_state_goes_to_the_expert_it_is_of(experts):
+    state = "styles/film_low_noise-1a2b3c4d/state-000003.tessera"
+    settings = run_settings(output_name="styles/film", resume=state)
+    high, low = plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+    assert (high.settings.resume, low.settings.resume) == ("latest", state)
+    settings = replace(settings, resume="styles/other-1a2b3c4d/state-000003.tessera")
+    with pytest.raises(ValueError, match="is a state of neither film_high_noise nor film_low_noise"):
+        plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+
+
+@pytest.mark.parametrize(
+    ("objective", "high", "low"),
+    [
+        ({}, (0.875, 1.0), (0.0, 0.875)),
+        ({"expert_boundary": 0.6}, (0.6, 1.0), (0.0, 0.6)),
+        ({"min_sigma": 0.2, "max_sigma": 0.95}, (0.875, 0.95), (0.2, 0.875)),
+    ],
+)
+def test_the_noise_levels_are_shared_at_the_boundary(experts, objective, high, low):
+    ranges = [
+        (e.settings.objective.min_sigma, e.settings.objective.max_sigma) for e in planned(experts, objective=objective)
+    ]
+    assert ranges == [high, low]
+    assert [e.side for e in planned(experts)] == [HIGH, LOW]
+
+
+def test_image_to_video_shares_them_at_its_own(files, tmp_path):
+    pair = (
+        tiny.load_wan(files["i2v"]),
+        tiny.load_wan(tiny.write_wan(tmp_path / "l.safetensors", variant="2.2-i2v-14b", layers=1, seed=5)),
+    )
+    data = training_data(wan_sample("a", (2, 2, 4), "2.2-i2v-14b"))
+    settings = run_settings()
+    (high, low) = plan_experts(*pair, data, {HIGH: settings, LOW: settings})
+    assert high.settings.objective == replace(ObjectiveOptions(), min_sigma=0.9)
+    assert low.settings.objective == replace(ObjectiveOptions(), max_sigma=0.9)
+
+
+def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts, files, tiny_flux):
+    settings = {HIGH: run_settings(), LOW: run_settings()}
+    high, low = experts
+    with pytest.raises(ValueError, match="are the same weights; connect the high noise expert"):
+        plan_experts(high, tiny.load_wan(files[HIGH]), clips(), settings)
+    with pytest.raises(ValueError, match="connect the two experts of one Wan 2.2 model"):
+        plan_experts(high, tiny.load_wan(files["i2v"]), clips(), settings)
+    pictures = training_data(sample("p", 4, 4))
+    with pytest.raises(ValueError, match="model_low_noise is for Wan 2.2's second expert, and model is FLUX.1"):
+        plan_experts(tiny_flux, tiny_flux, pictures, settings)
+    with pytest.raises(ValueError, match="leaves nothing to the high noise expert"):
+        planned(experts, objective={"max_sigma": 0.5})
