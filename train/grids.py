@@ -2,7 +2,8 @@
 
 A picture is scaled (never stretched) until it covers its grid and cropped in the middle. With a the picture's
 aspect (width / height) and b the grid's, the part that is kept is min(a / b, b / a); a ragged edge also leaves out
-the last tokens of the last row, so that tokens / (height · width) of that is seen.
+the last tokens of the last row, so that tokens / (height · width) of that is seen. In a clip the same tokens are left
+out of every frame.
 """
 
 from collections.abc import Sequence
@@ -34,9 +35,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Placement:
-    """One picture's place in the plan.
+    """One picture's or clip's place in the plan.
 
-    tokens: how many of the grid's tokens are kept, counted from its start; a ragged edge keeps up to width - 1 fewer.
+    tokens: how many of the grid's tokens are kept, equally many of each frame, counted from the frame's start; a ragged
+        edge keeps up to width - 1 fewer of each.
     crop: the part of the picture's area that is lost, 0 to 1, to the grid's aspect and to the ragged edge together.
     scale: target pixels per source pixel along a side; above 1 the picture is enlarged.
     """
@@ -47,12 +49,15 @@ class Placement:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.grid.tokens - self.grid.width < self.tokens <= self.grid.tokens, (self.grid, self.tokens)
+        kept, rest = divmod(self.tokens, self.grid.frames)
+        whole = self.grid.height * self.grid.width
+        assert rest == 0 and whole - self.grid.width < kept <= whole, (self.grid, self.tokens)
 
 
 @dataclass(frozen=True)
 class Family:
-    """The grids that hold one token count, sorted by aspect, without those that never lose less than another one."""
+    """The grids of one frame that hold one token count, sorted by aspect, without those that never lose less than
+    another one."""
 
     tokens: int
     grids: tuple[Grid, ...]
@@ -109,7 +114,8 @@ def find_family(tokens: int, fit: str, max_aspect: float) -> Family | None:
 
 
 def place(size: tuple[int, int], grid: Grid, tokens: int, pixels_per_token: int) -> Placement:
-    """The placement of a picture of `size` (height, width) in pixels on a grid of which `tokens` are kept."""
+    """The placement of a picture of `size` (height, width) in pixels, or of a clip of such frames, on a grid of which
+    `tokens` are kept."""
     height, width = size
     picture, target = width / height, grid.width / grid.height
     kept = min(picture / target, target / picture) * tokens / grid.tokens

@@ -24,9 +24,13 @@ def describe_plan(plan: BucketPlan) -> str:
     lines = []
     for tokens in plan.token_counts:
         grids = [p.grid for p in plan.placements if p.tokens == tokens]
+        frames = sorted({grid.frames for grid in grids})
+        clips = frames != [1]
+        shapes = " or ".join("one frame" if t == 1 else f"{t} latent frames of {tokens // t}" for t in frames)
+        megapixels = " and ".join(f"{_megapixels(plan, tokens, t):.2f}" for t in frames)
         lines.append(
-            f"{tokens} tokens ({_megapixels(plan, tokens):.2f} megapixels; {plan.wanted_tokens} tokens asked for): "
-            f"{_count(len(grids), 'picture')} on {_count(len(set(grids)), 'grid')}."
+            f"{tokens} tokens{f', as {shapes}' if clips else ''} ({megapixels} megapixels; {plan.wanted_tokens} tokens "
+            f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
         )
     lines.append(
         f"Fit: {plan.fit}. Lost to cropping: {plan.mean_crop:.2%} of a picture in the mean, "
@@ -37,7 +41,8 @@ def describe_plan(plan: BucketPlan) -> str:
         f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
     )
     if plan.upscaled:
-        enlarged = "1 picture is" if plan.upscaled == 1 else f"{plan.upscaled:,} pictures are"
+        noun = "picture" if all(p.grid.frames == 1 for p in plan.placements) else "picture or clip"
+        enlarged = f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
         lines.append(f"{enlarged} smaller than the chosen grid and will be enlarged.")
     return "\n".join(lines)
 
@@ -53,8 +58,12 @@ def draw_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
     canvas.text((40, 22), f"Bucket plan: {counts} tokens", 24)
     canvas.text(
         (40, 54),
-        f"{_count(len(sizes), 'picture')}, {_count(len({p.grid for p in plan.placements}), 'grid')}, {plan.fit}, "
-        + " / ".join(f"{_megapixels(plan, tokens):.2f}" for tokens in plan.token_counts)
+        f"{_contents([p.grid for p in plan.placements])}, {_count(len({p.grid for p in plan.placements}), 'grid')}, "
+        f"{plan.fit}, "
+        + " / ".join(
+            f"{_megapixels(plan, tokens, frames):.2f}{_frames(frames)}"
+            for tokens, frames in sorted({(p.tokens, p.grid.frames) for p in plan.placements})
+        )
         + " megapixels",
         14,
         SOFT,
@@ -165,8 +174,8 @@ def _draw_grids(canvas: _Canvas, plan: BucketPlan) -> None:
     canvas.text((left, top - 34), "Grids, pictures, crop", 13)
     step = min(185.0, (right - left - 160) / len(plan.token_counts))
     for family, tokens in enumerate(plan.token_counts if step >= 60 else ()):
-        pictures = sum(count for (_, of), count in use.items() if of == family)
-        label = f"{tokens} tokens: {_count(pictures, 'picture')}" if step >= 185 else f"{tokens}: {pictures:,}"
+        grids = [p.grid for p in plan.placements if p.tokens == tokens]
+        label = f"{tokens} tokens: {_contents(grids)}" if step >= 185 else f"{tokens}: {len(grids):,}"
         x = left + 160 + family * step
         canvas.box(x, top - 32, x + 10, top - 22, fill=_colour(family))
         canvas.text((x + 16, top - 34), label, 12, SOFT)
@@ -188,7 +197,8 @@ def _draw_grids(canvas: _Canvas, plan: BucketPlan) -> None:
             middle - width / 2, base - height, middle + width / 2, base, _tint(_colour(family)), _colour(family), 1.5
         )
         pixels = plan.pixels_per_token
-        canvas.text((middle, base + 6), f"{grid.width * pixels} x {grid.height * pixels}", 11, SOFT, "ma")
+        size = f"{grid.width * pixels} x {grid.height * pixels}{_frames(grid.frames)}"
+        canvas.text((middle, base + 6), size, 11, SOFT, "ma")
         canvas.text((middle - 3, base + 19), f"{use[grid, family]:,}", 12, INK, "ra")
         canvas.text((middle + 3, base + 19), f"-{lost[grid, family] / use[grid, family]:.1%}", 12, LOST, "la")
     if len(shown) < len(use):
@@ -214,8 +224,20 @@ def _percent(part: float) -> str:
     return f"{100 * part:g} %" if part else "0"
 
 
-def _megapixels(plan: BucketPlan, tokens: int) -> float:
-    return tokens * plan.pixels_per_token**2 / MEGAPIXEL
+def _megapixels(plan: BucketPlan, tokens: int, frames: int) -> float:
+    """Of one frame."""
+    return tokens // frames * plan.pixels_per_token**2 / MEGAPIXEL
+
+
+def _frames(frames: int) -> str:
+    return "" if frames == 1 else f" x {frames}"
+
+
+def _contents(grids: Sequence[Grid]) -> str:
+    """How many pictures and clips go to these grids."""
+    pictures = sum(grid.frames == 1 for grid in grids)
+    counts = {"picture": pictures, "clip": len(grids) - pictures}
+    return " and ".join(_count(number, noun) for noun, number in counts.items() if number)
 
 
 def _count(number: int, noun: str) -> str:

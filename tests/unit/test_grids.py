@@ -49,7 +49,10 @@ def test_of_two_grids_that_lose_alike_the_one_with_fewer_tokens_to_spare_stays()
 
 def test_a_placement_that_leaves_out_a_row_or_more_is_refused():
     Placement(Grid(4, 6), 19, 0.0)
-    Placement(Grid(4, 6, frames=2), 43, 0.0)
+    Placement(Grid(4, 6, frames=2), 38, 0.0)
     for tokens in (18, 25):
         with pytest.raises(AssertionError):
             Placement(Grid(4, 6), tokens, 0.0)
+    for tokens in (36, 43):  # a whole row of each frame, and one token of the last frame only
+        with pytest.raises(AssertionError):
+            Placement(Grid(4, 6, frames=2), tokens, 0.0)

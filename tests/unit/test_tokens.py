@@ -328,17 +328,3 @@ def test_a_cut_latent_keeps_its_shape_as_far_as_it_can():
     assert place_latents([Grid(40, 64), Grid(1, 2496)], 1)[0].grid == Grid(39, 64)
     # 6 x 10 would hold 60 tokens exactly, but it is far from square.
     assert place_latents([Grid(12, 12), Grid(1, 60)], 1)[0].grid == Grid(8, 8)
-
-
-def test_clips_keep_all_their_frames_and_one_count_over_them():
-    grids = [Grid(10, 10, 3), Grid(10, 9, 3), Grid(20, 20), Grid(10, 6, 5)]
-    placements = place_latents(grids, 1)
-    assert len({p.tokens for p in placements}) == 1
-    for grid, placement in zip(grids, placements, strict=True):
-        cut = placement.grid
-        assert cut.frames == grid.frames
-        assert 0 <= cut.frames * cut.height * cut.width - placement.tokens < cut.width
-    with pytest.raises(ValueError, match="max_graphs is 1, but clips of these lengths.*set it to 2"):
-        place_latents([Grid(1, 1, 7), Grid(1, 1, 5)], 1)
-    with pytest.raises(ValueError, match="max_graphs is 0"):
-        place_latents(grids, 0)
