@@ -26,8 +26,10 @@ def _matmul_ops() -> set[Any]:
 
 
 def _attention_ops() -> set[Any]:
-    flash = getattr(getattr(torch.ops, "flash_attn", None), "_flash_attn_forward", None)
-    return ATTENTION_OPS if flash is None else ATTENTION_OPS | {flash.default}
+    package = getattr(torch.ops, "flash_attn", None)
+    flash = [getattr(package, name, None) for name in ("_flash_attn_forward", "_flash_attn_varlen_forward")]
+    ragged = getattr(torch.ops.tessera, "ragged_attention", None)
+    return ATTENTION_OPS | {op.default for op in (*flash, ragged) if op is not None}
 
 
 def _policy(budget: float) -> Callable[..., CheckpointPolicy]:

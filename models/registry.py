@@ -7,7 +7,7 @@ from .flux import Flux
 from .qwen_image import QwenImage
 from .wan import Wan
 
-FAMILIES: list[Family] = [Flux(), Wan()]
+FAMILIES: list[Family] = [Flux(), QwenImage(), Wan()]
 
 
 def family_of(patcher: ModelPatcher) -> Family:

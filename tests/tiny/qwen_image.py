@@ -43,13 +43,20 @@ def write_qwen_image(
     head_size: int = 64,
     layers: int = 2,
     text_dim: int = QWEN_TEXT_WIDTH,
+    timestep_zero: bool = False,
+    layered: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes a Qwen-Image checkpoint. `heads=24, head_size=128, text_dim=3584` is the real width."""
+    """Writes a Qwen-Image checkpoint. `heads=24, head_size=128, text_dim=3584` is the real width; `timestep_zero` makes
+    it an Edit-2511, `layered` a Qwen-Image-Layered."""
     if head_size % 16:
         raise ValueError(f"head_size is {head_size}; take a multiple of 16, which the rotary axes divide as 2 : 7 : 7.")
     tensors = fill(qwen_image_shapes(heads, head_size, layers, text_dim), seed)
+    if timestep_zero:
+        tensors["__index_timestep_zero__"] = torch.empty(0)
+    if layered:
+        tensors["time_text_embed.addition_t_embedding.weight"] = torch.zeros(2, heads * head_size)
     unit = head_size // 16
     sizes = {
         "num_attention_heads": heads,
