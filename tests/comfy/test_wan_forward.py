@@ -6,6 +6,7 @@ import tiny
 import torch
 from tessera.models.family import NoisySample
 from tessera.models.registry import family_of
+from tiny.wan_core import core_on_kept_tokens, core_velocity
 from torch import Tensor
 
 VARIANTS = tuple(tiny.WAN_CHANNELS)
@@ -45,60 +46,6 @@ def noisy(sample) -> NoisySample:
     return NoisySample(
         read.latent, read.text, read.conditioning, sample.tokens, sample.text_length, sample.clean_frames
     )
-
-
-def tokens_of(x: Tensor) -> Tensor:
-    """(C, T, 2h, 2w) → (T, h·w, 4·C), ordered as (row, column, channel) inside a token."""
-    c, t, height, width = x.shape
-    return x.unfold(2, 2, 2).unfold(3, 2, 2).permute(1, 2, 3, 4, 5, 0).reshape(t, height * width // 4, 4 * c)
-
-
-def core_inputs(model, sample):
-    """x, the text as core's encoder pads it, and what core's `extra_conds` makes of the rest."""
-    read = sample.load()
-    text = torch.cat((read.text, torch.zeros(1, sample.text_length - read.text.shape[1], read.text.shape[2])), dim=1)
-    copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in read.conditioning.items()}
-    made = model.model.extra_conds(noise=read.latent[None], device=torch.device("cpu"), cross_attn=text, **copied)
-    return read.latent[None], {name: cond.cond for name, cond in made.items()}
-
-
-def core_velocity(model, sample, sigma: float) -> Tensor:
-    """(1, N, 4·C) from `apply_model`; a clean frame by the denoise mask that core's sampler passes on."""
-    x, conds = core_inputs(model, sample)
-    if sample.clean_frames:
-        mask = torch.ones(1, 1, *x.shape[2:])
-        mask[:, :, : sample.clean_frames] = 0
-        conds["denoise_mask"] = mask
-    level = torch.tensor([sigma])
-    denoised = model.model.apply_model(x, level, **conds)
-    return tokens_of(((x.double() - denoised.double()) / sigma)[0]).flatten(0, 1)[None].float()
-
-
-def core_on_kept_tokens(model, sample, sigma: float) -> Tensor:
-    """The same from core's own modules, called one by one on just the tokens that are kept."""
-    from comfy.ldm.wan.model import sinusoidal_embedding_1d
-
-    core = model.model.diffusion_model
-    x, conds = core_inputs(model, sample)
-    if "c_concat" in conds:
-        x = torch.cat((x, conds["c_concat"]), dim=1)
-    frames = sample.grid[0]
-    kept = torch.arange(sample.grid[1] * sample.grid[2]).repeat(frames, 1)[:, : sample.tokens // frames]
-    kept = (kept + sample.grid[1] * sample.grid[2] * torch.arange(frames)[:, None]).flatten()
-    h = core.patch_embedding(x).flatten(2).transpose(1, 2)[:, kept]
-    freqs = core.rope_encode(*x.shape[2:], device=x.device, dtype=x.dtype)[:, kept]
-    t = torch.full((frames,), 1000 * sigma)
-    t[: sample.clean_frames] = 0
-    t = t.repeat_interleave(sample.tokens // frames)
-    e = core.time_embedding(sinusoidal_embedding_1d(core.freq_dim, t))[None]
-    projected = core.time_projection(e).unflatten(2, (6, core.dim))
-    context = core.text_embedding(conds["c_crossattn"])
-    image = conds.get("clip_fea")
-    if image is not None:
-        context = torch.cat((core.img_emb(image), context), dim=1)
-    for block in core.blocks:
-        h = block(h, e=projected, freqs=freqs, context=context, context_img_len=257)
-    return core.head(h, e)
 
 
 def our_velocity(model, samples, sigmas) -> Tensor:
