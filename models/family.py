@@ -143,8 +143,9 @@ class Family(Protocol):
 
     def latents(self, model: Any) -> LatentPolicy: ...
 
-    def shift(self, model: Any) -> float:
-        """How far training moves its sigmas towards noise by default, as `objective.shift_sigma` does."""
+    def shift(self, model: Any, tokens: int) -> float:
+        """How far training moves the sigma of a sample of that many tokens (references apart) towards noise by default,
+        as `objective.shift_sigma` does."""
         ...
 
     def expert_boundary(self, model: Any) -> float | None:

@@ -294,7 +294,7 @@ class Flux:
     def latents(self, model: Any) -> LatentPolicy:
         return FLUX
 
-    def shift(self, model: Any) -> float:
+    def shift(self, model: Any, tokens: int) -> float:
         return 1.0
 
     def expert_boundary(self, model: Any) -> float | None:

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
+# (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
+MU_AT_256_TOKENS = 0.5
+MU_AT_4096_TOKENS = 1.15
+
 
 def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
     """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
@@ -39,6 +44,12 @@ def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
     angle = t[:, None].float() * torch.exp(-math.log(max_period) * exponent)
     return torch.cat((angle.cos(), angle.sin()), dim=-1).to(t.dtype)
+
+
+def resolution_shift(tokens: int) -> float:
+    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
+    mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
+    return math.exp(mu)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

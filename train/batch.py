@@ -37,9 +37,9 @@ def make_batch(
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     sigmas: list[float] = []
-    shift = family.shift(patcher.model)
     for place, (sample, tensors) in enumerate(samples):
         latent = _model_space(patcher, tensors, device)
+        shift = family.shift(patcher.model, sample.tokens)
         sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, shift)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
         level = torch.tensor([sigma], dtype=torch.float32, device=device)

@@ -11,12 +11,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from ..models.math import resolution_shift
 from .options import ObjectiveOptions
 
-# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
-# (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
-MU_AT_256_TOKENS = 0.5
-MU_AT_4096_TOKENS = 1.15
 LEAST_PART = 1e-4  # of the draws, that a range has to hold
 
 
@@ -27,12 +24,6 @@ def shift_sigma(sigma: float, shift: float) -> float:
     exp(mu) / (exp(mu) + 1/sigma − 1), is the same with s = exp(mu).
     """
     return shift * sigma / (1.0 + (shift - 1.0) * sigma)
-
-
-def resolution_shift(tokens: int) -> float:
-    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
-    mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
-    return math.exp(mu)
 
 
 def draw_sigma(options: ObjectiveOptions, generator: torch.Generator, tokens: int, shift: float = 1.0) -> float:

@@ -164,7 +164,8 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
-    check_range(settings.objective, data.samples[0].tokens, family.shift(patcher.model))
+    tokens = data.samples[0].tokens
+    check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
     lengths = [s.text_length for s in data.samples]
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, lengths, (*patch_notes, *optimizer_notes(settings.optimizer)))

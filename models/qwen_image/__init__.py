@@ -53,7 +53,7 @@ class QwenImage:
     def latents(self, model: Any) -> LatentPolicy:
         return WAN21
 
-    def shift(self, model: Any) -> float:
+    def shift(self, model: Any, tokens: int) -> float:
         """musubi-tuner's docs/qwen_image.md trains with `--timestep_sampling shift --discrete_flow_shift 2.2`."""
         return 2.2
 

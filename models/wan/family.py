@@ -74,7 +74,7 @@ class Wan:
     def latents(self, model: Any) -> LatentPolicy:
         return WAN22 if self._is_5b(model) else WAN21
 
-    def shift(self, model: Any) -> float:
+    def shift(self, model: Any, tokens: int) -> float:
         """musubi-tuner's docs/wan.md: `--timestep_sampling shift --discrete_flow_shift 3.0`, which shifts sigmas of a
         logistic normal as is done here."""
         return 3.0

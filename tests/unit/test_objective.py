@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tessera.models.math import resolution_shift
 from tessera.train.draws import generator
 from tessera.train.objective import (
     check_range,
     draw_noise,
     draw_sigma,
     noised,
-    resolution_shift,
     shift_sigma,
     velocity_loss,
     velocity_target,
