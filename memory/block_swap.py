@@ -5,6 +5,7 @@ sake of swapping. A slot is written behind autograd's back, which its version co
 engine checks before and after each backward that the slot holds the right block.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .flat import Layout, empty_bytes, trim_heap
+from .masters import SMALL_PART
 from .residency import FrozenModule
 from .slot_ring import SlotRing
 
@@ -30,8 +32,9 @@ class BlockSwap:
         self.blocks = tuple(blocks)
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
         self.layouts = [Layout.of(_frozen_tensors(block)) for block in self.blocks]
-        masters = [_into_flat(block, layout, pinned) for block, layout in zip(self.blocks, self.layouts, strict=True)]
-        self.ring = SlotRing(masters, device, prefetch)
+        moved = [_into_flat(block, layout, pinned) for block, layout in zip(self.blocks, self.layouts, strict=True)]
+        self.ring = SlotRing([flat for flat, _ in moved], device, prefetch)
+        self._beside = [beside for _, beside in moved]
         self.take()
 
     def held_bytes(self) -> int:
@@ -53,6 +56,20 @@ class BlockSwap:
             for module in frozen_modules(block).values():
                 module.release()
         self.ring.release()
+
+    def end(self) -> None:
+        """The MODEL's own weights leave the buffers that hold others too, patched or cast ones, which are let go so."""
+        for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
+            foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
+            master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
+            if foreign < layout.size // SMALL_PART:
+                continue
+            modules = frozen_modules(block)
+            for field in layout.fields:
+                if field.name not in beside:
+                    owner, _, name = field.name.rpartition(".")
+                    source = field.on(master)
+                    modules[owner].moved(name, source, source.clone())
 
     def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
         """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
@@ -78,21 +95,23 @@ def _frozen_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _into_flat(block: nn.Module, layout: Layout, pinned: bool) -> Tensor:
-    """The block's tensors moved into one flat buffer on the host; each is let go before the next is read."""
+def _into_flat(block: nn.Module, layout: Layout, pinned: bool) -> tuple[Tensor, set[str]]:
+    """The block's tensors moved into one flat buffer on the host, each let go before the next is read; and the names of
+    those that the MODEL has otherwise."""
     flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
-    modules = frozen_modules(block)
+    modules, beside = frozen_modules(block), set()
     for field in layout.fields:
         owner, _, name = field.name.rpartition(".")
         module = modules[owner]
         source, moved = module._buffers[name], field.on(flat)
         assert source is not None
         moved.copy_(source)
-        module.moved(name, source, moved)
+        if module.moved(name, source, moved):
+            beside.add(field.name)
         module._buffers[name] = None
         del source
     trim_heap()
-    return flat
+    return flat, beside
 
 
 class _BeforeBackward(torch.autograd.Function):

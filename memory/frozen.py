@@ -11,8 +11,10 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from .masters import leave_flat, over_parts, parts_of, places_of
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -58,20 +60,31 @@ class FrozenWeights:
         self.device = device
         self.compute_dtype = compute_dtype
         self.on_host = on_host
+        for name in on_host:
+            # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
+            # masters that are patched or cast stay where they are.
+            prefix = f"diffusion_model.{name}"
+            places = places_of(prefix, patcher.model.get_submodule(prefix))
+            leave_flat(places, lambda place: place.key in patcher.patches)
 
     def _home(self, name: str) -> torch.device:
         block = ".".join(name.split(".")[:2])
         return torch.device("cpu") if block in self.on_host else self.device
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
-        """ComfyUI's module keeps its weight in `moved` from here on, if `source` was that weight and no copy of it, so
-        that the host holds it once."""
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
+        """ComfyUI's module keeps its weight in `moved` from here on, if `source` was that weight, or the stored part of
+        a quantised one, so that the host holds it once. True if it was not, but a copy, patched or cast."""
         module, _, parameter = f"diffusion_model.{name}".rpartition(".")
         parameters = self.patcher.model.get_submodule(module)._parameters
         own = parameters.get(parameter)
-        if own is not None and type(own.data) is Tensor and own.data_ptr() == source.data_ptr():
-            with torch.inference_mode(False):
-                parameters[parameter] = nn.Parameter(moved, requires_grad=False)
+        if own is None or (not isinstance(own, QuantizedTensor) and type(own.data) is not Tensor):
+            return True
+        parts = parts_of(own)
+        if all(part.data_ptr() != source.data_ptr() for part in parts):
+            return True
+        kept = [moved if part.data_ptr() == source.data_ptr() else part for part in parts]
+        parameters[parameter] = over_parts(own, kept)
+        return False
 
     def _stored(self, name: str) -> Tensor | None:
         """The weight on the device in its stored dtype, patched. Stored wider than computed, it is narrowed once."""

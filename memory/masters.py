@@ -4,7 +4,7 @@ No list of masters is kept anywhere: the modules' tensors are the masters, and t
 them. So several MODELs over one base share it, and it goes when the last tensor over it goes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .flat import ALIGNMENT, Layout, empty_bytes, trim_heap
+
+SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,20 @@ def into_flat(places: Sequence[Place], layout: Layout, pinned: bool, keep: Colle
         del tensor, part
     trim_heap()
     return flat
+
+
+def leave_flat(places: Sequence[Place], leaves: Callable[[Place], bool]) -> None:
+    """Where these tensors lie over one flat buffer, those that `leaves` names get memory of their own, and so do all
+    small ones: the buffer stays in memory until the last has left it."""
+    layout = Layout.of(plain_tensors(places))
+    if not places or shared_flat(places, layout) is None:
+        return
+    for place in places:
+        tensor = place.tensor()
+        assert tensor is not None
+        parts = parts_of(tensor)
+        small = [part.nbytes < layout.size // SMALL_PART for part in parts]
+        if leaves(place) or any(small):
+            with torch.inference_mode(False):
+                own = [p.clone() if leaves(place) or is_small else p for p, is_small in zip(parts, small, strict=True)]
+            place.table[place.attribute] = over_parts(tensor, own)

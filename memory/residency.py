@@ -23,8 +23,12 @@ class FrozenModule(nn.Module):
         for name in self._buffers:
             self._buffers[name] = None
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
-        """The master of the buffer `name` lies in `moved` from here on, no longer in `source`."""
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool | None:
+        """The master of the buffer `name` lies in `moved` from here on, no longer in `source`. True where the MODEL has
+        a weight of its own beside it, because this one is patched or cast."""
+
+    def end(self) -> None:
+        """What has to be done for the MODEL after `release`, when nothing is taken any more."""
 
     def held_bytes(self) -> int:
         return sum(b.numel() * b.element_size() for b in self._buffers.values() if b is not None)
@@ -36,6 +40,8 @@ class Holder(Protocol):
     def take(self) -> None: ...
 
     def release(self) -> None: ...
+
+    def end(self) -> None: ...
 
     def held_bytes(self) -> int: ...
 
@@ -67,6 +73,8 @@ class ResidentWeights(ModelPatcher):
         for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
             loaded.pop(index).model_unload()
         self._set_resident(False)
+        for module in self.modules:
+            module.end()
 
     def _set_resident(self, resident: bool) -> int:
         if resident == self.resident:

@@ -106,6 +106,8 @@ class SwappedBlocks:
         self.places = [places_of(name, block) for name, block in self.blocks.items()]
         self.keys = {place.key for places in self.places for place in places}
         self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
+        # A quantised weight consists of several tensors.
+        self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.places, strict=True))
         self.running: set[int] = set()
         self._unpinnable = False
         self._patching = Patching({}, None, {}, (), False)

@@ -1,6 +1,7 @@
 """A MODEL whose swapped blocks never lie on the device as a whole."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
 
@@ -120,7 +121,10 @@ class SwapPatcher(ModelPatcher):
         # What stands over a block's forward comes off in the reverse order, so that nobody puts back what has ended.
         self.eject_model()
         self.swap.release() if unpatch_weights else self.swap.lift()
-        super().unpatch_model(device_to, unpatch_weights)
+        # Outside inference mode ComfyUI's move to a device copies quantised weights that are there already: they would
+        # leave their flat buffers, which small tensors keep in memory.
+        with torch.inference_mode() if self.swap.quantised else nullcontext():
+            super().unpatch_model(device_to, unpatch_weights)
 
     def detach(self, unpatch_all=True):
         # Another patcher of the same model may be loaded next, which knows of no slots. A clone that is collected is

@@ -33,10 +33,9 @@ class LoraLinear(FrozenModule):
         self.register_buffer("weight_scale", frozen.scale, persistent=False)
         self.register_buffer("bias", frozen.bias, persistent=False)
 
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         weights, own = self._source
-        if name != "weight_scale":
-            weights.moved(f"{own}.{name}", source, moved)
+        return name == "weight_scale" or weights.moved(f"{own}.{name}", source, moved)
 
     def add_lora(self, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
         """down: (rank, in), up: (out, rank), both fp32."""

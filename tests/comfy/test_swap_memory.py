@@ -1,12 +1,23 @@
 """What swapping costs the host: the weights lie there once, also while they move into the masters."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import comfy.model_management
+import comfy.utils
 import pytest
+import tiny
+import torch
+from tessera.memory.block_swap import frozen_modules
+from tessera.memory.masters import parts_of
+from tessera.models.swapped_model import SwapSettings, swap
+from tessera.train.options import MemoryOptions
+from tiny.sampling import sample
+from torch._subclasses.fake_tensor import FakeTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
@@ -89,9 +100,6 @@ print(json.dumps({
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process")
 def test_the_host_holds_the_weights_once_while_they_move_into_the_masters(tmp_path: Path) -> None:
-    import tiny
-    import torch
-
     file = tiny.write_flux(tmp_path / "flux.safetensors", hidden=256, depth=12, depth_single=60, dtype=torch.bfloat16)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(ROOT), str(tmp_path), str(file)],
@@ -106,3 +114,57 @@ def test_the_host_holds_the_weights_once_while_they_move_into_the_masters(tmp_pa
     assert 150 * MB < size < 300 * MB and found["slots"] < size / 15
     for moment in ("held", "loading", "attaching", "after", "again"):
         assert found[moment] < 1.1 * size, (moment, found)
+
+
+FORMATS = {
+    "fp32": ({}, None),
+    "fp32 with a LoRA": ({}, None),
+    "fp8": ({"dtype": torch.float8_e4m3fn}, torch.float8_e4m3fn),
+    "scaled fp8": ({"dtype": torch.bfloat16, "fp8": True}, None),
+}
+
+
+def held() -> int:
+    """Bytes of all tensors that there are, each memory once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu" and not isinstance(found, FakeTensor):
+            for part in parts_of(found):
+                storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(stored: str, tmp_path: Path) -> None:
+    """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
+    written, kept = FORMATS[stored]
+    file = tiny.write_flux(tmp_path / "flux.safetensors", depth=3, depth_single=7, **written)
+    before = held()
+    with torch.inference_mode():
+        model, _ = swap(tiny.load_flux(file, kept), SwapSettings(10))
+        matrices = [f"diffusion_model.single_blocks.{i}.linear1.weight" for i in range(7)] if "LoRA" in stored else []
+        weights = [comfy.utils.get_attr(model.model, key) for key in matrices]
+        model.add_patches(
+            {k: ("diff", (torch.ones(1, 1).expand_as(w),)) for k, w in zip(matrices, weights, strict=True)}
+        )
+        patched = sum(weight.nbytes for weight in weights)  # training has these beside the model's own
+        del weights
+        picture = sample(model, "flux")
+        comfy.model_management.unload_all_models()
+    size = held() - before
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(
+        model, data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=10)
+    )
+    blocks = [sum(m.held_bytes() for m in frozen_modules(block).values()) for block in trainer.swap.blocks]
+    beside = trainer.swap.held_bytes() + sum(p.nbytes for p in trainer.network.parameters())
+    assert held() - before - size - beside - patched < max(blocks) / 4
+    assert sum(blocks) > size / 2
+    trainer.run()
+    trainer.close()
+    del trainer
+    assert held() - before - size < max(blocks) / 4
+    assert torch.equal(sample(model, "flux"), picture)
+    comfy.model_management.unload_all_models()
+    assert held() - before - size < max(blocks) / 4
