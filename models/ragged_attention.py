@@ -25,7 +25,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[
     runs, whole = _runs(lengths, q.shape[1])
     kernel = _kernel(q, k, v, whole)
     out = q if whole else _empty(q)
-    lse = q.new_empty(q.shape[0], q.shape[2], _lse_width(q.shape[1]), dtype=_wide(q.dtype))
+    lse = q.new_zeros(q.shape[0], q.shape[2], _lse_width(q.shape[1]), dtype=_wide(q.dtype))
     for rows, length in runs:
         part, part_lse = kernel.forward(*(x[rows, :length].transpose(1, 2) for x in (q, k, v)))
         lse[rows, :, : part_lse.shape[2]] = part_lse
