@@ -197,7 +197,7 @@ class Wan:
 
 
 def _spared(conditioning: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The conditioning with a start picture of its own: core scales it in place."""
+    """The conditioning with a start picture of its own: core scales it in place, unless its resize made a copy."""
     picture = conditioning.get(START_PICTURE)
     return conditioning if picture is None else {**conditioning, START_PICTURE: picture.clone()}
 

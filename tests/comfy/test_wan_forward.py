@@ -115,7 +115,11 @@ def test_sixteen_bit_models_of_two_heads_equal_core_within_their_rounding(wan, v
     assert relative(ours, torch.cat(theirs)) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_neither_the_start_picture_nor_its_mask_is_changed(wan):
+def test_core_never_gets_the_samples_own_start_picture_to_write_on(wan, monkeypatch):
+    """Core writes the scaled latent over what its resize gave it, which is a copy only as long as that resize makes one."""
+    import comfy.model_base
+
+    monkeypatch.setattr(comfy.model_base.utils, "common_upscale", lambda samples, *size: samples)
     model, (sample,) = wan("2.1-i2v"), samples_of("2.1-i2v", GRIDS[1:2], KEPT[:1])
     read = sample.load().conditioning
     before = {name: read[name].clone() for name in ("concat_latent_image", "concat_mask")}
