@@ -5,7 +5,7 @@ plan. It runs eager, which keeps at least as much for backward as the compiled b
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from .run import TrainSettings
 MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
 # Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
 STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16}
+STEP_BYTES = 4  # and what a step takes beside it for a while
 
 
 def is_asked(memory: MemoryOptions) -> bool:
@@ -93,6 +94,13 @@ def free_memory(device: torch.device) -> int:
     an allocator cannot join."""
     free = int(comfy.model_management.get_free_memory(device)) - int(comfy.model_management.extra_reserved_memory())
     return max(0, free * 19 // 20)
+
+
+def make_room_to_step(optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Takes the memory that the optimizer's step will take, and lets it go again. Where there is too little it is found
+    out here: the step itself would break off amid moving the weights, and could be made neither again nor undone."""
+    per_number = STEP_BYTES + (0 if optimizer.state else STATE_BYTES[name])
+    _ = [torch.empty(p.numel() * per_number, dtype=torch.uint8, device=p.device) for p in parameters]
 
 
 def measure(

@@ -225,8 +225,12 @@ class Trainer:
                     self.save()
         except BaseException as error:
             self.save_what_is_there()
-            step, state = self.progress.step, self.state_name()
-            if (told := stopped.explained(error, step, state, self.runner.planned_graphs)) is None:
+            step, saved = self.progress.step, self.progress.saved_step
+            if self.progress.whole:
+                left = stopped.kept(step, self.state_name(step))
+            else:
+                left = stopped.broken_off(saved, self.state_name(saved))
+            if (told := stopped.explained(error, step, left, self.runner.planned_graphs)) is None:
                 raise
             raise told from error
 
@@ -273,6 +277,7 @@ class Trainer:
             with self.runner.watch_backward():
                 self.scaler.scale(loss).backward()
             total += loss.detach()
+        automatic.make_room_to_step(self.optimizer, self.settings.optimizer.optimizer, self.network.parameters())
         return float(total)
 
     def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
@@ -296,7 +301,7 @@ class Trainer:
         limit = self.settings.optimizer.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
         if not self.scaler.is_enabled() and not torch.isfinite(norm):
-            raise stopped.not_finite("gradient", self.progress.step, self.state_name())
+            raise stopped.not_finite("gradient", self.progress.step, self.state_name(self.progress.step))
         self.progress.whole = False
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -305,7 +310,7 @@ class Trainer:
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise stopped.not_finite("loss", self.progress.step, self.state_name())
+            raise stopped.not_finite("loss", self.progress.step, self.state_name(self.progress.step))
 
     # What is kept.
 
@@ -322,10 +327,10 @@ class Trainer:
             machine=self.machine,
         )
 
-    def state_name(self) -> str:
-        """The state of the last whole step as the `resume` input names it."""
+    def state_name(self, step: int) -> str:
+        """The state of this step as the `resume` input names it."""
         above = place_of(self.settings.output_name).parent
-        return (above / self.folder.path.name / state_path(self.folder.path, self.progress.step).name).as_posix()
+        return (above / self.folder.path.name / state_path(self.folder.path, step).name).as_posix()
 
     def resume(self, path: Path) -> None:
         """Goes on from a saved state, as if the run had never stopped."""

@@ -16,6 +16,11 @@ def kept(step: int, state: str) -> str:
     return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
 
 
+def broken_off(saved: int, state: str) -> str:
+    """What is left where the optimizer broke off amid moving the weights. saved: the step of the last save."""
+    return kept(saved, state) if saved else "What was trained was not saved before; set save_every to save on the way."
+
+
 def out_of_memory_while_loading() -> TrainingStopped:
     return TrainingStopped(
         "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
@@ -30,17 +35,16 @@ def not_finite(what: str, step: int, state: str) -> TrainingStopped:
     )
 
 
-def explained(error: BaseException, step: int, state: str, planned_graphs: int) -> TrainingStopped | None:
-    """The error as one sentence, where we know what it means. step: the last whole one."""
+def explained(error: BaseException, step: int, left: str, planned_graphs: int) -> TrainingStopped | None:
+    """The error as one sentence, where we know what it means. step: the last whole one; left: what `kept` says."""
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return TrainingStopped(
             f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels, or set "
-            "blocks_to_swap to -1. "
-            f"{kept(step, state)}"
+            f"blocks_to_swap to -1. {left}"
         )
     if over_the_limit(error):
         return TrainingStopped(
             f"More graphs were needed than the {planned_graphs} planned, at step {step + 1}; set compile to 'off' and "
-            f"queue again. {kept(step, state)} This is a fault of Tessera: please report it."
+            f"queue again. {left} This is a fault of Tessera: please report it."
         )
     return None

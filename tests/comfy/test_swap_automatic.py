@@ -240,3 +240,56 @@ def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_
     assert made == sorted(set(made)) and len(trainer.swap.blocks) == made[-1]
     trainer.run()
     assert len(trainer.progress.loss) == STEPS and trainer.facts()["blocks_swapped"] == made[-1]
+
+
+@pytest.mark.parametrize("at", ["first", "later"])
+def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
+    deep_flux, tmp_path, notes, monkeypatch, at
+) -> None:
+    """A device that has no room for as much as the step of AdamW takes, once, at the first step or at a later one."""
+    trainer = make(deep_flux, tmp_path / "automatic", checkpointing="full")
+    largest = max(p.numel() for p in trainer.network.parameters())
+    real, failed = torch.empty, []
+    needed = largest * (12 if at == "first" else 4)  # two moments in the first step, and a number while it runs
+
+    def empty(*size: Any, **kwargs: Any) -> torch.Tensor:
+        if not failed and size == (needed,) and kwargs.get("dtype") == torch.uint8:
+            failed.append(trainer.progress.step)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    trainer.run()
+    step = 1 if at == "first" else 2
+    assert failed == [step - 1]
+    assert notes[1].startswith(f"Out of memory at step {step}; it goes on with less. Fits with ")
+    started_with_it = make(
+        deep_flux,
+        tmp_path / "fixed",
+        checkpointing="full",
+        blocks_to_swap=trainer.memory.blocks_to_swap,
+        prefetch_blocks=trainer.memory.prefetch_blocks,
+    )
+    started_with_it.run()
+    assert_same_run(trainer, started_with_it)
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_an_optimizer_that_breaks_off_amid_a_step_leaves_what_was_saved_and_says_what(
+    deep_flux, tmp_path, save_every
+) -> None:
+    data = tiny.make_data([(4, 4)], [TEXT])
+    trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=STEPS, save_every=save_every)
+
+    def break_off(*_: Any) -> None:
+        if trainer.progress.step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.optimizer.register_step_post_hook(break_off)
+    with pytest.raises(TrainingStopped, match="Out of memory at step 3") as stopped:
+        trainer.run()
+    states = sorted(path.name for path in tmp_path.glob("state-*"))
+    if save_every:
+        assert states[-1] in str(stopped.value) and "up to step 2 is kept" in str(stopped.value)
+    else:
+        assert states == [] and "What was trained was not saved before" in str(stopped.value)
