@@ -57,6 +57,21 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=1e-6), 1 + scale)
 
 
+def modulate_parts(x: Tensor, shift: Tensor, scale: Tensor, own: int) -> Tensor:
+    """`modulate` where shift and scale may have a second row, (B, 2, D): that of the tokens from `own` on."""
+    if shift.shape[1] == 1:
+        return modulate(x, shift, scale)
+    parts = (x[:, :own], shift[:, :1], scale[:, :1]), (x[:, own:], shift[:, 1:], scale[:, 1:])
+    return torch.cat([modulate(*part) for part in parts], dim=1)
+
+
+def gate_parts(x: Tensor, y: Tensor, gate: Tensor, own: int) -> Tensor:
+    """x + gate·y, with rows of the gate as in `modulate_parts`. x, y: (B, T, D)."""
+    if gate.shape[1] == 1:
+        return torch.addcmul(x, gate, y)
+    return x + torch.cat((y[:, :own] * gate[:, :1], y[:, own:] * gate[:, 1:]), dim=1)
+
+
 def finite_in_fp16(x: Tensor) -> Tensor:
     """Core clamps overflow in fp16 so that the picture survives; the same values have to be seen in training."""
     return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x

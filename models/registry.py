@@ -3,11 +3,11 @@
 from comfy.model_patcher import ModelPatcher
 
 from .family import Family
-from .flux import Flux
+from .flux import Flux, Flux2
 from .qwen_image import QwenImage
 from .wan import Wan
 
-FAMILIES: list[Family] = [Flux(), QwenImage(), Wan()]
+FAMILIES: list[Family] = [Flux(), Flux2(), QwenImage(), Wan()]
 
 
 def family_of(patcher: ModelPatcher) -> Family:

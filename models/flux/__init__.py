@@ -1,7 +1,8 @@
-"""FLUX.1."""
+"""FLUX.1, with Kontext, and FLUX.2."""
 
 from .blocks import DoubleBlock, SingleBlock
-from .family import Flux
+from .flux1 import Flux
+from .flux2 import Flux2
 from .transformer import FluxInputs
 
-__all__ = ["DoubleBlock", "Flux", "FluxInputs", "SingleBlock"]
+__all__ = ["DoubleBlock", "Flux", "Flux2", "FluxInputs", "SingleBlock"]

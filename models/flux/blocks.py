@@ -2,62 +2,82 @@
 
 ComfyUI's block forward adds to its inputs in place, which is wrong under autograd, and its attention wrapper does not
 trace whole; so the blocks are written here again, without in-place operations, on SDPA.
+
+B samples, N tokens of the sample's own picture, R of its references, L of its text, D hidden.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...memory.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
 from ..lora_linear import LoraLinear
-from ..math import finite_in_fp16, modulate, rotate
-from .layers import QKNorm
+from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate
+from .layers import QKNorm, gated_silu, gelu
 
-Modulation = tuple[Tensor, Tensor, Tensor]
+Modulation = tuple[Tensor, ...]
+"""shift, scale and gate, each (B, 1, D), or (B, 2, D) with a second row for the tokens from a given one on."""
+Masks = dict[str, Tensor]
+
+
+def _heads(qkv: Tensor, count: int, norm: QKNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv: (B, T, 3·D) → normalised q and k, and v, each (B, H, T, head)."""
+    q, k, v = qkv.unflatten(-1, (3, count, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = norm(q, k)
+    return q, k, v
 
 
 class Stream(nn.Module):
-    """One half of a double block: the layers of the picture's tokens or of the text's."""
+    """One half of a double block: the layers of the pictures' tokens or of the text's."""
 
-    def __init__(self, weights: FrozenWeights, prefix: str, side: str, block: Any):
+    def __init__(
+        self, weights: FrozenWeights, prefix: str, block: Any, activation: Callable[[Tensor], Tensor], modulated: bool
+    ):
+        """prefix: up to the side, such as double_blocks.0.img; modulated: whether it has a modulation of its own."""
         super().__init__()
-        self.mod = LoraLinear(weights, f"{prefix}.{side}_mod.lin")
-        self.qkv = LoraLinear(weights, f"{prefix}.{side}_attn.qkv")
-        self.norm = QKNorm(weights, f"{prefix}.{side}_attn.norm", getattr(block, f"{side}_attn").norm.query_norm.eps)
-        self.proj = LoraLinear(weights, f"{prefix}.{side}_attn.proj")
-        self.mlp_in = LoraLinear(weights, f"{prefix}.{side}_mlp.0")
-        self.mlp_out = LoraLinear(weights, f"{prefix}.{side}_mlp.2")
+        self.mod = LoraLinear(weights, f"{prefix}_mod.lin") if modulated else None
+        self.qkv = LoraLinear(weights, f"{prefix}_attn.qkv")
+        attention = getattr(block, f"{prefix.rpartition('.')[2]}_attn")
+        self.norm = QKNorm(weights, f"{prefix}_attn.norm", attention.norm.query_norm.eps)
+        self.proj = LoraLinear(weights, f"{prefix}_attn.proj")
+        self.mlp_in = LoraLinear(weights, f"{prefix}_mlp.0")
+        self.mlp_out = LoraLinear(weights, f"{prefix}_mlp.2")
         self.num_heads = block.num_heads
+        self.activation = activation
 
-    def heads(self, x: Tensor, modulation: Modulation, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def modulation(self, vec: Tensor, masks: Masks) -> Tensor:
+        assert self.mod is not None
+        return self.mod(vec, masks.get("mod"))
+
+    def heads(self, x: Tensor, modulation: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
         """x: (B, T, D) → normalised q and k, and v, each (B, H, T, head)."""
-        qkv = self.qkv(modulate(x, modulation[0], modulation[1]), mask)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.norm(q, k)
-        return q, k, v
+        shift, scale, _ = modulation
+        return _heads(self.qkv(modulate_parts(x, shift, scale, own), masks.get("qkv")), self.num_heads, self.norm)
 
     def after_attention(
-        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, masks: dict[str, Tensor]
+        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
     ) -> Tensor:
-        x = x + first[2] * self.proj(attended, masks.get("proj"))
-        hidden = F.gelu(self.mlp_in(modulate(x, second[0], second[1]), masks.get("mlp_in")), approximate="tanh")
-        return x + second[2] * self.mlp_out(hidden, masks.get("mlp_out"))
+        x = gate_parts(x, self.proj(attended, masks.get("proj")), first[2], own)
+        hidden = self.mlp_in(modulate_parts(x, second[0], second[1], own), masks.get("mlp_in"))
+        return gate_parts(x, self.mlp_out(self.activation(hidden), masks.get("mlp_out")), second[2], own)
 
 
-class DoubleBlock(Block):
-    """Picture and text with weights of their own, joined in attention. Text comes first in the joint sequence."""
+class JointBlock(Block):
+    """Pictures and text with weights of their own, joined in attention. Text comes first in the joint sequence."""
 
     kind = "double"
     native = {"mod": "mod.lin", "qkv": "attn.qkv", "proj": "attn.proj", "mlp_in": "mlp.0", "mlp_out": "mlp.2"}
+    activation = staticmethod(gelu)
+    modulated = True
 
     def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
         super().__init__()
-        self.img = Stream(weights, prefix, "img", block)
-        self.txt = Stream(weights, prefix, "txt", block)
+        self.img = Stream(weights, f"{prefix}.img", block, self.activation, self.modulated)
+        self.txt = Stream(weights, f"{prefix}.txt", block, self.activation, self.modulated)
         self.attention = attention
 
     def native_name(self, name: str) -> str:
@@ -68,32 +88,58 @@ class DoubleBlock(Block):
         rows = {"img": inputs.image_tokens, "txt": inputs.text_tokens}
         return {name: 1 if name.endswith("mod") else rows[name.partition(".")[0]] for name in self.linears()}
 
-    def forward(
-        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]
+    def run(
+        self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, own: int, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """img: (B, N, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N, head/2, 2)."""
-        img_mod = self.img.mod(vec, masks.get("img.mod")).chunk(6, dim=-1)
-        txt_mod = self.txt.mod(vec, masks.get("txt.mod")).chunk(6, dim=-1)
-        img_q, img_k, img_v = self.img.heads(img, img_mod[:3], masks.get("img.qkv"))
-        txt_q, txt_k, txt_v = self.txt.heads(txt, txt_mod[:3], masks.get("txt.qkv"))
+        """img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; the rest as in `forward`."""
+        img_masks, txt_masks = _of("img.", masks), _of("txt.", masks)
+        img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
+        img_q, img_k, img_v = self.img.heads(img, img_parts[:3], own, img_masks)
+        txt_q, txt_k, txt_v = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
         q = rotate(torch.cat((txt_q, img_q), dim=2), pe)
         k = rotate(torch.cat((txt_k, img_k), dim=2), pe)
         attended = self.attention(q, k, torch.cat((txt_v, img_v), dim=2))
-        txt_attended, img_attended = attended.split((txt.shape[1], img.shape[1]), dim=1)
-        img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], _of("img.", masks))
-        txt = self.txt.after_attention(txt, txt_attended, txt_mod[:3], txt_mod[3:], _of("txt.", masks))
+        txt_attended, img_attended = attended.split((text, img.shape[1]), dim=1)
+        img = self.img.after_attention(img, img_attended, img_parts[:3], img_parts[3:], own, img_masks)
+        txt = self.txt.after_attention(txt, txt_attended, txt_parts[:3], txt_parts[3:], text, txt_masks)
         return img, finite_in_fp16(txt)
 
 
-class SingleBlock(Block):
+class DoubleBlock(JointBlock):
+    """FLUX.1's, with a modulation of its own."""
+
+    def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        """img: (B, N + R, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N + R, head/2, 2)."""
+        img_mod = self.img.modulation(vec, _of("img.", masks))
+        txt_mod = self.txt.modulation(vec, _of("txt.", masks))
+        return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks)
+
+
+class DoubleBlock2(JointBlock):
+    """FLUX.2's, which is given the modulation that all double blocks share."""
+
+    activation = staticmethod(gated_silu)
+    modulated = False
+
+    def forward(
+        self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, own: int, masks: Masks
+    ) -> tuple[Tensor, Tensor]:
+        """img: (B, N + R, D), txt: (B, L, D), img_mod: (B, 1 or 2, 6·D), a second row is that of the references;
+        txt_mod: (B, 1, 6·D), pe: (B, 1, L + N + R, head/2, 2), own: N."""
+        return self.run(img, txt, img_mod, txt_mod, pe, own, masks)
+
+
+class ParallelBlock(Block):
     """Attention and MLP in parallel on the joint sequence (arXiv 2302.05442)."""
 
     kind = "single"
     native = {"mod": "modulation.lin", "linear1": "linear1", "linear2": "linear2"}
+    activation = staticmethod(gelu)
+    modulated = True
 
     def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
         super().__init__()
-        self.mod = LoraLinear(weights, f"{prefix}.modulation.lin")
+        self.mod = LoraLinear(weights, f"{prefix}.modulation.lin") if self.modulated else None
         self.linear1 = LoraLinear(weights, f"{prefix}.linear1")
         self.linear2 = LoraLinear(weights, f"{prefix}.linear2")
         self.norm = QKNorm(weights, f"{prefix}.norm", block.norm.query_norm.eps)
@@ -106,18 +152,38 @@ class SingleBlock(Block):
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
         return {name: 1 if name == "mod" else inputs.image_tokens + inputs.text_tokens for name in self.linears()}
 
-    def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: dict[str, Tensor]) -> Tensor:
-        """x: (B, L + N, D), vec: (B, 1, D) after SiLU."""
-        shift, scale, gate = self.mod(vec, masks.get("mod")).chunk(3, dim=-1)
+    def run(self, x: Tensor, modulation: Tensor, pe: Tensor, own: int, masks: Masks) -> Tensor:
+        """modulation: (B, 1 or 2, 3·D) after its Linear; the rest as in `forward`."""
+        shift, scale, gate = modulation.chunk(3, dim=-1)
         width = x.shape[-1]
-        joint = self.linear1(modulate(x, shift, scale), masks.get("linear1"))
+        joint = self.linear1(modulate_parts(x, shift, scale, own), masks.get("linear1"))
         qkv, hidden = joint.split((3 * width, joint.shape[-1] - 3 * width), dim=-1)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.norm(q, k)
+        q, k, v = _heads(qkv, self.num_heads, self.norm)
         attended = self.attention(rotate(q, pe), rotate(k, pe), v)
-        hidden = torch.cat((attended, F.gelu(hidden, approximate="tanh")), dim=-1)
-        return finite_in_fp16(x + gate * self.linear2(hidden, masks.get("linear2")))
+        joint = torch.cat((attended, self.activation(hidden)), dim=-1)
+        return finite_in_fp16(gate_parts(x, self.linear2(joint, masks.get("linear2")), gate, own))
 
 
-def _of(prefix: str, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+class SingleBlock(ParallelBlock):
+    """FLUX.1's, with a modulation of its own."""
+
+    def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> Tensor:
+        """x: (B, L + N + R, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N + R, head/2, 2)."""
+        assert self.mod is not None
+        return self.run(x, self.mod(vec, masks.get("mod")), pe, x.shape[1], masks)
+
+
+class SingleBlock2(ParallelBlock):
+    """FLUX.2's, which is given the modulation that all single blocks share."""
+
+    activation = staticmethod(gated_silu)
+    modulated = False
+
+    def forward(self, x: Tensor, modulation: Tensor, pe: Tensor, own: int, masks: Masks) -> Tensor:
+        """x: (B, L + N + R, D), modulation: (B, 1 or 2, 3·D), a second row is that of the references;
+        pe: (B, 1, L + N + R, head/2, 2), own: L + N."""
+        return self.run(x, modulation, pe, own, masks)
+
+
+def _of(prefix: str, masks: Masks) -> Masks:
     return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

@@ -1,9 +1,8 @@
-"""The FLUX.1 family."""
+"""What the families of FLUX have in common."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -11,19 +10,21 @@ from torch import Tensor
 from ...memory.frozen import FrozenWeights
 from ..attention import attention_function
 from ..conditioning import model_conditioning
-from ..family import NoisySample, Origin, Patches, SampleFacts
-from ..latents import FLUX, LatentPolicy
+from ..family import NoisySample, Patches, SampleFacts
+from ..latents import LatentPolicy
+from .tokens import TIMESTEP_ZERO, cut_picture, cut_references
 from .transformer import FluxInputs, FluxTransformer
 
-SCHNELL_TEXT_LENGTH = 256
 
+class FluxFamily:
+    """What FLUX.1 and FLUX.2 share. A picture's tokens are followed by those of its reference pictures."""
 
-class Flux:
-    """The FLUX.1 family: dev, schnell, and every checkpoint of that shape."""
-
-    name = "flux"
-    title = "FLUX.1"
-    # Attention and MLP of every block; the modulation is left out, as the common FLUX trainers do.
+    title: str
+    policy: LatentPolicy
+    transformer: type[FluxTransformer]
+    axes: int
+    # Attention and MLP of every block; the modulation is left out, as musubi-tuner does (networks/lora_flux.py and
+    # lora_flux_2.py: exclude_patterns).
     default_targets: tuple[str, ...] = (
         "double_blocks.*.img_attn.*",
         "double_blocks.*.txt_attn.*",
@@ -36,37 +37,11 @@ class Flux:
     # them: a single block computes longer for each byte that has to be copied meanwhile.
     swap_order: tuple[str, ...] = ("single_blocks", "double_blocks")
 
-    def matches(self, model: Any) -> bool:
-        """True for ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
-        if type(model) is not comfy.model_base.Flux:
-            return False
-        params = model.diffusion_model.params
-        other = ("global_modulation", "mlp_silu_act", "yak_mlp", "txt_norm")
-        return not any(getattr(params, name, False) for name in other) and not getattr(params, "txt_ids_dims", [])
-
-    def variant(self, model: Any) -> str:
-        """`dev` where the model takes guidance, else `schnell`."""
-        return "dev" if model.diffusion_model.params.guidance_embed else "schnell"
-
-    def origin(self, model: Any) -> Origin:
-        url = "https://github.com/black-forest-labs/flux"
-        return Origin(f"flux-1-{self.variant(model)}", url, "flux1", "networks.lora_flux")
-
     def latents(self, model: Any) -> LatentPolicy:
-        return FLUX
-
-    def shift(self, model: Any, tokens: int) -> float:
-        return 1.0
+        return self.policy
 
     def expert_boundary(self, model: Any) -> float | None:
         return None
-
-    def text_length(self, model: Any, length: int) -> int:
-        return length
-
-    def check(self, model: Any, sample: SampleFacts) -> None:
-        if sample.frames > 1:
-            raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; FLUX.1 trains on pictures.")
 
     def text_width(self, model: Any) -> int:
         """The width of the text encoder's output that the model takes."""
@@ -77,15 +52,15 @@ class Flux:
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
-        """What a user should know about these captions' lengths (tokens) on this model."""
-        long = sum(length > SCHNELL_TEXT_LENGTH for length in text_lengths)
-        if self.variant(model) == "dev" or not long:
-            return []
-        return [
-            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was trained "
-            f"with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
-        ]
+    def check(self, model: Any, sample: SampleFacts) -> None:
+        if sample.frames > 1:
+            raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
+        params = model.diffusion_model.params
+        if sample.references and params.in_channels != params.out_channels:
+            raise ValueError(
+                f"{sample.name} has reference pictures, which this model (Fill, Canny or Depth) has no place for; "
+                "connect FLUX.1 Kontext, or prepare the data without control_folder."
+            )
 
     def build(
         self,
@@ -97,7 +72,7 @@ class Flux:
     ) -> FluxTransformer:
         weights = FrozenWeights(patcher, device, compute_dtype, on_host)
         attend = attention_function(attention, device, compute_dtype)
-        return FluxTransformer(weights, patcher.model.diffusion_model, attend)
+        return self.transformer(weights, patcher.model.diffusion_model, attend)
 
     def block_lists(self, model: Any) -> dict[str, int]:
         """The lists of blocks in the order of the forward, with their lengths."""
@@ -108,42 +83,65 @@ class Flux:
         """The module names of every Linear of the model, without reading a weight."""
         return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
 
+    def cut(self, latent: Tensor, keep: int) -> Patches:
+        """latent: (C, H, W) → the first `keep` of its tokens in row order, and their positions."""
+        patches = cut_picture(latent, self.policy.patch, self.axes)
+        return Patches(patches.tokens[:keep], patches.positions[:keep])
+
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> FluxInputs:
         """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
         that this forward does not run."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
-        patches, conds = [], []
+        params = patcher.model.diffusion_model.params
+        patches, references, methods, conds = [], [], [], []
         for sample in samples:
-            cond = model_conditioning(patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device)
+            cond = model_conditioning(
+                patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device, {"ref_latents"}
+            )
             if "attention_mask" in cond:
-                raise ValueError("positive carries an attention mask, which FLUX.1 training does not take; remove it.")
+                raise ValueError(
+                    f"positive carries an attention mask, which {self.title} training does not take; remove it."
+                )
+            assert cond["c_crossattn"].shape[1] == sample.text_length, (cond["c_crossattn"].shape, sample.text_length)
             concat = cond.get("c_concat")
             latent = sample.latent if concat is None else torch.cat((sample.latent, concat[0].to(sample.latent.dtype)))
             patches.append(self.cut(latent.to(dtype), sample.tokens))
+            methods.append(self.reference_method(cond.get("ref_latents_method", params.default_ref_method)))
+            if latents := cond.get("ref_latents"):
+                references.append(cut_references(latents, methods[-1], sample.latent.shape[-2:], params))
             conds.append(cond)
+        assert len(references) in (0, len(samples)), "a batch is of one graph key"
         # Core casts the latent, then the text and the float extras, guidance too; sigma stays fp32 up to the embedding.
         timestep = patcher.get_model_object("model_sampling").timestep(sigma).float()
+        timestep = patcher.model.process_timestep(timestep)
+        positions = torch.stack([p.positions for p in patches])
+        if references:
+            positions = torch.cat((positions, torch.stack([p.positions for p in references])), dim=1)
         return FluxInputs(
             tokens=torch.stack([p.tokens for p in patches]),
-            positions=torch.stack([p.positions for p in patches]),
+            references=torch.stack([p.tokens for p in references]) if references else None,
+            positions=positions,
             text=torch.cat([c["c_crossattn"] for c in conds]),
             pooled=_pooled(conds),
-            timestep=patcher.model.process_timestep(timestep),
+            timestep=timestep,
+            reference_timestep=self.reference_timestep(timestep, methods) if references else None,
             guidance=torch.cat([c["guidance"] for c in conds]) if all("guidance" in c for c in conds) else None,
         )
 
-    def cut(self, latent: Tensor, keep: int) -> Patches:
-        """latent: (C, H, W) with even sides → the first `keep` of its tokens in row order, and their positions."""
-        channels, height, width = latent.shape
-        h, w = height // FLUX.patch, width // FLUX.patch
-        patches = latent.reshape(channels, h, FLUX.patch, w, FLUX.patch).permute(1, 3, 0, 2, 4)
-        tokens = patches.reshape(h * w, channels * FLUX.patch * FLUX.patch)
-        rows = torch.arange(h, dtype=torch.float32, device=latent.device).repeat_interleave(w)
-        columns = torch.arange(w, dtype=torch.float32, device=latent.device).repeat(h)
-        positions = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1)
-        return Patches(tokens[:keep], positions[:keep])
+    def reference_method(self, method: str) -> str:
+        """ComfyUI's name for where references stand. Raises ValueError for one that the model does not run."""
+        return method
+
+    def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
+        """What the references of each sample see, (B,), or None where that is always the timestep of the sample.
+
+        Where a model knows both, there is a second modulation whatever a batch's methods are, so that a graph does not
+        depend on them.
+        """
+        zero = torch.tensor([method == TIMESTEP_ZERO for method in methods], device=timestep.device)
+        return torch.where(zero, 0 * timestep, timestep)
 
 
 def _pooled(conds: Sequence[dict[str, Tensor]]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Layers of FLUX's transformer over frozen weights."""
+"""Layers of FLUX's transformers over frozen weights."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,3 +44,13 @@ class Embedder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out_layer(F.silu(self.in_layer(x)))
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """(…, 2·D) → (…, D): SiLU of the first half times the second (SwiGLU, arXiv 2002.05202)."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value

@@ -1,4 +1,4 @@
-"""FLUX.1: the transformer of black-forest-labs/flux over the weights of ComfyUI's `comfy.ldm.flux.model.Flux`."""
+"""FLUX's transformers (black-forest-labs/flux and flux2) over the weights of `comfy.ldm.flux.model.Flux`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,24 +13,31 @@ from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
 from ..lora_linear import LoraLinear
 from ..math import finite_in_fp16, modulate, rope, timestep_embedding
-from .blocks import DoubleBlock, SingleBlock
+from .blocks import DoubleBlock, DoubleBlock2, JointBlock, ParallelBlock, SingleBlock, SingleBlock2
 from .layers import Embedder, QKNorm
 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxInputs(ModelInputs):
-    """positions: (B, N, 3) ids of the kept tokens; pooled: (B, P) or None; guidance: (B,) or None."""
+    """positions: (B, N + R, axes) ids of the kept tokens and of those of the references; pooled: (B, P) or None;
+    guidance: (B,) or None; reference_timestep: (B,) fp32, what the tokens of references see, or None where that is what
+    all others see."""
 
     positions: Tensor
     pooled: Tensor | None
     guidance: Tensor | None
+    reference_timestep: Tensor | None = None
 
 
 class FluxTransformer:
     """FLUX.1 with its weights frozen, ready for LoRA."""
 
+    double: type[JointBlock] = DoubleBlock
+    single: type[ParallelBlock] = SingleBlock
+
     def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
         self.axes_dim, self.theta = tuple(flux.params.axes_dim), flux.params.theta
+        self.text_axes = tuple(flux.params.txt_ids_dims)
         self.dtype = weights.compute_dtype
         self.img_in = LoraLinear(weights, "img_in")
         self.txt_in = LoraLinear(weights, "txt_in")
@@ -38,10 +45,10 @@ class FluxTransformer:
         self.vector_in = Embedder(weights, "vector_in") if flux.vector_in is not None else None
         self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
         self.double_blocks = [
-            DoubleBlock(weights, f"double_blocks.{i}", b, attention) for i, b in enumerate(flux.double_blocks)
+            self.double(weights, f"double_blocks.{i}", b, attention) for i, b in enumerate(flux.double_blocks)
         ]
         self.single_blocks = [
-            SingleBlock(weights, f"single_blocks.{i}", b, attention) for i, b in enumerate(flux.single_blocks)
+            self.single(weights, f"single_blocks.{i}", b, attention) for i, b in enumerate(flux.single_blocks)
         ]
         self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
         self.final_linear = LoraLinear(weights, "final_layer.linear")
@@ -66,35 +73,75 @@ class FluxTransformer:
         return [*self.linears().values(), *norms]
 
     def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """→ img (B, N, D), txt (B, L, D), vec (B, D), pe (B, 1, L + N, head/2, 2)."""
-        img = self.img_in(inputs.tokens)
-        vec = self.time_in(timestep_embedding(inputs.timestep).to(self.dtype))
+        """→ img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, where a second row is that of the
+        references, and pe (B, 1, L + N + R, head/2, 2)."""
+        references = () if inputs.references is None else (inputs.references,)
+        img = self.img_in(torch.cat((inputs.tokens, *references), dim=1))
+        times = [inputs.timestep] if inputs.reference_timestep is None else [inputs.timestep, inputs.reference_timestep]
+        waves = torch.stack([timestep_embedding(t) for t in times], dim=1).to(self.dtype)
+        vec = self.time_in(waves)
         if self.guidance_in is not None and inputs.guidance is not None:
-            vec = vec + self.guidance_in(timestep_embedding(inputs.guidance).to(self.dtype))
+            vec = vec + self.guidance_in(timestep_embedding(inputs.guidance).to(self.dtype))[:, None]
         if self.vector_in is not None:
             width = self.vector_in.in_layer.weight.shape[1]
             pooled = inputs.pooled
-            vec = vec + self.vector_in(vec.new_zeros(vec.shape[0], width) if pooled is None else pooled[:, :width])
+            vec = vec + self.vector_in(vec.new_zeros(len(vec), width) if pooled is None else pooled[:, :width])[:, None]
         txt = self.txt_in(inputs.text)
-        text_positions = inputs.positions.new_zeros(*inputs.text.shape[:2], inputs.positions.shape[-1])
-        pe = rope(torch.cat((text_positions, inputs.positions), dim=1), self.axes_dim, self.theta)
-        return img, txt, vec, pe
+        positions = torch.cat((self.text_positions(inputs), inputs.positions), dim=1)
+        return img, txt, F.silu(vec), rope(positions, self.axes_dim, self.theta)
+
+    def text_positions(self, inputs: FluxInputs) -> Tensor:
+        """(B, L, axes): zero, but for the axes along which the text runs."""
+        batch, length = inputs.text.shape[:2]
+        counted = torch.arange(length, dtype=inputs.positions.dtype, device=inputs.positions.device)
+        axes = [counted if axis in self.text_axes else torch.zeros_like(counted) for axis in range(len(self.axes_dim))]
+        return torch.stack(axes, dim=-1).expand(batch, -1, -1)
+
+    def modulations(self, vec: Tensor, pe: Tensor, own: int, text: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What double blocks and single blocks take besides the tokens. own: N, text: L."""
+        return (vec, pe), (vec, pe)
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:
-        """img: (B, N, D) → velocity (B, N, C·patch)."""
-        shift, scale = self.final_modulation(F.silu(vec)[:, None]).chunk(2, dim=-1)
+        """img: (B, N, D), vec: (B, 1, D) → velocity (B, N, C·patch)."""
+        shift, scale = self.final_modulation(vec).chunk(2, dim=-1)
         return self.final_linear(modulate(img, shift, scale))
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
+        """The velocity of the sample's own tokens, (B, N, C·patch)."""
         assert isinstance(inputs, FluxInputs)
         img, txt, vec, pe = self.embed(inputs)
+        own, text = inputs.tokens.shape[1], txt.shape[1]
+        for_double, for_single = self.modulations(vec, pe, own, text)
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.
             img, txt = (x if x.requires_grad else x.requires_grad_() for x in (img, txt))
-        silu_vec = F.silu(vec)[:, None]
         for block in self.double_blocks:
-            img, txt = run(block, img, txt, silu_vec, pe)
+            img, txt = run(block, img, txt, *for_double)
         x = torch.cat((txt, finite_in_fp16(img)), dim=1)
         for single in self.single_blocks:
-            x = run(single, x, silu_vec, pe)
-        return self.head(x[:, txt.shape[1] :], vec)
+            x = run(single, x, *for_single)
+        return self.head(x[:, text : text + own], vec[:, :1])
+
+
+class Flux2Transformer(FluxTransformer):
+    """FLUX.2: blocks of a kind share one modulation, computed once per step."""
+
+    double = DoubleBlock2
+    single = SingleBlock2
+
+    def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
+        super().__init__(weights, flux, attention)
+        self.img_modulation = LoraLinear(weights, "double_stream_modulation_img.lin")
+        self.txt_modulation = LoraLinear(weights, "double_stream_modulation_txt.lin")
+        self.single_modulation = LoraLinear(weights, "single_stream_modulation.lin")
+
+    def linears(self) -> dict[str, LoraLinear]:
+        return super().linears() | {
+            "double_stream_modulation_img.lin": self.img_modulation,
+            "double_stream_modulation_txt.lin": self.txt_modulation,
+            "single_stream_modulation.lin": self.single_modulation,
+        }
+
+    def modulations(self, vec: Tensor, pe: Tensor, own: int, text: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        double = self.img_modulation(vec), self.txt_modulation(vec[:, :1])
+        return (*double, pe, own), (self.single_modulation(vec), pe, text + own)

@@ -62,7 +62,7 @@ def test_data_of_another_family_is_refused(fields, sentence, tiny_flux, tmp_path
 def test_a_clip_is_refused(tiny_flux, tmp_path):
     clip = replace(sample("clip 7", 4, 4), grid=(5, 4, 4), tokens=80)
     data = TrainingData((sample("picture 0", 4, 4), clip), "clip")
-    assert_refused(tiny_flux, data, tmp_path, "clip 7 is a clip of 5 frames; this model trains on pictures")
+    assert_refused(tiny_flux, data, tmp_path, "clip 7 is a clip of 5 frames; FLUX.1 trains on pictures")
 
 
 def test_no_data_is_refused(tiny_flux, tmp_path):
@@ -123,8 +123,8 @@ def test_a_file_that_is_no_state_and_a_state_past_the_last_step_are_refused(tiny
             "positive carries an attention mask",
         ),
         (
-            {"reference_latents": [torch.zeros(1, 16, 8, 8)]},
-            "positive carries ref_latents, which LoRA training of this",
+            {"reference_latents": [torch.zeros(1, 4, 8, 8)]},
+            "reference picture has 4 latent channels and the model takes 16; encode it with the model's own VAE",
         ),
     ],
 )

@@ -1,14 +1,16 @@
-"""FLUX.1's transformer written out from its formulas: the independent value that tests compare with.
+"""FLUX's transformers written out from their formulas: the independent value that tests compare with.
 
 Plain functions over a checkpoint's tensors in Black Forest Labs' names, without ComfyUI, modules or in-place
 operations, in the dtype of the latent tokens (float64 for gradients). The semantics are those of
-black-forest-labs/flux, src/flux/{model,math}.py and modules/layers.py; head size 128, RoPE axes 16 / 56 / 56.
+black-forest-labs/flux, src/flux/{model,math}.py and modules/layers.py, and black-forest-labs/flux2,
+src/flux2/model.py; head size 128.
 
-Sizes in the comments: B samples, N picture tokens, L text tokens, S = L + N, D hidden, H heads.
+Sizes in the comments: B samples, N picture tokens, L text tokens, S = L + N, D hidden, H heads. The tokens of reference
+pictures are picture tokens too: they come last, and the velocity that the callers look at is that of the others.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,7 @@ from torch import Tensor
 
 Lora = Mapping[str, tuple[Tensor, Tensor, float]]
 
-ROPE_AXES = (16, 56, 56)
-ROPE_THETA = 10_000.0
+ROPE, ROPE2 = ((16, 56, 56), 10_000.0), ((32, 32, 32, 32), 2_000.0)  # axes, theta
 LAYER_NORM_EPS = 1e-6
 # BFL writes 1e-6; ComfyUI 0.30 leaves torch's own, which is that of float32 in float32, bfloat16 and float16.
 QK_NORM_EPS = torch.finfo(torch.float32).eps
@@ -80,53 +81,117 @@ def flux_forward(
     img = w.linear("img_in", latent_tokens)
     txt = w.linear("txt_in", txt)
     txt_ids = torch.zeros(*txt.shape[:2], 3, dtype=dtype, device=txt.device)
-    angles = rope_angles(torch.cat([txt_ids, img_ids.to(dtype)], dim=1))  # (B, S, 64)
+    angles = rope_angles(torch.cat([txt_ids, img_ids.to(dtype)], dim=1), *ROPE)  # (B, S, 64)
 
     for i in range(w.count("double_blocks")):
-        img, txt = double_block(w, f"double_blocks.{i}", img, txt, vec, angles, num_heads)
+        name = f"double_blocks.{i}"
+        mods = {s: w.linear(f"{name}.{s}_mod.lin", silu(vec))[:, None] for s in ("img", "txt")}
+        img, txt = double_block(w, name, img, txt, mods, angles, num_heads, gelu_tanh)
     x = torch.cat([txt, img], dim=1)
     for i in range(w.count("single_blocks")):
-        x = single_block(w, f"single_blocks.{i}", x, vec, angles, num_heads)
+        mod = w.linear(f"single_blocks.{i}.modulation.lin", silu(vec))[:, None]
+        x = single_block(w, f"single_blocks.{i}", x, mod, angles, num_heads, gelu_tanh)
 
     shift, scale = w.linear("final_layer.adaLN_modulation.1", silu(vec))[:, None].chunk(2, dim=-1)
     return w.linear("final_layer.linear", modulate(x[:, txt.shape[1] :], shift, scale))
 
 
+def flux2_forward(
+    sd: Mapping[str, Tensor],
+    latent_tokens: Tensor,
+    img_ids: Tensor,
+    txt: Tensor,
+    sigma: Tensor,
+    guidance: Tensor | None,
+    *,
+    num_heads: int,
+    lora: Lora | None = None,
+) -> Tensor:
+    """FLUX.2's velocity, (B, N, 128), in the dtype of `latent_tokens`.
+
+    latent_tokens: (B, N, 128). img_ids: (B, N, 4). txt: (B, L, text width), padded as the model is to see it. sigma:
+    (B, N), what each picture token sees: text sees what the first one does. The rest as in `flux_forward`.
+    """
+    dtype = latent_tokens.dtype
+    w = Weights(sd, lora or {}, dtype)
+    length = txt.shape[1]
+    sigma = torch.cat([sigma[:, :1].expand(-1, length), sigma], dim=1).to(dtype)  # (B, S)
+    vec = embedder(w, "time_in", sinusoid(sigma.flatten())).unflatten(0, sigma.shape)  # (B, S, D)
+    if guidance is not None and "guidance_in.in_layer.weight" in sd:
+        vec = vec + embedder(w, "guidance_in", sinusoid(guidance.to(dtype)))[:, None]
+    vec = silu(vec)
+
+    img = w.linear("img_in", latent_tokens)
+    txt = w.linear("txt_in", txt.to(dtype))
+    txt_ids = torch.zeros(*txt.shape[:2], 4, dtype=dtype, device=txt.device)
+    txt_ids[..., 3] = torch.arange(length)
+    angles = rope_angles(torch.cat([txt_ids, img_ids.to(dtype)], dim=1), *ROPE2)
+
+    mods = {
+        "img": w.linear("double_stream_modulation_img.lin", vec[:, length:]),
+        "txt": w.linear("double_stream_modulation_txt.lin", vec[:, :length]),
+    }
+    for i in range(w.count("double_blocks")):
+        img, txt = double_block(w, f"double_blocks.{i}", img, txt, mods, angles, num_heads, silu_gated)
+    x = torch.cat([txt, img], dim=1)
+    mod = w.linear("single_stream_modulation.lin", vec)
+    for i in range(w.count("single_blocks")):
+        x = single_block(w, f"single_blocks.{i}", x, mod, angles, num_heads, silu_gated)
+
+    shift, scale = w.linear("final_layer.adaLN_modulation.1", vec[:, length:]).chunk(2, dim=-1)
+    return w.linear("final_layer.linear", modulate(x[:, length:], shift, scale))
+
+
 def double_block(
-    w: Weights, name: str, img: Tensor, txt: Tensor, vec: Tensor, angles: Tensor, num_heads: int
+    w: Weights,
+    name: str,
+    img: Tensor,
+    txt: Tensor,
+    mods: Mapping[str, Tensor],
+    angles: Tensor,
+    num_heads: int,
+    activation: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Two streams with their own weights that meet in one attention, text first."""
+    """Two streams with their own weights that meet in one attention, text first. mods: (B, 1 or tokens, 6·D) each."""
     streams = {"txt": txt, "img": img}
-    mods = {s: w.linear(f"{name}.{s}_mod.lin", silu(vec))[:, None].chunk(6, dim=-1) for s in streams}
+    parts = {s: mods[s].chunk(6, dim=-1) for s in streams}
     qkv = {}
     for s, x in streams.items():
-        shift, scale, *_ = mods[s]
+        shift, scale, *_ = parts[s]
         q, k, v = heads(w.linear(f"{name}.{s}_attn.qkv", modulate(x, shift, scale)), num_heads)
         norm = f"{name}.{s}_attn.norm"
         qkv[s] = (w.qk_norm(f"{norm}.query_norm", q), w.qk_norm(f"{norm}.key_norm", k), v)
     joint = [torch.cat(pair, dim=2) for pair in zip(qkv["txt"], qkv["img"], strict=True)]
     attended = attention(*joint, angles)
-    parts = {"txt": attended[:, : txt.shape[1]], "img": attended[:, txt.shape[1] :]}
+    seen = {"txt": attended[:, : txt.shape[1]], "img": attended[:, txt.shape[1] :]}
 
     out = {}
     for s, x in streams.items():
-        _, _, gate_attn, shift, scale, gate_mlp = mods[s]
-        x = x + gate_attn * w.linear(f"{name}.{s}_attn.proj", parts[s])
-        hidden = gelu_tanh(w.linear(f"{name}.{s}_mlp.0", modulate(x, shift, scale)))
+        _, _, gate_attn, shift, scale, gate_mlp = parts[s]
+        x = x + gate_attn * w.linear(f"{name}.{s}_attn.proj", seen[s])
+        hidden = activation(w.linear(f"{name}.{s}_mlp.0", modulate(x, shift, scale)))
         out[s] = x + gate_mlp * w.linear(f"{name}.{s}_mlp.2", hidden)
     return out["img"], out["txt"]
 
 
-def single_block(w: Weights, name: str, x: Tensor, vec: Tensor, angles: Tensor, num_heads: int) -> Tensor:
-    """Attention and MLP side by side over text and picture as one sequence."""
+def single_block(
+    w: Weights,
+    name: str,
+    x: Tensor,
+    mod: Tensor,
+    angles: Tensor,
+    num_heads: int,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Attention and MLP side by side over text and picture as one sequence. mod: (B, 1 or S, 3·D)."""
     width = x.shape[-1]
-    shift, scale, gate = w.linear(f"{name}.modulation.lin", silu(vec))[:, None].chunk(3, dim=-1)
+    shift, scale, gate = mod.chunk(3, dim=-1)
     y = w.linear(f"{name}.linear1", modulate(x, shift, scale))
     qkv, mlp = y[..., : 3 * width], y[..., 3 * width :]
     q, k, v = heads(qkv, num_heads)
     q, k = w.qk_norm(f"{name}.norm.query_norm", q), w.qk_norm(f"{name}.norm.key_norm", k)
     attended = attention(q, k, v, angles)
-    return x + gate * w.linear(f"{name}.linear2", torch.cat([attended, gelu_tanh(mlp)], dim=-1))
+    return x + gate * w.linear(f"{name}.linear2", torch.cat([attended, activation(mlp)], dim=-1))
 
 
 def sinusoid(t: Tensor) -> Tensor:
@@ -154,14 +219,14 @@ def heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def rope_angles(ids: Tensor) -> Tensor:
-    """(B, S, 3) to (B, S, 64): position · theta^(−2j/d), j = 0 … d/2 − 1, for each axis of d values, axis by axis.
+def rope_angles(ids: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
+    """(B, S, axes) to (B, S, 64): position · theta^(−2j/d), j = 0 … d/2 − 1, for each axis of d values, axis by axis.
 
     The frequencies are float64, the angles too, whatever the dtype of the rest.
     """
     parts = []
-    for axis, size in enumerate(ROPE_AXES):
-        omega = ROPE_THETA ** (-torch.arange(0, size, 2, dtype=torch.float64, device=ids.device) / size)
+    for axis, size in enumerate(axes):
+        omega = theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device=ids.device) / size)
         parts.append(ids[..., axis, None].double() * omega)
     return torch.cat(parts, dim=-1)
 
@@ -182,6 +247,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
+
+
+def silu_gated(x: Tensor) -> Tensor:
+    """SiLU of the first half times the second (Shazeer 2020, arXiv 2002.05202)."""
+    gate, value = x.chunk(2, dim=-1)
+    return silu(gate) * value
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
