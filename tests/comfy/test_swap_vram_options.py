@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from tessera_dev import find_comfyui
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -28,9 +27,15 @@ import comfy.model_management as mm
 from comfy.cli_args import args
 
 mm.vram_state = mm.VRAMState.HIGH_VRAM if args.highvram else mm.set_vram_to
-free = 10**12
-mm.get_free_memory = lambda *_, torch_free_too=False, **__: (free, free) if torch_free_too else free
+room, bases = 10**12, []
+
+def free_memory(*_, torch_free_too=False):
+    free = room - sum(base.model_loaded_weight_memory for base in bases)
+    return (free, free) if torch_free_too else free
+
+mm.get_free_memory = free_memory
 mm.minimum_inference_memory = lambda: 0
+mm.MIN_WEIGHT_MEMORY_RATIO = 1.0  # all that is free may be taken by weights
 mm.extra_reserved_memory = lambda: 0
 loading, on_cpu = mm.load_models_gpu, mm.is_device_cpu
 
@@ -51,14 +56,17 @@ from test_swap_patcher import picture, with_lora
 def load(**inputs):
     folder_paths.get_full_path_or_raise = lambda *_: file
     with torch.inference_mode():
-        return TesseraLoadDiffusionModel.execute("flux", "default", **inputs).args[0]
+        model = TesseraLoadDiffusionModel.execute("flux", "default", **inputs).args[0]
+    bases.append(model.model)
+    return model
 
 plain = load()
 want = [picture(plain), picture(with_lora(plain))]
 model = load(blocks_to_swap=2)
 rest = model.model_size() - model.swap.slot_bytes()
 if option != "--highvram":
-    free = model.swap.slot_bytes() + rest // 2
+    mm.unload_all_models()
+    room = model.swap.slot_bytes() + rest // 2
 found, loaded = [], []
 for patched in (model, with_lora(model), model, with_lora(model)):
     found.append(picture(patched))
