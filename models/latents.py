@@ -25,6 +25,10 @@ class LatentPolicy:
     def pixels_per_token(self) -> int:
         return self.pixels_per_latent * self.patch
 
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip of `frames` frames, 1 of a picture."""
+        return 1 if frames == 1 else (frames - 1) // self.frames_per_latent + 1
+
 
 FLUX = LatentPolicy("FLUX.1", channels=16, pixels_per_latent=8, patch=2)
 FLUX2 = LatentPolicy("FLUX.2", channels=128, pixels_per_latent=16, patch=1)
@@ -32,18 +36,38 @@ WAN21 = LatentPolicy("Wan 2.1 and Qwen-Image", channels=16, pixels_per_latent=8,
 WAN22 = LatentPolicy("Wan 2.2 5B", channels=48, pixels_per_latent=16, patch=2, frames_per_latent=4)
 
 
-def latent_policy(vae: Any) -> LatentPolicy:
-    """The policy of the family whose VAE this is; ValueError if no family that trains uses it.
+POLICIES = (FLUX, FLUX2, WAN21, WAN22)
+VAE_FILES = {
+    FLUX: "ae.safetensors for FLUX.1",
+    FLUX2: "flux2-vae.safetensors for FLUX.2",
+    WAN21: "wan_2.1_vae.safetensors for Wan 2.1 and 2.2 14B, qwen_image_vae.safetensors for Qwen-Image",
+    WAN22: "wan2.2_vae.safetensors for Wan 2.2 5B",
+}
 
-    A VAE of the same shape (SD3's) cannot be told apart by it.
+
+def latent_policy(vae: Any) -> LatentPolicy:
+    """The policy of the families whose VAE this is; ValueError if no family that trains uses it.
+
+    A VAE of the same shape (SD3's is one of FLUX.1's) cannot be told apart by it; of video VAEs the class is known.
     """
-    if getattr(vae, "first_stage_model", None) is None:
-        raise ValueError("The VAE input holds no VAE; load ae.safetensors (FLUX.1's VAE) with Load VAE.")
+    if (model := getattr(vae, "first_stage_model", None)) is None:
+        raise ValueError("The VAE input holds no VAE; load the one of your model with Load VAE.")
     found = (vae.latent_channels, vae.latent_dim, vae.spacial_compression_encode())
-    if found != (FLUX.channels, 2, FLUX.pixels_per_latent):
-        kind = {1: "an audio", 2: "a picture", 3: "a video"}.get(vae.latent_dim, "a")
-        raise ValueError(
-            f"The VAE is {kind} VAE with {found[0]} latent channels at 1/{found[2]} of the size; {FLUX.family} takes a "
-            f"picture VAE with {FLUX.channels} at 1/{FLUX.pixels_per_latent}: load ae.safetensors with Load VAE."
-        )
-    return FLUX
+    for policy in POLICIES:
+        dimensions = 3 if policy.frames_per_latent else 2
+        known = dimensions == 2 or ".wan." in type(model).__module__
+        if known and found == (policy.channels, dimensions, policy.pixels_per_latent):
+            return policy
+    kind = {1: "an audio", 2: "a picture", 3: "a video"}.get(vae.latent_dim, "a")
+    raise ValueError(
+        f"The VAE is {kind} VAE with {found[0]} latent channels at 1/{found[2]} of the size, which no model that is "
+        f"trained here uses; load one of these with Load VAE: {', '.join(VAE_FILES.values())}."
+    )
+
+
+def policy_of_latent(channels: int) -> LatentPolicy | None:
+    """The policy of latents of so many channels, as far as that tells; None for channels that no family has.
+
+    Families of 16 channels share the size of a token.
+    """
+    return next((policy for policy in POLICIES if policy.channels == channels), None)

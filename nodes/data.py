@@ -1,106 +1,26 @@
-"""The nodes of Tessera/data: from a folder of pictures, or from core's latents, to training data."""
+"""The nodes of Tessera/data: from folders of pictures and clips, or from core's latents, to training data."""
 
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
-from ..train.dataset import Dataset, folder_fingerprint, scan_folder
+from ..models.text import EDIT_PROMPTS, PLUS
+from ..train.dataset import Dataset
+from ..train.jobs import Progress
 from ..train.latents import latents_to_data
 from ..train.plan_picture import draw_plan
-from ..train.prepare import Progress, prepare, summary
+from ..train.prepare import prepare, summary
 from ..train.tokens import FITS, RAGGED_EDGE
 from .events import show_text
+from .folders import DatasetType, TesseraImageFolder, TesseraVideoFolder
 from .images import image_tensor
-from .settings import cache_folder, list_picture_folders, resolve_folder
+from .settings import cache_folder
 
-DatasetType = io.Custom("TESSERA_DATASET")
 TrainingDataType = io.Custom("TESSERA_TRAINING_DATA")
 
 
-class TesseraImageFolder(io.ComfyNode):
-    """Pictures with their captions from a folder."""
-
-    @classmethod
-    def define_schema(cls):
-        return io.Schema(
-            node_id="TesseraImageFolder",
-            display_name="Training Images",
-            category="Tessera/data",
-            description="Pictures to train on, each with a caption in a text file of the same name beside it. "
-            "Chain several folders through the dataset input.",
-            search_aliases=["dataset", "training images", "caption", "lora"],
-            inputs=[
-                io.Combo.Input(
-                    "folder",
-                    options=list_picture_folders(),
-                    tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
-                    "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
-                    "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
-                ),
-                io.String.Input(
-                    "caption_extension",
-                    default=".txt",
-                    optional=True,
-                    tooltip="The ending of the caption files: a.jpg takes a.txt. Change it if yours end otherwise, "
-                    "such as .caption.",
-                ),
-                io.Int.Input(
-                    "repeats",
-                    default=1,
-                    min=1,
-                    max=1000,
-                    optional=True,
-                    tooltip="How many times an epoch shows each picture of this folder. Raise it for a small folder "
-                    "that is chained with a large one.",
-                ),
-                io.String.Input(
-                    "trigger_words",
-                    default="",
-                    optional=True,
-                    tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave "
-                    "empty if your captions already hold them.",
-                ),
-                DatasetType.Input(
-                    "dataset",
-                    optional=True,
-                    tooltip="Another data set, whose pictures come before these. Connect it to train on several "
-                    "folders.",
-                ),
-            ],
-            outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
-        )
-
-    @classmethod
-    def validate_inputs(cls, folder):
-        if folder is None:  # linked: its value is not known yet, and execute checks it
-            return True
-        try:
-            resolve_folder(folder)
-        except ValueError as error:
-            return str(error)
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, folder, caption_extension=".txt", **kwargs):
-        if folder is None or caption_extension is None:  # linked: not known yet, so taken as changed
-            return float("nan")
-        try:
-            return folder_fingerprint(resolve_folder(folder), caption_extension)
-        except ValueError as error:  # told to the user by execute
-            return str(error)
-
-    @classmethod
-    def execute(
-        cls, folder, caption_extension=".txt", repeats=1, trigger_words="", dataset: Dataset | None = None
-    ) -> io.NodeOutput:
-        scanned = scan_folder(
-            resolve_folder(folder), caption_extension=caption_extension, repeats=repeats, trigger_words=trigger_words
-        )
-        return io.NodeOutput(scanned if dataset is None else dataset + scanned)
-
-
 class TesseraPrepareDataset(io.ComfyNode):
-    """Pictures and captions encoded for training."""
+    """Pictures, clips and captions encoded for training."""
 
     @classmethod
     def define_schema(cls):
@@ -108,16 +28,24 @@ class TesseraPrepareDataset(io.ComfyNode):
             node_id="TesseraPrepareDataset",
             display_name="Prepare Dataset",
             category="Tessera/data",
-            description="Chooses for each picture the grid of tokens that crops it least, and encodes pictures and "
-            "captions once: what has been encoded is kept on disk and taken from there.",
+            description="Chooses for each picture and clip the grid of tokens that crops it least, and encodes them "
+            "and their captions once: what has been encoded is kept on disk and taken from there.",
             search_aliases=["dataset", "bucket", "encode", "cache latents", "lora"],
             # So that the plan can be looked at before anything is trained, and is shown again when nothing changed.
             is_output_node=True,
             inputs=[
-                DatasetType.Input("dataset", tooltip="The pictures and captions, from Training Images."),
-                io.Vae.Input("vae", tooltip="The VAE of the model that will be trained: ae.safetensors for FLUX.1."),
+                DatasetType.Input(
+                    "dataset", tooltip="The pictures, clips and captions, from Training Images and Training Clips."
+                ),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="The VAE of the model that will be trained, such as ae.safetensors for FLUX.1 or "
+                    "wan_2.1_vae.safetensors for Wan 2.1 and 2.2 14B.",
+                ),
                 io.Clip.Input(
-                    "clip", tooltip="The text encoders of the model that will be trained: clip_l and t5xxl for FLUX.1."
+                    "clip",
+                    tooltip="The text encoders of the model that will be trained, such as clip_l and t5xxl for FLUX.1 "
+                    "or umt5_xxl for Wan.",
                 ),
                 io.Float.Input(
                     "megapixels",
@@ -126,8 +54,9 @@ class TesseraPrepareDataset(io.ComfyNode):
                     max=16.0,
                     step=0.01,
                     optional=True,
-                    tooltip="The size that pictures are trained at, in units of 1024 x 1024 pixels. 0.25 (512 x 512) "
-                    "trains about four times as fast, with less detail.",
+                    tooltip="The size that pictures and the frames of clips are trained at, in units of 1024 x 1024 "
+                    "pixels. 0.25 (512 x 512) trains about four times as fast, with less detail. 0.38 is 832 x 480, "
+                    "which Wan knows well.",
                 ),
                 io.Int.Input(
                     "max_graphs",
@@ -137,7 +66,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     optional=True,
                     tooltip="The number of different token counts allowed; each is compiled once. More lets pictures "
                     "of unusual shape be cropped less. Raise it if the plan shows much cropping. It works with "
-                    "fit whole grids only: a ragged edge takes one.",
+                    "fit whole grids only: a ragged edge takes one. Clips of different length need as many as the "
+                    "plan says, whatever this is set to.",
                 ),
                 io.Combo.Input(
                     "fit",
@@ -153,9 +83,44 @@ class TesseraPrepareDataset(io.ComfyNode):
                     options=["512", "256"],
                     default="512",
                     optional=True,
-                    tooltip="The longest caption in tokens; longer ones are cut, shorter ones take 256. FLUX.1 schnell "
-                    "takes 256, FLUX.1 dev 512. On disk a caption takes about 4 MB at 256 tokens and 8 MB at 512.",
+                    tooltip="For FLUX.1 only: the longest caption in tokens; longer ones are cut, shorter ones take "
+                    "256. FLUX.1 schnell takes 256, FLUX.1 dev 512. On disk a caption takes about 4 MB at 256 tokens "
+                    "and 8 MB at 512. Captions of other models have lengths of their own.",
                     advanced=True,
+                ),
+                io.ClipVision.Input(
+                    "clip_vision",
+                    optional=True,
+                    tooltip="For Wan 2.1 image to video, with image_to_video on: clip_vision_h, which sees each clip's "
+                    "first frame. Wan 2.2 takes none.",
+                ),
+                io.Boolean.Input(
+                    "image_to_video",
+                    default=False,
+                    optional=True,
+                    tooltip="On: each clip's first frame is the start picture that the model is given. Switch it on to "
+                    "train an image-to-video model of Wan (or 5B to go on from pictures), off for text to video.",
+                ),
+                io.Float.Input(
+                    "control_megapixels",
+                    default=1.0,
+                    min=0.01,
+                    max=16.0,
+                    step=0.01,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The size that control pictures are encoded at, in units of 1024 x 1024 pixels. Edit "
+                    "models know 1; less trains faster, as control pictures are tokens too.",
+                ),
+                io.Combo.Input(
+                    "edit_prompt",
+                    options=list(EDIT_PROMPTS),
+                    default=PLUS,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How Qwen-Image's text encoder is shown the control pictures. plus: for "
+                    "Qwen-Image-Edit-2509 and 2511. first edit: for the first Qwen-Image-Edit, with one control "
+                    "picture each.",
                 ),
             ],
             outputs=[
@@ -168,7 +133,18 @@ class TesseraPrepareDataset(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, dataset: Dataset, vae, clip, megapixels=1.0, max_graphs=1, fit=RAGGED_EDGE, max_text_length="512"
+        cls,
+        dataset: Dataset,
+        vae,
+        clip,
+        megapixels=1.0,
+        max_graphs=1,
+        fit=RAGGED_EDGE,
+        max_text_length="512",
+        clip_vision=None,
+        image_to_video=False,
+        control_megapixels=1.0,
+        edit_prompt=PLUS,
     ) -> io.NodeOutput:
         prepared = prepare(
             dataset,
@@ -179,6 +155,10 @@ class TesseraPrepareDataset(io.ComfyNode):
             fit=fit,
             max_text_length=int(max_text_length),
             cache_dir=cache_folder(),
+            clip_vision=clip_vision,
+            image_to_video=image_to_video,
+            control_megapixels=control_megapixels,
+            edit_prompt=edit_prompt,
             progress=_show_progress(cls.hidden.unique_id),
             interrupted=throw_exception_if_processing_interrupted,
         )
@@ -203,10 +183,13 @@ class TesseraLatentsToDataset(io.ComfyNode):
             search_aliases=["dataset", "latents", "lora"],
             is_input_list=True,
             inputs=[
-                io.Latent.Input("latents", tooltip="The encoded pictures: one latent, a batch, or a list of either."),
+                io.Latent.Input(
+                    "latents", tooltip="The encoded pictures or clips: one latent, a batch, or a list of either."
+                ),
                 io.Conditioning.Input(
                     "positive",
-                    tooltip="The encoded captions: one for each picture, in the same order, or one for all pictures.",
+                    tooltip="The encoded captions: one for each picture, in the same order, or one for all pictures. "
+                    "Reference latents and WanImageToVideo's start pictures on them are kept.",
                 ),
                 io.Int.Input(
                     "max_graphs",
@@ -238,4 +221,4 @@ def _show_progress(node_id: str | None) -> Progress:
     return show
 
 
-NODES = [TesseraImageFolder, TesseraPrepareDataset, TesseraLatentsToDataset]
+NODES = [TesseraImageFolder, TesseraVideoFolder, TesseraPrepareDataset, TesseraLatentsToDataset]

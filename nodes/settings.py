@@ -10,7 +10,7 @@ from typing import Any
 
 import folder_paths
 
-from ..train.dataset import is_picture
+from ..train.dataset import is_film, is_picture
 
 SETTINGS_FILE = "tessera.json"
 # The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
@@ -61,6 +61,21 @@ def list_picture_folders() -> list[str]:
     (`resolve_folder` takes them nevertheless). The list is made anew at most every ten seconds, and when the settings
     change.
     """
+    return list(_lists().pictures)
+
+
+def list_film_folders() -> list[str]:
+    """As `list_picture_folders`, the folders that hold video files."""
+    return list(_lists().films)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    pictures: list[str]
+    films: list[str]
+
+
+def _lists() -> _Lists:
     roots = _own_roots()
     try:
         allowed = read_settings().allowed_folders
@@ -72,22 +87,22 @@ def list_picture_folders() -> list[str]:
     if key not in _listed or now - _listed[key][0] > LIST_SECONDS:
         _listed.clear()
         _listed[key] = (now, _list_folders(roots, allowed))
-    return list(_listed[key][1])
+    return _listed[key][1]
 
 
-_listed: dict[Any, tuple[float, list[str]]] = {}
+_listed: dict[Any, tuple[float, _Lists]] = {}
 
 
-def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> list[str]:
-    found = {
-        f"{name}/{below}"
-        for name, roots in own.items()
-        for root in roots
-        for below in _folders_with_pictures(root)
-        if below != "."
-    }
-    extra = {(root / below).as_posix() for root in allowed for below in _folders_with_pictures(root)}
-    return sorted(found) + sorted(extra)
+def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lists:
+    inside = {(name, root): _folders_with_files(root) for name, roots in own.items() for root in roots}
+    outside = {root: _folders_with_files(root) for root in allowed}
+
+    def listed(kind: int) -> list[str]:
+        found = {f"{name}/{below}" for (name, _), of in inside.items() for below in of[kind] if below != "."}
+        extra = {(root / below).as_posix() for root, of in outside.items() for below in of[kind]}
+        return sorted(found) + sorted(extra)
+
+    return _Lists(listed(0), listed(1))
 
 
 def resolve_folder(choice: str) -> Path:
@@ -136,9 +151,10 @@ def _own_roots() -> dict[str, list[Path]]:
     return {"input": [Path(folder_paths.get_input_directory())], "datasets": [Path(folder) for folder in datasets]}
 
 
-def _folders_with_pictures(root: Path) -> set[str]:
-    """Relative paths of the folders that hold a picture in themselves or below; "." is the root."""
-    found: set[str] = set()
+def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
+    """Relative paths of the folders that hold a picture, and of those that hold a film, in themselves or below; "." is
+    the root."""
+    pictures, films = set[str](), set[str]()
     for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
         if walked == MOST_WALKED:
             logger.warning("%s has more than %d folders; those behind them are not listed.", root, MOST_WALKED)
@@ -146,9 +162,10 @@ def _folders_with_pictures(root: Path) -> set[str]:
         below = Path(parent).relative_to(root)
         deepest = len(below.parts) == LISTED_LEVELS
         subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
-        if any(is_picture(name) for name in names):
-            found |= {folder.as_posix() for folder in (below, *below.parents)}
-    return found
+        for holds, found in ((is_picture, pictures), (is_film, films)):
+            if any(holds(name) for name in names):
+                found |= {folder.as_posix() for folder in (below, *below.parents)}
+    return pictures, films
 
 
 def _is_within(folder: Path, root: Path) -> bool:

@@ -31,12 +31,16 @@ class Cache:
 
         Reads the header only; safetensors compares it with the length of the file.
         """
+        found = self.shapes(key)
+        return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
+
+    def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the tensors in the file, none where there is no whole file."""
         try:
             with safe_open(self.path(key), framework="pt") as file:
-                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (OSError, SafetensorError):
-            return False
-        return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
+            return {}
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Raises OSError with a sentence if the disk is full or may not be written to."""

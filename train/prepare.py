@@ -1,42 +1,31 @@
 """From a data set to training data: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
 
-import copy
-import json
-import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import comfy.model_management
-import torch
-from torch import Tensor
-
-from ..models.latents import LatentPolicy, latent_policy
-from ..models.text import CaptionTokens, TextPolicy, text_policy
-from .cache import Cache, Shape
-from .captions import encode_caption
+from ..models.latents import WAN21, WAN22, LatentPolicy, latent_policy
+from ..models.text import PLUS, TextPolicy, check_pair, text_policy
+from .cache import Cache
+from .captions import read_captions
+from .clip_vision import SEEN, vision_output
 from .data import Sample, SampleTensors, TrainingData
-from .dataset import Dataset, Picture, shortlist
-from .fingerprint import fingerprint, weights_fingerprint
-from .pictures import PictureFacts, inspect_picture, load_picture
+from .dataset import Dataset
+from .fingerprint import fingerprint
+from .items import Item, find_items
+from .jobs import Interrupted, Job, Progress, check_space, encode, lacking
+from .picture_jobs import PictureEncoder, vision_job
 from .plan_picture import describe_plan
-from .tokens import RAGGED_EDGE, BucketPlan, Placement, crop_box, plan_buckets
-
-# Part of every key: raise it when the same inputs give other tensors than before.
-_VERSION = 2
-_BYTES = 4  # of a number in the cache: core's encoders give float32
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done and how long it will take)."""
+from .suitability import check_items, check_options, plan_notes, start_notes
+from .tokens import WHOLE_GRIDS, BucketPlan, Placement, plan_buckets
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What Prepare Dataset gives. sizes: (height, width) in pixels of each picture, in the order of the samples."""
+    """What Prepare Dataset gives. sizes: (height, width) in pixels of each picture or clip, in the order of the
+    samples."""
 
     data: TrainingData
     plan: BucketPlan
@@ -45,17 +34,14 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What may have to be encoded.
+class _Keys:
+    """Where the parts of one sample are in the cache."""
 
-    Its cache key, the shapes its file must hold, about how many bytes that takes, how to make it, what to call it.
-    """
-
-    key: str
-    shapes: Mapping[str, Shape]
-    bytes: int
-    encode: Callable[[], Mapping[str, Tensor]]
-    name: str
+    latent: str
+    text: str
+    references: tuple[str, ...] = ()
+    start: str | None = None
+    vision: str | None = None
 
 
 def prepare(
@@ -68,48 +54,88 @@ def prepare(
     fit: str,
     max_text_length: int,
     cache_dir: Path,
+    clip_vision: Any = None,
+    image_to_video: bool = False,
+    control_megapixels: float = 1.0,
+    edit_prompt: str = PLUS,
     progress: Progress = lambda done, total, text: None,
-    interrupted: Callable[[], None] = lambda: None,
+    interrupted: Interrupted = lambda: None,
 ) -> PreparedData:
     """Encode a data set with a ComfyUI VAE and CLIP.
 
-    The encoders and all pictures are checked before anything is encoded; an encoder is loaded only if the cache lacks
-    something of it, the VAE for all pictures first, then the CLIP for all captions. `interrupted` is called before
-    each and may raise; what is encoded by then stays in the cache.
-    Raises ValueError for encoders of another family, unreadable pictures, values out of range and a disk that is too
-    small, and core's out-of-memory error where a picture does not fit through the VAE whole.
+    The encoders and all files are checked before anything is encoded; an encoder is loaded only if the cache lacks
+    something of it: the VAE for all pictures, clips, start frames and control pictures first, then the CLIP vision
+    model, then the CLIP for all captions. `interrupted` is called before each and may raise; what is encoded by then
+    stays in the cache.
+    image_to_video: each clip's first frame is its start picture, in the way of the Wan model of that VAE; with
+        clip_vision (Wan 2.1) it is seen by that as well.
+    control_megapixels: the size of control pictures, which take whole grids of one token count.
+    edit_prompt: how Qwen-Image-Edit's text encoder is told of the control pictures, one of EDIT_PROMPTS.
+    Raises ValueError for encoders of another family, unreadable files, what does not go together, values out of range
+    and a disk that is too small, and core's out-of-memory error where something does not fit through the VAE whole.
     """
     text, latents = text_policy(clip), latent_policy(vae)
-    if max_text_length not in text.lengths:
-        raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
-    if not dataset.pictures:
-        raise ValueError("The data set holds no pictures; connect Training Images.")
-    pictures = dataset.pictures
-    facts = _inspect(pictures, progress, interrupted)
-    sizes = tuple(fact.size for fact in facts)
+    check_pair(text, latents)
+    check_options(text, latents, max_text_length, clip_vision, image_to_video, edit_prompt)
+    if not dataset.entries:
+        raise ValueError("The data set is empty; connect Training Images or Training Clips.")
+    items, item_notes = find_items(dataset, progress, interrupted)
+    check_items(items, text, latents, image_to_video, edit_prompt)
+    sizes = tuple(item.pixels.size for item in items)
     plan = plan_buckets(
         sizes,
         megapixels=megapixels,
         pixels_per_token=latents.pixels_per_token,
         max_graphs=max_graphs,
         fit=fit,
-        weights=[picture.repeats for picture in pictures],
+        weights=[item.repeats for item in items],
+        frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
-    captions, caption_jobs = _read_captions(pictures, clip, text, max_text_length, progress, interrupted)
-    picture_jobs = _picture_jobs(pictures, facts, plan, vae, latents)
-    cache = Cache(cache_dir)
-    lacking_pictures, lacking_captions = _lacking(cache, picture_jobs), _lacking(cache, caption_jobs.values())
-    _check_space(cache_dir, sum(job.bytes for job in (*lacking_pictures, *lacking_captions)))
-    _encode(cache, lacking_pictures, "pictures", progress, interrupted)
-    _encode(cache, lacking_captions, "captions", progress, interrupted)
+    encoder = PictureEncoder(vae, latents)
+    cuts = [encoder.cut(item.pixels, placement) for item, placement in zip(items, plan.placements, strict=True)]
+    placed = _place_controls(items, control_megapixels, latents)
+    controls = [
+        tuple(encoder.cut(pixels, placement) for pixels, placement in zip(item.controls, of, strict=True))
+        for item, of in zip(items, placed, strict=True)
+    ]
+    captions = read_captions(
+        items, controls, clip, text, max_text_length if text.lengths else None, edit_prompt, progress, interrupted
+    )
 
+    pictures = [encoder.latent(cut) for cut in cuts]
+    references = [[encoder.latent(cut) for cut in of] for of in controls]
+    starts = [encoder.start(cut) if image_to_video and latents is WAN21 else None for cut in cuts]
+    seen = [
+        vision_job(clip_vision, cut) if start and clip_vision else None for cut, start in zip(cuts, starts, strict=True)
+    ]
+    cache = Cache(cache_dir)
+    vae_jobs = [*pictures, *(job for of in references for job in of), *(job for job in starts if job)]
+    work = [
+        (lacking(cache, vae_jobs), _what(items)),
+        (lacking(cache, [job for job in seen if job]), "start frames for CLIP vision"),
+        (lacking(cache, [caption.job for caption in captions]), "captions"),
+    ]
+    check_space(cache_dir, [job for jobs, _ in work for job in jobs])
+    for jobs, what in work:
+        encode(cache, jobs, what, progress, interrupted)
+
+    keys = [
+        _Keys(latent.key, caption.job.key, tuple(job.key for job in of), _key(start), _key(vision))
+        for latent, caption, of, start, vision in zip(pictures, captions, references, starts, seen, strict=True)
+    ]
+    clean = image_to_video and latents is WAN22
     samples = tuple(
-        _sample(cache, picture, placement, job.key, caption_jobs[picture.caption].key, captions[picture.caption].length)
-        for picture, placement, job in zip(pictures, plan.placements, picture_jobs, strict=True)
+        _sample(cache, item, placement, of, one, text, clean)
+        for item, placement, of, one in zip(items, plan.placements, placed, keys, strict=True)
     )
-    keys = [(job.key, caption_jobs[picture.caption].key) for picture, job in zip(pictures, picture_jobs, strict=True)]
-    notes = (*dataset.notes, *_notes(pictures, captions, fit, max_graphs))
-    data = TrainingData(samples, fingerprint(keys, [(s.grid, s.tokens, s.repeats) for s in samples]), notes)
+    notes = (
+        *dataset.notes,
+        *item_notes,
+        *plan_notes(items, captions, plan, text, max_graphs, max_text_length),
+        *start_notes(items, latents, image_to_video, clip_vision),
+    )
+    parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
+    data = TrainingData(samples, fingerprint([vars(one) for one in keys], parts), notes)
     return PreparedData(data, plan, sizes, notes)
 
 
@@ -117,172 +143,86 @@ def summary(prepared: PreparedData) -> str:
     """The preparation in a few lines: how much there is, what is cropped, which graphs training will compile."""
     samples, keys = prepared.data.samples, prepared.data.graph_keys()
     shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
+    clips = sum(sample.grid[0] > 1 for sample in samples)
+    counted = {"Pictures": len(samples) - clips, "Clips": clips}
+    contents = ", ".join(f"{noun}: {count}" for noun, count in counted.items() if count)
+    parts = " + control pictures" if any(sample.references for sample in samples) else ""
     return "\n".join(
         [
-            f"Pictures: {len(samples)}, seen per epoch with repeats: {sum(sample.repeats for sample in samples)}.",
+            f"{contents}, seen per epoch with repeats: {sum(sample.repeats for sample in samples)}.",
             describe_plan(prepared.plan),
-            f"Each kind of block is compiled for {len(keys)} of (picture + caption) tokens: {shapes}.",
+            f"Each kind of block is compiled for {len(keys)} of (picture{parts} + caption) tokens: {shapes}.",
             *prepared.notes,
         ]
     )
 
 
-def _inspect(pictures: tuple[Picture, ...], progress: Progress, interrupted: Callable[[], None]) -> list[PictureFacts]:
-    facts = []
-    for index, picture in enumerate(pictures):
-        interrupted()
-        progress(index, len(pictures), f"Reading pictures: {index} of {len(pictures)}")
-        facts.append(inspect_picture(picture.path, picture.name))
-    return facts
+def _place_controls(items: Sequence[Item], megapixels: float, latents: LatentPolicy) -> list[tuple[Placement, ...]]:
+    """A whole grid for each control picture of each item, all of one token count."""
+    sizes = [pixels.size for item in items for pixels in item.controls]
+    if not sizes:
+        return [()] * len(items)
+    plan = plan_buckets(
+        sizes,
+        megapixels=megapixels,
+        pixels_per_token=latents.pixels_per_token,
+        fit=WHOLE_GRIDS,
+        weights=[item.repeats for item in items for _ in item.controls],
+    )
+    placements = iter(plan.placements)
+    return [tuple(next(placements) for _ in item.controls) for item in items]
 
 
-def _picture_jobs(
-    pictures: tuple[Picture, ...], facts: list[PictureFacts], plan: BucketPlan, vae: Any, policy: LatentPolicy
-) -> list[_Job]:
-    encoder = (weights_fingerprint(vae.patcher), str(vae.vae_dtype))
-    jobs = []
-    for picture, fact, placement in zip(pictures, facts, plan.placements, strict=True):
-        box, (height, width) = crop_box(fact.size, placement.grid, policy.pixels_per_token)
-        cells = (height // policy.pixels_per_latent, width // policy.pixels_per_latent)
-        key = fingerprint("picture", _VERSION, fact.digest, box, height, width, encoder)
-        encode = partial(_encode_picture, _without_tiles(vae), picture, fact.digest, box, height, width)
-        size = policy.channels * prod(cells) * _BYTES
-        jobs.append(_Job(key, {"latent": (policy.channels, *cells)}, size, encode, picture.name))
-    return jobs
+def _key(job: Job | None) -> str | None:
+    return None if job is None else job.key
 
 
-def _read_captions(
-    pictures: tuple[Picture, ...],
-    clip: Any,
-    policy: TextPolicy,
-    max_length: int,
-    progress: Progress,
-    interrupted: Callable[[], None],
-) -> tuple[dict[str, CaptionTokens], dict[str, _Job]]:
-    """The tokens and the job of each distinct caption."""
-    encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
-    captions: dict[str, CaptionTokens] = {}
-    jobs: dict[str, _Job] = {}
-    distinct = dict.fromkeys(picture.caption for picture in pictures)
-    for index, caption in enumerate(distinct):
-        interrupted()
-        progress(index, len(distinct), f"Reading captions: {index} of {len(distinct)}")
-        tokens = policy.tokenize(clip, caption, max_length)
-        captions[caption] = tokens
-        jobs[caption] = _Job(
-            fingerprint("caption", _VERSION, json.dumps(tokens.tokens), encoder),
-            {"cond": (1, tokens.length, None), "pooled_output": (1, None)},
-            tokens.length * policy.width * _BYTES,
-            partial(encode_caption, clip, tokens),
-            f"the caption {caption[:40]!r}",
-        )
-    return captions, jobs
-
-
-class _NoTiles(Exception):
-    """The VAE ran out of memory, where core would encode in tiles."""
-
-
-def _without_tiles(vae: Any) -> Any:
-    """The VAE as a shallow copy that raises where core goes on in tiles: their seams would stay in the cache."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Tensor:
-        raise _NoTiles
-
-    whole = copy.copy(vae)
-    for name in ("encode_tiled_", "_encode_tiled_owned"):
-        setattr(whole, name, refuse)
-    return whole
-
-
-@torch.inference_mode()
-def _encode_picture(
-    vae: Any, picture: Picture, digest: str, box: tuple[float, float, float, float], height: int, width: int
-) -> dict[str, Tensor]:
-    pixels = load_picture(picture.path, box, height, width, digest=digest, name=picture.name)
-    try:
-        return {"latent": vae.encode(pixels)[0]}
-    except _NoTiles:
-        # Of core's own kind, upon which core unloads all models.
-        raise comfy.model_management.OOM_EXCEPTION(
-            f"The VAE ran out of memory encoding {picture.name!r} at {width} x {height} pixels; lower megapixels, or "
-            f"close what else uses the device's memory. What is encoded is kept."
-        ) from None
-
-
-def _lacking(cache: Cache, jobs: Iterable[_Job]) -> list[_Job]:
-    """What the cache does not hold, each key once."""
-    return [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
-
-
-def _check_space(folder: Path, wanted: int) -> None:
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if wanted > free:
-        raise ValueError(
-            f"Encoding the data set takes about {wanted / 1e9:.2f} GB and the disk with the cache folder "
-            f"({folder.parent.name}/{folder.name} in ComfyUI's user folder) has {free / 1e9:.2f} GB free; free some "
-            f"space, or start ComfyUI with --user-directory on a larger disk."
-        )
-
-
-def _encode(cache: Cache, lacking: list[_Job], what: str, progress: Progress, interrupted: Callable[[], None]) -> None:
-    """Encode one at a time and write it at once."""
-    start = time.monotonic()
-    for done, job in enumerate(lacking):
-        interrupted()
-        left = _time_left(start, done, len(lacking))
-        progress(done, len(lacking), f"Encoding {what}: {done} of {len(lacking)}{left}")
-        tensors = job.encode()
-        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-            raise ValueError(
-                f"Encoding {job.name} gave values that are not finite; run the VAE or the text encoders in a wider "
-                f"dtype (ComfyUI's --fp32-vae or --fp32-text-enc)."
-            )
-        cache.write(job.key, tensors)
-        assert cache.holds(job.key, job.shapes), (job.name, {n: tuple(t.shape) for n, t in tensors.items()}, job.shapes)
-    if lacking:
-        progress(len(lacking), len(lacking), f"Encoding {what}: {len(lacking)} of {len(lacking)}")
-
-
-def _time_left(start: float, done: int, total: int) -> str:
-    if done == 0:
-        return ""
-    seconds = (time.monotonic() - start) / done * (total - done)
-    return f", about {seconds:.0f} s left" if seconds < 90 else f", about {seconds / 60:.0f} min left"
+def _what(items: Sequence[Item]) -> str:
+    clips = sum(item.pixels.frames > 1 for item in items)
+    return "pictures" if not clips else "clips" if clips == len(items) else "pictures and clips"
 
 
 def _sample(
-    cache: Cache, picture: Picture, placement: Placement, latent_key: str, text_key: str, text_length: int
+    cache: Cache,
+    item: Item,
+    placement: Placement,
+    controls: tuple[Placement, ...],
+    keys: _Keys,
+    text: TextPolicy,
+    clean: bool,
 ) -> Sample:
     grid = placement.grid
+    encoded = cache.shapes(keys.text)
+    carried = {*(encoded.keys() - {"cond"})}
+    carried |= {"reference_latents"} if keys.references else set()
+    carried |= {"concat_latent_image", "concat_mask"} if keys.start else set()
+    carried |= {"clip_vision_output"} if keys.vision else set()
     return Sample(
-        name=picture.name,
+        name=item.name,
         grid=(grid.frames, grid.height, grid.width),
         tokens=placement.tokens,
-        text_length=text_length,
-        load=partial(_load, cache, picture.name, latent_key, text_key),
-        repeats=picture.repeats,
+        text_length=text.model_length(encoded["cond"][1]),
+        load=partial(_load, cache, item.name, keys),
+        repeats=item.repeats,
+        references=tuple(control.tokens for control in controls),
+        clean_frames=1 if clean and grid.frames > 1 else 0,
+        conditioning=frozenset(carried),
     )
 
 
-def _load(cache: Cache, name: str, latent_key: str, text_key: str) -> SampleTensors:
+def _load(cache: Cache, name: str, keys: _Keys) -> SampleTensors:
     try:
-        latent, encoded = cache.read(latent_key)["latent"], cache.read(text_key)
+        latent, text = cache.read(keys.latent)["latent"], cache.read(keys.text)
+        conditioning: dict[str, Any] = {part: tensor for part, tensor in text.items() if part != "cond"}
+        if keys.references:
+            conditioning["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
+        if keys.start:
+            conditioning |= cache.read(keys.start)
+        if keys.vision:
+            conditioning["clip_vision_output"] = vision_output(cache.read(keys.vision)[SEEN])
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {name!r} is gone from the cache folder; free ComfyUI's node cache (or restart it) "
             f"and queue again, so that Prepare Dataset encodes it anew."
         ) from error
-    return SampleTensors(latent, encoded["cond"], {"pooled_output": encoded["pooled_output"]})
-
-
-def _notes(
-    pictures: tuple[Picture, ...], captions: dict[str, CaptionTokens], fit: str, max_graphs: int
-) -> Iterator[str]:
-    if fit == RAGGED_EDGE and max_graphs > 1:
-        yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
-    cut = [(p.name, captions[p.caption]) for p in pictures if captions[p.caption].dropped]
-    if cut:
-        listed = shortlist([f"{name} ({tokens.dropped} tokens)" for name, tokens in cut])
-        yield f"Cut at the end, being longer than {cut[0][1].length} tokens, the captions of {listed}."
+    return SampleTensors(latent, text["cond"], conditioning)

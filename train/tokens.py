@@ -185,7 +185,9 @@ def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int],
     if len(candidates) > limit:
         kept: dict[int, _Candidate] = {}
         for frames in counts:
-            serving = [(candidate, family) for candidate in candidates if (family := candidate.families.get(frames))]
+            serving = [
+                (candidate, candidate.families[frames]) for candidate in candidates if frames in candidate.families
+            ]
             serving.sort(key=lambda c: (-len(c[0].families), -len(c[1].grids), abs(c[1].tokens - wanted)))
             kept |= {candidate.tokens: candidate for candidate, _ in serving[: max(64, limit // len(counts))]}
         candidates = list(kept.values())
@@ -216,7 +218,8 @@ def _table(
     for frames in np.unique(frames_of).tolist():
         rows = np.flatnonzero(frames_of == frames)
         for column, candidate in enumerate(candidates):
-            if (family := candidate.families.get(frames)) is not None:
+            if frames in candidate.families:
+                family = candidate.families[frames]
                 table[rows, column] = family.crop(log_aspects[rows]) + _price_of_size(family, wanted)
     return table
 
@@ -237,7 +240,7 @@ def _start(
     for group in cover:
         rows = np.isin(frames_of, list(group))
         serving = [column for column, candidate in enumerate(candidates) if group <= candidate.families.keys()]
-        start.append(serving[int((shares[rows] @ table[np.ix_(rows, serving)]).argmin())])
+        start.append(serving[int((shares[rows] @ table[rows][:, serving]).argmin())])
     return start
 
 

@@ -169,7 +169,7 @@ def test_training_images_chains_and_notices_changes(home):
         dataset=first,
     ).result
     assert isinstance(both, Dataset)
-    assert [(p.name, p.caption, p.repeats) for p in both.pictures] == [
+    assert [(p.name, p.caption, p.repeats) for p in both.entries] == [
         ("0.png", "picture 0", 1),
         ("1.png", "picture 1", 1),
         ("0.png", "ohwx, picture 0", 4),

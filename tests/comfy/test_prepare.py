@@ -291,8 +291,8 @@ def test_notes_tell_that_a_ragged_edge_takes_no_max_graphs_and_what_was_left_out
 
 
 def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny_clip, tmp_path):
-    pictures = scan_folder(folder).pictures
-    sets = [pictures, pictures[::-1], scan_folder(folder, repeats=3).pictures]
+    pictures = scan_folder(folder).entries
+    sets = [pictures, pictures[::-1], scan_folder(folder, repeats=3).entries]
     names = {run(Dataset(s), tiny_vae, tiny_clip, tmp_path).data.fingerprint for s in sets}
     assert len(names) == 3
 
@@ -308,9 +308,11 @@ def test_a_ragged_edge_keeps_the_same_number_of_tokens_of_every_picture(folder, 
 def test_a_clip_or_vae_of_another_family_is_refused_before_anything_is_encoded(
     folder, tiny_vae, tiny_clip, other_family, counts, tmp_path
 ):
-    with pytest.raises(ValueError, match=r"The CLIP holds SD1ClipModel \(sd1_clip\) text encoders, which FLUX.1 does"):
+    with pytest.raises(ValueError, match=r"The CLIP holds SD1ClipModel \(sd1_clip\) text encoders, which no model"):
         run(folder, tiny_vae, other_family["clip"], tmp_path)
-    with pytest.raises(ValueError, match=r"The VAE is a picture VAE with 4 latent channels at 1/8 of the size; FLUX.1"):
+    with pytest.raises(
+        ValueError, match=r"The VAE is a picture VAE with 4 latent channels at 1/8 of the size, which no"
+    ):
         run(folder, other_family["vae"], tiny_clip, tmp_path)
     assert not counts[0].calls and not (tmp_path / "cache").exists()
 

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def captions(dataset):
-    return {p.name: p.caption for p in dataset.pictures}
+    return {p.name: p.caption for p in dataset.entries}
 
 
 def test_pictures_come_by_name_with_their_captions_subfolders_included(folder):
@@ -43,9 +43,9 @@ def test_pictures_come_by_name_with_their_captions_subfolders_included(folder):
     )
     dataset = scan_folder(path, repeats=3)
     assert captions(dataset) == {"A.PNG": "first", "b.jpg": "second", "sub/c.webp": "third, with a \u00fc"}
-    assert [p.name for p in dataset.pictures] == ["A.PNG", "b.jpg", "sub/c.webp"]
-    assert {p.repeats for p in dataset.pictures} == {3}
-    assert dataset.pictures[2].path == path / "sub" / "c.webp"
+    assert [p.name for p in dataset.entries] == ["A.PNG", "b.jpg", "sub/c.webp"]
+    assert {p.repeats for p in dataset.entries} == {3}
+    assert dataset.entries[2].path == path / "sub" / "c.webp"
 
 
 def test_pictures_of_one_name_in_two_subfolders_are_told_apart(folder):
@@ -106,7 +106,7 @@ def test_chained_folders_keep_their_order(folder, tmp_path):
     path = folder({"one/z.png": None, "one/z.txt": "1", "two/a.png": None, "two/a.txt": "2"})
     joined = scan_folder(path / "one") + scan_folder(path / "two", repeats=5)
     assert isinstance(joined, Dataset)
-    assert [(p.caption, p.repeats) for p in joined.pictures] == [("1", 1), ("2", 5)]
+    assert [(p.caption, p.repeats) for p in joined.entries] == [("1", 1), ("2", 5)]
 
 
 def test_missing_captions_are_named_up_to_five(folder):

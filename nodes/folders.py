@@ -1,0 +1,280 @@
+"""The nodes that read folders of pictures and clips."""
+
+from pathlib import Path
+
+from comfy_api.latest import io
+
+from ..train.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
+from ..train.extraction import EXTRACTIONS, HEAD, Extraction, parse_target_frames
+from .settings import list_film_folders, list_picture_folders, resolve_folder
+
+DatasetType = io.Custom("TESSERA_DATASET")
+
+NONE = "none"
+
+
+class TesseraImageFolder(io.ComfyNode):
+    """Pictures with their captions from a folder."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraImageFolder",
+            display_name="Training Images",
+            category="Tessera/data",
+            description="Pictures to train on, each with a caption in a text file of the same name beside it. "
+            "Chain several folders through the dataset input.",
+            search_aliases=["dataset", "training images", "caption", "lora"],
+            inputs=[
+                io.Combo.Input(
+                    "folder",
+                    options=list_picture_folders(),
+                    tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
+                    "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
+                    "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
+                ),
+                io.String.Input(
+                    "caption_extension",
+                    default=".txt",
+                    optional=True,
+                    tooltip="The ending of the caption files: a.jpg takes a.txt. Change it if yours end otherwise, "
+                    "such as .caption.",
+                ),
+                io.Int.Input(
+                    "repeats",
+                    default=1,
+                    min=1,
+                    max=1000,
+                    optional=True,
+                    tooltip="How many times an epoch shows each picture of this folder. Raise it for a small folder "
+                    "that is chained with a large one.",
+                ),
+                io.String.Input(
+                    "trigger_words",
+                    default="",
+                    optional=True,
+                    tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave "
+                    "empty if your captions already hold them.",
+                ),
+                DatasetType.Input(
+                    "dataset",
+                    optional=True,
+                    tooltip="Another data set, whose pictures and clips come before these. Connect it to train on "
+                    "several folders.",
+                ),
+                io.Combo.Input(
+                    "control_folder",
+                    options=[NONE, *list_picture_folders()],
+                    default=NONE,
+                    optional=True,
+                    tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
+                    "before the edit. a.jpg takes a.png there, or a_0.png, a_1.png, … for several.",
+                ),
+            ],
+            outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder, control_folder=NONE):
+        return _readable(folder, _chosen(control_folder))
+
+    @classmethod
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, **kwargs):
+        if None in (folder, caption_extension, control_folder):  # linked: not known yet, so taken as changed
+            return float("nan")
+        try:
+            return folder_fingerprint(
+                resolve_folder(folder), caption_extension, control_folder=_control_folder(control_folder)
+            )
+        except ValueError as error:  # told to the user by execute
+            return str(error)
+
+    @classmethod
+    def execute(
+        cls,
+        folder,
+        caption_extension=".txt",
+        repeats=1,
+        trigger_words="",
+        dataset: Dataset | None = None,
+        control_folder=NONE,
+    ) -> io.NodeOutput:
+        scanned = scan_folder(
+            resolve_folder(folder),
+            caption_extension=caption_extension,
+            repeats=repeats,
+            trigger_words=trigger_words,
+            control_folder=_control_folder(control_folder),
+        )
+        return io.NodeOutput(scanned if dataset is None else dataset + scanned)
+
+
+class TesseraVideoFolder(io.ComfyNode):
+    """Clips with their captions from a folder of video files."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraVideoFolder",
+            display_name="Training Clips",
+            category="Tessera/data",
+            description="Clips to train a video model on, taken out of the video files of a folder, each file with a "
+            "caption in a text file of the same name beside it. Chain it with pictures and other folders through the "
+            "dataset input.",
+            search_aliases=["dataset", "training videos", "video", "wan", "caption", "lora"],
+            inputs=[
+                io.Combo.Input(
+                    "folder",
+                    options=list_film_folders(),
+                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders included. "
+                    "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
+                    "to be allowed in the file tessera.json in ComfyUI's user folder.",
+                ),
+                io.String.Input(
+                    "caption_extension",
+                    default=".txt",
+                    optional=True,
+                    tooltip="The ending of the caption files: a.mp4 takes a.txt. Change it if yours end otherwise, "
+                    "such as .caption.",
+                ),
+                io.Int.Input(
+                    "repeats",
+                    default=1,
+                    min=1,
+                    max=1000,
+                    optional=True,
+                    tooltip="How many times an epoch shows each clip of this folder. Raise it for a small folder that "
+                    "is chained with a large one.",
+                ),
+                io.String.Input(
+                    "target_frames",
+                    default="25",
+                    optional=True,
+                    tooltip="How many frames a clip has; several numbers with commas between them, such as 1, 25, 49, "
+                    "give clips of each. They are 4n + 1, as the VAE takes them; others are lowered to that. More "
+                    "frames show longer motion and take more memory and time.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=16.0,
+                    min=0.0,
+                    max=240.0,
+                    step=0.001,
+                    optional=True,
+                    tooltip="Frames per second of the clips, by leaving out or repeating frames: 16 for Wan 2.1 and "
+                    "2.2 14B, 24 for Wan 2.2 5B. 0 takes every frame as it is.",
+                ),
+                io.Combo.Input(
+                    "extraction",
+                    options=list(EXTRACTIONS),
+                    default=HEAD,
+                    optional=True,
+                    tooltip="Which clips are taken out of a file. head: its first frames. chunk: one after the other. "
+                    "slide: one every frame_stride frames. uniform: frame_sample of them, spread evenly. full: all "
+                    "frames up to max_frames as one clip, without regard to target_frames.",
+                ),
+                DatasetType.Input(
+                    "dataset",
+                    optional=True,
+                    tooltip="Another data set, whose pictures and clips come before these. Connect it to train on "
+                    "several folders.",
+                ),
+                io.String.Input(
+                    "trigger_words",
+                    default="",
+                    optional=True,
+                    tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave "
+                    "empty if your captions already hold them.",
+                ),
+                io.Int.Input(
+                    "frame_stride",
+                    default=10,
+                    min=1,
+                    max=100000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For slide: how many frames after one clip the next one starts, at the rate of fps. Lower "
+                    "it for more clips that overlap more.",
+                ),
+                io.Int.Input(
+                    "frame_sample",
+                    default=4,
+                    min=1,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For uniform: how many clips of each length are taken out of a file. Raise it for long "
+                    "files with much in them.",
+                ),
+                io.Int.Input(
+                    "max_frames",
+                    default=81,
+                    min=1,
+                    max=100000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For full: the most frames of a clip; longer files lose their end. Lower it if memory is "
+                    "short.",
+                ),
+            ],
+            outputs=[DatasetType.Output(display_name="dataset", tooltip="The clips and captions, not encoded yet.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder):
+        return _readable(folder)
+
+    @classmethod
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", **kwargs):
+        if folder is None or caption_extension is None:  # linked: not known yet, so taken as changed
+            return float("nan")
+        try:
+            return folder_fingerprint(resolve_folder(folder), caption_extension, CLIPS)
+        except ValueError as error:  # told to the user by execute
+            return str(error)
+
+    @classmethod
+    def execute(
+        cls,
+        folder,
+        caption_extension=".txt",
+        repeats=1,
+        target_frames="25",
+        fps=16.0,
+        extraction=HEAD,
+        dataset: Dataset | None = None,
+        trigger_words="",
+        frame_stride=10,
+        frame_sample=4,
+        max_frames=81,
+    ) -> io.NodeOutput:
+        frames, notes = parse_target_frames(target_frames)
+        scanned = scan_films(
+            resolve_folder(folder),
+            Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
+            caption_extension=caption_extension,
+            repeats=repeats,
+            trigger_words=trigger_words,
+        )
+        scanned = Dataset(scanned.entries, (*scanned.notes, *notes))
+        return io.NodeOutput(scanned if dataset is None else dataset + scanned)
+
+
+def _chosen(control_folder: str | None) -> str | None:
+    return None if control_folder in (None, "", NONE) else control_folder
+
+
+def _control_folder(control_folder: str | None) -> Path | None:
+    chosen = _chosen(control_folder)
+    return None if chosen is None else resolve_folder(chosen)
+
+
+def _readable(*folders: str | None) -> bool | str:
+    """Whether a workflow may read these folders, or why not. None is one that is linked: execute checks it."""
+    try:
+        for folder in folders:
+            if folder is not None:
+                resolve_folder(folder)
+    except ValueError as error:
+        return str(error)
+    return True

@@ -1,0 +1,253 @@
+"""From a video file to the frames of a clip, one decoded frame at a time: upright, cropped and scaled as pictures are.
+
+A frame is known by its time stamp, which the file tells without decoding. Decoding starts at the key frame before the
+clip and ends with its last frame, so an hour of film is never decoded whole, let alone held.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from av.video.reformatter import Colorspace, Interpolation
+from PIL import Image
+from torch import Tensor
+
+# A frame counts as shown at a time that lies at most this many seconds before its stamp: stamps of containers are
+# rounded to milliseconds.
+_SLACK = 0.0006
+# Codecs with packets that show no frame of their own: only decoding tells their frames.
+_HIDDEN_FRAMES = frozenset({"vp8"})
+# Video of at least this height that names no colour matrix is meant as BT.709, below as BT.601, which is also what
+# the decoder takes.
+_HD_LINES = 720
+_UNSPECIFIED = 2
+# Without these flags, which PyAV 16 lacks, colours come out up to three steps of 255 too dark.
+_EXACT = ("BILINEAR", "ACCURATE_RND", "FULL_CHR_H_INT")
+_CONVERSION = (
+    Interpolation["BILINEAR"] | Interpolation["ACCURATE_RND"] | Interpolation["FULL_CHR_H_INT"]
+    if all(name in Interpolation.__members__ for name in _EXACT)
+    else Interpolation["BILINEAR"]
+)
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """What planning needs of a video file.
+
+    digest: a name for its bytes. size: (height, width) in pixels when upright and with square pixels.
+    stamps: the time stamp of each frame, ascending, in units of `time_base` seconds. end: when the last frame ends.
+    """
+
+    digest: str
+    size: tuple[int, int]
+    stamps: tuple[int, ...]
+    end: int
+    time_base: Fraction
+
+    @property
+    def fps(self) -> float:
+        """Frames per second in the mean."""
+        return len(self.stamps) / float((self.end - self.stamps[0]) * self.time_base)
+
+    def frames_at(self, fps: float) -> list[int]:
+        """The stamps of the frames that are shown at `fps` frames per second, from the first one on; 0 takes all.
+
+        At a higher rate than the file's own, frames come more than once.
+        """
+        if fps == 0:
+            return list(self.stamps)
+        seconds = [float((stamp - self.stamps[0]) * self.time_base) for stamp in self.stamps]
+        length = float((self.end - self.stamps[0]) * self.time_base)
+        count = max(1, int(length * fps + fps * _SLACK))
+        return [self.stamps[bisect_right(seconds, index / fps + _SLACK) - 1] for index in range(count)]
+
+
+def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
+    """Read a video file's bytes and decode its first frame. Unchanged files (size and time) are read once per process.
+
+    name: what messages call it; its file name without one.
+    Raises ValueError if the file is no video.
+    """
+    name = name or path.name
+    with _named_errors(name):
+        stat = os.stat(path)
+    return _inspect(path, name, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> VideoFacts:
+    with _named_errors(name):
+        digest = _digest(path)
+        with _opened(path) as (container, stream):
+            stamps, end = _timeline(container, stream)
+        with _opened(path) as (container, stream):
+            first = next(container.decode(stream))
+            upright = _upright_size(first, stream.sample_aspect_ratio)
+        assert stream.time_base is not None
+        return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base)
+
+
+def _digest(path: Path) -> str:
+    digest = blake2b(digest_size=20)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError("it holds no video")
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        yield container, stream
+
+
+def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
+    """The stamps of all frames, ascending, and the end of the last one; from the packets, without decoding them."""
+    if stream.codec_context.name in _HIDDEN_FRAMES:
+        shown: Iterator[Any] = container.decode(stream)
+    else:
+        shown = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+    lengths: dict[int, int] = {}
+    for one in shown:
+        if one.pts is None:
+            raise ValueError("its frames have no time stamps; save it anew as MP4")
+        lengths[one.pts] = one.duration or 0
+    if not lengths:
+        raise ValueError("it holds no frames")
+    stamps = sorted(lengths)
+    steps = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+    usual = sorted(steps)[len(steps) // 2] if steps else max(1, round(1 / 24 / stream.time_base))
+    return stamps, stamps[-1] + (lengths[stamps[-1]] or usual)
+
+
+def load_clip(
+    path: Path,
+    facts: VideoFacts,
+    stamps: Sequence[int],
+    box: tuple[float, float, float, float],
+    height: int,
+    width: int,
+    *,
+    name: str | None = None,
+) -> Tensor:
+    """The frames with these stamps, each cut to `box` and scaled to `height` by `width`: float32, (T, H, W, 3), 0 to 1.
+
+    box: (left, top, right, bottom) in pixels of `facts.size`, fractions allowed. The filter is that of pictures
+    (Lanczos, antialiased); transparent parts show white.
+    At most two decoded frames are held at a time. Raises ValueError, naming the file, if it can't be decoded or was
+    changed since it was inspected.
+    """
+    name = name or path.name
+    with _named_errors(name):
+        stat = os.stat(path)
+    if _inspect(path, name, stat.st_size, stat.st_mtime_ns).digest != facts.digest:
+        raise ValueError(f"The clip {name!r} was changed while the data set was prepared; queue again.")
+    clip = torch.empty(len(stamps), height, width, 3)
+    with _named_errors(name):
+        for index, pixels in enumerate(_scaled(_shown(path, stamps), facts, box, height, width)):
+            clip[index] = torch.from_numpy(pixels)
+    return clip
+
+
+def _scaled(
+    frames: Iterator[Any], facts: VideoFacts, box: tuple[float, float, float, float], height: int, width: int
+) -> Iterator[np.ndarray]:
+    last: int | None = None
+    pixels = np.empty(0)
+    for frame in frames:
+        if frame.pts != last:  # a repeated frame is scaled once
+            pixels, last = _scale(_upright(frame), facts.size, box, height, width), frame.pts
+        del frame
+        yield pixels
+
+
+class _StartsLater(Exception):
+    """The first frame that was decoded comes after the one that is wanted."""
+
+
+def _shown(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
+    """For each of the stamps, which ascend, the frame that is on show: the last one with a stamp up to it."""
+    try:
+        with _opened(path) as (container, stream):
+            container.seek(stamps[0], stream=stream)
+            yield from _pick(container.decode(stream), stamps)
+    except _StartsLater:
+        # Files without an index, and GIF, seek to a later frame or to nowhere: such a one is decoded from its start.
+        with _opened(path) as (container, stream):
+            yield from _pick(container.decode(stream), stamps)
+
+
+def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
+    previous = next(frames, None)
+    if previous is None or previous.pts > stamps[0]:
+        raise _StartsLater
+    place = 0
+    for frame in frames:
+        while stamps[place] < frame.pts:
+            yield previous
+            place += 1
+            if place == len(stamps):
+                return
+        previous = frame
+    for stamp in stamps[place:]:
+        if stamp > previous.pts:
+            raise ValueError("it ends before its last frame")
+        yield previous
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """(H, W, 3), 0 to 255, turned as the file says."""
+    matrix = Colorspace.ITU709 if frame.colorspace == _UNSPECIFIED and frame.height >= _HD_LINES else None
+    if any(component.is_alpha for component in frame.format.components):
+        rgba = frame.to_ndarray(format="rgba", interpolation=_CONVERSION).astype(np.float32)
+        alpha = rgba[..., 3:] / 255
+        pixels = rgba[..., :3] * alpha + 255 * (1 - alpha)
+    else:
+        pixels = frame.to_ndarray(format="rgb24", src_colorspace=matrix, interpolation=_CONVERSION)
+    return np.rot90(pixels, _turns(frame))
+
+
+def _turns(frame: Any) -> int:
+    """Quarter turns, counterclockwise."""
+    return round(frame.rotation / 90) % 4
+
+
+def _upright_size(frame: Any, aspect: Fraction | None) -> tuple[int, int]:
+    height, width = frame.height, round(frame.width * float(aspect or 1))
+    return (width, height) if _turns(frame) % 2 else (height, width)
+
+
+def _scale(
+    pixels: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float], height: int, width: int
+) -> np.ndarray:
+    """Cut and scale one frame. Pixels that are not square make the frame narrower or wider than `size`."""
+    down, across = pixels.shape[0] / size[0], pixels.shape[1] / size[1]
+    own = (box[0] * across, box[1] * down, min(box[2] * across, pixels.shape[1]), min(box[3] * down, pixels.shape[0]))
+    planes = [Image.fromarray(np.ascontiguousarray(pixels[..., c], dtype=np.float32) / 255) for c in range(3)]
+    scaled = [np.asarray(p.resize((width, height), Image.Resampling.LANCZOS, box=own)) for p in planes]
+    return np.stack(scaled, axis=-1).clip(0.0, 1.0)
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (av.error.FFmpegError, OSError, ValueError, StopIteration, _StartsLater) as error:
+        told = isinstance(error, (OSError, ValueError)) and not isinstance(error, av.error.FFmpegError)
+        reason = error if told else "it is no video or is damaged"
+        fix = "save it again as MP4 (H.264), or take it out of the folder"
+        raise ValueError(f"The clip {name!r} can't be read ({reason}); {fix}.") from error

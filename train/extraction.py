@@ -1,0 +1,84 @@
+"""Which frames of a film become clips to train on: the ways and the names that musubi-tuner's users know."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
+# Video VAEs (Wan's) take the first frame by itself and four frames for each latent frame after it.
+FRAMES_PER_LATENT = 4
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How clips are taken out of a film.
+
+    target_frames: how many frames a clip has, each 4n + 1; a film gives clips of every one of them.
+    fps: frames per second of the clips, by dropping or repeating frames; 0 takes the film's own.
+    method: head (the first frames), chunk (one clip after the other), slide (a clip every `frame_stride` frames),
+        uniform (`frame_sample` clips spread evenly), full (all frames up to `max_frames`; no target_frames).
+    """
+
+    target_frames: tuple[int, ...] = (25,)
+    fps: float = 16.0
+    method: str = HEAD
+    frame_stride: int = 10
+    frame_sample: int = 4
+    max_frames: int = 81
+
+    def __post_init__(self) -> None:
+        if self.method not in EXTRACTIONS:
+            raise ValueError(f"extraction is {self.method!r}; choose one of {', '.join(EXTRACTIONS)}.")
+        if not 0 <= self.fps <= 1000:
+            raise ValueError(f"fps is {self.fps}; set it to frames per second, or to 0 to take each clip's own.")
+        for name in ("frame_stride", "frame_sample", "max_frames"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more.")
+        assert self.target_frames and all(whole_frames(count) == count for count in self.target_frames)
+
+    def windows(self, frames: int) -> list[tuple[int, int]]:
+        """(first frame, number of frames) of each clip that a film of `frames` frames gives; none where it is too
+        short."""
+        if self.method == FULL:
+            return [(0, whole_frames(min(frames, self.max_frames)))]
+        return [(start, count) for count in self.target_frames for start in self._starts(frames, count)]
+
+    def too_long(self, frames: int) -> list[int]:
+        """The target_frames that a film of `frames` frames has no clip of."""
+        return [] if self.method == FULL else [count for count in self.target_frames if count > frames]
+
+    def _starts(self, frames: int, count: int) -> Sequence[int]:
+        last = frames - count
+        if last < 0:
+            return []
+        if self.method == HEAD:
+            return [0]
+        if self.method == CHUNK:
+            return range(0, last + 1, count)
+        if self.method == SLIDE:
+            return range(0, last + 1, self.frame_stride)
+        return np.unique(np.linspace(0, last, self.frame_sample).astype(int)).tolist()
+
+
+def whole_frames(count: int) -> int:
+    """The most frames, 4n + 1, that `count` frames hold."""
+    return (count - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
+
+
+def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Read a list such as "1, 25, 49": the counts, ascending, each once, and a note where one had to be lowered."""
+    parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
+    if not parts or not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise ValueError(
+            f"target_frames is {text!r}; write the numbers of frames with commas between them, such as 1, 25, 49."
+        )
+    given = sorted({int(part) for part in parts})
+    lowered = [f"{count} to {whole_frames(count)}" for count in given if whole_frames(count) != count]
+    notes = (
+        (f"target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered {', '.join(lowered)}.",)
+        if lowered
+        else ()
+    )
+    return tuple(sorted({whole_frames(count) for count in given})), notes

@@ -1,0 +1,172 @@
+"""From files to what is trained on: each picture, and each clip that a film gives, with its size and its frames."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .clips import VideoFacts, inspect_video, load_clip
+from .dataset import Dataset, Film, Picture, shortlist
+from .extraction import whole_frames
+from .jobs import Interrupted, Progress
+from .pictures import inspect_picture, load_picture
+
+Box = tuple[float, float, float, float]
+
+
+class Pixels(Protocol):
+    """What can be encoded: a file's frames. size: (height, width) in pixels. key: names the content."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    @property
+    def frames(self) -> int: ...
+
+    @property
+    def key(self) -> Any: ...
+
+    def load(self, box: Box, height: int, width: int) -> Tensor:
+        """(frames, height, width, 3), float32, 0 to 1."""
+        ...
+
+    def first(self) -> "Pixels":
+        """The first frame by itself."""
+        ...
+
+
+@dataclass(frozen=True)
+class StillPixels:
+    path: Path
+    name: str
+    digest: str
+    size: tuple[int, int]
+    frames = 1
+
+    @property
+    def key(self) -> Any:
+        return self.digest
+
+    def load(self, box: Box, height: int, width: int) -> Tensor:
+        return load_picture(self.path, box, height, width, digest=self.digest, name=self.name)
+
+    def first(self) -> Pixels:
+        return self
+
+
+@dataclass(frozen=True)
+class ClipPixels:
+    path: Path
+    name: str
+    facts: VideoFacts
+    stamps: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.facts.size
+
+    @property
+    def frames(self) -> int:
+        return len(self.stamps)
+
+    @property
+    def key(self) -> Any:
+        return (self.facts.digest, self.stamps)
+
+    def load(self, box: Box, height: int, width: int) -> Tensor:
+        return load_clip(self.path, self.facts, self.stamps, box, height, width, name=self.name)
+
+    def first(self) -> Pixels:
+        return replace(self, stamps=self.stamps[:1])
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model."""
+
+    name: str
+    caption: str
+    repeats: int
+    pixels: Pixels
+    controls: tuple[Pixels, ...] = ()
+
+
+def find_items(
+    dataset: Dataset, progress: Progress, interrupted: Interrupted
+) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    """The items of a data set in its order, and notes; every file is looked at, none is decoded whole.
+
+    Raises ValueError for files that can't be read, and for films too short for any clip that is asked of them.
+    """
+    items: list[Item] = []
+    short: list[tuple[Film, int]] = []
+    lacking: dict[int, list[str]] = {}
+    slow: list[str] = []
+    what = "clips" if all(isinstance(entry, Film) for entry in dataset.entries) else "pictures"
+    for index, entry in enumerate(dataset.entries):
+        interrupted()
+        progress(index, len(dataset.entries), f"Reading {what}: {index} of {len(dataset.entries)}")
+        if isinstance(entry, Picture):
+            items.append(_picture(entry))
+            continue
+        facts = inspect_video(entry.path, entry.name)
+        shown = facts.frames_at(entry.extraction.fps)
+        windows = entry.extraction.windows(len(shown))
+        if not windows:
+            short.append((entry, len(shown)))
+        for count in entry.extraction.too_long(len(shown)) if windows else ():
+            lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
+        if facts.fps < entry.extraction.fps * 0.95:
+            slow.append(f"{entry.name} ({facts.fps:.4g})")
+        items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
+    if short:
+        raise ValueError(_too_short(short))
+    return tuple(items), (*_film_notes(lacking, slow), *_chunk_notes(dataset.entries))
+
+
+def _picture(picture: Picture) -> Item:
+    def pixels(path: Path, name: str) -> Pixels:
+        facts = inspect_picture(path, name)
+        return StillPixels(path, name, facts.digest, facts.size)
+
+    controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
+    return Item(picture.name, picture.caption, picture.repeats, pixels(picture.path, picture.name), controls)
+
+
+def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
+    of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
+    name = f"{film.name}, {of}"
+    return Item(name, film.caption, film.repeats, ClipPixels(film.path, name, facts, tuple(stamps)))
+
+
+def _too_short(short: list[tuple[Film, int]]) -> str:
+    film, frames = short[0]
+    asked = min(film.extraction.target_frames)
+    rate = f" at {film.extraction.fps:g} frames per second" if film.extraction.fps else ""
+    return (
+        f"Shorter than the {asked} frames asked for{rate}: "
+        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in short])}; put "
+        f"{whole_frames(min(frames for _, frames in short))} into target_frames (such as 1, 25), or take what is too "
+        f"short out of the folder."
+    )
+
+
+def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]:
+    for count, names in sorted(lacking.items()):
+        yield f"Without a clip of {count} frames, being shorter: {shortlist(names)}."
+    if slow:
+        yield (
+            f"Frames are repeated, as these have fewer per second than fps asks for: {shortlist(slow)}; set fps to 0 "
+            f"to take each as it is."
+        )
+
+
+def _chunk_notes(entries: Sequence[Picture | Film]) -> Iterator[str]:
+    films = [entry.extraction for entry in entries if isinstance(entry, Film)]
+    if any(of.method == "chunk" and 1 in of.target_frames for of in films):
+        yield "chunk with 1 in target_frames takes every frame of every clip as a picture."
