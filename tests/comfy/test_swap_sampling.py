@@ -101,3 +101,16 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
     resident, same = compile_model(tiny_flux, settings)
     assert same is branch and torch.equal(sample(resident, "flux"), picture)
     assert [region.how for region in branch.regions.values()][2:] == [settings.how()] * 2
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_step_copies_each_swapped_block_once_at_most(count: int, prefetch: int, tiny_flux: Any) -> None:
+    picture = sample(tiny_flux, "flux", steps=3)
+    swapped = swap_model(tiny_flux, dict(list(all_blocks(tiny_flux).items())[:count]), prefetch=prefetch, pinned=False)
+    assert torch.equal(sample(swapped, "flux", steps=3), picture)
+    ring, slots = swapped.swap.ring, min(prefetch + 1, count)
+    # The first step brings all; after that those whose slot no other block has taken since are there.
+    alone = sum(1 for slot in range(slots) if len(range(slot, count, slots)) == 1)
+    assert ring.copies == count + 2 * (count - alone)
+    assert ring.bytes_copied <= 3 * sum(layout.size for layout in swapped.swap.layouts)
