@@ -73,9 +73,14 @@ def selective_eager(run: Callable[..., Any], budget: float) -> Callable[..., Any
 
 def selective_compiled(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
     """A compiled `run` whose graphs keep the part `budget` of what the partitioner could keep, 0 to 1."""
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(functorch_config, "is_non_builtin_to_include"):
+        # Our own ops (attention, linears on stored weights) are weighed by their formulas too; else they count as free
+        # and are always computed again.
+        settings["is_non_builtin_to_include"] = True
 
     def run_budgeted(*args: Any) -> Any:
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(settings):
             return run(*args)
 
     return run_budgeted

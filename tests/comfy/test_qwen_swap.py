@@ -1,0 +1,105 @@
+"""Training Qwen-Image with blocks that stream from the host: the same bits, counted copies, no further graph."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.train.options import MemoryOptions
+from tiny.qwen_data import qwen_sample
+from tiny.runs import training_data
+from torch._dynamo.utils import counters
+
+BLOCKS, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep") / "qwen.safetensors"
+    return tiny.write_qwen_image(path, layers=BLOCKS, timestep_zero=True)
+
+
+def trained(path: Path, folder: Path, *, backend: str | None = None, **memory: Any) -> Any:
+    """A trainer that has made STEPS steps of two samples, whose captions differ in length."""
+    shapes = [(4, 4, 5), (2, 8, 60), (8, 2, 128)]
+    data = training_data(*(qwen_sample(f"sample {i}", *s, references=[(4, 6)]) for i, s in enumerate(shapes)))
+    trainer = tiny.make_trainer(
+        tiny.load_qwen_image(path),
+        data,
+        folder,
+        backend=backend,
+        batch_size=2,
+        steps=STEPS,
+        memory=MemoryOptions(**{"checkpointing": "none", **memory}),
+    )
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+def assert_same_run(swapped: Any, resident: Any) -> None:
+    assert swapped.progress.loss == resident.progress.loss
+    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
+        for a, b in zip(pair, other, strict=True):
+            assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+            assert torch.equal(a, b), name
+
+
+@pytest.fixture(scope="module")
+def resident(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Any] = {}
+
+    def of(mode: str) -> Any:
+        if mode not in made:
+            made[mode] = trained(deep, tmp_path_factory.mktemp("resident"), checkpointing=mode)
+        return made[mode]
+
+    return of
+
+
+CASES = [(count, prefetch, "none") for count in range(1, BLOCKS + 1) for prefetch in (1, 2)]
+CASES += [(3, 1, "selective"), (4, 2, "selective"), (3, 1, "full"), (4, 3, "full")]
+
+
+@pytest.mark.parametrize(("count", "prefetch", "mode"), CASES)
+def test_swapped_equals_resident_bit_for_bit(deep, resident, tmp_path, count, prefetch, mode):
+    plain = resident(mode)
+    swapped = trained(deep, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
+    assert_same_run(swapped, plain)
+    slots = min(prefetch + 1, count)
+    # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
+    assert swapped.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep, tmp_path, mode):
+    torch._dynamo.reset()
+    settings = {"backend": "aot_eager", "checkpointing": mode}
+    plain = trained(deep, tmp_path / "plain", **settings)
+    graphs = counters["stats"]["unique_graphs"]
+    swapped = trained(deep, tmp_path / "swapped", blocks_to_swap=3, **settings)
+    assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 1
+    assert_same_run(swapped, plain)
+
+
+def test_activations_may_wait_on_the_host(deep, resident, tmp_path):
+    offloaded = trained(deep, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
+    assert offloaded.runner.offload.bytes_in > 0
+    assert_same_run(offloaded, resident("full"))
+
+
+def test_the_masters_are_never_written_and_stay_the_models_own(deep, tmp_path):
+    model = tiny.load_qwen_image(deep)
+    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    memory = MemoryOptions(checkpointing="none", blocks_to_swap=BLOCKS)
+    data = training_data(qwen_sample("one", 4, 4))
+    trainer = tiny.make_trainer(model, data, tmp_path, steps=2, memory=memory)
+    trainer.run()
+    after = model.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    # The host holds the weights once: ComfyUI's modules point into the masters, the norms too.
+    held = {m.untyped_storage().data_ptr() for m in trainer.swap.ring.masters}
+    block = model.model.diffusion_model.transformer_blocks[1]
+    for tensor in (block.img_mlp.net[2].weight, block.txt_mod[1].bias, block.attn.norm_added_k.weight):
+        assert tensor.untyped_storage().data_ptr() in held
