@@ -82,6 +82,26 @@ def test_after_the_run_button_the_report_is_read_on_the_node(frontend, new_rende
     assert saved["TesseraCompileReport"] == [] and len(saved["TesseraCompileModel"]) == 8  # the report is no value
 
 
+@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
+    frontend.use_new_renderer(new_renderer)
+    frontend.drop(ui_text("flux_block_swap"))
+    frontend.use_tiny_encoders()
+    frontend.set_widgets(SMALL | {"TesseraLoadDiffusionModel": {"blocks_to_swap": 3}})
+    _, entry = frontend.run()
+    assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
+    assert frontend.faults() == {} and frontend.crashes == []
+    (note,) = entry["outputs"]["2"]["tessera"][0]["notes"]
+    assert note.startswith("Block swap: 3 of 4 blocks stream")
+    playwright.expect(frontend.page.get_by_text(note)).to_be_visible()
+    (loader,) = (
+        node["widgets_values"]
+        for node in frontend.page.evaluate("app.graph.serialize().nodes")
+        if node["type"] == "TesseraLoadDiffusionModel"
+    )
+    assert loader[2:] == [3, 1, "auto"]  # what is shown is no value
+
+
 def read_table(page: Any, calls: int) -> list[dict[str, Any]]:
     """The table that a person sees on the node, once it says that the first region was called so often."""
     shown = page.locator(".tessera-report table")
