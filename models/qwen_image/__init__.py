@@ -78,8 +78,15 @@ class QwenImage:
         if sample.frames > 1:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; Qwen-Image trains on pictures.")
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
-        return []
+    def notes(self, model: Any, text_lengths: Sequence[int], samples: Sequence[SampleFacts] = ()) -> list[str]:
+        """What a user should know about these samples on this model."""
+        alone = sum(not sample.references for sample in samples)
+        if self.variant(model) == "qwen-image" or not alone:
+            return []
+        return [
+            f"{alone} of {len(samples)} samples have no reference picture, and the model is Qwen-Image-Edit-2511, "
+            "which was trained to edit; give control pictures, or connect Qwen-Image to train on pictures alone."
+        ]
 
     def build(
         self,

@@ -13,7 +13,7 @@ from ...memory.residency import FrozenModule
 from ..attention import RaggedAttention
 from ..family import Block, ModelInputs, RunBlock
 from ..lora_linear import LoraLinear
-from ..math import modulate, rope, rotate
+from ..math import gate_parts, modulate, modulate_parts, rope, rotate
 
 Modulation = tuple[Tensor, Tensor, Tensor]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a row for the tokens of references."""
@@ -76,7 +76,7 @@ class Stream(nn.Module):
 
     def heads(self, x: Tensor, first: Modulation, own: int, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x: (B, T, D) → normalised q and k, and v, each (B, T, H, head)."""
-        x = modulated(x, first, own)
+        x = modulate_parts(x, first[0], first[1], own)
         q, k, v = (
             layer(x, masks.get(name)).unflatten(-1, (self.num_heads, -1))
             for name, layer in (("q", self.q), ("k", self.k), ("v", self.v))
@@ -86,25 +86,11 @@ class Stream(nn.Module):
     def after_attention(
         self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: dict[str, Tensor]
     ) -> Tensor:
-        x = gated(x, self.proj(attended, masks.get("proj")), first[2], own)
-        hidden = F.gelu(self.mlp_in(modulated(x, second, own), masks.get("mlp_in")), approximate="tanh")
-        return gated(x, self.mlp_out(hidden, masks.get("mlp_out")), second[2], own)
-
-
-def modulated(x: Tensor, modulation: Modulation, own: int) -> Tensor:
-    """Adaptive layer norm; the second row of the modulation, where there is one, is for the tokens from `own` on."""
-    shift, scale, _ = modulation
-    if shift.shape[1] == 1:
-        return modulate(x, shift, scale)
-    parts = (x[:, :own], shift[:, :1], scale[:, :1]), (x[:, own:], shift[:, 1:], scale[:, 1:])
-    return torch.cat([modulate(*part) for part in parts], dim=1)
-
-
-def gated(x: Tensor, y: Tensor, gate: Tensor, own: int) -> Tensor:
-    """x + gate·y, with rows as in `modulated`."""
-    if gate.shape[1] == 1:
-        return torch.addcmul(x, gate, y)
-    return x + torch.cat((y[:, :own] * gate[:, :1], y[:, own:] * gate[:, 1:]), dim=1)
+        x = gate_parts(x, self.proj(attended, masks.get("proj")), first[2], own)
+        hidden = F.gelu(
+            self.mlp_in(modulate_parts(x, second[0], second[1], own), masks.get("mlp_in")), approximate="tanh"
+        )
+        return gate_parts(x, self.mlp_out(hidden, masks.get("mlp_out")), second[2], own)
 
 
 class QwenBlock(Block):

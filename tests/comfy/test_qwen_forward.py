@@ -109,3 +109,28 @@ def test_variants_are_told_apart(files):
     for variant in ("qwen-image", "qwen-image-edit-2511"):
         model = tiny.load_qwen_image(files[variant]).model
         assert FAMILY.matches(model) and FAMILY.variant(model) == variant
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("width", ["tiny", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_it_says_the_same_at_full_width_and_in_bf16(tmp_path, width, dtype, bound):
+    """One layer of the real sizes, with references and timestep zero, in the dtypes that core runs it in."""
+    sizes = {"heads": 24, "head_size": 128, "text_dim": 3584} if width == "full" else {}
+    file = tiny.write_qwen_image(tmp_path / "qwen.safetensors", layers=1, timestep_zero=True, dtype=dtype, **sizes)
+    model = tiny.load_qwen_image(file, dtype)
+    if dtype != torch.float32:
+        model.set_model_compute_dtype(dtype)
+        model.model.manual_cast_dtype = dtype
+    text = sizes.get("text_dim", tiny.QWEN_TEXT_WIDTH)
+    samples = [
+        qwen_sample("wide", 8, 12, 20, references=[(10, 8), (12, 14)], text_width=text),
+        qwen_sample("tall", 16, 6, 50, references=[(8, 10), (14, 12)], text_width=text),
+    ]
+    expected = torch.stack([core_velocity(model, s, sigma) for s, sigma in zip(samples, SIGMAS, strict=False)])
+    found = our_velocity(model, [noisy(s) for s in samples])
+    assert found.dtype == dtype and model.model.get_dtype_inference() == dtype
+    assert relative(found.float(), expected.float()) < bound

@@ -17,7 +17,7 @@ def qwen_sample(
     references: Sequence[tuple[int, int]] = (),
     method: str | None = None,
     tokens: int | None = None,
-    scale: float = 1.0,
+    text_width: int = QWEN_TEXT_WIDTH,
 ) -> Any:
     """A sample of height x width tokens whose numbers are a function of its name. references: (height, width) of each
     in latent cells. The caption is padded as the family does."""
@@ -30,9 +30,7 @@ def qwen_sample(
         return torch.randn(*shape, generator=generator)
 
     conditioning: dict[str, Any] = {}
-    tensors = SampleTensors(
-        scale * normal(16, 1, 2 * height, 2 * width), normal(1, text_length, QWEN_TEXT_WIDTH), conditioning
-    )
+    tensors = SampleTensors(normal(16, 1, 2 * height, 2 * width), normal(1, text_length, text_width), conditioning)
     if references:
         conditioning["reference_latents"] = [normal(1, 16, 1, *side) for side in references]
     if method is not None:
