@@ -86,7 +86,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     numbers = {f"{name}.{i}": block for name, members in lists.items() for i, block in enumerate(members)}
     prefetch, notes = settings.prefetch_blocks, []
     if settings.blocks_to_swap == -1:
-        fitting = _fit(clone, numbers, order, prefetch)
+        fitting = _fit(clone, numbers, order, max(1, prefetch))
         chosen = fitting.swapped
         notes += _said(fitting.text)
     else:

@@ -10,6 +10,7 @@ from tessera.memory.block_swap import frozen_modules
 from tessera.memory.flat import Layout
 from tessera.train.options import MemoryOptions
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCKS = 6  # three double and three single ones
 STEPS = 3
@@ -70,6 +71,12 @@ def test_swapped_equals_resident_bit_for_bit(deep_flux, resident, tmp_path, coun
     assert swapped.swap.held_bytes() == slots * max(layout.size for layout in swapped.swap.layouts)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_batch_of_three_is_the_same_too(deep_flux, resident, tmp_path, checkpointing) -> None:
+    plain = resident(checkpointing=checkpointing, batch=3)
+    assert_same_run(trained(deep_flux, tmp_path, checkpointing=checkpointing, batch=3, blocks_to_swap=5), plain)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, batch, checkpointing) -> None:
@@ -82,6 +89,21 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, 
     assert_same_run(swapped, plain)
 
 
+class Writes(TorchDispatchMode):
+    """Which memory each copy goes into, and out of which it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: list[int] = []
+        self.out_of: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.into.append(args[0].untyped_storage().data_ptr())
+            self.out_of.append(args[1].untyped_storage().data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
 def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, tmp_path: Path) -> None:
     model = tiny.load_flux(deep_flux)
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
@@ -90,7 +112,15 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
         model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
     )
     masters = [master.clone() for master in trainer.swap.ring.masters]
-    trainer.run()
+    with Writes() as writes:
+        trainer.run()
+    homes = {master.untyped_storage().data_ptr() for master in trainer.swap.ring.masters}
+    slots = {slot.untyped_storage().data_ptr() for slot in trainer.swap.ring.slots}
+    # What is written are slots, out of masters, and no master is, not even with what it holds.
+    assert not homes & set(writes.into)
+    assert [(into in slots) for into, out_of in zip(writes.into, writes.out_of, strict=True) if out_of in homes] == [
+        True
+    ] * trainer.swap.ring.copies
     assert all(torch.equal(a, b) for a, b in zip(masters, trainer.swap.ring.masters, strict=True))
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

@@ -86,3 +86,30 @@ def test_bad_input_is_one_sentence(flux: Any) -> None:
     once, _ = swap(flux, SwapSettings(1))
     with pytest.raises(ValueError, match="block swap on it already"):
         TesseraBlockSwap.execute(once, 1, 1, "auto")
+
+
+def test_a_model_without_blocks_goes_on_as_it_is_with_one_sentence(flux: Any) -> None:
+    picture = sample(flux, "flux")
+    other = flux.clone()
+    other.add_object_patch("diffusion_model", torch.nn.Linear(2, 2))
+    out = TesseraBlockSwap.execute(other, -1, 1, "auto")
+    assert type(out.args[0]) is type(flux)
+    assert out.ui["tessera"][0]["notes"] == ["Nothing is swapped: no list of like blocks was found in this model."]
+    assert torch.equal(sample(flux, "flux"), picture)
+
+
+@pytest.mark.parametrize("blocks", [-1, 3])
+def test_a_prefetch_of_none_is_said_and_one_is_taken(flux: Any, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    picture = sample(flux, "flux")
+    room = flux.model_size() * 8 // 10 + int(flux.memory_required([1, 16, 128, 128]))
+    room += int(comfy.model_management.extra_reserved_memory())
+    with monkeypatch.context() as small:
+        small.setattr(comfy.model_management, "current_loaded_models", [])
+        small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
+        out = TesseraBlockSwap.execute(flux, blocks, 0, "auto")
+    swapped, notes = out.args[0], out.ui["tessera"][0]["notes"]
+    assert notes[-1] == "prefetch_blocks is 0; one block has to be copied ahead, so 1 is taken."
+    assert swapped.swap.prefetch == 1
+    if blocks == -1:
+        assert swapped.model_size() <= flux.model_size() * 8 // 10
+    assert torch.equal(sample(swapped, "flux"), picture)
