@@ -77,7 +77,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         # for, would load the file a second time.
         model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=blocks_to_swap != 0)
         if blocks_to_swap == 0:
-            return io.NodeOutput(model)
+            return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 

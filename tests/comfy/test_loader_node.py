@@ -34,7 +34,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool, tmp_path: Path, load) -> None:
     path = tiny.write_flux(tmp_path / "flux.safetensors", fp8=scaled)
-    ours, out = load(path).args[0], load(path, blocks_to_swap=4)
+    whole, out = load(path), load(path, blocks_to_swap=4)
+    ours = whole.args[0]
+    assert whole.ui == {"tessera": [{"notes": []}]}
     with torch.inference_mode():
         cores = tiny.load_flux(path)
     assert type(ours) is type(cores) and swap_settings_of(ours) is None
