@@ -1,6 +1,7 @@
 """LoRA files: the same update in the names and layouts that ComfyUI, kohya's scripts and diffusers read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from .atomic_write import write_atomically
 from .lora_model import ALPHA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 from .metadata import for_file
-from .names import table_of
+from .names import NameTable
 
 FORMATS = ("kohya", "comfyui", "diffusers")
+Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]
+"""(LoRA, flat name, the tensors of that module by suffix) → the tensors under a format's names."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -29,8 +32,9 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
         raise ValueError(f"format is {format!r}; choose one of {', '.join(FORMATS)}.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
-    layout = {"kohya": _kohya, "comfyui": _comfyui, "diffusers": _diffusers}[format]
     model = normalised(lora)
+    layouts: dict[str, Layout] = {"kohya": _kohya, "comfyui": _comfyui, "diffusers": partial(_diffusers, model.table())}
+    layout = layouts[format]
     tensors: dict[str, Tensor] = {}
     for flat, parts in model.parts().items():
         tensors.update(layout(model, flat, parts))
@@ -72,9 +76,8 @@ def _comfyui(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[s
     return {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": module.scaled_up, **others}
 
 
-def _diffusers(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     name = _native(model, flat, "diffusers")
-    table = table_of(name)
     targets = table.diffusers(name) if table else ()
     module = low_rank(parts)
     if module is None or not set(parts) <= {DOWN, UP, ALPHA}:

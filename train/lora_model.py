@@ -1,12 +1,13 @@
 """LORA_MODEL: what the trainer hands to the graph, and what other nodes may hand to us."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .names import flat_name, native_name
+from .names import NameTable, flat_name, native_name, table_of
 
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
@@ -76,10 +77,25 @@ class LoraModel(dict[str, Tensor]):
         """The native module name behind a flat one, or None where it can't be told."""
         return self.names.get(flat) or native_name(flat)
 
+    def table(self) -> NameTable | None:
+        """The names of the family that the LoRA is of; None where that can't be told."""
+        modules = {flat: low_rank(parts) for flat, parts in self.parts().items()}
+        shapes = {flat: (len(m.up), m.down.shape[1]) if m else None for flat, m in modules.items()}
+        return table_of(shapes, _family(self.metadata))
+
     def modules(self) -> dict[str, LowRank]:
         """The low-rank updates by native module name; what is not low-rank, or of unknown name, is left out."""
         named = ((self.name(flat), low_rank(parts)) for flat, parts in self.parts().items())
         return {name: module for name, module in named if name and module}
+
+
+def _family(metadata: Mapping[str, str]) -> str:
+    """The family that a LoRA of ours says it was trained on, empty where it says nothing."""
+    try:
+        settings = json.loads(metadata.get("tessera", ""))
+    except ValueError:
+        return ""
+    return str(settings.get("family", "")) if isinstance(settings, dict) else ""
 
 
 def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.train.atomic_write import write_atomically
 from tessera.train.formats import LoraModel, LowRank, convert, normalised, save_lora
-from tessera.train.names import FLUX, flat_name
-from tessera.train.names.flux import TO_DIFFUSERS
+from tessera.train.names import FLUX, FLUX2, flat_name
 
 RANK, ALPHA, HIDDEN = 4, 3.3, 8
 
@@ -32,11 +31,40 @@ def product(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[f"{name}.lora_B.weight"].double() @ tensors[f"{name}.lora_A.weight"].double()
 
 
-def test_every_flux_module_name_comes_back_from_its_flat_form():
-    names = [name.format(17) for name in TO_DIFFUSERS]
-    assert [FLUX.native(flat_name(name)) for name in names] == names
-    assert FLUX.native("double_blocks_0_img_attn") is None
-    assert FLUX.native("blocks_0_self_attn_q") is None
+@pytest.mark.parametrize("table", [FLUX, FLUX2], ids=["flux", "flux2"])
+def test_every_flux_module_name_comes_back_from_its_flat_form(table):
+    names = [name.format(17) for name in table.to_diffusers]
+    assert [table.native(flat_name(name)) for name in names] == names
+    assert table.native("double_blocks_0_img_attn") is None
+    assert table.native("blocks_0_self_attn_q") is None
+
+
+def test_flux1_and_flux2_are_told_apart_by_shapes_and_names_and_by_what_the_lora_says():
+    attention, outer = module(3 * HIDDEN), module(HIDDEN, 32)
+    flux1 = {"double_blocks.0.img_attn.qkv": attention, "single_blocks.3.linear1": module(7 * HIDDEN)}
+    flux2 = {"double_blocks.0.img_attn.qkv": attention, "single_blocks.3.linear1": module(9 * HIDDEN)}
+    modulated = {"double_stream_modulation_img.lin": module(6 * HIDDEN), "time_in.in_layer": outer}
+    for modules, table in ((flux1, FLUX), (flux2, FLUX2), (modulated, FLUX2), ({"time_in.in_layer": outer}, FLUX)):
+        assert LoraModel.from_modules(modules).table() is table
+    said = {"tessera": json.dumps({"family": "flux2"})}
+    assert LoraModel.from_modules({"time_in.in_layer": outer}, said).table() is FLUX2
+    for odd in ("", "no json", "[]", json.dumps({"family": "another"})):
+        assert LoraModel.from_modules(flux1, {"tessera": odd}).table() is FLUX
+    tensors = convert(LoraModel.from_modules(flux2), "diffusers")
+    assert "transformer.single_transformer_blocks.3.attn.to_qkv_mlp_proj.lora_B.weight" in tensors
+    assert "transformer.transformer_blocks.0.attn.to_v.lora_B.weight" in tensors
+
+
+def test_flux2s_single_blocks_stay_whole_and_its_last_modulation_is_swapped_for_diffusers():
+    joint, last = module(9 * HIDDEN), module(2 * HIDDEN)
+    modules = {"single_blocks.7.linear1": joint, "final_layer.adaLN_modulation.1": last}
+    tensors = convert(LoraModel.from_modules(modules), "diffusers")
+    assert len(tensors) == 4
+    fused = product(tensors, "transformer.single_transformer_blocks.7.attn.to_qkv_mlp_proj")
+    torch.testing.assert_close(fused, delta(joint), rtol=1e-6, atol=1e-6)
+    shift, scale = delta(last).chunk(2)
+    found = product(tensors, "transformer.norm_out.linear")
+    torch.testing.assert_close(found, torch.cat((scale, shift)), rtol=1e-6, atol=1e-6)
 
 
 def test_a_lora_has_kohyas_keys_and_contiguous_tensors():
@@ -149,8 +177,8 @@ def test_updates_of_other_kinds_keep_their_tensors_in_comfyuis_formats():
 
 def test_names_of_another_family_are_kept_where_they_were_known():
     part = module(HIDDEN)
-    lora = LoraModel.from_modules({"blocks.0.self_attn.q": part})
-    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in convert(lora, "comfyui")
+    lora = LoraModel.from_modules({"layers.0.attention.qkv": part})
+    assert "diffusion_model.layers.0.attention.qkv.lora_A.weight" in convert(lora, "comfyui")
     with pytest.raises(ValueError, match="choose kohya or comfyui"):
         convert(lora, "diffusers")
     with pytest.raises(ValueError, match="choose kohya"):

@@ -1,13 +1,14 @@
 """The names of every family's modules."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from .flux import FLUX
+from .flux2 import FLUX2
 from .qwen_image import QWEN_IMAGE
-from .table import NameTable, flat_name
+from .table import NameTable, Shape, flat_name
 from .wan import WAN
 
-TABLES: tuple[NameTable, ...] = (FLUX, QWEN_IMAGE, WAN)
+TABLES: tuple[NameTable, ...] = (FLUX, FLUX2, QWEN_IMAGE, WAN)
 
 
 def native_name(flat: str) -> str | None:
@@ -15,13 +16,22 @@ def native_name(flat: str) -> str | None:
     return next((name for table in TABLES if (name := table.native(flat)) is not None), None)
 
 
-def table_of(name: str, others: Collection[str] = ()) -> NameTable | None:
-    """The names of the family that has a module of this native name, and most of the `others` of its LoRA (flat names):
-    img_in is the name of a module in several families."""
-    having = [table for table in TABLES if table.native(flat_name(name)) is not None]
-    if len(having) < 2:
-        return having[0] if having else None
-    return max(having, key=lambda table: sum(table.native(other) is not None for other in others))
+def table_of(modules: Mapping[str, Shape | None], family: str = "") -> NameTable | None:
+    """The names of the family that a LoRA is of: that which it says itself, else the one that has most of its modules,
+    and them in their shapes; None where no family has any of them.
+
+    modules: the shapes of the weights, as far as they are known, by flat name; img_in is a module in several families.
+    """
+
+    def known(table: NameTable) -> int:
+        return sum(table.native(flat) is not None for flat in modules)
+
+    def rank(table: NameTable) -> tuple[bool, int, int]:
+        fitting = sum(shape is not None and table.fits(flat, shape) for flat, shape in modules.items())
+        return table.family == family, known(table), fitting
+
+    having = [table for table in TABLES if known(table)]
+    return max(having, key=rank) if having else None
 
 
-__all__ = ["FLUX", "QWEN_IMAGE", "TABLES", "WAN", "NameTable", "flat_name", "native_name", "table_of"]
+__all__ = ["FLUX", "FLUX2", "QWEN_IMAGE", "TABLES", "WAN", "NameTable", "flat_name", "native_name", "table_of"]

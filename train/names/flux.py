@@ -2,18 +2,8 @@
 
 from .table import NameTable
 
-# The layout is that of diffusers' scripts/convert_flux_to_diffusers.py.
-TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
-    "img_in": ("x_embedder",),
-    "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
-    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
-    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
-    "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
-    "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
+# The attention of double blocks is called alike in FLUX.1 and FLUX.2.
+ATTENTION: dict[str, tuple[str, ...]] = {
     "double_blocks.{}.img_attn.qkv": (
         "transformer_blocks.{}.attn.to_q",
         "transformer_blocks.{}.attn.to_k",
@@ -26,6 +16,21 @@ TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     ),
     "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
     "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+}
+
+# The layout is that of diffusers' scripts/convert_flux_to_diffusers.py.
+TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
+    "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
+    **ATTENTION,
     "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.net.0.proj",),
     "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.net.2",),
     "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.net.0.proj",),
@@ -43,7 +48,7 @@ TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
 }
 
 # Modules without a matrix: other trainers store differences of their weights.
-_NORMS = (
+NORMS = (
     "double_blocks.{}.img_attn.norm.query_norm",
     "double_blocks.{}.img_attn.norm.key_norm",
     "double_blocks.{}.txt_attn.norm.query_norm",
@@ -60,4 +65,13 @@ def _rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
 
 
 # The native modulation of the last layer gives (shift, scale), diffusers' gives (scale, shift).
-FLUX = NameTable("flux", TO_DIFFUSERS, _NORMS, _rows, frozenset({"final_layer.adaLN_modulation.1"}))
+HALVES_SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
+PROPORTIONS = {
+    "double_blocks.{}.img_mlp.0": (4, 1),
+    "double_blocks.{}.img_mlp.2": (1, 4),
+    "double_blocks.{}.txt_mlp.0": (4, 1),
+    "double_blocks.{}.txt_mlp.2": (1, 4),
+    "single_blocks.{}.linear1": (3 + 4, 1),
+    "single_blocks.{}.linear2": (1, 1 + 4),
+}
+FLUX = NameTable("flux", TO_DIFFUSERS, NORMS, _rows, HALVES_SWAPPED, PROPORTIONS)

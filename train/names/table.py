@@ -10,6 +10,10 @@ def flat_name(name: str) -> str:
     return name.replace(".", "_")
 
 
+Shape = tuple[int, int]
+"""Rows and columns of a native weight."""
+
+
 def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
     """All parts of a fused module are of one size."""
     return [rows // parts] * parts
@@ -24,6 +28,8 @@ class NameTable:
     others: modules that may carry a difference but have no matrix, or no place in diffusers.
     rows: (native name, parts, rows, columns of the native weight) -> how many rows each diffusers module takes.
     halves_swapped: native names whose two halves of rows diffusers holds the other way round.
+    proportions: the shape of a module's weight in units of the hidden size, where it tells the family from another with
+        a module of that name.
     """
 
     family: str
@@ -31,6 +37,7 @@ class NameTable:
     others: tuple[str, ...] = ()
     rows: Callable[[str, int, int, int], list[int]] = equal_rows
     halves_swapped: frozenset[str] = frozenset()
+    proportions: Mapping[str, Shape] = field(default_factory=dict)
     _flat: dict[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +50,14 @@ class NameTable:
             if match := re.fullmatch(pattern, flat):
                 return template.format(*match.groups())
         return None
+
+    def fits(self, flat: str, shape: Shape) -> bool:
+        """Whether a weight of this shape may be that of the module."""
+        name = self.native(flat)
+        if name is None:
+            return False
+        rows, columns = self.proportions.get(self.template(name), shape)
+        return rows * shape[1] == columns * shape[0]
 
     def template(self, name: str) -> str:
         """A native name with the number of its block as "{}"."""
