@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 from comfy_server import ComfyServer
+from PIL import Image
 from tessera_dev import find_chromium, find_comfyui
 
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
@@ -25,6 +26,19 @@ MODELS = {
     "text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors": tiny.write_qwen,
     "vae/qwen_image_vae.safetensors": tiny.write_wan_vae,
 }
+# Of these it is enough that they are there.
+NAMED = [
+    "diffusion_models/wan2.1_i2v_480p_14B_fp16.safetensors",
+    "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
+    "diffusion_models/wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
+    "diffusion_models/qwen_image_edit_2509_fp8_e4m3fn.safetensors",
+    "diffusion_models/flux1-dev-kontext_fp8_scaled.safetensors",
+    "diffusion_models/flux-2-klein-base-4b.safetensors",
+    "clip_vision/clip_vision_h.safetensors",
+    "text_encoders/qwen_3_4b.safetensors",
+    "vae/flux2-vae.safetensors",
+]
+FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]
 
 READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.TesseraTrainLora)"
 # It shows the workflow that it begins with, and the mask of its start is gone: a file that is dropped while the mask
@@ -125,6 +139,12 @@ def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     for path, write in MODELS.items():
         (file := base / "models" / path).parent.mkdir(parents=True, exist_ok=True)
         write(file)
+    for path in NAMED:
+        (file := base / "models" / path).parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for folder in FOLDERS:
+        (base / "input" / folder).mkdir(parents=True)
+    Image.new("RGB", (64, 64), "teal").save(base / "input" / "example.png")  # which ComfyUI brings
     settings = base / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
     # Else the frontend greets with its templates, and opens what the page before had open.

@@ -27,7 +27,7 @@ SMALL = {
 @pytest.fixture(scope="module", autouse=True)
 def pictures(comfyui: ComfyServer) -> None:
     folder = comfyui.base / "input" / "my_pictures"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for number, size in enumerate([(320, 200), (200, 320), (256, 256), (360, 180)]):
         ramp = Image.linear_gradient("L").rotate(90 * number).resize(size)
         Image.merge("RGB", [ramp, ramp.transpose(Image.Transpose.FLIP_TOP_BOTTOM), ramp]).save(folder / f"{number}.png")

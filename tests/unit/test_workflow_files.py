@@ -9,6 +9,9 @@ from PIL import Image
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
+SWAPPED = [
+    f"{name}.json" for name in ("flux_block_swap", "everything_at_once", "wan22_two_experts_lora", "wan_i2v_lora")
+]
 COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
 
@@ -32,7 +35,7 @@ def prompt_of(workflow: dict[str, Any]) -> dict[str, Any]:
         for slot in node["inputs"]:
             if "widget" in slot:
                 inputs[slot["name"]] = next(values)
-                if slot["name"] == "seed":
+                if slot["name"] in ("seed", "noise_seed"):
                     assert next(values) in ("fixed", "randomize")  # the widget below it, which is no input
             if slot["link"] is not None:
                 inputs[slot["name"]] = origins[slot["link"]]
@@ -49,7 +52,7 @@ def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_fold
     assert named and named == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
-        assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
+        assert model["directory"] in ("diffusion_models", "text_encoders", "vae", "clip_vision")
 
 
 @pytest.mark.parametrize("name", UI)
@@ -87,15 +90,18 @@ def test_links_nodes_and_slots_agree_with_one_another(name):
     assert {n for node in nodes.values() for slot in node["outputs"] for n in slot["links"] or ()} == numbers
 
 
-def test_there_is_a_workflow_to_share_for_training_for_block_swap_and_to_compile_each_family():
-    compiling = ["flux_compile.json", "qwen_image_compile.json", "wan_compile.json"]
-    assert UI == sorted(["flux_block_swap.json", "flux_lora.json", *compiling])
+def test_there_is_a_workflow_to_share_for_everything():
+    compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
+    training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "wan_t2v_lora"]
+    training += ["wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once"]
+    assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", *compiling, *training])
 
 
 @pytest.mark.parametrize("name", UI)
 def test_block_swap_is_on_where_the_workflow_is_about_it(name):
-    (inputs,) = (n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel")
-    assert inputs["blocks_to_swap"] == (-1 if name == "flux_block_swap.json" else 0)
+    loaders = [n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel"]
+    assert len(loaders) == (2 if name == "wan22_two_experts_lora.json" else 1)
+    assert {inputs["blocks_to_swap"] for inputs in loaders} == {-1 if name in SWAPPED else 0}
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -1,0 +1,24 @@
+"""The workflows that train Wan, Qwen-Image, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a fault and
+equal their API form."""
+
+import json
+
+import pytest
+from comfy_server import PACK
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+NAMES = ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "qwen_image_lora", "qwen_edit_lora"]
+NAMES += ["flux_kontext_lora", "flux2_lora", "everything_at_once"]
+
+
+def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):
+    for name in NAMES:
+        frontend.drop((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+        assert frontend.faults() == {}, name
+        api = json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+        for prompt in (shown := frontend.prompt(), api):
+            for node in prompt.values():
+                node.pop("_meta")
+        assert shown == api, name
+    assert frontend.crashes == []
