@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .flat import Layout, empty_bytes, trim_heap
 from .masters import SMALL_PART
+from .page_locked import unlock
 from .residency import FrozenModule
 from .slot_ring import SlotRing
 
@@ -58,10 +59,12 @@ class BlockSwap:
         self.ring.release()
 
     def end(self) -> None:
-        """The MODEL's own weights leave the buffers that hold others too, patched or cast ones, which are let go so."""
+        """Leaves the MODEL its own weights and no more, in ordinary memory: they leave the buffers that hold others too,
+        patched or cast ones, which go then."""
         for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
             foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
             master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
+            unlock(master)
             if foreign < layout.size // SMALL_PART:
                 continue
             modules = frozen_modules(block)

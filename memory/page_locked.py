@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import sys
 from typing import Any
+from weakref import WeakValueDictionary
 
 import comfy.model_management
 import torch
@@ -32,7 +33,14 @@ def page_locked(size: int) -> Tensor:
         comfy.model_management.discard_cuda_async_error()
         raise RuntimeError(f"CUDA refuses to register it ({error})")
     mapping.address, mapping.device = buffer.data_ptr(), torch.cuda.current_device()
+    _registered[mapping.address] = mapping
     return buffer
+
+
+def unlock(buffer: Tensor) -> None:
+    """The memory of a tensor over such a buffer stays, but is page-locked no longer."""
+    if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
+        mapping.unlock()
 
 
 def _cudart() -> Any:
@@ -45,9 +53,15 @@ class _Registered(mmap.mmap):
     address: int | None = None
     device = 0
 
-    def __del__(self) -> None:
-        if self.address is None:
-            return
-        with contextlib.suppress(Exception):  # the interpreter may be on its way out
+    def unlock(self) -> None:
+        address, self.address = self.address, None
+        if address is not None:
             torch.cuda.synchronize(self.device)  # nothing may be copying still
-            _cudart().cudaHostUnregister(self.address)
+            _cudart().cudaHostUnregister(address)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be on its way out
+            self.unlock()
+
+
+_registered: "WeakValueDictionary[int, _Registered]" = WeakValueDictionary()

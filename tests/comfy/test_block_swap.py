@@ -130,6 +130,22 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     assert weight.untyped_storage().data_ptr() in held
 
 
+def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from tessera.memory import block_swap
+
+    unlocked: list[int] = []
+    monkeypatch.setattr(block_swap, "unlock", lambda flat: unlocked.append(flat.untyped_storage().data_ptr()))
+    model = tiny.load_flux(deep_flux)
+    trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    homes = [master.untyped_storage().data_ptr() for master in trainer.swap.ring.masters]
+    trainer.run()
+    assert unlocked == []
+    trainer.close()
+    assert unlocked == homes
+    held = model.model.diffusion_model.single_blocks[1].linear1.weight
+    assert held.untyped_storage().data_ptr() in homes  # where the weights are all its own, no copy is made
+
+
 def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Path) -> None:
     import comfy.model_management
 

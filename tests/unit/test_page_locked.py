@@ -10,7 +10,7 @@ import pytest
 import torch
 from tessera.memory import page_locked as module
 from tessera.memory.flat import Layout, empty_bytes
-from tessera.memory.page_locked import page_locked
+from tessera.memory.page_locked import page_locked, unlock
 from tessera.memory.pinning import host_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own allocator is taken")
@@ -78,6 +78,20 @@ def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Reg
     del parameter
     gc.collect()
     assert len(registry.ended) == 1 and registry.locked == {}
+
+
+def test_it_can_be_unlocked_before_it_goes(registry: Registry) -> None:
+    flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
+    unlock(torch.zeros(3))  # ordinary memory
+    assert len(registry.locked) == 1
+    unlock(flat[100:200])
+    assert registry.locked == {} and len(registry.ended) == 1
+    flat.fill_(7)
+    assert int(flat[-1]) == 7
+    unlock(flat)
+    del flat
+    gc.collect()
+    assert len(registry.ended) == 1
 
 
 def test_where_cuda_refuses_plain_memory_is_taken_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:
