@@ -59,8 +59,8 @@ class BlockSwap:
         self.ring.release()
 
     def end(self) -> None:
-        """Leaves the MODEL its own weights and no more, in ordinary memory: they leave the buffers that hold others too,
-        patched or cast ones, which go then."""
+        """Leaves the MODEL its own weights, in ordinary memory, and no more: they leave the buffers that hold others
+        too, patched or cast ones, which go then."""
         for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
             foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
             master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)

@@ -40,7 +40,8 @@ def page_locked(size: int) -> Tensor:
 def unlock(buffer: Tensor) -> None:
     """The memory of a tensor over such a buffer stays, but is page-locked no longer."""
     if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
-        mapping.unlock()
+        with contextlib.suppress(RuntimeError):  # where CUDA itself has broken down, what ended the run is told
+            mapping.unlock()
 
 
 def _cudart() -> Any:
