@@ -80,7 +80,8 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
     """
     encoded = clip.encode_from_tokens(caption.tokens, return_dict=True)
     if encoded.get("attention_mask") is not None and "attention_mask" not in policy.outputs(caption.length):
-        pad = clip.tokenizer.decode([_pad(clip)])
+        tokenizer = getattr(clip.tokenizer, clip.tokenizer.clip)
+        pad = tokenizer.inv_vocab[tokenizer.pad_token]
         raise ValueError(
             f"A caption holds the text {pad!r}, at which {policy.family}'s text encoder stops; remove it from the "
             f"caption files."
@@ -118,7 +119,3 @@ def _seen(picture: Tensor, style: str) -> Tensor:
 
 def _tokens(tokens: CaptionTokens) -> int:
     return sum(len(pairs) for pairs in next(iter(tokens.tokens.values())))
-
-
-def _pad(clip: Any) -> int:
-    return getattr(clip.tokenizer, clip.tokenizer.clip).pad_token

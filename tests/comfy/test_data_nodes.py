@@ -7,11 +7,14 @@ from pathlib import Path
 import folder_paths
 import numpy as np
 import pytest
+import tiny
 import torch
 from PIL import Image
 from tessera.nodes import data, settings
 from tessera.train.data import TrainingData
-from tessera.train.dataset import Dataset
+from tessera.train.dataset import Dataset, Picture
+from tessera.train.extraction import Extraction
+from tiny.films import write_film
 
 
 @pytest.fixture
@@ -138,6 +141,29 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
         settings.resolve_folder("input/gone")
 
 
+def test_folders_with_video_files_are_offered_to_training_clips_and_others_refused(home):
+    put_pictures(home / "input" / "pictures")
+    for name in ("films/inner", "both"):
+        (home / "input" / name).mkdir(parents=True)
+        (home / "input" / name / "a.mp4").write_bytes(b"1")
+    put_pictures(home / "input" / "both")
+    assert settings.list_film_folders() == ["input/both", "input/films", "input/films/inner"]
+    assert settings.list_picture_folders() == ["input/both", "input/pictures"]
+    shown = data.TesseraVideoFolder.INPUT_TYPES()
+    assert shown["required"]["folder"][1]["options"] == settings.list_film_folders()
+    for choice in ("/etc", "input/../elsewhere"):
+        assert "may not be read" in data.TesseraVideoFolder.validate_inputs(folder=choice)
+        with pytest.raises(ValueError, match="may not be read"):
+            run(data.TesseraVideoFolder, folder=choice)
+        assert "may not be read" in data.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=choice)
+        with pytest.raises(ValueError, match="may not be read"):
+            run(data.TesseraImageFolder, folder="input/both", control_folder=choice)
+    for none in ("none", "", None):
+        assert data.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=none) is True
+        (dataset,) = run(data.TesseraImageFolder, folder="input/both", control_folder=none).result
+        assert dataset.entries[0].controls == ()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -179,6 +205,43 @@ def test_training_images_chains_and_notices_changes(home):
     assert data.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == before
     (home / "input" / "a" / "1.txt").write_text("a new caption")
     assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != before
+
+
+def test_training_images_takes_control_pictures_and_notices_their_changes(home):
+    put_pictures(home / "input" / "after")
+    before = put_pictures(home / "input" / "before", captions=False)
+    inputs = {"folder": "input/after", "control_folder": "input/before"}
+    assert data.TesseraImageFolder.validate_inputs(**inputs) is True
+    (dataset,) = run(data.TesseraImageFolder, **inputs).result
+    assert [[path.name for path in picture.controls] for picture in dataset.entries] == [["0.png"], ["1.png"]]
+    name = data.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert name != data.TesseraImageFolder.fingerprint_inputs(folder="input/after")
+    os.utime(before / "0.png", (1, 1))
+    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != name
+
+
+def test_training_clips_chains_with_pictures_and_notices_changes(home):
+    put_pictures(home / "input" / "a")
+    write_film(home / "input" / "a.mp4", 3)  # above the folder, no part of it
+    (home / "input" / "f").mkdir()
+    film = write_film(home / "input" / "f" / "film.mp4", 9, caption="running")
+    (first,) = run(data.TesseraImageFolder, folder="input/a").result
+    inputs = {"folder": "input/f", "target_frames": "1, 8", "fps": 8.0, "extraction": "slide", "frame_stride": 3}
+    (both,) = run(data.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
+    assert [type(entry) for entry in both.entries[:2]] == [Picture, Picture]
+    clip = both.entries[2]
+    assert (clip.name, clip.caption, clip.repeats) == ("film.mp4", "ohwx, running", 2)
+    assert clip.extraction == Extraction((1, 5), 8.0, "slide", 3, 4, 81)
+    assert both.notes == ("target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered 8 to 5.",)
+    (alone,) = run(data.TesseraVideoFolder, folder="input/f").result
+    assert alone.entries[0].extraction == Extraction() and Extraction().target_frames == (25,)
+    name = data.TesseraVideoFolder.fingerprint_inputs(folder="input/f")
+    (film.with_suffix(".txt")).write_text("walking")
+    assert data.TesseraVideoFolder.fingerprint_inputs(folder="input/f") != name
+    unknown = data.TesseraVideoFolder.fingerprint_inputs(folder=None)
+    assert unknown != unknown and data.TesseraVideoFolder.validate_inputs(folder=None) is True
+    with pytest.raises(ValueError, match=r"target_frames is '25.5'; write the numbers"):
+        run(data.TesseraVideoFolder, folder="input/f", target_frames="25.5")
 
 
 def test_prepare_gives_data_a_picture_of_the_plan_and_a_summary_that_history_can_carry(home, tiny_vae, tiny_clip):
@@ -241,3 +304,31 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
         prompt["folder"]["inputs"]["folder"] = choice
         with pytest.raises(ServerFailure, match="may not be read|does not exist"):
             server.run(prompt)
+
+
+def test_the_real_server_prepares_clips_for_wan_with_a_start_picture(server):
+    folder = server.base / "input" / "films"
+    folder.mkdir()
+    write_film(folder / "a.mp4", 12, size=(48, 80), caption="a grey film")
+    prompt = {
+        "clip": {"class_type": "TesseraTinyClipLoader", "inputs": {"clip_name1": tiny.WAN_NAMES["clip_name"]}},
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": tiny.WAN_NAMES["vae_name"]}},
+        "folder": {
+            "class_type": "TesseraVideoFolder",
+            "inputs": {"folder": "input/films", "target_frames": "5, 9", "extraction": "chunk"},
+        },
+        "prepare": {
+            "class_type": "TesseraPrepareDataset",
+            "inputs": {
+                "dataset": ["folder", 0],
+                "vae": ["vae", 0],
+                "clip": ["clip", 0],
+                "megapixels": 0.01,
+                "image_to_video": True,
+            },
+        },
+    }
+    (shown,) = server.run(prompt)["outputs"]["prepare"]["tessera"]
+    assert shown["summary"].startswith("Clips: 3, seen per epoch with repeats: 3.")
+    assert "2 latent frames of" in shown["summary"] and "3 latent frames of" in shown["summary"]
+    assert shown["notes"] and "the fewest for clips of 2, 3 latent frames" in shown["notes"][0]

@@ -189,12 +189,17 @@ def load_wan_clip(umt5: Path) -> Any:
     return comfy.sd.load_clip([str(umt5)], clip_type=comfy.sd.CLIPType.WAN, model_options=_model_options(umt5))
 
 
-def load_qwen_clip(qwen: Path) -> Any:
-    """A Qwen-Image CLIP, as `CLIPLoader` gives it for a file of the full size, for text alone: it cannot see."""
+def load_qwen_clip(qwen: Path, *, sees: bool = False) -> Any:
+    """A Qwen-Image CLIP, as `CLIPLoader` gives it for a file of the full size, for text alone: it cannot see.
+
+    sees: it keeps its vision model, whose weights the file does not hold.
+    """
     import comfy.sd
     import comfy.text_encoders.qwen_vl as vision
 
     options = _model_options(qwen)
+    if sees:
+        return comfy.sd.load_clip([str(qwen)], clip_type=comfy.sd.CLIPType.QWEN_IMAGE, model_options=options)
     original = vision.Qwen2VLVisionTransformer
     vision.Qwen2VLVisionTransformer = lambda **_: torch.nn.Identity()  # its 0.7 billion weights have fixed sizes
     try:

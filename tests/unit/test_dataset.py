@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tessera.train.dataset import Dataset, folder_fingerprint, scan_folder
+from tessera.train.dataset import CLIPS, Dataset, Film, folder_fingerprint, scan_films, scan_folder
+from tessera.train.extraction import Extraction
 
 
 @pytest.fixture
@@ -160,3 +161,95 @@ def test_the_fingerprint_follows_pictures_and_captions_and_nothing_else(folder):
     (path / "a.png").rename(path / "c.png")
     names.append(folder_fingerprint(path, ".txt"))
     assert len(set(names)) == len(names)
+
+
+def films(dataset):
+    return {film.name: (film.caption, film.extraction) for film in dataset.entries}
+
+
+def test_films_come_with_their_captions_as_pictures_do(folder):
+    names = ("b.mp4", "A.WEBM", "sub/c.mkv", "d.mov", "e.gif")
+    files = {name: b"not looked at" for name in names} | {f"{name[:-4]}.txt": name for name in names if "A" not in name}
+    path = folder(files | {"A.txt": "first", "old.avi": b"1", "still.png": None})
+    extraction = Extraction((25, 49), method="slide")
+    dataset = scan_films(path, extraction, repeats=2, trigger_words="ohwx")
+    assert list(films(dataset)) == ["A.WEBM", "b.mp4", "d.mov", "e.gif", "sub/c.mkv"]
+    assert films(dataset)["A.WEBM"] == ("ohwx, first", extraction)
+    assert {type(film) for film in dataset.entries} == {Film} and {film.repeats for film in dataset.entries} == {2}
+    assert dataset.notes == ("Left out, being of kinds that are not read: old.avi; save them as MP4 (H.264).",)
+    (path / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one beside"):
+        scan_films(path, extraction)
+    with pytest.raises(
+        ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.gif, .mkv, .mov, .mp4, .webm"
+    ):
+        (path / "sub2").mkdir()
+        scan_films(path / "sub2", extraction)
+
+
+def test_the_fingerprint_of_films_follows_films_and_not_pictures(folder):
+    path = folder({"a.mp4": b"1", "a.txt": "x", "b.png": None, "b.txt": "y"})
+    before = folder_fingerprint(path, ".txt", CLIPS)
+    (path / "b.txt").write_text("another")
+    assert folder_fingerprint(path, ".txt", CLIPS) == before
+    (path / "a.mp4").write_bytes(b"12")
+    assert folder_fingerprint(path, ".txt", CLIPS) != before
+
+
+def controls(dataset, root):
+    return {p.name: [c.relative_to(root).as_posix() for c in p.controls] for p in dataset.entries}
+
+
+def edit_set(folder, befores, afters=("a.png", "sub/b.jpg")):
+    files = {f"before/{name}": None for name in befores} | {f"after/{name}": None for name in afters}
+    texts = {f"after/{os.path.splitext(name)[0]}.txt": "edit" for name in afters}
+    root = folder(files | texts)
+    return root / "after", root / "before"
+
+
+def test_control_pictures_are_found_by_name_whatever_their_ending(folder):
+    after, before = edit_set(folder, ["a.webp", "sub/b.png", "b.png"])
+    dataset = scan_folder(after, control_folder=before)
+    assert controls(dataset, before) == {"a.png": ["a.webp"], "sub/b.jpg": ["sub/b.png"]}
+    assert dataset.notes == ("Control pictures that belong to no picture: b.png.",)
+    assert scan_folder(after).entries[0].controls == ()
+
+
+def test_several_control_pictures_come_in_the_order_of_their_numbers(folder):
+    after, before = edit_set(folder, ["a_10.png", "a_2.png", "a_0000.png", "sub/b.png", "sub/b_1.png"])
+    dataset = scan_folder(after, control_folder=before)
+    assert controls(dataset, before) == {
+        "a.png": ["a_0000.png", "a_2.png", "a_10.png"],
+        "sub/b.jpg": ["sub/b.png", "sub/b_1.png"],
+    }
+    assert dataset.notes == ()
+
+
+def test_a_control_picture_with_the_whole_name_of_a_picture_is_that_ones(folder):
+    after, before = edit_set(folder, ["a_0.png", "a_0_0.png", "a_1.png"], ["a.png", "a_0.png"])
+    dataset = scan_folder(after, control_folder=before)
+    assert controls(dataset, before) == {"a.png": ["a_1.png"], "a_0.png": ["a_0.png", "a_0_0.png"]}
+
+
+def test_a_control_folder_inside_the_folder_is_no_part_of_it(folder):
+    root = folder({"a.png": None, "a.txt": "x", "control/a.png": None})
+    dataset = scan_folder(root, control_folder=root / "control")
+    assert controls(dataset, root) == {"a.png": ["control/a.png"]}
+    before = folder_fingerprint(root, ".txt", control_folder=root / "control")
+    os.utime(root / "control" / "a.png", (1, 1))
+    assert folder_fingerprint(root, ".txt", control_folder=root / "control") != before
+
+
+def test_missing_and_doubled_control_pictures_are_told(folder):
+    after, before = edit_set(folder, ["a.png"], ["a.png", *(f"{i}.png" for i in range(6))])
+    with pytest.raises(ValueError) as error:
+        scan_folder(after, control_folder=before)
+    assert str(error.value) == (
+        "6 of 7 pictures have no control picture in 'before': 0.png, 1.png, 2.png, 3.png, 4.png and 1 more; put one of "
+        "the same name there, such as '0.png' or '0_0.png' for '0.png', or take the picture out of its folder."
+    )
+    Image.new("RGB", (8, 8)).save(before / "a.webp")
+    with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are one control picture by their names"):
+        scan_folder(after, control_folder=before)
+    with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
+        scan_folder(after, control_folder=after)
