@@ -4,6 +4,7 @@ A graph is a row of columns, each a group with a note at its top and its nodes b
 has, which of them are widgets and what their defaults are is read from a server's `/object_info`.
 """
 
+import copy
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -103,7 +104,9 @@ class Graph:
         options = spec[1] if len(spec) > 1 else {}
         choices = spec[0] if isinstance(spec[0], list) else options.get("options", [])
         first = choices[0]["key"] if choices and isinstance(choices[0], dict) else choices[0] if choices else None
-        value = options.get("default", first if choices else {"BOOLEAN": False, "STRING": ""}.get(spec[0], 0))
+        value = options.get(
+            "default", first if choices else {"BOOLEAN": False, "INT": 0, "FLOAT": 0}.get(str(spec[0]), "")
+        )
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def api(self) -> dict[str, Any]:
@@ -220,6 +223,34 @@ class Graph:
             (folder / "api" / f"{self.name}.json", self.api()),
         ):
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def bring_up_to_date(path: Path, object_info: Mapping[str, Any]) -> None:
+    """Gives the nodes of a workflow that was laid out by hand, in both of its forms, the inputs and outputs that have
+    been appended to their kinds since, with their defaults."""
+    graph = Graph(path.stem, object_info)
+    api_path = path.parent / "api" / path.name
+    before = [json.loads(file.read_text(encoding="utf-8")) for file in (path, api_path)]
+    ui, api = copy.deepcopy(before)
+    for node in ui["nodes"]:
+        if (info := object_info.get(node["type"])) is None:
+            continue
+        known = {slot["name"] for slot in node["inputs"]}
+        fresh = graph._draw(Node(node["id"], node["type"], {}), 0, 0, 0, [])
+        added = [slot for slot in fresh["inputs"] if slot["name"] not in known]
+        for slot in added:
+            node["inputs"].append(slot)
+            if "widget" in slot:
+                spec = next(spec for name, spec in graph._inputs(node["type"]) if name == slot["name"])
+                value = graph._value(Node(0, node["type"], {}), slot["name"], spec)
+                node["widgets_values"].append(value)
+                api[str(node["id"])]["inputs"][slot["name"]] = value
+        node["outputs"] += (
+            fresh["outputs"][len(node["outputs"]) :] if len(info["output"]) > len(node["outputs"]) else []
+        )
+    for file, content, old in zip((path, api_path), (ui, api), before, strict=True):
+        if content != old:
+            file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _note(number: int, x: int, width: int, heading: str, text: str, height: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Writes the shared training workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions below.
+"""Writes the shared training workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions below,
+and gives those that were laid out by hand the inputs that nodes have got since.
 
 Run: python tools/workflows.py http://127.0.0.1:8188
 The address is that of a ComfyUI with this pack, such as `python dev.py serve` starts; it tells what inputs nodes have.
@@ -12,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from graph import Graph, ModelFile, Node, Output, list_of_files
+from graph import Graph, ModelFile, Node, Output, bring_up_to_date, list_of_files
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 HUB = "https://huggingface.co/Comfy-Org"
@@ -524,6 +525,10 @@ def main(source: str) -> None:
         graph = Graph(describe.__name__, object_info)
         describe(graph)
         graph.write(WORKFLOWS)
+    described = {describe.__name__ for describe in DESCRIPTIONS}
+    for path in WORKFLOWS.glob("*.json"):
+        if path.stem not in described:
+            bring_up_to_date(path, object_info)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The workflows that train Wan, Qwen-Image, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a fault and
-equal their API form."""
+"""The workflows that train Wan, Qwen-Image, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a fault
+and equal their API form."""
 
 import json
 
