@@ -145,10 +145,10 @@ def _vae(model: torch.nn.Module) -> Any:
     return comfy.sd.VAE(sd=dict(model.state_dict()))
 
 
-def load_clip_vision() -> Any:
-    """A CLIP vision model of width 32 and three layers; it sees 257 tokens as the real one does."""
+def load_clip_vision(width: int = 32) -> Any:
+    """A CLIP vision model of three layers; it sees 257 tokens as the real one does, whose width is 1280."""
     import comfy.clip_vision
 
-    vision = comfy.clip_vision.ClipVisionModel(VISION_CONFIG)
+    vision = comfy.clip_vision.ClipVisionModel(VISION_CONFIG | {"hidden_size": width})
     _fill(vision.model)
     return vision
