@@ -59,9 +59,37 @@ class TesseraTinyClipLoader(io.ComfyNode):
         return io.NodeOutput(tiny.load_clip(_text_encoder(clip_name1), _text_encoder(clip_name2)))
 
 
+class TesseraTinyEncoders(io.ComfyNode):
+    """The tiny encoders of an edit model, of FLUX.2 and of Wan I2V, which no loader of core's can load so small."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraTinyEncoders",
+            display_name="Load Tiny Encoders (tests)",
+            category="Tessera/tests",
+            inputs=[
+                io.String.Input("qwen", default="", tooltip="The tiny Qwen2.5-VL file, to which eyes are given."),
+                io.Boolean.Input("flux2", default=False, tooltip="FLUX.2 klein's text encoder and VAE."),
+                io.Boolean.Input("clip_vision", default=False, tooltip="A CLIP vision model of the real width."),
+            ],
+            outputs=[io.Clip.Output(), io.Vae.Output(), io.ClipVision.Output()],
+        )
+
+    @classmethod
+    def execute(cls, qwen: str, flux2: bool, clip_vision: bool) -> io.NodeOutput:
+        from tessera_tiny import image_encoders
+
+        clip = image_encoders.load_klein_clip() if flux2 else None
+        if qwen:
+            clip = image_encoders.load_seeing_qwen_clip(_text_encoder(qwen))
+        vae = image_encoders.load_flux2_vae() if flux2 else None
+        return io.NodeOutput(clip, vae, image_encoders.load_clip_vision(1280) if clip_vision else None)
+
+
 class FixtureExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TesseraTinyClipLoader]
+        return [TesseraTinyClipLoader, TesseraTinyEncoders]
 
 
 async def comfy_entrypoint() -> FixtureExtension:
