@@ -36,19 +36,10 @@ def model(tiny_files):
 
 @pytest.fixture
 def modules(model) -> dict[str, LowRank]:
-    """A random update with an alpha of its own for every Linear in the blocks of the tiny Qwen-Image."""
+    """A random update with an alpha of its own for every Linear of the tiny Qwen-Image."""
     linears = {n: m for n, m in model.model.diffusion_model.named_modules() if isinstance(m, torch.nn.Linear)}
-    inside = {n: m for n, m in linears.items() if n.startswith("transformer_blocks.")}
-    assert len(linears) == 6 + 2 * 14 and len(inside) == 2 * 14
-    return {name: random_update(*linear.weight.shape, i) for i, (name, linear) in enumerate(inside.items())}
-
-
-@pytest.fixture
-def all_modules(model, modules) -> dict[str, LowRank]:
-    """With those outside of the blocks."""
-    named = dict(model.model.diffusion_model.named_modules())
-    outer = [n for n in QWEN_IMAGE.to_diffusers if "{}" not in n]
-    return modules | {n: random_update(*named[n].weight.shape, 50 + i) for i, n in enumerate(outer)}
+    assert len(linears) == 6 + 2 * 14
+    return {name: random_update(*linear.weight.shape, i) for i, (name, linear) in enumerate(linears.items())}
 
 
 def assert_same_deltas(found: dict[str, Tensor], modules: dict[str, LowRank], relative: float) -> None:
@@ -66,9 +57,8 @@ def saved(modules: dict[str, LowRank], path: Path, layout: str, dtype: str = "fp
 @pytest.mark.parametrize(("dtype", "relative"), [("fp32", 1e-5), ("bf16", 6e-3)])
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
 def test_comfyui_loads_every_key_and_gets_the_same_update(
-    model, modules, all_modules, tmp_path: Path, caplog, layout: str, dtype: str, relative: float
+    model, modules, tmp_path: Path, caplog, layout: str, dtype: str, relative: float
 ):
-    modules = modules if layout == "diffusers" else all_modules
     tensors = comfy.utils.load_torch_file(
         str(saved(modules, tmp_path / "a.safetensors", layout, dtype)), safe_load=True
     )
@@ -83,8 +73,7 @@ def test_comfyui_loads_every_key_and_gets_the_same_update(
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
-def test_diffusers_loads_every_key_and_gets_the_same_update(modules, all_modules, tmp_path: Path, caplog, layout: str):
-    modules = modules if layout == "diffusers" else all_modules
+def test_diffusers_loads_every_key_and_gets_the_same_update(modules, tmp_path: Path, caplog, layout: str):
     transformer = QwenImageTransformer2DModel(
         num_layers=2, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(8, 28, 28)
     ).requires_grad_(False)
@@ -96,11 +85,11 @@ def test_diffusers_loads_every_key_and_gets_the_same_update(modules, all_modules
     assert_same_deltas({n: m.get_delta_weight("a").double() for n, m in layers.items()}, modules, 1e-5)
 
 
-def test_the_names_of_a_file_tell_the_family_where_a_single_one_does_not(all_modules):
-    flat = [name.replace(".", "_") for name in all_modules]
+def test_the_names_of_a_file_tell_the_family_where_a_single_one_does_not(modules):
+    flat = [name.replace(".", "_") for name in modules]
     assert table_of(dict.fromkeys(flat)) is QWEN_IMAGE
     assert table_of(dict.fromkeys(["img_in", "double_blocks_0_img_attn_qkv"])) is FLUX
-    for name, text in zip(all_modules, flat, strict=True):
+    for name, text in zip(modules, flat, strict=True):
         assert QWEN_IMAGE.native(text) == name and QWEN_IMAGE.diffusers(name) == (name,)
 
 
