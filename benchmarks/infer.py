@@ -21,11 +21,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from infer_models import FULL, MODELS, Picture, count_work
+from comfyui import set_up_comfyui
+from families import FULL, TINY, Picture
+from infer_models import MODELS, count_work
 from infer_report import CORE, EAGER, speed_report
 from infer_session import STEPS, pictures, session_report
 from processes import Told
-from train_step_model import set_up_comfyui
 from train_step_report import machine
 
 # name → (contestant, scope, dynamic).
@@ -199,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "full"), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--family", choices=tuple(FULL), nargs="+", default=["flux"], help="wan_1.3b: full size only")
+    parser.add_argument("--family", choices=tuple(FULL), nargs="+", default=["flux"])
     parser.add_argument("--session", action="store_true", help="count what a user's session compiles, on a small FLUX")
     parser.add_argument("--steps", type=int, default=4, help="of one picture")
     parser.add_argument("--rounds", type=int, help="pictures of each contestant; 7 on a CPU, 3 on a GPU")
@@ -212,15 +213,12 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="counts on the meta device and measures nothing")
     parser.add_argument("--json", type=Path, help="writes every figure here")
     args = parser.parse_args()
-    if args.size == "tiny" and "wan_1.3b" in args.family:
-        parser.error("--family wan_1.3b is of the full size only; the tiny one is wan")
+    if unknown := [family for family in args.family if family not in MODELS[args.size]]:
+        parser.error(f"--family {unknown[0]} is of the full size only; the tiny ones are {', '.join(TINY)}")
     args.tflops = args.tflops or (790.0 if args.size == "full" else None)
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
     args.rounds = args.rounds or (7 if args.device == "cpu" else 3)
-    # ComfyUI reads the command line at import, so this script's own is taken away for that long.
-    command = sys.argv[:]
     set_up_comfyui("meta")
-    sys.argv[:] = command
     with tempfile.TemporaryDirectory() as scratch:
         if args.dry_run:
             for family in args.family:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui import DTYPES, importable_without_nodes, set_up_comfyui
+from families import Model, Picture, tiny
 from infer_count import CompileCount
-from infer_models import MODELS, Model, Picture, tiny
+from infer_models import MODELS
 from processes import take_over_stdout
-from train_step_model import DTYPES, importable_without_nodes, set_up_comfyui
 from train_step_turns import Memory
 
 SEED = 0
@@ -54,12 +55,7 @@ class Graph:
 
     def __init__(self, spec: dict[str, Any], model: Model):
         self.spec = spec
-        dtype, device = DTYPES[spec["dtype"]], spec["device"]
-        if model.make is not None:
-            self.loaded = model.make(device, dtype)
-        else:
-            load = getattr(tiny, f"load_{model.kind}")
-            self.loaded = load(Path(spec["file"]), dtype)
+        self.loaded = model.load(spec["file"], spec["device"], DTYPES[spec["dtype"]])
         self.lora: str | None = None
         self.model: Any = None
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from infer_models import Picture
+from families import Picture
 from infer_report import CORE, EAGER, ended, find, total
 from processes import Measured
 from train_step_figures import markdown_table

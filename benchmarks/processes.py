@@ -44,9 +44,7 @@ class Told(Measured):
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment
             )
-        ready = self.read()
-        self.ended = self.ended or ready.get("skipped", "")
-        return ready
+        return self.read()
 
     def ask(self, **command: Any) -> dict[str, Any]:
         if self.ended:
@@ -60,9 +58,12 @@ class Told(Measured):
         return self.read()
 
     def read(self) -> dict[str, Any]:
+        """The next reply; none where the process has ended, or says `skipped` and why."""
         assert self.process is not None and self.process.stdout is not None
         if line := self.process.stdout.readline():
-            return json.loads(line)
+            reply = json.loads(line)
+            self.ended = reply.pop("skipped", "")
+            return reply
         written = self.log.read_text(errors="replace").strip().splitlines()
         self.ended = f"ended: {written[-1][:200] if written else 'no message'}"
         return {}

@@ -1,11 +1,14 @@
 """Seconds and memory of a training step: ours eager and compiled, beside core's TrainLoraNode on the same model.
 
 Run: python benchmarks/train_step.py --size tiny --device cpu > benchmarks/results/train_step_cpu.md
+     python benchmarks/train_step.py --size full --device cuda --contestants compiled --swap 0 25 50 90
 
-Every contestant is a process of its own on the same weights, pictures, batch, rank and dtype. After a warm-up they take
+Every contestant is a process of its own on the same weights, samples, batch, rank and dtype. After a warm-up they take
 turns, round after round, so that whatever else the machine does weighs on all of them; what counts is the ratio within
-a round. `--size full` is FLUX.1's real shape with random weights, for a GPU; `--dry-run` counts its parameters, tokens
-and FLOP without one. Only the dry run of the full size has been tried so far: it has not run on a GPU yet.
+a round. `--family` names one model or several, `--swap` adds compiled contestants some of whose blocks stream from the
+host. `--size full` are the models' real shapes with random weights, for a GPU; `--dry-run` counts their parameters,
+tokens, FLOP and copied bytes without one. Only the dry run of the full size has been tried so far: it has not run on a
+GPU yet.
 """
 
 import argparse
@@ -14,13 +17,18 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from comfyui import importable_without_nodes, set_up_comfyui
+from families import FULL, MODELS, Picture
 from processes import Told
 from train_step_report import CORE, WARM_UP, head, machine, report
 
 MODES = ("none", "selective", "full")
+KINDS = ("eager", "compiled", "core")
+FAMILIES = tuple(family for family in FULL if family != "sdxl")  # which Train LoRA does not know
 
 
 @dataclass
@@ -42,18 +50,20 @@ class Contestant(Told):
             self.rounds.append(reply)
 
 
-def contestants(args: argparse.Namespace, folder: Path) -> list[Contestant]:
+def contestants(args: argparse.Namespace, family: str, file: str, folder: Path) -> list[Contestant]:
+    """file: of a small model; folder: for what they write."""
     shared = {
         "size": args.size,
+        "family": family,
         "device": args.device,
         "dtype": args.dtype,
         "batch_size": args.batch_size,
-        "tokens": args.tokens,
-        "text_tokens": args.text_tokens,
+        "picture": asdict(picture_of(args, family)),
         "rank": args.rank,
         "targets": args.targets,
         "threads": args.threads,
-        "file": str(write_tiny(folder)) if args.size == "tiny" else "",
+        "prefetch": args.prefetch,
+        "file": file,
     }
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # an empty one: compile times are those of a first run
@@ -61,28 +71,34 @@ def contestants(args: argparse.Namespace, folder: Path) -> list[Contestant]:
     }
     if args.device == "cuda":
         environment.pop("OMP_NUM_THREADS")
-    chosen = [(f"ours, eager, {mode}", "ours", False, mode) for mode in MODES]
-    chosen.append((f"ours, compiled, {args.checkpointing}", "ours", True, args.checkpointing))
-    chosen.append((CORE, "core", False, ""))
     made = []
-    for number, (name, contestant, compiled, mode) in enumerate(chosen):
-        spec = shared | {"contestant": contestant, "compiled": compiled, "checkpointing": mode}
-        made.append(Contestant(name, spec, environment=environment, log=folder / f"{number}.log"))
+    for number, (name, spec) in enumerate(chosen(args)):
+        made.append(Contestant(name, shared | spec, environment=environment, log=folder / f"{number}.log"))
     return made
 
 
-def write_tiny(folder: Path) -> Path:
-    from train_step_model import SHAPES, load_tiny_writers
+def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """The contestants' names, and what each is told beside what all are told."""
 
-    shape = SHAPES["tiny"]
-    return load_tiny_writers().write_flux(
-        folder / "tiny_flux.safetensors",
-        hidden=shape.hidden,
-        depth=shape.depth,
-        depth_single=shape.depth_single,
-        context_dim=shape.context_dim,
-        vec_dim=shape.vec_dim,
-    )
+    def spec(contestant: str, compiled: bool = False, checkpointing: str = "", swap: float = 0) -> dict[str, Any]:
+        return {"contestant": contestant, "compiled": compiled, "checkpointing": checkpointing, "swap": swap}
+
+    found = []
+    if "eager" in args.contestants:
+        found += [(f"ours, eager, {mode}", spec("ours", False, mode)) for mode in MODES]
+    if "compiled" in args.contestants:
+        name = f"ours, compiled, {args.checkpointing}"
+        found.append((name, spec("ours", True, args.checkpointing)))
+        for percent in args.swap:
+            found.append((f"{name}, {percent:g} % swapped", spec("ours", True, args.checkpointing, percent)))
+    if "core" in args.contestants:
+        found.append((CORE, spec("core")))
+    return found
+
+
+def picture_of(args: argparse.Namespace, family: str) -> Picture:
+    given = {name: getattr(args, name) for name in ("width", "height", "frames", "length")}
+    return replace(MODELS[args.size][family].picture, **{k: v for k, v in given.items() if v is not None})
 
 
 def say(text: str) -> None:
@@ -107,80 +123,130 @@ def measure(field_of: Sequence[Contestant], rounds: int, steps: int, together: b
                 contestant.memory |= contestant.ask(do="memory")
                 if contestant.spec["contestant"] == "ours":
                     contestant.memory |= contestant.ask(do="held")
+            elif number == rounds - 1 and contestant.spec["swap"]:
+                contestant.memory |= contestant.ask(do="copies")
             if not together:
                 contestant.stop()
         say(f"round {number + 1} of {rounds}")
 
 
-def work_text(args: argparse.Namespace) -> str:
-    """What the shape asks for: parameters, tokens, FLOP, and the least time that these take."""
-    from train_step_model import SHAPES, count_work, importable_without_nodes, set_up_comfyui
+def work_text(args: argparse.Namespace, family: str, file: str) -> str:
+    """What the shape asks for: parameters, tokens, FLOP and copies, and the least time that these take."""
+    from train_step_work import CountedStep
 
-    command = sys.argv[:]
-    set_up_comfyui("meta")
-    sys.argv[:] = command
-    shape = SHAPES[args.size].with_tokens(args.tokens, args.text_tokens)
-    work = count_work(shape, args.rank, ("*",) if args.targets == "all" else ())
+    step = CountedStep(MODELS[args.size][family], file, picture_of(args, family))
+    swaps = [(percent, step.count_swap(percent, args.prefetch)) for percent in args.swap]
+    work = step.count(args.rank, ("*",) if args.targets == "all" else ())
     assert importable_without_nodes()
     forward, backward, recompute = (part / 1e12 for part in (work.forward, work.backward, work.recompute))
+    flop = [figure(part) for part in (forward, backward, recompute)]
     text = (
-        f"{work.parameters / 1e9:.3f} billion parameters, {shape.tokens} + {shape.text_tokens} tokens. Matrix products "
-        f"of one picture: forward {forward:.3g} TFLOP, backward {backward:.3g}, full recompute {recompute:.3g}."
+        f"{family}: {work.parameters / 1e9:.3f} billion parameters, {work.tokens} + {work.text_tokens} tokens. Matrix "
+        f"products of one sample: forward {flop[0]} TFLOP, backward {flop[1]}, full recompute {flop[2]}."
     )
-    if args.tflops is None:
-        return text
-    plain = (forward + backward) * args.batch_size / args.tflops
-    full = (forward + backward + recompute) * args.batch_size / args.tflops
-    return f"{text} At {args.tflops:g} TFLOP/s a step takes {plain:.3g} s at least, {full:.3g} s with full recompute."
+    if args.tflops is not None:
+        plain = (forward + backward) * args.batch_size / args.tflops
+        full = (forward + backward + recompute) * args.batch_size / args.tflops
+        text += f" At {args.tflops:g} TFLOP/s a step takes {plain:.3g} s at least, {full:.3g} s with full recompute."
+    for percent, swap in swaps:
+        text += f" {percent:g} % swapped: {swap.blocks} of {swap.total} blocks, {swap.copies} copies a step, "
+        text += f"{swap.bytes / 1e9:.3g} GB"
+        text += "." if args.link is None else f", {swap.bytes / 1e9 / args.link:.3g} s at {args.link:g} GB/s."
+    return text
+
+
+def figure(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def write_file(args: argparse.Namespace, family: str, folder: Path) -> str:
+    """The file of a small model; none of one that is made from random weights."""
+    folder.mkdir()
+    write = MODELS[args.size][family].write
+    return "" if write is None else str(write(folder / "model.safetensors"))
+
+
+def run(args: argparse.Namespace, family: str, file: str, folder: Path) -> list[Contestant]:
+    """Measures one family and prints its tables."""
+    work = work_text(args, family, file)
+    field_of = contestants(args, family, file, folder)
+    try:
+        measure(field_of, args.rounds, args.steps_per_round, together=args.device == "cpu")
+    finally:
+        for contestant in field_of:
+            contestant.stop()
+    print(f"\n## {work}\n\n{report(field_of, args)}", flush=True)
+    return field_of
 
 
 def main() -> None:
+    args = arguments()
+    set_up_comfyui("meta")
+    with tempfile.TemporaryDirectory() as scratch:
+        files = {family: write_file(args, family, Path(scratch) / family) for family in args.family}
+        if args.dry_run:
+            for family, file in files.items():
+                print(work_text(args, family, file), flush=True)
+            return
+        print(head(args))
+        measured = {family: run(args, family, file, Path(scratch) / family) for family, file in files.items()}
+    if args.json:
+        figures = {family: {c.name: figures_of(c) for c in field_of} for family, field_of in measured.items()}
+        args.json.write_text(json.dumps({"machine": machine(args)} | figures, indent=1), encoding="utf-8")
+    if any(c.ended for field_of in measured.values() for c in field_of if c.spec["contestant"] == "ours"):
+        sys.exit(1)
+
+
+def figures_of(c: Contestant) -> dict[str, Any]:
+    return {"dtype": c.dtype, "warm_up": c.first, "rounds": c.rounds, "memory": c.memory, "ended": c.ended}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=("tiny", "full"), default="tiny")
+    parser.add_argument("--size", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=["flux"])
+    parser.add_argument("--contestants", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each contestant")
     parser.add_argument("--rounds", type=int, help="turns that the steps are spread over; 10 on a CPU, 3 on a GPU")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--tokens", type=int, help="of a picture; 1024 (tiny) or 4096 (full)")
-    parser.add_argument("--text-tokens", type=int, help="of a caption; 128 (tiny) or 512 (full)")
-    parser.add_argument("--checkpointing", choices=MODES, default="full", help="of the compiled contestant")
+    for name in ("width", "height", "frames", "length"):
+        parser.add_argument(f"--{name}", type=int, help="tokens of the caption" if name == "length" else None)
+    parser.add_argument("--checkpointing", choices=MODES, default="full", help="of the compiled contestants")
+    parser.add_argument(
+        "--swap", type=float, nargs="+", default=[], metavar="PERCENT", help="of the blocks; 0 always runs as well"
+    )
+    parser.add_argument("--prefetch", type=int, default=1, help="swapped blocks that are copied ahead")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=("all", "default"), default="all", help="which Linears ours trains")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
-    parser.add_argument(
-        "--tflops", type=float, help="what the machine does, for the least time of a step; an H200: 790"
-    )
+    parser.add_argument("--tflops", type=float, help="what the machine does, for the least time; an H200: 790")
+    parser.add_argument("--link", type=float, help="GB/s from the host to the GPU, for the least time of the copies")
     parser.add_argument("--dry-run", action="store_true", help="counts on the meta device and measures nothing")
     parser.add_argument("--json", type=Path, help="writes every figure here")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.steps < 1:
         parser.error("--steps: take at least one")
+    if unknown := [family for family in args.family if family not in MODELS[args.size]]:
+        known = [family for family in FAMILIES if family in MODELS[args.size]]
+        parser.error(f"--family {unknown[0]} is of the full size only; the tiny ones are {', '.join(known)}")
+    pictures = [family for family in args.family if MODELS[args.size][family].picture.frames == 1]
+    if args.frames is not None and pictures:
+        parser.error(f"--frames: {pictures[0]} trains on pictures")
+    if not all(0 <= percent <= 100 for percent in args.swap):
+        parser.error("--swap: give percents of the blocks, 0 to 100")
+    if any(args.swap) and "compiled" not in args.contestants:
+        parser.error("--swap: those that swap are compiled; add compiled to --contestants")
+    if args.prefetch < 1:
+        parser.error("--prefetch: take at least one")
+    args.family = list(dict.fromkeys(args.family))
+    args.swap = sorted({percent for percent in args.swap if percent})
     args.tflops = args.tflops or (790.0 if args.size == "full" else None)
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
     args.rounds = min(args.steps, args.rounds or (10 if args.device == "cpu" else 3))
     args.steps_per_round = max(1, args.steps // args.rounds)
-    work = work_text(args)
-    if args.dry_run:
-        print(work)
-        return
-
-    with tempfile.TemporaryDirectory() as scratch:
-        field_of = contestants(args, Path(scratch))
-        try:
-            measure(field_of, args.rounds, args.steps_per_round, together=args.device == "cpu")
-        finally:
-            for contestant in field_of:
-                contestant.stop()
-    print(f"{head(args, work)}\n\n{report(field_of, args)}")
-    if args.json:
-        figures = {
-            c.name: {"dtype": c.dtype, "warm_up": c.first, "rounds": c.rounds, "memory": c.memory, "ended": c.ended}
-            for c in field_of
-        }
-        args.json.write_text(json.dumps({"machine": machine(args), "contestants": figures}, indent=1), encoding="utf-8")
-    if any(c.ended for c in field_of if c.spec["contestant"] == "ours"):
-        sys.exit(1)
+    return args
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One contestant of the step benchmark, in a process of its own.
 
 Its parent sends one JSON command per line and gets one JSON reply per line: `{"do": "steps", "count": 3}` takes that
-many training steps, `{"do": "memory"}` one step under the profiler's count of allocations, `{"do": "held"}` a forward
-whose saved tensors are counted. Between commands the training stands still, inside the hook that torch calls after
-every step of an optimizer, so contestants can take turns whoever wrote their loop.
+many training steps, `{"do": "memory"}` one step under the profiler's count of allocations, `{"do": "copies"}` one under
+its count of copies to the GPU, `{"do": "held"}` a forward whose saved tensors are counted. Between commands training
+stands still, inside the hook that torch calls after every step of an optimizer, so contestants can take turns whoever
+wrote their loop.
 """
 
 import argparse
@@ -14,33 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui import DTYPES, importable_without_nodes, set_up_comfyui
+from families import MODELS, Picture
 from processes import take_over_stdout
-from train_step_figures import MIB, peak_and_rest
-from train_step_model import (
-    DTYPES,
-    SHAPES,
-    Pictures,
-    Shape,
-    importable_without_nodes,
-    load_file,
-    random_flux,
-    random_pictures,
-    set_up_comfyui,
-    training_data,
-)
+from train_step_data import for_core, random_data
+from train_step_figures import MIB, peak_and_rest, swapped_blocks
 from train_step_turns import Memory, Turns, allocations, memory_profiler
 
 ENDLESS = 10**6  # steps; the parent ends the run
 
 
-def make_trainer(spec: dict[str, Any], patcher: Any, shape: Shape, pictures: Pictures, folder: Path) -> Any:
-    """Our trainer on that MODEL. Compiled or eager as `spec` says."""
+def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
+    """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
     options, run = import_module("tessera.train.options"), import_module("tessera.train.run")
     loop, lora = import_module("tessera.train.loop"), import_module("tessera.train.lora")
     events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
     network = options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
+    blocks = swapped_blocks(spec["swap"], sum(family.block_lists(patcher.model).values()))
     settings = run.TrainSettings(
         output_name="benchmark",
         steps=ENDLESS,
@@ -53,12 +46,14 @@ def make_trainer(spec: dict[str, Any], patcher: Any, shape: Shape, pictures: Pic
         network=network,
         optimizer=options.OptimizerOptions(),
         objective=options.ObjectiveOptions(),
-        memory=options.MemoryOptions(checkpointing=spec["checkpointing"]),
+        memory=options.MemoryOptions(
+            checkpointing=spec["checkpointing"], blocks_to_swap=blocks, prefetch_blocks=spec["prefetch"]
+        ),
     )
     return loop.Trainer(
         patcher,
         family,
-        training_data(shape, pictures),
+        data,
         lora.choose_targets(family, patcher.model, network),
         settings,
         apply.CompileSettings() if spec["compiled"] else None,
@@ -88,7 +83,7 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
     if trainer.runner.planned_graphs:
         return result  # hooks would be part of what a compiled graph is guarded on
-    own = {t.untyped_storage().data_ptr() for m in trainer.transformer.linears().values() for t in m.buffers()}
+    own = {t.untyped_storage().data_ptr() for m in trainer.transformer.frozen_modules() for t in m.buffers()}
     own |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
     kept: dict[int, int] = {}
 
@@ -104,16 +99,32 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     return result
 
 
-def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, shape: Shape, pictures: Pictures) -> None:
+class CountedCopies:
+    """What block swap copies in a step, by the engine's own count."""
+
+    def __init__(self, trainer: Any):
+        self.ring = trainer.swap.ring
+        self.before = (0, 0)
+
+    def since(self, steps: int) -> dict[str, float]:
+        """Per step, over the steps since the last call."""
+        before, self.before = self.before, (self.ring.copies, self.ring.bytes_copied)
+        copies, copied = (now - then for now, then in zip(self.before, before, strict=True))
+        return {"copies": copies / steps, "copied_bytes": copied / steps}
+
+
+def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link: float) -> None:
+    """link: bytes per second from the host."""
     assert importable_without_nodes()
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
-        trainer = make_trainer(spec, patcher, shape, pictures, Path(folder))
+        trainer = make_trainer(spec, patcher, data, Path(folder))
+        copies = CountedCopies(trainer) if trainer.swap is not None else None
 
         def facts() -> dict[str, Any]:
             assert bool(trainer.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
-            return {
-                k: v for k, v in trainer.facts().items() if k in ("graphs_compiled", "graph_breaks", "compile_seconds")
-            }
+            told = trainer.facts()
+            shown = {k: told[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")}
+            return shown if copies is None else {**shown, **copies.since(len(turns.seconds)), "link": link}
 
         turns.facts = facts
         turns.held = lambda: held_for_backward(trainer)
@@ -124,20 +135,17 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, shape: Shape, p
             trainer.close()
 
 
-def train_core(spec: dict[str, Any], turns: Turns, patcher: Any, pictures: Pictures) -> None:
+def train_core(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any) -> None:
     """Core's node with its defaults, but for steps, batch, rank and dtype; called as the executor calls it."""
     from comfy_extras.nodes_train import TrainLoraNode
 
-    conditioning = [
-        [[text[None], {"pooled_output": pooled[None], "guidance": 1.0}]]
-        for text, pooled in zip(pictures.texts, pictures.pooled, strict=True)
-    ]
+    latents, positive = for_core(data)
     turns.wait()
     with torch.inference_mode():
         TrainLoraNode.execute(
             model=[patcher],
-            latents=[{"samples": latent[None]} for latent in pictures.latents],
-            positive=conditioning,
+            latents=latents,
+            positive=positive,
             batch_size=[spec["batch_size"]],
             steps=[ENDLESS],
             grad_accumulation_steps=[1],
@@ -173,19 +181,29 @@ def main() -> None:
         except ImportError as error:
             reply({"skipped": f"core's training nodes cannot be imported here ({error})"})
             return
-    shape = SHAPES[spec["size"]].with_tokens(spec["tokens"], spec["text_tokens"])
     free = torch.cuda.mem_get_info()[0] if spec["device"] == "cuda" else 0
     with torch.inference_mode():  # as a loader's node makes it
-        dtype = DTYPES[spec["dtype"]]
-        patcher = load_file(spec["file"], dtype) if spec["file"] else random_flux(shape, spec["device"], dtype)
-    pictures = random_pictures(shape, 2 * spec["batch_size"])
+        model = MODELS[spec["size"]][spec["family"]]
+        # Block swap streams from the host, where a loader puts a model.
+        patcher = model.load(spec["file"], spec["device"], DTYPES[spec["dtype"]], on_host=bool(spec["swap"]))
+    data = random_data(patcher, Picture(**spec["picture"]), 2 * spec["batch_size"])
+    link = link_bandwidth(patcher) if spec["swap"] else 0.0
     memory = Memory(spec["device"], free)
     reply({"ready": True, "inference_dtype": str(patcher.model.get_dtype_inference()).removeprefix("torch.")})
     turns = Turns(memory, reply)
-    if spec["contestant"] == "core":
-        train_core(spec, turns, patcher, pictures)
-    else:
-        train_ours(spec, turns, patcher, shape, pictures)
+    if spec["contestant"] == "ours":
+        train_ours(spec, turns, patcher, data, link)
+        return
+    try:
+        train_core(spec, turns, patcher, data)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        reply({"skipped": f"it does not train this model here ({type(error).__name__}: {said})"})
+
+
+def link_bandwidth(patcher: Any) -> float:
+    """Bytes per second from page-locked host memory to the device."""
+    return import_module("tessera.memory.pinning").link_bandwidth(patcher.load_device)
 
 
 if __name__ == "__main__":

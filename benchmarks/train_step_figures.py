@@ -1,9 +1,9 @@
-"""The arithmetic of the step benchmark: spreads, ratios within rounds, grids, memory events, tables."""
+"""The arithmetic of the step benchmark: spreads, ratios within rounds, swapped blocks, profiled events, tables."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isqrt
 from statistics import median
+from typing import Any
 
 MIB = 2**20
 
@@ -36,10 +36,15 @@ def ratio_by_round(numerator: Sequence[Sequence[float]], denominator: Sequence[S
     return spread(median(above) / median(below) for above, below in pairs)
 
 
-def grid_of(tokens: int) -> tuple[int, int]:
-    """(height, width) of the grid nearest to a square that holds exactly `tokens`."""
-    height = next(h for h in range(isqrt(tokens), 0, -1) if tokens % h == 0)
-    return height, tokens // height
+def swapped_blocks(percent: float, total: int) -> int:
+    """How many of `total` blocks are `percent` of them: the nearest number, and one at least where it is above 0."""
+    return max(1, int(total * percent / 100 + 0.5)) if percent else 0
+
+
+def times_the_least(seconds: Sequence[Sequence[float]], resident: Sequence[Sequence[float]], copying: float) -> Spread:
+    """How many times the least time of a swapped step it took, by rounds: the greater one of a step that swaps nothing
+    (`resident`, in the same rounds) and of copying alone. Seconds."""
+    return ratio_by_round(seconds, [[max(median(of_round), copying)] for of_round in resident])
 
 
 def peak_and_rest(changes: Iterable[tuple[float, int]]) -> tuple[int, int]:
@@ -49,6 +54,14 @@ def peak_and_rest(changes: Iterable[tuple[float, int]]) -> tuple[int, int]:
         held += change
         peak = max(peak, held)
     return peak, held
+
+
+def copies_to_device(events: Iterable[dict[str, Any]], least: int = MIB) -> tuple[int, float]:
+    """(bytes, seconds of copying) of the copies from the host of `least` bytes and more, among the events of a trace of
+    torch's profiler, which gives microseconds."""
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and e["name"].startswith("Memcpy HtoD")]
+    large = [e for e in copies if e["args"]["bytes"] >= least]
+    return sum(e["args"]["bytes"] for e in large), sum(e["dur"] for e in large) / 1e6
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

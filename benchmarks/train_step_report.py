@@ -10,6 +10,7 @@ from pathlib import Path
 
 from processes import Measured
 from train_step_figures import markdown_table, ratio_by_round, spread
+from train_step_swap import swap_report
 
 CORE = "core TrainLoraNode"
 WARM_UP = 2  # steps; the first one compiles
@@ -17,11 +18,19 @@ ON_CPU = """CPU seconds are what the process itself computed, whatever ran besid
 size of the process in the timed steps, less its size with the model loaded: core's holds a second copy of the model,
 the compiled one what the compiler left behind. What a step allocates, and what a forward holds for its backward, is
 counted by torch's allocator, exactly. Selective checkpointing keeps its tensors itself, so autograd does not list them.
-Compiling starts from an empty cache. The figures are of a small model on a CPU; they say nothing of FLUX.1 on a GPU,
-for which `--size full --device cuda` is there, which has not been run on a GPU yet."""
+Compiling starts from an empty cache. The figures are of small models on a CPU; they say nothing of the real ones on a
+GPU, for which `--size full --device cuda` is there, which has not been run on a GPU yet."""
 ON_GPU = """The peak is what torch reserved in the timed steps, less what it had reserved with the model loaded. The
 driver's figure counts all that the process holds, the compiler's memory and the weights with it. Compiling starts from
 an empty cache."""
+
+FIGURES = "Figures are the median (least to greatest); ratios are taken in each round, above 1 where ours needs less."
+OF_CORE = """Core's node runs with its defaults, but for steps, batch, rank and dtype: the whole model is one
+checkpoint, its LoRA is bf16, and it trains adapters on norms and biases too, which cannot be switched off. With a batch
+above 1 it runs every caption on every picture.
+"""
+OF_FLUX = """Its gradients for FLUX are wrong (blocks add to their inputs in place): only the cost is compared here."""
+OF_OTHERS = """Only the cost is compared here."""
 
 
 def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:
@@ -30,6 +39,8 @@ def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:
     parts = [markdown_table(*time_table(run, core, args.device == "cpu")), markdown_table(*memory_table(run, core))]
     if args.device == "cpu":
         parts.append(markdown_table(*held_table(run)))
+    if any(c.spec["swap"] for c in run):
+        parts.append(swap_report([c for c in run if c.spec["compiled"]], args.device == "cpu"))
     parts += [f"{c.name} is not in the tables: {c.ended}." for c in field_of if c.ended]
     return "\n\n".join(parts)
 
@@ -46,7 +57,9 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
             row += [spread(sum(c.of_rounds("cpu_seconds"), [])).text(3), against(core, c, "cpu_seconds")]
         ours = c is not core
         row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if ours else ["", ""]
-        row.append(f"{c.first['compile_seconds']:.0f}" if ours and c.spec["compiled"] else "")
+        # Those that swap blocks take what the first has compiled from the cache.
+        first = ours and c.spec["compiled"] and not c.spec["swap"]
+        row.append(f"{c.first['compile_seconds']:.0f}" if first else "")
         rows.append(row)
     return header, rows
 
@@ -106,22 +119,17 @@ def machine(args: argparse.Namespace) -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}, {versions}"
 
 
-def head(args: argparse.Namespace, work: str) -> str:
+def head(args: argparse.Namespace) -> str:
     command = "python benchmarks/train_step.py " + " ".join(arg for arg in sys.argv[1:])
+    threads = f", {args.threads} thread{'s' if args.threads > 1 else ''}" if args.device == "cpu" else ""
     each = "step" if args.steps_per_round == 1 else "steps"
-    rounds = f"{args.rounds} rounds of {args.steps_per_round} {each} each after {WARM_UP} steps of warm-up"
-    return f"""# A training step, `{args.size}` on {args.device}
-
-Made by `{command}` on {date.today()}: {machine(args)}{f", {args.threads} thread" if args.device == "cpu" else ""}.
-
-{work}
-
-{args.dtype}, batch {args.batch_size}, rank {args.rank}, LoRA on {args.targets} Linears, {rounds}, by turns.
-Figures are the median (least to greatest); ratios are taken within each round, above 1 where ours needs less.
-
-Core's node runs with its defaults, but for steps, batch, rank and dtype: the whole model is one checkpoint, its LoRA
-is bf16, and it trains adapters on norms and biases too, which cannot be switched off. Its gradients for FLUX are wrong
-(blocks add to their inputs in place), and with a batch above 1 it runs every caption on every picture: only the cost
-is compared here.
-
-{ON_CPU if args.device == "cpu" else ON_GPU}"""
+    rounds = f"{args.rounds} rounds of {args.steps_per_round} {each} each after {WARM_UP} steps of warm-up, by turns"
+    of_core = OF_CORE + (OF_FLUX if any(f.startswith("flux") for f in args.family) else OF_OTHERS)
+    parts = [
+        f"# A training step, `{args.size}` on {args.device}",
+        f"Made by `{command}` on {date.today()}: {machine(args)}{threads}.",
+        f"{args.dtype}, batch {args.batch_size}, rank {args.rank}, LoRA on {args.targets} Linears, {rounds}. {FIGURES}",
+        *([of_core] if "core" in args.contestants else []),
+        ON_CPU if args.device == "cpu" else ON_GPU,
+    ]
+    return "\n\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from train_step_figures import MIB, peak_and_rest
+from train_step_figures import MIB, copies_to_device, peak_and_rest
 
 
 class Memory:
@@ -89,9 +89,8 @@ class Turns:
     def answer(self) -> None:
         if self.profiler is not None:
             self.profiler.stop()
-            peak, _ = peak_and_rest(allocations(self.profiler))
+            self.reply(profiled(self.profiler, self.memory.cuda))
             self.profiler = None
-            self.reply({"step_peak_mib": peak / MIB})
         else:
             times = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
             self.reply({**times, **self.memory.figures(), **self.facts()})
@@ -107,8 +106,8 @@ class Turns:
             self.seconds, self.cpu_seconds, self.left = [], [], command.get("count", 1)
             gc.collect()
             self.memory.start()
-            if command["do"] == "memory":
-                self.profiler = memory_profiler()
+            if command["do"] in ("memory", "copies"):
+                self.profiler = memory_profiler() if command["do"] == "memory" else copy_profiler()
                 self.profiler.start()
             self.start_clocks()
             return
@@ -119,10 +118,25 @@ def memory_profiler() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
-def allocations(profiler: torch.profiler.profile) -> list[tuple[float, int]]:
-    """(time, bytes) of every allocation and release that torch's CPU allocator made under the profiler."""
+def copy_profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+
+def profiled(profiler: torch.profiler.profile, cuda: bool) -> dict[str, float]:
+    """Of one step: on a CPU the most that it allocates, on a GPU what was copied to it and how long that took."""
+    if not cuda:
+        return {"step_peak_mib": peak_and_rest(allocations(profiler))[0] / MIB}
+    copied, seconds = copies_to_device(events_of(profiler))
+    return {"copied_bytes": copied, "copying_seconds": seconds}
+
+
+def events_of(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    return [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
+        return json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+
+
+def allocations(profiler: torch.profiler.profile) -> list[tuple[float, int]]:
+    """(time, bytes) of every allocation and release that torch's CPU allocator made under the profiler."""
+    return [(e["ts"], e["args"]["Bytes"]) for e in events_of(profiler) if e["name"] == "[memory]"]

@@ -203,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    from train_step_model import set_up_comfyui
+    from comfyui import set_up_comfyui
 
     args = parser().parse_args()
     set_up_comfyui("cpu")

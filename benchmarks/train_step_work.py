@@ -1,0 +1,128 @@
+"""What a training step asks for, counted on torch's meta device: FLOP, and the bytes that block swap copies."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from families import Model, Picture
+from train_step_data import random_data
+from train_step_figures import swapped_blocks
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step on one sample. parameters: of the model; tokens, text_tokens: in its sequences; forward, backward:
+    FLOP of matrix products; recompute: of those that full checkpointing computes again."""
+
+    parameters: int
+    tokens: int
+    text_tokens: int
+    forward: int
+    backward: int
+    recompute: int
+
+
+@dataclass(frozen=True)
+class SwapWork:
+    """Of one step once the first is over. blocks: how many of `total` stream; bytes: in all copies."""
+
+    blocks: int
+    total: int
+    copies: int
+    bytes: int
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What torch's SDPA runs on a GPU; its backward computes the scores again. On the meta device it would take the
+    plain products."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+class CountedStep:
+    """A model without weights, and its step on one sample of that picture. file: of a small model."""
+
+    def __init__(self, model: Model, file: str, picture: Picture):
+        dtype = torch.bfloat16 if model.write is None else torch.float32
+        self.patcher = model.load(file, "meta", dtype)
+        self.family = import_module("tessera.models.registry").family_of(self.patcher)
+        compute = self.patcher.model.get_dtype_inference()
+        self.transformer = self.family.build(self.patcher, torch.device("meta"), compute, "auto")
+        (self.sample,) = random_data(self.patcher, picture, 1).samples
+
+    def count(self, rank: int, include: tuple[str, ...]) -> Work:
+        """Counts our own forward and backward, with a LoRA on `include`, or on the family's default targets."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._add_lora(rank, include)
+        inputs, in_blocks = self._inputs(), []
+
+        def run(block: Any, *args: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = block(*args, {})
+            in_blocks.append(counter.get_total_flops())
+            return result
+
+        with patch.object(torch.nn.functional, "scaled_dot_product_attention", flash):
+            with FlopCounterMode(display=False) as forward:
+                velocity = self.transformer.forward(run, inputs)
+            with FlopCounterMode(display=False) as backward:
+                velocity.sum().backward()
+        return Work(
+            sum(p.numel() for p in self.patcher.model.diffusion_model.parameters()),
+            inputs.image_tokens,
+            inputs.text_tokens,
+            forward.get_total_flops(),
+            backward.get_total_flops(),
+            sum(in_blocks),
+        )
+
+    def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
+        lora, options = import_module("tessera.train.lora"), import_module("tessera.train.options")
+        network = options.NetworkOptions(rank=rank, alpha=float(rank), include=include)
+        linears = self.transformer.linears()
+        for name in lora.choose_targets(self.family, self.patcher.model, network):
+            out, into = linears[name].weight.shape
+            pair = (torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((rank, into), (out, rank)))
+            linears[name].add_lora(*pair, scale=1.0)
+
+    def _inputs(self) -> Any:
+        """The sample as the family hands it to its transformer."""
+        noisy, tensors = import_module("tessera.models.family").NoisySample, self.sample.load()
+        conditioning = {name: value.to("meta") for name, value in tensors.conditioning.items()}
+        latent, text = tensors.latent.to("meta"), tensors.text.to("meta")
+        sample = noisy(latent, text, conditioning, self.sample.tokens, self.sample.text_length)
+        return self.family.inputs(self.patcher, [sample], torch.empty(1, device="meta"), 1.0)
+
+    def count_swap(self, percent: float, prefetch: int) -> SwapWork:
+        """Runs the engine's own ring over blocks without bytes."""
+        plan, ring = import_module("tessera.memory.swap_plan"), import_module("tessera.memory.slot_ring")
+        lists = self.family.block_lists(self.patcher.model)
+        total = sum(lists.values())
+        count = swapped_blocks(percent, total)
+        chosen = plan.choose_blocks(count, lists, self.family.swap_order)
+        if not chosen:
+            return SwapWork(0, total, 0, 0)
+        masters = [_master(block) for name, block in self.transformer.blocks() if name in chosen]
+        slots = ring.SlotRing(masters, torch.device("meta"), prefetch)
+        slots.take()
+        before = (0, 0)
+        for _ in range(2):
+            before = slots.copies, slots.bytes_copied
+            for j in range(len(masters)):
+                slots.forward(j)
+            for j in reversed(range(len(masters))):
+                slots.backward(j)
+        return SwapWork(count, total, slots.copies - before[0], slots.bytes_copied - before[1])
+
+
+def _master(block: Any) -> torch.Tensor:
+    """The block's flat buffer, without memory."""
+    swap, flat = import_module("tessera.memory.block_swap"), import_module("tessera.memory.flat")
+    tensors = [
+        (f"{owner}.{name}", tensor)
+        for owner, module in swap.frozen_modules(block).items()
+        for name, tensor in module.named_buffers(recurse=False)
+    ]
+    return torch.empty(flat.Layout.of(tensors).size, dtype=torch.uint8, device="meta")
