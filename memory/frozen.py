@@ -178,10 +178,13 @@ def _(grad, weight, scale):
 
 def _save_stored(ctx, inputs, output) -> None:
     _, weight, scale, _ = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, scale)
 
 
 def _stored_linear_backward(ctx, grad):
+    if grad is None:  # what comes of it goes nowhere
+        return None, None, None, None
     weight, scale = ctx.saved_tensors
     return stored_linear_input_grad(grad, weight, scale), None, None, None
 

@@ -25,7 +25,7 @@ def trained(path: Path, folder: Path, *, backend: str | None = None, **memory: A
     shapes = [(4, 4, 5), (2, 8, 60), (8, 2, 128)]
     data = training_data(*(qwen_sample(f"sample {i}", *s, references=[(4, 6)]) for i, s in enumerate(shapes)))
     trainer = tiny.make_trainer(
-        tiny.load_qwen_image(path),
+        tiny.load_qwen_image(path, torch.float8_e4m3fn if path.stem == "fp8" else None),
         data,
         folder,
         backend=backend,
@@ -81,6 +81,17 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep, tmp_path, mode)
     swapped = trained(deep, tmp_path / "swapped", blocks_to_swap=3, **settings)
     assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 1
     assert_same_run(swapped, plain)
+
+
+def test_an_fp8_file_streams_as_it_is_stored(tmp_path):
+    fp8 = tiny.write_qwen_image(
+        tmp_path / "fp8.safetensors", layers=BLOCKS, timestep_zero=True, dtype=torch.float8_e4m3fn
+    )
+    resident = trained(fp8, tmp_path / "resident")
+    swapped = trained(fp8, tmp_path / "swapped", blocks_to_swap=BLOCKS)
+    assert_same_run(swapped, resident)
+    (_, block), *_ = swapped.transformer.blocks()
+    assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
 
 
 def test_activations_may_wait_on_the_host(deep, resident, tmp_path):
