@@ -168,9 +168,10 @@ def test_gradients_of_compiled_blocks_equal_the_fp64_reference(files, tmp_path, 
     check(files[variant], variant, tmp_path, 3, FP32, backend="aot_eager", memory=memory)
 
 
-def test_gradients_of_inductor_equal_the_fp64_reference(files, tmp_path):
+@pytest.mark.parametrize("variant", ["2.1-t2v", "2.1-i2v", "2.2-5b"])  # one of each kind of block
+def test_gradients_of_inductor_equal_the_fp64_reference(files, tmp_path, variant):
     memory = MemoryOptions(checkpointing="full")
-    check(files["2.2-5b"], "2.2-5b", tmp_path, 3, FP32, backend="inductor", memory=memory)
+    check(files[variant], variant, tmp_path, 3, FP32, backend="inductor", memory=memory)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
