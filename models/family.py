@@ -95,13 +95,15 @@ class NoisySample:
 @dataclass(frozen=True)
 class SampleFacts:
     """What is known of a sample before its tensors are read: its name for messages, its latent frames, the tokens of
-    each reference picture, how many of its frames are given clean, and what its conditioning carries."""
+    each reference picture, how many of its frames are given clean, what its conditioning carries, and the tokens of its
+    caption as it was encoded."""
 
     name: str
     frames: int
     references: tuple[int, ...]
     clean_frames: int
     conditioning: frozenset[str]
+    text_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ class Family(Protocol):
         """Raises ValueError, with the fix, for a sample that this model does not train on."""
         ...
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]: ...
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        """What a user should know about these samples on this model, a sentence each."""
+        ...
 
     def build(
         self,

@@ -146,24 +146,25 @@ class _Probe:
         self._outputs: dict[str, Any] = {}
         self.outside: dict[int, Tensor] = {}  # what the model keeps outside of its blocks, by its memory
 
-    def run(self, block: Block, *args: Tensor) -> Any:
+    def run(self, block: Block, *args: Any) -> Any:
         structure = block.structure()
         if structure not in self.costs:
-            self.outside |= {_storage(a): a for a in args if not a.requires_grad}
+            self.outside |= {_storage(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
             self.costs[structure], self._outputs[structure] = self._measure(block, args)
         return self._outputs[structure]
 
-    def _measure(self, block: Block, args: tuple[Tensor, ...]) -> tuple[BlockCost, Any]:
+    def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, Any]:
         for linear in block.linears().values():
             if linear.lora_down is not None and linear.lora_up is not None:
                 down, up = (nn.Parameter(p.detach().to(self.device)) for p in (linear.lora_down, linear.lora_up))
                 linear.add_lora(down, up, linear.lora_scale)
         swap = BlockSwap([block], self.device, 1, False)
-        inputs = [a.detach().requires_grad_(a.requires_grad) for a in args]
+        inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+        tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.draw_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
         # What is there anyway: weights in their slot, the LoRA, and what all blocks share.
-        shared = [a for a in inputs if not a.requires_grad]
+        shared = [a for a in tensors if not a.requires_grad]
         own = {_storage(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *shared)}
         saved: dict[int, Tensor] = {}
 
@@ -182,7 +183,7 @@ class _Probe:
         cost = BlockCost(
             "",
             weights=0,
-            inputs=sum(a.numel() * a.element_size() for a in inputs if a.requires_grad),
+            inputs=sum(a.numel() * a.element_size() for a in tensors if a.requires_grad),
             saved=kept,
             # Where nothing counts the peak: the gradients of all that was kept, which is more than there ever are.
             working=kept if peak is None else max(0, peak - before - kept),

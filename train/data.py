@@ -63,7 +63,9 @@ class Sample:
         return self.tokens, self.references, self.text_length
 
     def facts(self) -> SampleFacts:
-        return SampleFacts(self.name, self.grid[0], self.references, self.clean_frames, self.conditioning)
+        return SampleFacts(
+            self.name, self.grid[0], self.references, self.clean_frames, self.conditioning, self.text_length
+        )
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,7 @@ def train_lora(
     state = find_state(root, settings, lineage)
     folder = open_folder(root, settings, key, state)
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
-    text_notes = family.notes(patcher.model, checked.caption_lengths)
-    recorder = _Recorder(observer, (*data.notes, *checked.notes, *text_notes))
+    recorder = _Recorder(observer, (*data.notes, *checked.notes))
     if state is None and settings.resume == "latest" and (other := other_state(root, settings)):
         recorder.note(
             f"The states of {settings.output_name} were saved with other data or settings, so this run starts at step "
@@ -145,13 +144,12 @@ def train_lora(
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a run needs, found to fit together. caption_lengths: as encoded, before the family pads them."""
+    """What a run needs, found to fit together."""
 
     family: Family
     patcher: ModelPatcher
     data: TrainingData
     targets: list[str]
-    caption_lengths: list[int]
     notes: tuple[str, ...]
 
 
@@ -166,9 +164,10 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     _check_data(family, patcher, data)
     tokens = data.samples[0].tokens
     check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
-    lengths = [s.text_length for s in data.samples]
+    notes = (*patch_notes, *optimizer_notes(settings.optimizer))
+    notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
-    return CheckedRun(family, patcher, padded, targets, lengths, (*patch_notes, *optimizer_notes(settings.optimizer)))
+    return CheckedRun(family, patcher, padded, targets, notes)
 
 
 def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import comfy.model_base
 from torch import Tensor
 
-from ..family import Origin
+from ..family import Origin, SampleFacts
 from ..latents import FLUX
 from .family import FluxFamily
 from .tokens import TIMESTEP_ZERO
@@ -47,9 +47,8 @@ class Flux(FluxFamily):
     def text_length(self, model: Any, length: int) -> int:
         return length
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
-        """What a user should know about these captions' lengths (tokens) on this model."""
-        long = sum(length > SCHNELL_TEXT_LENGTH for length in text_lengths)
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = sum(sample.text_length > SCHNELL_TEXT_LENGTH for sample in samples)
         if self.variant(model) == "dev" or not long:
             return []
         return [

@@ -5,7 +5,7 @@ from typing import Any
 
 import comfy.model_base
 
-from ..family import Origin
+from ..family import Origin, SampleFacts
 from ..latents import FLUX2
 from ..math import resolution_shift
 from .family import FluxFamily
@@ -52,9 +52,8 @@ class Flux2(FluxFamily):
         """Core fills up to 512 with zeros on the left, and cuts nothing."""
         return max(TEXT_LENGTH, length)
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
-        """What a user should know about these captions' lengths (tokens) on this model."""
-        long = [length for length in text_lengths if length > TEXT_LENGTH]
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = [sample for sample in samples if sample.text_length > TEXT_LENGTH]
         if not long:
             return []
         return [

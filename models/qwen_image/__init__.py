@@ -78,8 +78,7 @@ class QwenImage:
         if sample.frames > 1:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; Qwen-Image trains on pictures.")
 
-    def notes(self, model: Any, text_lengths: Sequence[int], samples: Sequence[SampleFacts] = ()) -> list[str]:
-        """What a user should know about these samples on this model."""
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         alone = sum(not sample.references for sample in samples)
         if self.variant(model) == "qwen-image" or not alone:
             return []

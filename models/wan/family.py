@@ -120,9 +120,8 @@ class Wan:
                 "data with the model's own VAE."
             )
 
-    def notes(self, model: Any, text_lengths: Sequence[int]) -> list[str]:
-        """What a user should know about these captions' lengths (tokens) on this model."""
-        long = sum(length > TEXT_LENGTH for length in text_lengths)
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = sum(sample.text_length > TEXT_LENGTH for sample in samples)
         if not long:
             return []
         return [f"{long} captions have more than {TEXT_LENGTH} tokens, all that Wan reads; what comes after is cut."]

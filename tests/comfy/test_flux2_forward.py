@@ -16,6 +16,11 @@ METHODS = (None, "offset", "index", "index_timestep_zero", "uxo")
 SIGMAS = [0.15, 0.5, 0.9]
 
 
+def captions(*lengths):
+    """Samples with captions of these lengths."""
+    return [SampleFacts("a.png", 1, (), 0, frozenset(), length) for length in lengths]
+
+
 @pytest.fixture(scope="module")
 def files(tiny_files, tmp_path_factory):
     klein = tmp_path_factory.mktemp("flux2") / "klein.safetensors"
@@ -92,8 +97,8 @@ def test_captions_are_padded_left_to_512_and_not_cut(files):
     assert [family.text_length(model.model, length) for length in (3, 512, 700)] == [512, 512, 700]
     samples = [flux_sample("long", 2, 2, 700)]
     assert relative_error(model, samples * 3, 1.0) < 3e-6
-    assert family.notes(model.model, [512, 40]) == []
-    (note,) = family.notes(model.model, [512, 513, 700])
+    assert family.notes(model.model, captions(512, 40)) == []
+    (note,) = family.notes(model.model, captions(512, 513, 700))
     assert "2 captions have more than 512 tokens" in note
 
 

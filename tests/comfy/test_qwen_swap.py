@@ -114,3 +114,8 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep, tmp_path):
     block = model.model.diffusion_model.transformer_blocks[1]
     for tensor in (block.img_mlp.net[2].weight, block.txt_mod[1].bias, block.attn.norm_added_k.weight):
         assert tensor.untyped_storage().data_ptr() in held
+
+
+def test_a_plan_is_chosen_by_measuring_a_block(deep, tmp_path):
+    automatic = trained(deep, tmp_path, checkpointing="auto", blocks_to_swap=-1)
+    assert automatic.automatic is not None and automatic.progress.step == STEPS

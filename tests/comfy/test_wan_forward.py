@@ -4,7 +4,7 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
-from tessera.models.family import NoisySample
+from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.registry import family_of
 from tiny.wan_core import core_on_kept_tokens, core_velocity
 from torch import Tensor
@@ -15,6 +15,11 @@ GRIDS = [(1, 4, 6), (2, 3, 4), (3, 4, 2), (2, 2, 6)]
 KEPT = [None, None, None, None]
 RAGGED = [(1, 4, 5), (2, 2, 5), (3, 3, 2), (2, 3, 3)], [18, 9, 6, 9]
 SIGMAS = [0.15, 0.5, 0.8, 0.95]
+
+
+def captions(*lengths):
+    """Samples with captions of these lengths."""
+    return [SampleFacts("a.png", 1, (), 0, frozenset(), length) for length in lengths]
 
 
 @pytest.fixture
@@ -141,8 +146,8 @@ def test_captions_take_512_tokens_and_longer_ones_are_cut_with_a_word(wan):
     model = wan("2.1-t2v")
     family = family_of(model)
     assert {family.text_length(model.model, length) for length in (3, 512, 700)} == {512}
-    assert family.notes(model.model, [512, 40]) == []
-    (note,) = family.notes(model.model, [512, 513, 700])
+    assert family.notes(model.model, captions(512, 40)) == []
+    (note,) = family.notes(model.model, captions(512, 513, 700))
     assert "2 captions have more than 512 tokens" in note
     samples = [tiny.wan_sample(f"{length}", (1, 2, 2), text=length, text_length=512) for length in (5, 600)]
     from tessera.models.model_patches import trainable_model
