@@ -49,8 +49,8 @@ def plan_experts(
         )
     if (own := family.expert_boundary(high.model)) is None:
         raise ValueError(
-            f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} ({family.variant(high.model)}), "
-            "which has none; disconnect it."
+            f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} "
+            f"({family.variant(high.model)}), which has none; disconnect it."
         )
     if weights_fingerprint(high) == weights_fingerprint(low):
         raise ValueError(
@@ -91,8 +91,8 @@ def _resume(side: str, settings: TrainSettings) -> str:
     owner = next((one for one in (HIGH, LOW) if folder.startswith(f"{name}_{one}-")), None)
     if owner is None:
         raise ValueError(
-            f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, or "
-            "'latest'."
+            f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, "
+            "or 'latest'."
         )
     return settings.resume if owner == side else "latest"
 
