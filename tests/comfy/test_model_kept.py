@@ -82,6 +82,7 @@ def test_training_gives_all_its_memory_back(tiny_flux, tmp_path):
     import gc
 
     def parameters():
+        comfy.model_management.unload_all_models()  # which lets go of what other tests have left loaded
         gc.collect()
         return sum(isinstance(o, torch.nn.Parameter) and o.requires_grad for o in gc.get_objects())
 
