@@ -30,7 +30,8 @@ class Flux2(FluxFamily):
         if type(model) is not comfy.model_base.Flux2:
             return False
         params = model.diffusion_model.params
-        return params.global_modulation and params.mlp_silu_act and not (params.yak_mlp or params.txt_norm)
+        other = any(getattr(params, name, False) for name in ("yak_mlp", "txt_norm"))
+        return params.global_modulation and params.mlp_silu_act and not other
 
     def variant(self, model: Any) -> str:
         """`dev` where the model takes guidance, else `klein-4b` or `klein-9b`, or `klein` for one of another size."""

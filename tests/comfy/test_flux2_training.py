@@ -1,0 +1,207 @@
+"""Runs over FLUX.2, and over FLUX.1 with reference pictures: graphs counted, block swap equal to none, a LoRA that
+learns, judged by ComfyUI's own forward and sampler."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import comfy.sample
+import comfy.sd
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from tessera.compile.settings import CompileSettings
+from tessera.train.options import MemoryOptions, NetworkOptions
+from tessera.train.train_lora import train_lora
+from tiny.compiling import Graphs
+from tiny.flux_core import core_velocity
+from tiny.flux_data import flux_sample
+from tiny.runs import Watcher, run_settings, train, training_data
+from torch._dynamo.utils import counters
+
+SHAPES = [(4, 6), (6, 4), (3, 8), (8, 3), (2, 12), (12, 2)]
+METHODS = {"flux": (None, "offset", "uxo"), "flux2": (None, "index_timestep_zero", "offset")}
+LOAD = {"flux": tiny.load_flux, "flux2": tiny.load_flux2}
+WRITE = {"flux": tiny.write_flux, "flux2": tiny.write_flux2}
+KINDS, BATCH = 2, 2
+SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def mixed_data(family: str) -> Any:
+    """12 pictures of seven shapes, all of 24 tokens, some with a ragged edge; a third has one reference, a third two,
+    placed by three methods. FLUX.2's captions are all of 512 tokens, FLUX.1's here of 16."""
+    samples = []
+    for i in range(12):
+        grid, keep = (SHAPES[i % 6], None) if i % 4 else ((5, 5), 24)
+        references = [(), [(6, 8)], [(4, 4), (8, 6)]][i % 3]
+        if i % 6 >= 3:
+            references = [side[::-1] for side in references]
+        text = 3 + 20 * i if family == "flux2" else 16
+        method = METHODS[family][i % 5 % 3]
+        samples.append(flux_sample(f"{i}", *grid, text, references, family=family, method=method, tokens=keep))
+    return training_data(*samples)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("flux", "full"), *(("flux2", mode) for mode in ("none", "selective", "full"))]
+)
+def test_two_epochs_of_mixed_samples_compile_each_graph_once(tiny_files, tmp_path, family, mode):
+    torch._dynamo.reset()
+    graphs, breaks = Graphs(), sum(counters["graph_break"].values())
+    data = mixed_data(family)
+    assert [key[1] for key in data.graph_keys()] == (
+        [(), (4, 12), (12,)] if family == "flux" else [(), (16, 48), (48,)]
+    )
+    memory = MemoryOptions(checkpointing=mode)
+    steps = 2 * len(data.samples) // BATCH
+    model = LOAD[family](tiny_files[family])
+    trainer = tiny.make_trainer(
+        model, data, tmp_path, backend="aot_eager", batch_size=BATCH, steps=steps, memory=memory
+    )
+    counts, keys = [], []
+    velocity = trainer.velocity
+
+    def recorded(inputs: Any, draw: Any) -> Any:
+        keys.append((inputs.image_tokens, inputs.text_tokens))
+        return velocity(inputs, draw)
+
+    class Watching(type(trainer.observer)):
+        def step(self, report: Any) -> None:
+            counts.append(graphs())
+
+    trainer.velocity, trainer.observer = recorded, Watching()
+    trainer.run()
+    assert counts == [KINDS * len(set(keys[: n + 1])) for n in range(len(keys))]
+    assert counts[-1] == KINDS * len(data.graph_keys()) == trainer.runner.planned_graphs
+    assert sum(counters["graph_break"].values()) == breaks
+
+
+def test_captions_of_many_lengths_share_the_graphs_of_512_tokens_and_longer_ones_are_told(tiny_files, tmp_path):
+    torch._dynamo.reset()
+    graphs, watcher = Graphs(), Watcher()
+    data = training_data(*(flux_sample(f"{n}", 2, 2, n) for n in (1, 200, 512, 513)))
+    settings = run_settings(steps=4, compile="auto", save_every=0)
+    model = tiny.load_flux2(tiny_files["flux2"])
+    result = train_lora(model, data, settings, tmp_path, watcher, CompileSettings("aot_eager"))
+    assert graphs() == result.summary["graphs_planned"] == result.summary["graphs_compiled"] == 2 * KINDS
+    assert any("1 captions have more than 512 tokens" in note for note in watcher.notes)
+
+
+def test_dropout_masks_have_the_rows_that_each_layer_sees(tiny_files, tmp_path):
+    network = NetworkOptions(rank=2, alpha=2.0, dropout=0.5, include=("*",))
+    for family in ("flux", "flux2"):
+        data = training_data(*(flux_sample(f"{i}", *SHAPES[i], 9, [(4, 6)], family=family) for i in range(4)))
+        model = LOAD[family](tiny_files[family])
+        trainer = tiny.make_trainer(model, data, tmp_path / family, batch_size=BATCH, steps=2, network=network)
+        trainer.run()
+        assert all(loss > 0 for loss in trainer.progress.loss)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("deep")
+    return {f: write(folder / f"{f}.safetensors", depth=2, depth_single=3) for f, write in WRITE.items()}
+
+
+def trained(path: Path, folder: Path, family: str, *, backend: str | None = None, **memory: Any) -> Any:
+    """A trainer that has made three steps of two samples with a reference each."""
+    shapes = [(4, 4), (2, 8), (8, 2)]
+    methods = METHODS[family]
+    data = training_data(
+        *(flux_sample(f"{i}", *s, 9, [(4, 6)], family=family, method=methods[i]) for i, s in enumerate(shapes))
+    )
+    options = MemoryOptions(**{"checkpointing": "none", **memory})
+    model = LOAD[family](path)
+    trainer = tiny.make_trainer(model, data, folder, backend=backend, batch_size=2, steps=3, memory=options)
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+def assert_same_run(swapped: Any, resident: Any) -> None:
+    assert swapped.progress.loss == resident.progress.loss
+    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
+        for a, b in zip(pair, other, strict=True):
+            assert torch.equal(a.grad, b.grad) and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["flux", "flux2"])
+def test_swapped_equals_resident_bit_for_bit(deep, tmp_path, family, checkpointing):
+    plain = trained(deep[family], tmp_path / "plain", family, checkpointing=checkpointing)
+    for count, prefetch in ((1, 1), (2, 1), (4, 2), (5, 1), (5, 3)):
+        memory = {"checkpointing": checkpointing, "blocks_to_swap": count, "prefetch_blocks": prefetch}
+        swapped = trained(deep[family], tmp_path / f"{count} {prefetch}", family, **memory)
+        assert_same_run(swapped, plain)
+        slots = min(prefetch + 1, count)
+        assert swapped.swap.ring.copies == 3 * 2 * (count - slots) + slots
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2"])
+def test_swap_adds_no_graph(deep, tmp_path, family):
+    torch._dynamo.reset()
+    graphs = Graphs()
+    settings = {"backend": "aot_eager", "checkpointing": "full"}
+    plain = trained(deep[family], tmp_path / "plain", family, **settings)
+    assert graphs() == KINDS
+    swapped = trained(deep[family], tmp_path / "swapped", family, blocks_to_swap=4, **settings)
+    assert graphs() == 2 * KINDS  # a run compiles its own
+    assert_same_run(swapped, plain)
+
+
+def core_loss(model: Any, sample: Any, sigma: float) -> float:
+    """mean((v − (noise − x0))²) with v from core's apply_model, on noise of its own."""
+    read = sample.load()
+    noise = torch.randn(read.latent.shape, generator=torch.Generator().manual_seed(9))
+    noisy = replace(read, latent=(1 - sigma) * read.latent + sigma * noise)
+    velocity = core_velocity(model, replace(sample, load=lambda: noisy), sigma)
+    return float((velocity - (noise - read.latent).flatten(1).T).square().mean())
+
+
+def sampled(model: Any, tensors: Any) -> torch.Tensor:
+    empty = torch.zeros_like(tensors.latent[None])
+    noise = comfy.sample.prepare_noise(empty, 1)
+    positive = [[tensors.text, {**tensors.conditioning, "guidance": 1.0}]]
+    return comfy.sample.sample(
+        model, noise, 8, 1.0, "euler", "simple", positive, positive, empty, denoise=1.0, disable_pbar=True
+    )[0]
+
+
+@pytest.fixture
+def quiet_klein(tmp_path) -> Any:
+    """A model that carries its input through to its output, beside quiet blocks, so that 200 steps suffice."""
+    path = tiny.write_flux2(tmp_path / "klein.safetensors", guidance=False, depth=1, depth_single=1, hidden=256)
+    tensors = load_file(path)
+    identity = torch.eye(256, 128)
+    tensors["img_in.weight"] = 0.02 * tensors["img_in.weight"] + identity
+    tensors["final_layer.linear.weight"] = 0.02 * tensors["final_layer.linear.weight"] + identity.T
+    for name in tensors:
+        if name.endswith(("_attn.proj.weight", "_mlp.2.weight", "linear2.weight", "adaLN_modulation.1.weight")):
+            tensors[name] = 0.2 * tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    return tiny.load_flux2(path)
+
+
+def test_training_on_one_edit_lowers_its_loss_and_makes_the_sampler_draw_it(quiet_klein, tmp_path):
+    """The picture is of one colour."""
+    sample = flux_sample("the picture", 2, 2, references=[(2, 2)])
+    tensors = sample.load()
+    tensors.latent.copy_(tensors.latent[:, :1, :1].expand_as(tensors.latent).clone())
+    result = train(
+        quiet_klein,
+        training_data(sample),
+        tmp_path / "loras",
+        steps=200,
+        save_every=0,
+        network={"rank": 64, "alpha": 64.0, "include": ("*",)},
+        optimizer={"learning_rate": 2e-3, "lr_scheduler": "cosine"},
+    )
+    with_lora = comfy.sd.load_lora_for_models(quiet_klein, None, dict(result.lora), 1.0, 0)[0]
+    before = [core_loss(quiet_klein, sample, sigma) for sigma in SIGMAS]
+    after = [core_loss(with_lora, sample, sigma) for sigma in SIGMAS]
+    assert all(a < b / 5 for a, b in zip(after, before, strict=True)), (before, after)
+    size = tensors.latent.norm()
+    far, near = ((sampled(m, tensors) - tensors.latent).norm() / size for m in (quiet_klein, with_lora))
+    assert near < 0.35 and far > 0.9, (far, near)
+    assert result.lora.metadata["modelspec.architecture"] == "Flux.2-klein/lora"
