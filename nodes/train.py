@@ -50,8 +50,8 @@ class TesseraTrainLora(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in force; a "
-                    "Compile Model node in front gives its backend and mode.",
+                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in "
+                    "force; a Compile Model node in front gives its backend and mode.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(
