@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
+from tessera.train import clips
 from tessera.train.clips import inspect_video, load_clip
 from tessera.train.dataset import Dataset, scan_films, scan_folder
 from tessera.train.extraction import Extraction
@@ -156,6 +157,13 @@ def test_each_clip_is_encoded_once_and_again_when_its_frames_change(films, wan_v
         names.add(name)
     write_film(films / "a.mp4", 25, size=(64, 96), draw=lambda i, h, w: busy(i + 9, h, w))
     assert counts(films_of(films, 9))[1:] == (1, 0)
+
+
+def test_a_film_is_read_once_however_many_clips_it_gives(films, wan_vae, wan_clip, tmp_path, monkeypatch):
+    read = calls_of(monkeypatch, clips, "_digest")
+    prepared = run(films_of(films, 5, method="chunk"), wan_vae, wan_clip, tmp_path, image_to_video=True)
+    assert len(prepared.data.samples) == 11
+    assert sorted(path.name for (path,) in read) == ["a.mp4", "b.webm"]
 
 
 def core_image_to_video(vae, frames, seen=None):
