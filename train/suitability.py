@@ -79,7 +79,7 @@ def plan_notes(
             f"There are {plan.least_graphs} token counts, the fewest for clips of {', '.join(map(str, frames))} latent "
             f"frames; each is compiled. Clips of one length need one."
         )
-    elif plan.fit == RAGGED_EDGE and max_graphs > 1:
+    elif plan.fit == RAGGED_EDGE and max_graphs > 1 and not any(item.controls for item in items):
         yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
     if not text.lengths and max_text_length != 512:
         yield f"max_text_length has no effect with {text.family}, whose captions have lengths of their own."
