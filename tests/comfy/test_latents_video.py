@@ -89,6 +89,29 @@ def test_reference_latents_of_core_are_the_references_of_a_sample(wan_vae, tiny_
     assert given[1].shape[-2:] == (9, 5)  # the user's conditioning is as it was
 
 
+@pytest.mark.parametrize("frames", [(), (1,)])
+def test_a_reference_of_its_latents_sides_is_cropped_with_it_and_others_are_named(frames):
+    small, large = ({"samples": noise(1, 16, *frames, *sides)} for sides in ((8, 12), (16, 20)))
+    alike, other = noise(1, 16, *frames, 16, 20, seed=5), noise(1, 16, *frames, 8, 8, seed=6)
+    texts = [[entry()], [entry(reference_latents=[alike, alike.roll(1)])], [entry(reference_latents=[other])]]
+    data = latents_to_data([small, large, large], texts, 1)
+    _, cropped, apart = data.samples
+    _, height, width = cropped.grid
+    assert cropped.references == (height * width,) * 2 and apart.references == (16,)
+    top, left = (8 - height) // 2 * 2, (10 - width) // 2 * 2
+    tensors = cropped.load()
+    first, second = tensors.conditioning["reference_latents"]
+    rows, columns = slice(top, top + 2 * height), slice(left, left + 2 * width)
+    assert torch.equal(first, alike[..., rows, columns])
+    assert torch.equal(second, alike.roll(1)[..., rows, columns])
+    assert first.shape[-2:] == tensors.latent.shape[-2:] != (16, 20)
+    assert torch.equal(apart.load().conditioning["reference_latents"][0], other)
+    assert any(
+        note.startswith("Cropped without their reference latents, which have other sides than they: latent 3; raise")
+        for note in data.notes
+    )
+
+
 @pytest.mark.parametrize(
     ("channels", "tokens"),
     [(16, 24), (48, 24), (128, 96)],
