@@ -89,7 +89,7 @@ def latents_to_data(
         names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts))
     notes = (
         *_mask_notes(given, samples),
-        *_reference_notes(odd, whole),
+        *_reference_notes(samples, odd, whole, max_graphs),
         *_notes(given, grids, placements, samples, max_graphs, policy),
     )
     return TrainingData(tuple(samples), fingerprint(names), notes)
@@ -271,13 +271,21 @@ def _mask_notes(latents: list[_Latent], samples: list[Sample]) -> Iterator[str]:
         yield f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}."
 
 
-def _reference_notes(odd: list[str], whole: list[str]) -> Iterator[str]:
+def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], max_graphs: int) -> Iterator[str]:
     if odd:
         yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd)}."
     if whole:
         yield (
             f"Cropped without their reference latents, which have other sides than they: {shortlist(whole)}; raise "
             f"max_graphs to crop less, or encode both at one size."
+        )
+    shapes = {sample.references for sample in samples}
+    graphs = {(sample.tokens, sample.references) for sample in samples}
+    if len(shapes) > 1 and len(graphs) > max_graphs:
+        listed = ", ".join(" + ".join(map(str, shape)) or "none" for shape in sorted(shapes))
+        yield (
+            f"With their reference latents ({listed} tokens) the latents make {len(graphs)} graphs, each compiled; "
+            f"encode the control pictures at fewer sizes, or use Prepare Dataset, which plans them."
         )
 
 

@@ -112,6 +112,19 @@ def test_a_reference_of_its_latents_sides_is_cropped_with_it_and_others_are_name
     )
 
 
+def test_references_of_more_shapes_than_graphs_are_named():
+    latents = [{"samples": noise(1, 16, 8, 8)}] * 3
+    sides = ((8, 8), (8, 12), (8, 12))
+    texts = [[entry(reference_latents=[noise(1, 16, *of)])] for of in sides]
+    (note,) = latents_to_data(latents, texts, 1).notes
+    assert note == (
+        "With their reference latents (16, 24 tokens) the latents make 2 graphs, each compiled; encode the control "
+        "pictures at fewer sizes, or use Prepare Dataset, which plans them."
+    )
+    assert latents_to_data(latents, texts, 2).notes == ()
+    assert latents_to_data(latents[1:], texts[1:], 1).notes == ()
+
+
 @pytest.mark.parametrize(
     ("channels", "tokens"),
     [(16, 24), (48, 24), (128, 96)],
