@@ -6,6 +6,7 @@ from typing import Any
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
 from .captions import Caption
+from .clip_vision import check_vision
 from .dataset import shortlist
 from .items import Item
 from .tokens import RAGGED_EDGE, BucketPlan
@@ -33,6 +34,8 @@ def check_options(
             "clip_vision is connected and image_to_video is off; switch it on to train Wan 2.1 image to video, or "
             "disconnect clip_vision."
         )
+    if clip_vision is not None and latents is WAN21:
+        check_vision(clip_vision)
 
 
 def check_items(

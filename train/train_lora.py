@@ -16,6 +16,7 @@ from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
+from .clip_vision import seen_by
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
@@ -253,6 +254,12 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         raise ValueError(
             f"data has pooled text of width {pooled.shape[-1]} and the model takes {width}; prepare the data with the "
             "model's own text encoders."
+        )
+    seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
+    if seen is not None and width and seen_by(seen).shape[-1] != width:
+        raise ValueError(
+            f"data has CLIP vision output of width {seen_by(seen).shape[-1]} and the model takes {width}; prepare the "
+            "data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
     if tensors.text.shape[-1] != wanted:

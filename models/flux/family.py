@@ -52,6 +52,9 @@ class FluxFamily:
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
+    def vision_width(self, model: Any) -> int:
+        return 0
+
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")

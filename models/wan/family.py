@@ -89,6 +89,10 @@ class Wan:
     def pooled_width(self, model: Any) -> int:
         return 0
 
+    def vision_width(self, model: Any) -> int:
+        image = model.diffusion_model.img_emb
+        return 0 if image is None else image.proj[0].normalized_shape[0]
+
     def text_length(self, model: Any, length: int) -> int:
         """Always 512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
         return TEXT_LENGTH

@@ -63,7 +63,7 @@ def wan_clip(tiny_files):
 
 @pytest.fixture(scope="module")
 def clip_vision():
-    return load_clip_vision()
+    return load_clip_vision(1280)
 
 
 def run(dataset, vae, clip, tmp_path, **changes):
@@ -219,7 +219,7 @@ def test_start_pictures_are_encoded_once_and_follow_the_vision_model(
     # Shorter clips have less grey after the same start, which has been seen.
     run(films_of(films, 5), wan_vae, wan_clip, tmp_path, **options)
     assert len(encoded) == 8 and len(seen) in (2, 4)
-    other = load_clip_vision()
+    other = load_clip_vision(1280)
     with torch.no_grad():
         other.model.vision_model.embeddings.class_embedding += 1
     assert run(films_of(films, 9), wan_vae, wan_clip, tmp_path, image_to_video=True, clip_vision=other)
@@ -307,6 +307,10 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
             r"no frame after it to learn: a.mp4, frame 1, b.webm, frame 1; take pictures out of the data set and 1 out",
         ),
         ({"edit_prompt": "x"}, r"edit_prompt is 'x'; choose one of plus \(2509, 2511\), first edit"),
+        (
+            {"image_to_video": True, "clip_vision": load_clip_vision},
+            r"clip_vision is a CLIP vision model of width 32 and Wan 2.1 takes one of 1280; load clip_vision_h.safet",
+        ),
         ({"empty": True}, r"The data set is empty; connect Training Images or Training Clips"),
     ],
 )
@@ -319,6 +323,8 @@ def test_what_does_not_go_together_is_told_before_anything_is_encoded(
     named = change.pop("clip", None)
     clip = wan_clip if named is None else tiny_clip if named == "flux" else tiny.load_qwen_clip(tiny_files["qwen"])
     dataset = Dataset(()) if change.pop("empty", False) else films_of(films, *change.pop("frames", (9,)))
+    if change.get("clip_vision") is load_clip_vision:
+        change["clip_vision"] = load_clip_vision(32)
     with pytest.raises(ValueError, match=message):
         run(dataset, vae, clip, tmp_path, **change)
     assert encoded == [[], []] and not (tmp_path / "cache").exists()
