@@ -5,6 +5,7 @@ once. Nothing here is ever written back.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import comfy.model_management
@@ -14,7 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .masters import leave_flat, over_parts, parts_of, places_of
+from .masters import Place, leave_flat, over_parts, parts_of, places_of
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ class FrozenWeights:
             prefix = f"diffusion_model.{name}"
             places = places_of(prefix, patcher.model.get_submodule(prefix))
             leave_flat(places, lambda place: place.key in patcher.patches)
+            _to_host(places)
 
     def _home(self, name: str) -> torch.device:
         block = ".".join(name.split(".")[:2])
@@ -142,6 +144,15 @@ class FrozenWeights:
                 return stored, share_outside_inference_mode(scale).to(home, torch.float32).reshape(())
             full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
             return full if input_scale is None else full * input_scale.to(full), None
+
+
+def _to_host(places: Sequence[Place]) -> None:
+    """Where ComfyUI keeps the MODEL on the GPU for good (--highvram, --gpu-only), its swapped blocks leave it; they
+    come back when it is loaded next."""
+    for place in places:
+        tensor = place.tensor()
+        if tensor is not None and tensor.device.type != "cpu":
+            place.table[place.attribute] = over_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
 
 
 def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
