@@ -220,8 +220,7 @@ class TesseraTrainLora(io.ComfyNode):
                 )
                 return io.NodeOutput(*outputs(result), nothing, nothing, nothing, ui={"tessera": [shown(result)]})
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
-            asked = {HIGH: on_model(model, settings)[0], LOW: on_model(model_low_noise, settings)[0]}
-            experts = plan_experts(model, model_low_noise, data, asked)
+            experts = plan_experts(model, model_low_noise, data, {HIGH: settings, LOW: settings})
             high, low = (
                 run(expert.model, data, expert.settings, ExpertObserver(observer, expert, number, len(experts)))
                 for number, expert in enumerate(experts)

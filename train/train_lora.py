@@ -21,7 +21,7 @@ from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .loop import Trainer
-from .lora import choose_targets
+from .lora import choose_targets, network_notes
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .objective import check_range
@@ -163,9 +163,15 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
-    tokens = data.samples[0].tokens
-    check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
-    notes = (*patch_notes, *optimizer_notes(settings.optimizer))
+    for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
+        check_range(settings.objective, size, family.shift(patcher.model, size))
+    notes = (
+        *patch_notes,
+        *optimizer_notes(settings.optimizer),
+        *network_notes(settings.network, family, patcher.model, targets),
+    )
+    if settings.objective.expert_boundary:
+        notes += ("expert_boundary has no effect without model_low_noise.",)
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, notes)

@@ -64,6 +64,12 @@ class FluxFamily:
                 f"{sample.name} has reference pictures, which this model (Fill, Canny or Depth) has no place for; "
                 "connect FLUX.1 Kontext, or prepare the data without control_folder."
             )
+        if params.in_channels != params.out_channels and "concat_latent_image" not in sample.conditioning:
+            raise ValueError(
+                f"{sample.name} has no control picture, without which this model (Fill, Canny or Depth) would be "
+                "trained blind; put it on the conditioning with core's InpaintModelConditioning or "
+                "InstructPixToPixConditioning and take Latents to Training Data, or connect FLUX.1 dev."
+            )
 
     def build(
         self,
