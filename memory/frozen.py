@@ -139,11 +139,35 @@ class FrozenWeights:
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
             stored, scale = weight._qdata, weight._params.scale
-            if input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and scale.numel() == 1:
+            if _stays_stored(weight, input_scale):
                 stored = share_outside_inference_mode(stored)
                 return stored, share_outside_inference_mode(scale).to(home, torch.float32).reshape(())
             full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
             return full if input_scale is None else full * input_scale.to(full), None
+
+
+def _stays_stored(weight: QuantizedTensor, input_scale: Tensor | None) -> bool:
+    """fp8 with one scale."""
+    return input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and weight._params.scale.numel() == 1
+
+
+def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
+    """What of a model's quantised weights is held in the compute dtype while it trains, in a sentence."""
+    formats, held = set(), 0
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if not isinstance(weight, QuantizedTensor) or _stays_stored(
+                weight, getattr(module, "pre_quant_scale", None)
+            ):
+                continue
+            formats.add(weight._layout_cls.removeprefix("TensorCore").removesuffix("Layout"))
+            held += weight.numel() * compute_dtype.itemsize
+    if not held:
+        return []
+    return [
+        f"Weights that the file holds as {', '.join(sorted(formats))} are held as {str(compute_dtype)[6:]} while it "
+        f"trains, {held / 2**30:.2f} GiB of them; fp8 with one scale for each layer stays as it is stored."
+    ]
 
 
 def _to_host(places: Sequence[Place]) -> None:

@@ -12,6 +12,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
+from ..memory.frozen import dequantised_notes
 from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
@@ -170,6 +171,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *optimizer_notes(settings.optimizer),
         *network_notes(settings.network, family, patcher.model, targets),
     )
+    notes += tuple(dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()))
     if settings.objective.expert_boundary:
         notes += ("expert_boundary has no effect without model_low_noise.",)
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
