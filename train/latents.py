@@ -222,6 +222,7 @@ def _references(
         height, width = (side // policy.patch for side in reference.shape[-2:])
         if (
             reference.ndim not in (4, 5)
+            or (reference.ndim == 5 and reference.shape[2] != 1)
             or reference.shape[0] != 1
             or reference.shape[1] != policy.channels
             or not height * width

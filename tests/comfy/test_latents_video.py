@@ -193,6 +193,11 @@ def test_only_captions_of_flux_1_are_compiled_by_their_length():
             {"reference_latents": [torch.zeros(2, 16, 8, 8)]},
             r"A reference latent of latent 1 has the shape \(2, 16, 8, 8\); it must be one picture of 16 channels",
         ),
+        (
+            16,
+            {"reference_latents": [torch.zeros(1, 16, 3, 8, 12)]},
+            r"A reference latent of latent 1 has the shape \(1, 16, 3, 8, 12\); it must be one picture of 16 channels",
+        ),
         (16, {"reference_latents": [torch.zeros(1, 48, 8, 8)]}, r"A reference latent of latent 1 has the shape"),
         (16, {"reference_latents": [torch.zeros(1, 16, 1, 8)]}, r"A reference latent of latent 1 has the shape"),
     ],
