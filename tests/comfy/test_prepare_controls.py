@@ -191,6 +191,21 @@ def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, mode
     assert torch.equal(latents.latent[None], latents.conditioning["reference_latents"][0])
 
 
+@pytest.mark.parametrize("controls", [True, False])
+def test_captions_at_which_the_text_encoder_stops_are_named_before_any_picture_is_encoded(
+    folder, models, tmp_path, monkeypatch, controls
+):
+    for name in "ac":
+        (folder / f"{name}.txt").write_text("a fox <|endoftext|> in the snow")
+    encoded = []
+    monkeypatch.setattr(models["qwen"][0], "encode", lambda pixels: encoded.append(pixels))
+    with pytest.raises(
+        ValueError, match=r"The captions of a.png, c.png hold the text '<\|endoftext\|>', at which Qwen-Image's text"
+    ):
+        run(folder, models["qwen"], tmp_path, controls=controls)
+    assert not encoded and not (tmp_path / "cache").exists()
+
+
 def test_a_model_without_control_pictures_refuses_them(folder, models, tiny_files, tmp_path):
     vae, _ = models["qwen"]
     wan = (vae, tiny.load_wan_clip(tiny_files["umt5"]))
