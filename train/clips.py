@@ -31,6 +31,7 @@ _HIDDEN_FRAMES = frozenset({"vp8"})
 # the decoder takes.
 _HD_LINES = 720
 _UNSPECIFIED = 2
+_HDR_CURVES = frozenset({16, 18})  # ITU-T H.273, transfer characteristics: PQ (SMPTE ST 2084) and HLG (BT.2100)
 # Without these flags, which PyAV 16 lacks, colours come out up to three steps of 255 too dark.
 _EXACT = ("BILINEAR", "ACCURATE_RND", "FULL_CHR_H_INT")
 _CONVERSION = (
@@ -46,6 +47,7 @@ class VideoFacts:
 
     digest: a name for its bytes. size: (height, width) in pixels when upright and with square pixels.
     stamps: the time stamp of each frame, ascending, in units of `time_base` seconds. end: when the last frame ends.
+    hdr: whether its curve is one of high dynamic range, which is read as if it were an ordinary one.
     """
 
     digest: str
@@ -53,6 +55,7 @@ class VideoFacts:
     stamps: tuple[int, ...]
     end: int
     time_base: Fraction
+    hdr: bool = False
 
     @property
     def fps(self) -> float:
@@ -93,8 +96,9 @@ def _inspect(path: Path, size: int, mtime_ns: int) -> VideoFacts:
     with _opened(path) as (container, stream):
         first = next(container.decode(stream))
         upright = _upright_size(first, stream.sample_aspect_ratio)
+        hdr = stream.codec_context.color_trc in _HDR_CURVES
     assert stream.time_base is not None
-    return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base)
+    return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base, hdr)
 
 
 def _digest(path: Path) -> str:

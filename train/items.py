@@ -107,6 +107,7 @@ def find_items(
     short: list[tuple[Film, int]] = []
     lacking: dict[int, list[str]] = {}
     slow: list[str] = []
+    hdr: list[str] = []
     what = "clips" if all(isinstance(entry, Film) for entry in dataset.entries) else "pictures"
     for index, entry in enumerate(dataset.entries):
         interrupted()
@@ -123,10 +124,12 @@ def find_items(
             lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
+        if facts.hdr:
+            hdr.append(entry.name)
         items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
     if short:
         raise ValueError(_too_short(short))
-    return tuple(items), (*_film_notes(lacking, slow), *_chunk_notes(dataset.entries))
+    return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
 
 
 def _picture(picture: Picture) -> Item:
@@ -156,7 +159,7 @@ def _too_short(short: list[tuple[Film, int]]) -> str:
     )
 
 
-def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]:
+def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) -> Iterator[str]:
     for count, names in sorted(lacking.items()):
         yield f"Without a clip of {count} frames, being shorter: {shortlist(names)}."
     if slow:
@@ -164,6 +167,8 @@ def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]
             f"Frames are repeated, as these have fewer per second than fps asks for: {shortlist(slow)}; set fps to 0 "
             f"to take each as it is."
         )
+    if hdr:
+        yield f"HDR video is read as SDR and looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
 
 
 def _chunk_notes(entries: Sequence[Picture | Film]) -> Iterator[str]:

@@ -166,6 +166,16 @@ def test_a_film_is_read_once_however_many_clips_it_gives(films, wan_vae, wan_cli
     assert sorted(path.name for (path,) in read) == ["a.mp4", "b.webm"]
 
 
+@pytest.mark.parametrize("curve", [16, 18])
+def test_hdr_films_are_named(films, wan_vae, wan_clip, tmp_path, curve):
+    def set_up(stream):
+        stream.codec_context.color_trc = curve
+
+    write_film(films / "c.mp4", 9, size=(64, 96), draw=busy, caption="a bright film", set_up=set_up)
+    notes = run(films_of(films, 1), wan_vae, wan_clip, tmp_path).notes
+    assert "HDR video is read as SDR and looks pale: c.mp4; save it as SDR (BT.709) for true colours." in notes
+
+
 def core_image_to_video(vae, frames, seen=None):
     """The conditioning of core's WanImageToVideo with the first frame as the start picture."""
     from comfy_extras.nodes_wan import WanImageToVideo
