@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .clips import VideoFacts, inspect_video, load_clip
 from .dataset import Dataset, Film, Picture, shortlist
-from .extraction import whole_frames
+from .extraction import Extraction, whole_frames
 from .jobs import Interrupted, Progress
 from .pictures import inspect_picture, load_picture
 
@@ -148,13 +148,19 @@ def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> I
 
 
 def _too_short(short: list[tuple[Film, int]]) -> str:
-    film, frames = short[0]
-    asked = min(film.extraction.target_frames)
-    rate = f" at {film.extraction.fps:g} frames per second" if film.extraction.fps else ""
+    """A sentence for each way of taking clips, as several folders may have each their own."""
+    ways: dict[Extraction, list[tuple[Film, int]]] = {}
+    for film, frames in short:
+        ways.setdefault(film.extraction, []).append((film, frames))
+    return " ".join(_too_short_for(extraction, films) for extraction, films in ways.items())
+
+
+def _too_short_for(extraction: Extraction, films: list[tuple[Film, int]]) -> str:
+    rate = f" at {extraction.fps:g} frames per second" if extraction.fps else ""
     return (
-        f"Shorter than the {asked} frames asked for{rate}: "
-        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in short])}; put "
-        f"{whole_frames(min(frames for _, frames in short))} into target_frames (such as 1, 25), or take what is too "
+        f"Shorter than the {min(extraction.target_frames)} frames asked for{rate}: "
+        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in films])}; put "
+        f"{whole_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is too "
         f"short out of the folder."
     )
 

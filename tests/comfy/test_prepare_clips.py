@@ -295,6 +295,14 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
         run(films_of(films, 33, 49), wan_vae, wan_clip, tmp_path)
     with pytest.raises(ValueError, match=r"Shorter than the 29 frames asked for: a.mp4 \(25 frames\); put 25 into"):
         run(films_of(films, 29, fps=0), wan_vae, wan_clip, tmp_path)
+    both = films_of(films, 33) + films_of(films, 49, fps=8)
+    with pytest.raises(
+        ValueError,
+        match=r"Shorter than the 33 frames asked for at 16 frames per second: a.mp4 \(25 frames\), b.webm \(30 "
+        r"frames\); put 25 into .* folder. Shorter than the 49 frames asked for at 8 frames per second: a.mp4 \(12 "
+        r"frames\), b.webm \(15 frames\); put 9 into",
+    ):
+        run(both, wan_vae, wan_clip, tmp_path)
     slow = run(films_of(films, 5, fps=24), wan_vae, wan_clip, tmp_path)
     assert any(note.startswith("Frames are repeated, as these have fewer per second") for note in slow.notes)
     every = run(films_of(films, 1, method="chunk"), wan_vae, wan_clip, tmp_path, megapixels=0.001)
