@@ -136,7 +136,7 @@ def prepare(
     notes = (
         *dataset.notes,
         *item_notes,
-        *plan_notes(items, captions, plan, text, max_graphs, max_text_length),
+        *plan_notes(items, captions, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
         *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
     )

@@ -75,6 +75,8 @@ def plan_notes(
     text: TextPolicy,
     max_graphs: int,
     max_text_length: int,
+    control_megapixels: float,
+    edit_prompt: str,
 ) -> Iterator[str]:
     frames = sorted({placement.grid.frames for placement in plan.placements})
     if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
@@ -86,6 +88,13 @@ def plan_notes(
         yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
     if not text.lengths and max_text_length != 512:
         yield f"max_text_length has no effect with {text.family}, whose captions have lengths of their own."
+    controlled = any(item.controls for item in items)
+    if not controlled and control_megapixels != 1.0:
+        yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
+    if edit_prompt != PLUS and not isinstance(text, QwenImageText):
+        yield f"edit_prompt has no effect with {text.family}, whose text encoder sees no control pictures."
+    elif edit_prompt != PLUS and not controlled:
+        yield "edit_prompt has no effect, as no picture has a control picture; set control_folder to give some."
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
