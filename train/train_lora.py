@@ -16,6 +16,7 @@ from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
+from .batch import strata_of
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
@@ -23,7 +24,7 @@ from .loop import Trainer
 from .lora import choose_targets
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
-from .objective import check_range
+from .objective import check_range, objective_notes
 from .optimizer import build_optimizer, lr_factor, optimizer_notes
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .stopped import TrainingStopped
@@ -162,9 +163,10 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
-    tokens = data.samples[0].tokens
-    check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
+    for tokens in sorted({sample.tokens for sample in data.samples}):
+        check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
     notes = (*patch_notes, *optimizer_notes(settings.optimizer))
+    notes += objective_notes(settings.objective, strata_of(settings, data.samples))
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, notes)
