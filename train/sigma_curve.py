@@ -38,7 +38,7 @@ class SigmaCurve:
         i = min(max(bisect_left(self.parts, part) - 1, 0), len(self.sigmas) - 2)
         width, low, high = self.sigmas[i + 1] - self.sigmas[i], self.weights[i], self.weights[i + 1]
         share = min((part - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
-        # low·t + (high − low)·t²/2 = share·(low + high)/2, t in widths, solved in the form that holds for high = low too
+        # low·t + (high − low)·t²/2 = share·(low + high)/2, t in widths, in the form that holds for high = low too
         area = share * 0.5 * (low + high)
         root = math.sqrt(max(low * low + 2 * (high - low) * area, 0.0))
         return self.sigmas[i] + width * min(2 * area / (low + root), 1.0)
