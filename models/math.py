@@ -52,6 +52,20 @@ def resolution_shift(tokens: int) -> float:
     return math.exp(mu)
 
 
+def flux2_resolution_shift(tokens: int) -> float:
+    """exp(mu) of FLUX.2's sampler for a picture of that many tokens, at the 50 steps that it takes by default
+    (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu): between two lines, one fitted to 10 steps
+    and one to 200, and above 4300 tokens the latter."""
+    at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
+    return math.exp(at_200 if tokens > 4300 else at_200 + (at_10 - at_200) * (200 - 50) / (200 - 10))
+
+
+def qwen_resolution_shift(tokens: int) -> float:
+    """exp(mu) of Qwen-Image's sampler for a picture of that many tokens: mu from 0.5 at 256 tokens to 0.9 at 8192
+    (Qwen/Qwen-Image, scheduler/scheduler_config.json, in diffusers' calculate_shift)."""
+    return math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Adaptive layer norm: LN(x)·(1 + scale) + shift. x: (B, T, D), shift and scale: (B, 1, D)."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=1e-6), 1 + scale)

@@ -10,17 +10,19 @@ from torch import Tensor
 from ..models.family import Family, ModelInputs, NoisySample
 from .data import Sample, SampleTensors
 from .draws import generator
-from .objective import draw_noise, draw_sigma, noised, velocity_target
+from .objective import Strata, draw_noise, draw_sigma, noised, perturbed, stratum_of, velocity_target
 from .options import ObjectiveOptions
+from .run import TrainSettings
 
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; weights: (B, N), how much each
-    token counts in the loss, or None where all count alike."""
+    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; sigma: (B,), fp32, the noise
+    levels; weights: (B, N), how much each token counts in the loss, or None where all count alike."""
 
     inputs: ModelInputs
     target: Tensor
+    sigma: Tensor
     weights: Tensor | None
 
 
@@ -32,8 +34,12 @@ def make_batch(
     device: torch.device,
     seed: int,
     draw: tuple[int, int],
+    strata: Strata | None = None,
 ) -> Batch:
-    """`draw` is (step, micro-batch): with the seed and a sample's place in the batch it fixes every random number."""
+    """`draw` is (step, micro-batch): with the seed and a sample's place in the batch it fixes every random number.
+
+    strata: the draws of a step and of an epoch; without them each sigma is drawn for itself.
+    """
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     sigmas: list[float] = []
@@ -41,10 +47,14 @@ def make_batch(
         size = sample.tokens // sample.grid[0]  # of one picture: what shifts by resolution go by
         latent = _model_space(patcher, tensors, device)
         shift = family.shift(patcher.model, size)
-        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), size, shift)
-        noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
+        number = draw[1] * len(samples) + place
+        stratum = stratum_of(objective, seed, draw[0], number, strata) if strata else None
+        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), size, shift, stratum)
+        noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place), objective.noise_offset)
+        shown = perturbed(noise, objective, generator(seed, "ip_noise", *draw, place)).to(device)
+        noise = noise.to(device)
         level = torch.tensor([sigma], dtype=torch.float32, device=device)
-        x_t = noised(latent[None], noise[None], level)[0]
+        x_t = noised(latent[None], shown[None], level)[0]
         if sample.clean_frames:
             x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
         noisy.append(
@@ -54,7 +64,12 @@ def make_batch(
         sigmas.append(sigma)
     levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
     inputs = family.inputs(patcher, noisy, levels, objective.guidance)
-    return Batch(inputs, torch.stack(targets), _weights([sample for sample, _ in samples], device))
+    return Batch(inputs, torch.stack(targets), levels, _weights([sample for sample, _ in samples], device))
+
+
+def strata_of(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
+    """The draws of an optimizer step and of an epoch of this run."""
+    return Strata(settings.batch_size * settings.gradient_accumulation, sum(sample.repeats for sample in samples))
 
 
 def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from ..memory.swap_plan import choose_blocks
 from ..models.family import Family, ModelInputs, Transformer
 from . import automatic, stopped
 from .automatic import AutomaticMemory
-from .batch import Batch, make_batch
+from .batch import Batch, make_batch, strata_of
 from .batches import batch_order
 from .checkpoint import TrainingState, load_state, save_state, state_path
 from .data import TrainingData
@@ -37,7 +37,7 @@ from .formats import save_lora
 from .lora import LoraNetwork, build_network
 from .lora_model import LoraModel
 from .machine import forget_memory_peak, machine_facts, memory_peak
-from .objective import velocity_loss
+from .objective import training_loss
 from .optimizer import build_optimizer, build_scheduler, restore_optimizer
 from .reader import SampleReader
 from .run import RunFolder, TrainSettings, place_of
@@ -82,6 +82,7 @@ class Trainer:
         self.progress = Progress()
         self.machine = machine_facts(patcher.load_device, compile_settings)
         self.seconds: deque[float] = deque(maxlen=50)
+        self.strata = strata_of(settings, data.samples)
 
         observer.phase("Loading the model")
         unload_everything()
@@ -277,9 +278,8 @@ class Trainer:
             samples = [(self.data.samples[i], self.reader.read(i)) for i in indices]
             draw = (self.progress.step, micro)
             with torch.no_grad():
-                batch = make_batch(
-                    self.patcher, self.family, samples, self.settings.objective, self.device, self.settings.seed, draw
-                )
+                options, seed = self.settings.objective, self.settings.seed
+                batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, draw, self.strata)
             loss = self.loss(batch, draw) / len(drawn)
             with self.runner.watch_backward():
                 self.scaler.scale(loss).backward()
@@ -289,7 +289,7 @@ class Trainer:
 
     def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
         velocity = self.velocity(batch.inputs, draw)
-        return velocity_loss(velocity, batch.target, self.settings.objective.loss, batch.weights).mean()
+        return training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights).mean()
 
     def velocity(self, inputs: ModelInputs, draw: tuple[int, int]) -> Tensor:
         """(B, N, C·patch) from the transformer with the LoRA on it."""

@@ -8,11 +8,27 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..memory.pinning import PIN_MEMORY
+from .sigma_curve import parse_curve
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")
 SIGMA_RANGE = ("cut", "squeeze")
-TIMESTEP_SAMPLING = ("logit_normal", "uniform", "resolution_shifted")
+RESOLUTION_SAMPLINGS = ("resolution_shifted", "resolution_flux2", "resolution_qwen")
+TIMESTEP_SAMPLING = (
+    "logit_normal",
+    "uniform",
+    *RESOLUTION_SAMPLINGS,
+    "sigmoid",
+    "mode",
+    "logsnr",
+    "beta",
+    "custom",
+)
+STRATIFIED = ("off", "batch", "epoch")
+LOSSES = ("mse", "huber", "pseudo_huber", "l1")
+HUBER_SCHEDULES = ("constant", "snr", "exponential")
+WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
+MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it, mode's formula turns back on itself
 OPTIMIZERS = ("adamw", "adamw8bit", "prodigy")
 LR_SCHEDULERS = ("constant", "cosine", "linear")
 
@@ -106,6 +122,10 @@ class ObjectiveOptions:
     Sigmas lie between `min_sigma` and `max_sigma`: `sigma_range` 'cut' draws from the part of the distribution that
     does, 'squeeze' draws from all of it and maps it onto the range, shape and all. `expert_boundary` is the sigma where
     Wan 2.2's high noise expert hands over to the low noise one; 0 takes the model's own.
+    `stratified` spreads the draws of a batch or of an epoch evenly over the distribution. `weighting` is how much a
+    noise level counts in the loss. The formulas stand in `objective`: the parameters of a sampling in `distribution`
+    (`sigma_curve` as in `sigma_curve.parse_curve`), `weighting`, `loss` and `huber_…` in `loss`, `ip_noise_…` and
+    `noise_offset` in `noise`.
     """
 
     timestep_sampling: str = "logit_normal"
@@ -118,6 +138,21 @@ class ObjectiveOptions:
     max_sigma: float = 1.0
     sigma_range: str = "cut"
     expert_boundary: float = 0.0
+    sigmoid_scale: float = 1.0
+    mode_scale: float = 1.29
+    logsnr_mean: float = -6.0
+    logsnr_std: float = 2.0
+    beta_alpha: float = 2.0
+    beta_beta: float = 2.0
+    sigma_curve: str = "0:1, 1:1"
+    stratified: str = "off"
+    weighting: str = "none"
+    min_snr_gamma: float = 5.0
+    huber_c: float = 0.1
+    huber_schedule: str = "constant"
+    ip_noise_gamma: float = 0.0
+    ip_noise_gamma_random_strength: bool = False
+    noise_offset: float = 0.0
 
     def __post_init__(self) -> None:
         _finite(self)
@@ -130,11 +165,20 @@ class ObjectiveOptions:
         if not 0 <= self.expert_boundary < 1:
             raise ValueError(f"expert_boundary is {self.expert_boundary}; set it to 0 (the model's own) or below 1.")
         _one_of("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
-        _one_of("loss", self.loss, ("mse",))
+        _one_of("stratified", self.stratified, STRATIFIED)
+        _one_of("loss", self.loss, LOSSES)
+        _one_of("huber_schedule", self.huber_schedule, HUBER_SCHEDULES)
+        _one_of("weighting", self.weighting, WEIGHTINGS)
         if self.shift < 0:
             raise ValueError(f"shift is {self.shift}; set it to 0 (the family's own) or more.")
-        if self.logit_std <= 0:
-            raise ValueError(f"logit_std is {self.logit_std}; set it above 0.")
+        for name in ("logit_std", "sigmoid_scale", "logsnr_std", "beta_alpha", "beta_beta", "min_snr_gamma", "huber_c"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; set it above 0.")
+        if not -1 <= self.mode_scale <= MOST_MODE_SCALE:
+            raise ValueError(f"mode_scale is {self.mode_scale}; set it between -1 and {MOST_MODE_SCALE:.4f}.")
+        for name in ("ip_noise_gamma", "noise_offset"):
+            _within(name, getattr(self, name), 0.0, 1.0)
+        parse_curve(self.sigma_curve)
         if self.guidance < 0:
             raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")
 

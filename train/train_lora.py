@@ -17,6 +17,7 @@ from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
+from .batch import strata_of
 from .clip_vision import seen_by
 from .data import TrainingData
 from .events import Observer, StepReport
@@ -25,7 +26,7 @@ from .loop import Trainer
 from .lora import choose_targets, network_notes
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
-from .objective import check_range
+from .objective import check_range, objective_notes
 from .optimizer import build_optimizer, lr_factor, optimizer_notes
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .stopped import TrainingStopped
@@ -170,10 +171,9 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *patch_notes,
         *optimizer_notes(settings.optimizer),
         *network_notes(settings.network, family, patcher.model, targets),
+        *objective_notes(settings.objective, strata_of(settings, data.samples)),
+        *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
     )
-    notes += tuple(dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()))
-    if settings.objective.expert_boundary:
-        notes += ("expert_boundary has no effect without model_low_noise.",)
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, notes)

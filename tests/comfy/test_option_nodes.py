@@ -26,8 +26,7 @@ def inputs(node) -> dict[str, tuple[str, dict]]:
 
 def run(node, **values):
     with torch.inference_mode():
-        (made,) = node.execute(**values).result
-    return made
+        return node.execute(**values).result[0]
 
 
 @pairs
@@ -52,8 +51,11 @@ def test_each_input_reaches_the_option_of_its_name(node, options):
             value = settings["options"][-1]
         elif kind == "BOOLEAN":
             value = not settings["default"]
+        elif kind == "STRING":
+            value = "0:1, 1:2"
         else:
-            value = settings["max"] - 1 if kind == "INT" else settings["min"] * 2 + 0.25
+            value = settings["max"] - 1 if kind == "INT" else (settings["min"] + 3 * settings["max"]) / 4
+        assert kind == "COMBO" or value != settings["default"], name
         start = {n: s["default"] for n, (_, s) in inputs(node).items()}
         assert asdict(run(node, **(start | {name: value}))) == defaults | {name: value}
 
@@ -97,8 +99,10 @@ def test_ids_inputs_and_outputs_are_the_contract():
         ),
         "TesseraObjective": (
             "timestep_sampling shift loss guidance logit_mean logit_std "
-            "min_sigma max_sigma sigma_range expert_boundary".split(),
-            ["TESSERA_OBJECTIVE"],
+            "min_sigma max_sigma sigma_range expert_boundary sigmoid_scale mode_scale logsnr_mean logsnr_std "
+            "beta_alpha beta_beta sigma_curve stratified weighting min_snr_gamma huber_c huber_schedule "
+            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset".split(),
+            ["TESSERA_OBJECTIVE", "IMAGE"],
         ),
         "TesseraMemory": (
             "checkpointing attention activation_budget "
@@ -106,3 +110,15 @@ def test_ids_inputs_and_outputs_are_the_contract():
             ["TESSERA_MEMORY"],
         ),
     }
+
+
+def test_the_objective_shows_its_distribution_as_a_picture():
+    shown = {name: settings["default"] for name, (_, settings) in inputs(TesseraObjective).items()}
+    pictures = []
+    for values in ({}, {"timestep_sampling": "logsnr"}, {"timestep_sampling": "logsnr", "weighting": "cosmap"}):
+        with torch.inference_mode():
+            _, picture = TesseraObjective.execute(**(shown | values)).result
+        assert picture.shape == (1, 512, 1024, 3) and picture.dtype == torch.float32
+        assert 0 <= picture.min() and picture.max() <= 1 and picture.std() > 0.05
+        pictures.append(picture)
+    assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])

@@ -31,10 +31,11 @@ NAN, INF = float("nan"), float("inf")
         (OptimizerOptions, {"min_lr_ratio": 1.5}, "min_lr_ratio is 1.5; set it between 0.0 and 1.0."),
         (
             ObjectiveOptions,
-            {"timestep_sampling": "sigmoid"},
-            "timestep_sampling is 'sigmoid'; choose one of logit_normal, uniform, resolution_shifted.",
+            {"timestep_sampling": "cubic"},
+            "timestep_sampling is 'cubic'; choose one of logit_normal, uniform, resolution_shifted, resolution_flux2, "
+            "resolution_qwen, sigmoid, mode, logsnr, beta, custom.",
         ),
-        (ObjectiveOptions, {"loss": "huber"}, "loss is 'huber'; choose one of mse."),
+        (ObjectiveOptions, {"loss": "l2"}, "loss is 'l2'; choose one of mse, huber, pseudo_huber, l1."),
         (ObjectiveOptions, {"shift": -1.0}, "shift is -1.0; set it to 0 (the family's own) or more."),
         (ObjectiveOptions, {"logit_std": 0.0}, "logit_std is 0.0; set it above 0."),
         (ObjectiveOptions, {"logit_mean": NAN}, "logit_mean is nan; give a finite number."),

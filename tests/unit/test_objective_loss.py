@@ -1,0 +1,246 @@
+import math
+import re
+
+import pytest
+import torch
+from scipy import stats
+from tessera.train.draws import generator
+from tessera.train.objective import (
+    Strata,
+    draw_noise,
+    huber_threshold,
+    objective_notes,
+    perturbed,
+    sigma_weight,
+    training_loss,
+    velocity_loss,
+)
+from tessera.train.options import LOSSES, WEIGHTINGS, ObjectiveOptions
+
+SIGMA = torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])
+# One sample of two tokens with two channels; the errors are 0.1, -0.2, 0.5 and -3.
+ERRORS = torch.tensor([[[0.1, -0.2], [0.5, -3.0]]])
+# By hand, at c = 0.4.
+BY_HAND = {
+    "mse": [0.01, 0.04, 0.25, 9.0],
+    "l1": [0.1, 0.2, 0.5, 3.0],
+    "huber": [0.01, 0.04, 0.8 * 0.5 - 0.16, 0.8 * 3 - 0.16],
+    "pseudo_huber": [0.8 * (math.sqrt(e * e + 0.16) - 0.4) for e in (0.1, 0.2, 0.5, 3.0)],
+}
+
+
+def test_every_loss_and_weighting_is_written_out_here():
+    assert set(BY_HAND) == set(LOSSES)
+    assert set(WEIGHTS_BY_HAND) == set(WEIGHTINGS)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_the_mean_of_its_formula(loss):
+    a, b, c, d = BY_HAND[loss]
+    threshold = torch.tensor([0.4])
+    target = torch.tensor([[[5.0, -1.0], [0.0, 2.0]]])
+    found = velocity_loss(target + ERRORS, target, loss, None, threshold)
+    assert found.tolist() == pytest.approx([(a + b + c + d) / 4], rel=1e-5)
+    weighted = velocity_loss(target + ERRORS, target, loss, torch.tensor([[3.0, 1.0]]), threshold)
+    assert weighted.tolist() == pytest.approx([(3 * (a + b) / 2 + (c + d) / 2) / 4], rel=1e-5)
+    first = velocity_loss(target + ERRORS, target, loss, torch.tensor([[1.0, 0.0]]), threshold)
+    assert first.tolist() == pytest.approx([(a + b) / 2], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_masked_tokens_have_no_gradient_under_any_loss(loss):
+    prediction = torch.randn(1, 4, 3, generator=generator(1)).requires_grad_()
+    weights = torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+    velocity_loss(prediction, torch.zeros(1, 4, 3), loss, weights, torch.tensor([0.4])).sum().backward()
+    assert prediction.grad[0, [0, 3]].abs().max() == 0 and prediction.grad[0, 1:3].abs().min() > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_a_loss_equal_those_of_fp64_and_stay_finite(loss):
+    errors = torch.tensor([[[0.0, 1e-6, -1e-3], [0.4, 40.0, -1e4]]])
+
+    def slope(dtype):
+        e = errors.to(dtype).requires_grad_()
+        c = torch.tensor(0.4, dtype=dtype)
+        written = {
+            "mse": e**2,
+            "l1": e.abs(),
+            "huber": torch.where(e.abs() <= c, e**2, 2 * c * e.abs() - c**2),
+            "pseudo_huber": 2 * c * ((e**2 + c**2).sqrt() - c),
+        }[loss]
+        written.mean().backward()
+        return e.grad
+
+    e = errors.clone().requires_grad_()
+    velocity_loss(e, torch.zeros_like(e), loss, None, torch.tensor([0.4])).sum().backward()
+    torch.testing.assert_close(e.grad.double(), slope(torch.float64), rtol=1e-5, atol=1e-12)
+
+
+def test_pseudo_huber_keeps_the_digits_of_small_errors():
+    """sqrt(e² + c²) − c itself has none of them left in fp32."""
+    found = velocity_loss(torch.full((1, 1, 1), 1e-5), torch.zeros(1, 1, 1), "pseudo_huber", None, torch.tensor([0.1]))
+    assert found.item() == pytest.approx(1e-10, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_hand"),
+    [
+        ("constant", [0.1] * 5),
+        ("exponential", [math.exp(math.log(0.1) * s) for s in (0, 0.25, 0.5, 0.9, 1)]),
+        # (1 − c) / (1 + noise/signal)² + c: noise/signal is 0, 1/3, 1, 9 and infinite
+        ("snr", [1.0, 0.9 / (4 / 3) ** 2 + 0.1, 0.9 / 4 + 0.1, 0.9 / 100 + 0.1, 0.1]),
+    ],
+)
+def test_huber_c_follows_its_schedule(schedule, by_hand):
+    options = ObjectiveOptions(huber_schedule=schedule, huber_c=0.1)
+    assert huber_threshold(options, SIGMA).tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
+WEIGHTS_BY_HAND = {
+    "none": [1.0] * 5,
+    "sigma_sqrt": [1e6, 16.0, 4.0, 1 / 0.81, 1.0],
+    "cosmap": [2 / (math.pi * x) for x in (1, 1 - 0.5 + 0.125, 0.5, 1 - 1.8 + 1.62, 1)],
+    # sigma²·min(((1 − sigma)/sigma)², 5): 9, 1, 1/81 are the ratios at 0.25, 0.5 and 0.9
+    "min_snr": [0.0, 0.0625 * 5, 0.25 * 1, 0.81 / 81, 0.0],
+}
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_weight_is_that_of_its_formula(weighting):
+    found = sigma_weight(ObjectiveOptions(weighting=weighting), SIGMA)
+    assert found.tolist() == pytest.approx(WEIGHTS_BY_HAND[weighting], rel=1e-5)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_training_loss_is_the_weighted_loss_of_each_sample(loss, weighting):
+    options = ObjectiveOptions(loss=loss, weighting=weighting, huber_c=0.4)
+    sigma = torch.tensor([0.25, 0.9])
+    prediction = torch.cat([ERRORS, 2 * ERRORS])
+    tokens = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    found = training_loss(options, prediction, torch.zeros_like(prediction), sigma, tokens)
+    plain = velocity_loss(prediction, torch.zeros_like(prediction), loss, tokens, torch.tensor([0.4, 0.4]))
+    weights = WEIGHTS_BY_HAND[weighting]
+    torch.testing.assert_close(found, plain * torch.tensor([weights[1], weights[3]]))
+
+
+def test_the_defaults_are_the_plain_mean_square_bit_for_bit():
+    prediction, target = torch.randn(3, 5, 4, generator=generator(1)), torch.randn(3, 5, 4, generator=generator(2))
+    found = training_loss(ObjectiveOptions(), prediction, target, torch.rand(3), None)
+    assert torch.equal(found, (prediction - target).square().mean(dim=(1, 2)))
+
+
+def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
+    noise = draw_noise((2, 3), generator(7, "noise", 2, 0, 1))
+    torch.testing.assert_close(
+        noise,
+        torch.tensor(
+            [
+                [0.28894665837287903, -0.6762537360191345, 1.6215875148773193],
+                [-0.1846153885126114, -0.5328774452209473, 1.1169816255569458],
+            ]
+        ),
+        rtol=1e-6,
+        atol=0,
+    )
+    assert perturbed(noise, ObjectiveOptions(), generator(1)) is noise
+
+
+@pytest.mark.parametrize("shape", [(64, 8, 6), (64, 3, 8, 6)])
+def test_a_noise_offset_is_one_number_per_channel(shape):
+    plain, moved = (draw_noise(shape, generator(3, "noise"), offset) for offset in (0.0, 0.2))
+    offsets = (moved - plain).flatten(1)
+    assert (offsets.amax(1) - offsets.amin(1)).max() < 1e-6
+    assert stats.kstest((offsets.mean(1) / 0.2).double().numpy(), "norm").pvalue > 0.01
+
+
+def test_input_perturbation_adds_noise_of_its_strength():
+    noise = torch.zeros(16, 32, 32)
+    shown = perturbed(noise, ObjectiveOptions(ip_noise_gamma=0.1), generator(3, "ip_noise"))
+    assert stats.kstest((shown / 0.1).flatten().double().numpy(), "norm").pvalue > 0.01
+    assert noise.abs().max() == 0
+    random = ObjectiveOptions(ip_noise_gamma=0.1, ip_noise_gamma_random_strength=True)
+    strengths = [perturbed(noise, random, generator(3, "ip_noise", i)).std().item() / 0.1 for i in range(300)]
+    assert stats.kstest(strengths, "uniform").pvalue > 0.01
+
+
+NOTED = [
+    (
+        {"logit_mean": 1.0, "timestep_sampling": "beta"},
+        "logit_mean is not used: it belongs to timestep_sampling logit_",
+    ),
+    ({"logit_std": 2.0, "timestep_sampling": "uniform"}, "logit_std is not used"),
+    ({"sigmoid_scale": 2.0}, "sigmoid_scale is not used: .* timestep_sampling sigmoid, which is logit_normal"),
+    ({"mode_scale": 1.0}, "mode_scale is not used"),
+    ({"logsnr_mean": 0.0}, "logsnr_mean is not used"),
+    ({"logsnr_std": 1.0}, "logsnr_std is not used"),
+    ({"beta_alpha": 1.0}, "beta_alpha is not used"),
+    ({"beta_beta": 1.0}, "beta_beta is not used"),
+    ({"sigma_curve": "0:1, 1:2"}, "sigma_curve is not used: .* timestep_sampling custom"),
+    ({"min_snr_gamma": 1.0}, "min_snr_gamma is not used: it belongs to weighting min_snr, which is none"),
+    ({"huber_c": 1.0}, "huber_c is not used: it belongs to loss huber or pseudo_huber, which is mse"),
+    ({"huber_schedule": "snr", "loss": "l1"}, "huber_schedule is not used: .* which is l1"),
+    ({"shift": 3.0, "timestep_sampling": "resolution_qwen"}, "shift 3 takes the place of the shift of resolution_qwen"),
+    ({"sigma_range": "squeeze"}, "sigma_range squeeze is not used: min_sigma 0 and max_sigma 1"),
+    ({"ip_noise_gamma_random_strength": True}, "ip_noise_gamma_random_strength is not used: ip_noise_gamma is 0"),
+    ({"expert_boundary": 0.9}, "expert_boundary is not used: .* model_low_noise is not connected"),
+]
+
+
+@pytest.mark.parametrize(("values", "told"), NOTED)
+def test_what_has_no_effect_is_named(values, told):
+    (note,) = objective_notes(ObjectiveOptions(**values), Strata(4, 10))
+    assert re.match(told, note), note
+
+
+def test_strata_of_one_sample_are_named():
+    for kind, strata, told in (("batch", Strata(1, 9), "an optimizer step"), ("epoch", Strata(4, 1), "an epoch")):
+        (note,) = objective_notes(ObjectiveOptions(stratified=kind), strata)
+        assert note == f"stratified {kind} is not used: {told} has one sample."
+        assert objective_notes(ObjectiveOptions(stratified=kind), Strata(4, 9)) == ()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"timestep_sampling": "resolution_flux2", "logit_mean": 1.0},
+        {"timestep_sampling": "sigmoid", "sigmoid_scale": 2.0, "shift": 3.0},
+        {"timestep_sampling": "mode", "mode_scale": 1.0},
+        {"timestep_sampling": "logsnr", "logsnr_mean": 1.0, "logsnr_std": 1.0},
+        {"timestep_sampling": "beta", "beta_alpha": 1.0, "beta_beta": 1.0},
+        {"timestep_sampling": "custom", "sigma_curve": "0:1, 1:2"},
+        {"weighting": "min_snr", "min_snr_gamma": 1.0},
+        {"loss": "pseudo_huber", "huber_c": 1.0, "huber_schedule": "snr"},
+        {"ip_noise_gamma": 0.1, "ip_noise_gamma_random_strength": True, "noise_offset": 0.1, "guidance": 3.5},
+        {"sigma_range": "squeeze", "max_sigma": 0.9},
+    ],
+)
+def test_what_has_an_effect_is_not_named(values):
+    assert objective_notes(ObjectiveOptions(**values), Strata(4, 10)) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"timestep_sampling": "cubic"}, "timestep_sampling is 'cubic'; choose one of logit_normal, uniform"),
+        ({"loss": "l2"}, "loss is 'l2'; choose one of mse, huber, pseudo_huber, l1"),
+        ({"weighting": "snr"}, "weighting is 'snr'; choose one of none, sigma_sqrt, cosmap, min_snr"),
+        ({"huber_schedule": "linear"}, "huber_schedule is 'linear'; choose one of"),
+        ({"stratified": "run"}, "stratified is 'run'; choose one of off, batch, epoch"),
+        ({"sigmoid_scale": 0.0}, "sigmoid_scale is 0.0; set it above 0"),
+        ({"logsnr_std": -1.0}, "logsnr_std is -1.0; set it above 0"),
+        ({"beta_alpha": 0.0}, "beta_alpha is 0.0; set it above 0"),
+        ({"beta_beta": 0.0}, "beta_beta is 0.0; set it above 0"),
+        ({"min_snr_gamma": 0.0}, "min_snr_gamma is 0.0; set it above 0"),
+        ({"huber_c": 0.0}, "huber_c is 0.0; set it above 0"),
+        ({"huber_c": math.nan}, "huber_c is nan; give a finite number"),
+        ({"mode_scale": 1.8}, "mode_scale is 1.8; set it between -1 and 1.7519"),
+        ({"mode_scale": -1.1}, "mode_scale is -1.1; set it between -1 and"),
+        ({"ip_noise_gamma": -0.1}, "ip_noise_gamma is -0.1; set it between 0.0 and 1.0"),
+        ({"noise_offset": 1.1}, "noise_offset is 1.1; set it between 0.0 and 1.0"),
+    ],
+)
+def test_wrong_values_are_named(values, told):
+    with pytest.raises(ValueError, match=told):
+        ObjectiveOptions(**values)

@@ -1,0 +1,120 @@
+"""The distributions that noise levels are drawn from, before they are shifted: each with its inverse."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+import torch
+from scipy import special
+
+from ..options import ObjectiveOptions
+from ..sigma_curve import parse_curve
+
+
+class Distribution(Protocol):
+    """below: the part of the draws below a sigma. quantile: the sigma below which a part of the draws lies."""
+
+    def below(self, sigma: float) -> float: ...
+
+    def quantile(self, part: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    def below(self, sigma: float) -> float:
+        return min(max(sigma, 0.0), 1.0)
+
+    def quantile(self, part: float) -> float:
+        return part
+
+
+@dataclass(frozen=True)
+class LogitNormal:
+    """sigmoid(mean + std·n), n from the normal distribution (Esser et al. 2024, arXiv 2403.03206, sec. 3.1)."""
+
+    mean: float
+    std: float
+
+    def below(self, sigma: float) -> float:
+        if not 0.0 < sigma < 1.0:
+            return float(sigma > 0.5)
+        return NormalDist(self.mean, self.std).cdf(math.log(sigma / (1.0 - sigma)))
+
+    def quantile(self, part: float) -> float:
+        if part in (0.0, 1.0):
+            return part
+        logit = NormalDist(self.mean, self.std).inv_cdf(part)
+        return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """f(u) = 1 − u − s·(cos²(πu/2) − 1 + u), u uniform (arXiv 2403.03206, sec. 3.1, mode sampling with heavy tails).
+
+    f falls from 1 to 0 for −1 ≤ s ≤ 2/(π − 2): for s above 0 the middle is drawn more, below 0 the ends.
+    """
+
+    scale: float
+
+    def quantile(self, part: float) -> float:
+        u = 1.0 - part
+        return min(max(1.0 - u - self.scale * (math.cos(math.pi * u / 2) ** 2 - 1.0 + u), 0.0), 1.0)
+
+    def below(self, sigma: float) -> float:
+        if not 0.0 < sigma < 1.0:
+            return float(sigma > 0.5)
+        low, high = 0.0, 1.0
+        for _ in range(60):  # by halving; f has no inverse in closed form
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if self.quantile(middle) < sigma else (low, middle)
+        return 0.5 * (low + high)
+
+
+@dataclass(frozen=True)
+class Beta:
+    """Density sigma^(alpha − 1)·(1 − sigma)^(beta − 1) / B(alpha, beta), on [0, 1]."""
+
+    alpha: float
+    beta: float
+
+    def below(self, sigma: float) -> float:
+        return float(special.betainc(self.alpha, self.beta, min(max(sigma, 0.0), 1.0)))
+
+    def quantile(self, part: float) -> float:
+        return float(special.betaincinv(self.alpha, self.beta, part))
+
+
+@lru_cache(maxsize=8)
+def distribution_of(options: ObjectiveOptions) -> Distribution:
+    """What `timestep_sampling` draws from.
+
+    logit_normal and the resolution_… ones: LogitNormal(logit_mean, logit_std).
+    sigmoid: LogitNormal(0, sigmoid_scale) (kohya-ss/sd-scripts, `--timestep_sampling sigmoid --sigmoid_scale`).
+    logsnr: log SNR = 2·log((1 − sigma)/sigma) is normal, so that logit(sigma) = −logSNR/2 is too (Choi et al. 2024,
+    arXiv 2411.14793, which takes mean −6 and std 2 to learn styles).
+    uniform, mode, beta, custom: as their classes say.
+    """
+    match options.timestep_sampling:
+        case "uniform":
+            return Uniform()
+        case "sigmoid":
+            return LogitNormal(0.0, options.sigmoid_scale)
+        case "logsnr":
+            return LogitNormal(-options.logsnr_mean / 2, options.logsnr_std / 2)
+        case "mode":
+            return Mode(options.mode_scale)
+        case "beta":
+            return Beta(options.beta_alpha, options.beta_beta)
+        case "custom":
+            return parse_curve(options.sigma_curve)
+    return LogitNormal(options.logit_mean, options.logit_std)
+
+
+def draw_from(distribution: Distribution, generator: torch.Generator) -> float:
+    """One sigma, computed in float64: normal distributions from a normal number, others through their inverse."""
+    if isinstance(distribution, LogitNormal):
+        n = torch.randn((), generator=generator, dtype=torch.float64)
+        return torch.sigmoid(distribution.mean + distribution.std * n).item()
+    return distribution.quantile(torch.rand((), generator=generator, dtype=torch.float64).item())

@@ -1,0 +1,78 @@
+"""A distribution of noise levels that a user writes down as points, such as "0:1, 0.5:3, 1:0"."""
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+
+EXAMPLE = "0:1, 0.5:3, 1:0"
+
+
+@dataclass(frozen=True)
+class SigmaCurve:
+    """A density that is linear between its points and 0 outside them.
+
+    sigmas: rising. weights: the density's height at each, the highest 1. parts: of the draws, what lies below each.
+    """
+
+    sigmas: tuple[float, ...]
+    weights: tuple[float, ...]
+    parts: tuple[float, ...]
+
+    def below(self, sigma: float) -> float:
+        """The part of the draws that lies below `sigma`: the trapezoids up to it."""
+        if not self.sigmas[0] < sigma < self.sigmas[-1]:
+            return float(sigma >= self.sigmas[-1])
+        i = bisect_right(self.sigmas, sigma) - 1
+        start, width = self.sigmas[i], self.sigmas[i + 1] - self.sigmas[i]
+        low, high = self.weights[i], self.weights[i + 1]
+        step = sigma - start
+        covered = step * (low + 0.5 * (high - low) * step / width)
+        whole = 0.5 * (low + high) * width
+        return self.parts[i] + (self.parts[i + 1] - self.parts[i]) * (covered / whole if whole else 0.0)
+
+    def quantile(self, part: float) -> float:
+        """The sigma below which `part` of the draws lies: the root of a quadratic between two points."""
+        if part <= 0.0:
+            return self.sigmas[max(bisect_right(self.parts, 0.0) - 1, 0)]
+        i = min(max(bisect_left(self.parts, part) - 1, 0), len(self.sigmas) - 2)
+        width, low, high = self.sigmas[i + 1] - self.sigmas[i], self.weights[i], self.weights[i + 1]
+        share = min((part - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
+        # low·t + (high − low)·t²/2 = share·(low + high)/2, t in widths, in the form that holds for high = low too
+        area = share * 0.5 * (low + high)
+        root = math.sqrt(max(low * low + 2 * (high - low) * area, 0.0))
+        return self.sigmas[i] + width * min(2 * area / (low + root), 1.0)
+
+
+@lru_cache(maxsize=8)
+def parse_curve(text: str) -> SigmaCurve:
+    """The curve of `sigma:weight` points, separated by commas, spaces or lines.
+
+    Raises ValueError for what is not such a list, with fewer than two points, sigmas that do not rise from 0 to 1,
+    a weight below 0, and weights that are all 0.
+    """
+    points: list[tuple[float, float]] = []
+    for entry in text.replace(",", " ").replace(";", " ").split():
+        try:
+            left, right = entry.split(":")
+            points.append((float(left), float(right)))
+        except ValueError:
+            told = f"sigma_curve has {entry!r}; write points as sigma:weight, such as {EXAMPLE}."
+            raise ValueError(told) from None
+        sigma, weight = points[-1]
+        if not 0 <= sigma <= 1:
+            raise ValueError(f"sigma_curve has {entry!r}; sigmas lie between 0 (the picture) and 1 (noise).")
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"sigma_curve has {entry!r}; give a weight of 0 or more.")
+        if len(points) > 1 and sigma <= points[-2][0]:
+            raise ValueError(f"sigma_curve has {entry!r} after sigma {points[-2][0]:g}; let the sigmas rise.")
+    if len(points) < 2:
+        raise ValueError(f"sigma_curve is {text!r}; give at least two points, such as {EXAMPLE}.")
+    if not (highest := max(weight for _, weight in points)):
+        raise ValueError(f"sigma_curve is {text!r}; give at least one weight above 0.")
+    points = [(sigma, weight / highest) for sigma, weight in points]
+    sigmas, weights = zip(*points, strict=True)
+    areas = [0.5 * (a[1] + b[1]) * (b[0] - a[0]) for a, b in zip(points, points[1:], strict=False)]
+    whole = math.fsum(areas)
+    parts = [math.fsum(areas[:i]) / whole for i in range(len(points))]
+    return SigmaCurve(sigmas, weights, (*parts[:-1], 1.0))
