@@ -24,8 +24,9 @@ from .lora import choose_targets
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .objective import check_range
-from .optimizer import build_optimizer, lr_factor, optimizer_notes
+from .optimizer_check import check_optimizer
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
+from .schedule import lr_factor
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .version import VERSION
@@ -159,12 +160,12 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     lr_factor(settings.optimizer, settings.steps)
-    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
+    optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
     tokens = data.samples[0].tokens
     check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
-    notes = (*patch_notes, *optimizer_notes(settings.optimizer))
+    notes = (*patch_notes, *optimizer_notes)
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, notes)
