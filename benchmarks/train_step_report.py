@@ -50,6 +50,8 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
     if cpu:
         # What the process computed, whatever else ran beside it.
         header[3:3] = ["CPU seconds", "core's CPU time is … times ours"]
+    # The others take what the first has compiled from the cache.
+    compiled = next((c for c in run if c is not core and c.spec["compiled"]), None)
     rows = []
     for c in run:
         row = [c.name, spread(sum(c.of_rounds("seconds"), [])).text(3), against(core, c, "seconds")]
@@ -57,9 +59,7 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
             row += [spread(sum(c.of_rounds("cpu_seconds"), [])).text(3), against(core, c, "cpu_seconds")]
         ours = c is not core
         row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if ours else ["", ""]
-        # Those that swap blocks take what the first has compiled from the cache.
-        first = ours and c.spec["compiled"] and not c.spec["swap"]
-        row.append(f"{c.first['compile_seconds']:.0f}" if first else "")
+        row.append(f"{c.first['compile_seconds']:.0f}" if c is compiled else "")
         rows.append(row)
     return header, rows
 

@@ -36,7 +36,11 @@ class BlockSwap:
         moved = [_into_flat(block, layout, pinned) for block, layout in zip(self.blocks, self.layouts, strict=True)]
         self.ring = SlotRing([flat for flat, _ in moved], device, prefetch)
         self._beside = [beside for _, beside in moved]
-        self.take()
+        try:
+            self.take()
+        except BaseException:  # the slots do not fit
+            self.end()
+            raise
 
     def held_bytes(self) -> int:
         """What the slots take on the device."""

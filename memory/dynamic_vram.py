@@ -24,5 +24,20 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
         return None
     with torch.inference_mode(False):
         clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
+        cast_as_asked(clone.model)
     _without[patcher.model] = clone.get_clone_model_override()
     return clone
+
+
+def cast_as_asked(model: nn.Module) -> None:
+    """Casts each weight to the dtype that its module was made with.
+
+    Where dynamic VRAM is on, core's Linear takes a file's weight in the file's dtype and leaves the cast to each use,
+    also in a MODEL that was loaded without dynamic VRAM, where nothing casts it any more.
+    """
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            wanted = getattr(module, f"{name}_comfy_model_dtype", None)
+            if weight is None or wanted is None or type(weight.data) is not torch.Tensor or weight.dtype == wanted:
+                continue
+            module._parameters[name] = nn.Parameter(weight.data.to(wanted), requires_grad=weight.requires_grad)

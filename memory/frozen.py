@@ -5,6 +5,7 @@ once. Nothing here is ever written back.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import comfy.model_management
@@ -14,7 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .masters import leave_flat, over_parts, parts_of, places_of
+from .masters import Place, leave_flat, over_parts, parts_of, places_of
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ class FrozenWeights:
             prefix = f"diffusion_model.{name}"
             places = places_of(prefix, patcher.model.get_submodule(prefix))
             leave_flat(places, lambda place: place.key in patcher.patches)
+            _to_host(places)
 
     def _home(self, name: str) -> torch.device:
         block = ".".join(name.split(".")[:2])
@@ -137,11 +139,44 @@ class FrozenWeights:
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
             stored, scale = weight._qdata, weight._params.scale
-            if input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and scale.numel() == 1:
+            if _stays_stored(weight, input_scale):
                 stored = share_outside_inference_mode(stored)
                 return stored, share_outside_inference_mode(scale).to(home, torch.float32).reshape(())
             full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
             return full if input_scale is None else full * input_scale.to(full), None
+
+
+def _stays_stored(weight: QuantizedTensor, input_scale: Tensor | None) -> bool:
+    """fp8 with one scale."""
+    return input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and weight._params.scale.numel() == 1
+
+
+def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
+    """What of a model's quantised weights is held in the compute dtype while it trains, in a sentence."""
+    formats, held = set(), 0
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if not isinstance(weight, QuantizedTensor) or _stays_stored(
+                weight, getattr(module, "pre_quant_scale", None)
+            ):
+                continue
+            formats.add(weight._layout_cls.removeprefix("TensorCore").removesuffix("Layout"))
+            held += weight.numel() * compute_dtype.itemsize
+    if not held:
+        return []
+    return [
+        f"Weights that the file holds as {', '.join(sorted(formats))} are held as {str(compute_dtype)[6:]} while it "
+        f"trains, {held / 2**30:.2f} GiB of them; fp8 with one scale for each layer stays as it is stored."
+    ]
+
+
+def _to_host(places: Sequence[Place]) -> None:
+    """Where ComfyUI keeps the MODEL on the GPU for good (--highvram, --gpu-only), its swapped blocks leave it; they
+    come back when it is loaded next."""
+    for place in places:
+        tensor = place.tensor()
+        if tensor is not None and tensor.device.type != "cpu":
+            place.table[place.attribute] = over_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
 
 
 def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

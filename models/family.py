@@ -159,6 +159,10 @@ class Family(Protocol):
 
     def pooled_width(self, model: Any) -> int: ...
 
+    def vision_width(self, model: Any) -> int:
+        """The width of what CLIP vision saw of a start picture, as the model takes it; 0 where it takes none."""
+        ...
+
     def text_length(self, model: Any, length: int) -> int:
         """The length that a caption of `length` encoded tokens takes in the model's sequence."""
         ...

@@ -61,6 +61,10 @@ class TextPolicy:
         """What encoding a caption of that length gives, by ComfyUI's names, and the shapes (None: any length)."""
         return {"cond": (1, length, None)}
 
+    def stop_text(self, clip: Any, caption: str) -> str | None:
+        """The text in a caption at which the text encoder stops, if it holds one."""
+        return None
+
     def model_length(self, length: int) -> int:
         """The length at which the model sees a caption of `length` encoded tokens."""
         return length
@@ -185,6 +189,12 @@ class QwenImageText(TextPolicy):
         # The template is filled here: core leaves it out for a caption that begins as a template does.
         text = template.format(before + _escaped(caption))
         return _literal_tokenizer(clip.tokenizer, (name,)).tokenize_with_weights(text, images=list(pictures))
+
+    def stop_text(self, clip: Any, caption: str) -> str | None:
+        """Core masks all that comes from the pad token on, wherever it stands."""
+        part = _part(clip.tokenizer)
+        ((pairs,),) = self.tokenize(clip, caption).tokens.values()
+        return part.inv_vocab[part.pad_token] if any(pair[0] == part.pad_token for pair in pairs) else None
 
     def model_length(self, length: int) -> int:
         return padded_length(length)

@@ -66,8 +66,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     optional=True,
                     tooltip="The number of different token counts allowed; each is compiled once. More lets pictures "
                     "of unusual shape be cropped less. Raise it if the plan shows much cropping. It works with "
-                    "fit whole grids only: a ragged edge takes one. Clips of different length need as many as the "
-                    "plan says, whatever this is set to.",
+                    "fit whole grids only: a ragged edge takes one, and up to four for control pictures. Clips of "
+                    "different length need as many as the plan says, whatever this is set to.",
                 ),
                 io.Combo.Input(
                     "fit",
@@ -110,7 +110,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="The size that control pictures are encoded at, in units of 1024 x 1024 pixels. Edit "
-                    "models know 1; less trains faster, as control pictures are tokens too.",
+                    "models know 1; less trains faster, as control pictures are tokens too. Where it equals "
+                    "megapixels, control pictures of their results' shapes are cropped exactly as those are.",
                 ),
                 io.Combo.Input(
                     "edit_prompt",

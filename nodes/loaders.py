@@ -5,6 +5,7 @@ import torch
 from comfy import sd
 from comfy_api.latest import io
 
+from ..memory.dynamic_vram import cast_as_asked
 from ..models.swapped_model import SwapSettings
 from .swap import swap_inputs, with_swap
 
@@ -78,6 +79,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=blocks_to_swap != 0)
         if blocks_to_swap == 0:
             return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
+        cast_as_asked(model.model)
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 

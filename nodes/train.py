@@ -51,8 +51,8 @@ class TesseraTrainLora(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in force; a Compile Model "
-                    "node in front gives its backend and mode.",
+                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in "
+                    "force; a Compile Model node in front gives its backend and mode.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(
@@ -221,8 +221,7 @@ class TesseraTrainLora(io.ComfyNode):
                 )
                 return io.NodeOutput(*outputs(result), nothing, nothing, nothing, ui={"tessera": [shown(result)]})
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
-            asked = {HIGH: on_model(model, settings)[0], LOW: on_model(model_low_noise, settings)[0]}
-            experts = plan_experts(model, model_low_noise, data, asked)
+            experts = plan_experts(model, model_low_noise, data, {HIGH: settings, LOW: settings})
             high, low = (
                 run(expert.model, data, expert.settings, ExpertObserver(observer, expert, number, len(experts)))
                 for number, expert in enumerate(experts)

@@ -38,9 +38,10 @@ def make_batch(
     targets: list[Tensor] = []
     sigmas: list[float] = []
     for place, (sample, tensors) in enumerate(samples):
+        size = sample.tokens // sample.grid[0]  # of one picture: what shifts by resolution go by
         latent = _model_space(patcher, tensors, device)
-        shift = family.shift(patcher.model, sample.tokens)
-        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), sample.tokens, shift)
+        shift = family.shift(patcher.model, size)
+        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), size, shift)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place)).to(device)
         level = torch.tensor([sigma], dtype=torch.float32, device=device)
         x_t = noised(latent[None], noise[None], level)[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.text import PLUS, CaptionTokens, QwenImageText, TextPolicy
+from .dataset import shortlist
 from .fingerprint import fingerprint, weights_fingerprint
 from .items import Item
 from .jobs import Interrupted, Job, Progress
@@ -44,15 +45,19 @@ def read_captions(
     """The caption of each item; those that are encoded alike are tokenised once and share a job.
 
     controls: of each item. Qwen-Image's text encoder sees them, in the `style` of its edit model.
+    Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
     sees = isinstance(policy, QwenImageText)
     wanted = [(item.caption, of if sees else ()) for item, of in zip(items, controls, strict=True)]
     made: dict[tuple[str, tuple[Cut, ...]], Caption] = {}
     distinct = dict.fromkeys(wanted)
+    stops: dict[str, str] = {}
     for index, (text, seen) in enumerate(distinct):
         interrupted()
         progress(index, len(distinct), f"Reading captions: {index} of {len(distinct)}")
+        if (stop := policy.stop_text(clip, text)) is not None:
+            stops[text] = stop
         if seen:
             assert isinstance(policy, QwenImageText)
             made[text, seen] = _seeing(clip, policy, text, seen, style, encoder)
@@ -67,6 +72,11 @@ def read_captions(
             f"the caption {text[:40]!r}",
         )
         made[text, seen] = Caption(job, tokens.length, tokens.dropped)
+    if stops:
+        raise ValueError(
+            f"The captions of {shortlist([item.name for item in items if item.caption in stops])} hold the text "
+            f"{next(iter(stops.values()))!r}, at which {policy.family}'s text encoder stops; remove it from them."
+        )
     return [made[one] for one in wanted]
 
 
@@ -79,13 +89,7 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
     CLIP are not honoured: they follow a sampling schedule, which training does not have.
     """
     encoded = clip.encode_from_tokens(caption.tokens, return_dict=True)
-    if encoded.get("attention_mask") is not None and "attention_mask" not in policy.outputs(caption.length):
-        tokenizer = getattr(clip.tokenizer, clip.tokenizer.clip)
-        pad = tokenizer.inv_vocab[tokenizer.pad_token]
-        raise ValueError(
-            f"A caption holds the text {pad!r}, at which {policy.family}'s text encoder stops; remove it from the "
-            f"caption files."
-        )
+    assert encoded.get("attention_mask") is None or "attention_mask" in policy.outputs(caption.length)
     result = {name: encoded[name] for name in policy.outputs(caption.length)}
     assert caption.length in (None, result["cond"].shape[1]), (result["cond"].shape, caption.length)
     return result

@@ -8,6 +8,19 @@ from torch import Tensor
 SEEN = "penultimate_hidden_states"
 """The part of it that Wan 2.1 takes: (1, tokens, width)."""
 
+WIDTH = 1280
+"""What Wan 2.1 takes, CLIP ViT-H's (Wan-Video/Wan2.1, wan/modules/model.py: MLPProj(1280, dim))."""
+
+
+def check_vision(clip_vision: Any) -> None:
+    """ValueError for a CLIP vision model, as ComfyUI loads it, that is known to be of another width."""
+    width = getattr(clip_vision, "config", {}).get("hidden_size")
+    if width not in (None, WIDTH):
+        raise ValueError(
+            f"clip_vision is a CLIP vision model of width {width} and Wan 2.1 takes one of {WIDTH}; load "
+            f"clip_vision_h.safetensors with Load CLIP Vision."
+        )
+
 
 def vision_output(seen: Tensor) -> comfy.clip_vision.Output:
     output = comfy.clip_vision.Output()
@@ -17,4 +30,4 @@ def vision_output(seen: Tensor) -> comfy.clip_vision.Output:
 
 def seen_by(output: Any) -> Tensor:
     """The inverse, of an output of any node."""
-    return output[SEEN]
+    return getattr(output, SEEN)

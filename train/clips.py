@@ -31,6 +31,7 @@ _HIDDEN_FRAMES = frozenset({"vp8"})
 # the decoder takes.
 _HD_LINES = 720
 _UNSPECIFIED = 2
+_HDR_CURVES = frozenset({16, 18})  # ITU-T H.273, transfer characteristics: PQ (SMPTE ST 2084) and HLG (BT.2100)
 # Without these flags, which PyAV 16 lacks, colours come out up to three steps of 255 too dark.
 _EXACT = ("BILINEAR", "ACCURATE_RND", "FULL_CHR_H_INT")
 _CONVERSION = (
@@ -46,6 +47,7 @@ class VideoFacts:
 
     digest: a name for its bytes. size: (height, width) in pixels when upright and with square pixels.
     stamps: the time stamp of each frame, ascending, in units of `time_base` seconds. end: when the last frame ends.
+    hdr: whether its curve is one of high dynamic range, which is read as if it were an ordinary one.
     """
 
     digest: str
@@ -53,6 +55,7 @@ class VideoFacts:
     stamps: tuple[int, ...]
     end: int
     time_base: Fraction
+    hdr: bool = False
 
     @property
     def fps(self) -> float:
@@ -78,23 +81,24 @@ def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
     name: what messages call it; its file name without one.
     Raises ValueError if the file is no video.
     """
-    name = name or path.name
-    with _named_errors(name):
+    with _named_errors(name or path.name):
         stat = os.stat(path)
-    return _inspect(path, name, stat.st_size, stat.st_mtime_ns)
+        return _inspect(path, stat.st_size, stat.st_mtime_ns)
 
 
-@lru_cache(maxsize=4096)
-def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> VideoFacts:
-    with _named_errors(name):
-        digest = _digest(path)
-        with _opened(path) as (container, stream):
-            stamps, end = _timeline(container, stream)
-        with _opened(path) as (container, stream):
-            first = next(container.decode(stream))
-            upright = _upright_size(first, stream.sample_aspect_ratio)
-        assert stream.time_base is not None
-        return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base)
+# Every clip of a film asks for the film's facts under a name of its own, so messages get the name outside of this. Few
+# are kept, as an hour of film is 86000 stamps.
+@lru_cache(maxsize=1024)
+def _inspect(path: Path, size: int, mtime_ns: int) -> VideoFacts:
+    digest = _digest(path)
+    with _opened(path) as (container, stream):
+        stamps, end = _timeline(container, stream)
+    with _opened(path) as (container, stream):
+        first = next(container.decode(stream))
+        upright = _upright_size(first, stream.sample_aspect_ratio)
+        hdr = stream.codec_context.color_trc in _HDR_CURVES
+    assert stream.time_base is not None
+    return VideoFacts(digest, upright, tuple(stamps), end, stream.time_base, hdr)
 
 
 def _digest(path: Path) -> str:
@@ -152,9 +156,7 @@ def load_clip(
     changed since it was inspected.
     """
     name = name or path.name
-    with _named_errors(name):
-        stat = os.stat(path)
-    if _inspect(path, name, stat.st_size, stat.st_mtime_ns).digest != facts.digest:
+    if inspect_video(path, name).digest != facts.digest:
         raise ValueError(f"The clip {name!r} was changed while the data set was prepared; queue again.")
     clip = torch.empty(len(stamps), height, width, 3)
     with _named_errors(name):

@@ -52,7 +52,12 @@ def _fingerprint_weights(patcher: Any) -> str:
 
 
 def _named_weights(model: nn.Module):
-    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            # Under dynamic VRAM a file's dtype is kept until the weight is used; what it is used as is what counts.
+            wanted = getattr(module, f"{name}_comfy_model_dtype", None)
+            plain = type(parameter.data) is Tensor and wanted not in (None, parameter.dtype)
+            yield f"{prefix}.{name}" if prefix else name, parameter.data.to(wanted) if plain else parameter
     for prefix, module in model.named_modules():
         # The sampling schedule is a setting that nodes swap on the living model; it is no weight.
         if prefix == "model_sampling" or prefix.startswith("model_sampling."):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .clips import VideoFacts, inspect_video, load_clip
 from .dataset import Dataset, Film, Picture, shortlist
-from .extraction import whole_frames
+from .extraction import Extraction, whole_frames
 from .jobs import Interrupted, Progress
 from .pictures import inspect_picture, load_picture
 
@@ -107,6 +107,7 @@ def find_items(
     short: list[tuple[Film, int]] = []
     lacking: dict[int, list[str]] = {}
     slow: list[str] = []
+    hdr: list[str] = []
     what = "clips" if all(isinstance(entry, Film) for entry in dataset.entries) else "pictures"
     for index, entry in enumerate(dataset.entries):
         interrupted()
@@ -123,10 +124,12 @@ def find_items(
             lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
+        if facts.hdr:
+            hdr.append(entry.name)
         items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
     if short:
         raise ValueError(_too_short(short))
-    return tuple(items), (*_film_notes(lacking, slow), *_chunk_notes(dataset.entries))
+    return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
 
 
 def _picture(picture: Picture) -> Item:
@@ -145,18 +148,24 @@ def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> I
 
 
 def _too_short(short: list[tuple[Film, int]]) -> str:
-    film, frames = short[0]
-    asked = min(film.extraction.target_frames)
-    rate = f" at {film.extraction.fps:g} frames per second" if film.extraction.fps else ""
+    """A sentence for each way of taking clips, as several folders may have each their own."""
+    ways: dict[Extraction, list[tuple[Film, int]]] = {}
+    for film, frames in short:
+        ways.setdefault(film.extraction, []).append((film, frames))
+    return " ".join(_too_short_for(extraction, films) for extraction, films in ways.items())
+
+
+def _too_short_for(extraction: Extraction, films: list[tuple[Film, int]]) -> str:
+    rate = f" at {extraction.fps:g} frames per second" if extraction.fps else ""
     return (
-        f"Shorter than the {asked} frames asked for{rate}: "
-        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in short])}; put "
-        f"{whole_frames(min(frames for _, frames in short))} into target_frames (such as 1, 25), or take what is too "
+        f"Shorter than the {min(extraction.target_frames)} frames asked for{rate}: "
+        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in films])}; put "
+        f"{whole_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is too "
         f"short out of the folder."
     )
 
 
-def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]:
+def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) -> Iterator[str]:
     for count, names in sorted(lacking.items()):
         yield f"Without a clip of {count} frames, being shorter: {shortlist(names)}."
     if slow:
@@ -164,6 +173,8 @@ def _film_notes(lacking: dict[int, list[str]], slow: list[str]) -> Iterator[str]
             f"Frames are repeated, as these have fewer per second than fps asks for: {shortlist(slow)}; set fps to 0 "
             f"to take each as it is."
         )
+    if hdr:
+        yield f"HDR video is read as SDR and looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
 
 
 def _chunk_notes(entries: Sequence[Picture | Film]) -> Iterator[str]:

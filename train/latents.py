@@ -66,11 +66,12 @@ def latents_to_data(
     entries = _match(positive, [len(batch) for batch in batches])
     grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(given)]
     placements = place_latents(grids, max_graphs)
-    samples, names, odd = [], [], []
+    samples, names, odd, whole = [], [], [], []
     for latent, entry, grid, placement in zip(given, entries, grids, placements, strict=True):
         tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
-        references, cut = _references(tensors.conditioning, latent.name, policy)
-        odd += [latent.name] * cut
+        references = _references(tensors.conditioning, latent, grid, placement, policy)
+        odd += [latent.name] * references.odd
+        whole += [latent.name] * references.whole
         known = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
         clean = latent.clean_frames(policy)
         sample = Sample(
@@ -79,15 +80,18 @@ def latents_to_data(
             tokens=placement.tokens,
             text_length=tensors.text.shape[1],
             load=partial(_given, tensors),
-            references=references,
+            references=references.tokens,
             clean_frames=clean,
             conditioning=known,
         )
         samples.append(sample)
-        names.append(
-            fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), placement.tokens, references, clean)
-        )
-    notes = (*_mask_notes(given, samples), *_notes(given, grids, placements, samples, odd, max_graphs, policy))
+        parts = (placement.tokens, references.tokens, clean)
+        names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts))
+    notes = (
+        *_mask_notes(given, samples),
+        *_reference_notes(samples, odd, whole, max_graphs),
+        *_notes(given, grids, placements, samples, max_graphs, policy),
+    )
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
 
@@ -198,26 +202,44 @@ def _sides(tensor: Tensor) -> str:
     return f"{tensor.shape[-1]} x {tensor.shape[-2]} cells and {frames} frames"
 
 
-def _references(conditioning: Mapping[str, Any], name: str, policy: LatentPolicy) -> tuple[tuple[int, ...], bool]:
-    """The tokens of each reference latent, cut to whole tokens in place, and whether one had to be."""
-    latents = conditioning.get("reference_latents") or []
-    tokens, cut = [], False
-    for index, latent in enumerate(latents):
-        height, width = (side // policy.patch for side in latent.shape[-2:])
+@dataclass(frozen=True)
+class _References:
+    """tokens: of each reference. odd: whether one lost an odd row or column of cells. whole: whether one of another
+    size was left whole while the latent was cropped."""
+
+    tokens: tuple[int, ...]
+    odd: bool
+    whole: bool
+
+
+def _references(
+    conditioning: Mapping[str, Any], latent: _Latent, grid: Grid, placement: Placement, policy: LatentPolicy
+) -> _References:
+    """The reference latents, cut to whole tokens in place, and cropped as the latent where they have its sides."""
+    references = conditioning.get("reference_latents") or []
+    tokens, odd, whole = [], False, False
+    for index, reference in enumerate(references):
+        height, width = (side // policy.patch for side in reference.shape[-2:])
         if (
-            latent.ndim not in (4, 5)
-            or latent.shape[0] != 1
-            or latent.shape[1] != policy.channels
+            reference.ndim not in (4, 5)
+            or (reference.ndim == 5 and reference.shape[2] != 1)
+            or reference.shape[0] != 1
+            or reference.shape[1] != policy.channels
             or not height * width
         ):
             raise ValueError(
-                f"A reference latent of {name} has the shape {tuple(latent.shape)}; it must be one picture of "
-                f"{policy.channels} channels, encoded with the VAE of latents."
+                f"A reference latent of {latent.name} has the shape {tuple(reference.shape)}; it must be one picture "
+                f"of {policy.channels} channels, encoded with the VAE of latents."
             )
-        cut |= (height * policy.patch, width * policy.patch) != latent.shape[-2:]
-        latents[index] = _own(latent[..., : height * policy.patch, : width * policy.patch])
-        tokens.append(height * width)
-    return tuple(tokens), cut
+        odd |= (height * policy.patch, width * policy.patch) != reference.shape[-2:]
+        kept = Grid(height, width)
+        if placement.crop > 0 and reference.shape[-2:] == latent.tensor.shape[-2:]:
+            kept = Grid(placement.grid.height, placement.grid.width)
+        elif placement.crop > 0:
+            whole = True
+        references[index] = _own(_cut(reference, Grid(height, width), kept, policy.patch))
+        tokens.append(kept.tokens)
+    return _References(tuple(tokens), odd, whole)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -250,12 +272,29 @@ def _mask_notes(latents: list[_Latent], samples: list[Sample]) -> Iterator[str]:
         yield f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}."
 
 
+def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], max_graphs: int) -> Iterator[str]:
+    if odd:
+        yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd)}."
+    if whole:
+        yield (
+            f"Cropped without their reference latents, which have other sides than they: {shortlist(whole)}; raise "
+            f"max_graphs to crop less, or encode both at one size."
+        )
+    shapes = {sample.references for sample in samples}
+    graphs = {(sample.tokens, sample.references) for sample in samples}
+    if len(shapes) > 1 and len(graphs) > max_graphs:
+        listed = ", ".join(" + ".join(map(str, shape)) or "none" for shape in sorted(shapes))
+        yield (
+            f"With their reference latents ({listed} tokens) the latents make {len(graphs)} graphs, each compiled; "
+            f"encode the control pictures at fewer sizes, or use Prepare Dataset, which plans them."
+        )
+
+
 def _notes(
     latents: list[_Latent],
     grids: list[Grid],
     placements: list[Placement],
     samples: list[Sample],
-    odd_references: list[str],
     max_graphs: int,
     policy: LatentPolicy,
 ) -> Iterator[str]:
@@ -263,8 +302,6 @@ def _notes(
     odd = [s.name for s, side in zip(samples, sides, strict=True) if any(cells % policy.patch for cells in side)]
     if odd:
         yield f"Cut to whole tokens, having an odd number of cells along a side: {shortlist(odd)}."
-    if odd_references:
-        yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd_references)}."
     counts = sorted({p.tokens for p in placements})
     listed = ", ".join(map(str, counts))
     cut = [

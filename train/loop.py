@@ -92,14 +92,23 @@ class Trainer:
         self.dtype = patcher.model.get_dtype_inference()
         self.memory = settings.memory
         self.automatic: AutomaticMemory | None = None
+        self.compile_settings = compile_settings
         try:
-            if automatic.is_asked(self.memory):
-                self.choose_memory(targets)
-            self.build_what_fits()
-        except Exception as error:
+            self.set_up(targets)
+        except BaseException as error:
+            if (resident := getattr(self, "resident", None)) is not None:
+                resident.forget()
             if not comfy.model_management.is_oom(error):
                 raise
             raise stopped.out_of_memory_while_loading() from error
+        self.tell_how_memory_is_used()
+
+    def set_up(self, targets: list[str]) -> None:
+        """Everything that takes memory."""
+        settings = self.settings
+        if automatic.is_asked(self.memory):
+            self.choose_memory(targets)
+        self.build_what_fits()
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
@@ -107,12 +116,10 @@ class Trainer:
         self.average = LoraAverage(decay, self.network.masters()) if decay else None
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.reader = SampleReader(data.samples)
-        self.compile_settings = compile_settings
+        self.reader = SampleReader(self.data.samples)
         self.runner = self.build_runner()
         if self.runner.not_compiled:
             self.train_eager(self.runner.not_compiled)
-        self.tell_how_memory_is_used()
 
     # Where the weights lie.
 
@@ -388,7 +395,7 @@ class Trainer:
         save_lora(path, lora, "kohya", "fp32")
         save_state(state_path(self.folder.path, step), self.state())
         self.progress.saved_step = step
-        self.folder.forget_old_states()
+        self.folder.forget_old_states(step)
         self.observer.saved(path)
         return lora
 

@@ -104,5 +104,14 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
     return match_targets(family.linear_names(model), options.include or family.default_targets, options.exclude)
 
 
+def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
+    """What a user should know about these options on this model, a sentence each."""
+    lists = tuple(f"{name}." for name in family.block_lists(model))
+    outside = [name for name in targets if not name.startswith(lists)]
+    if not options.dropout or not outside:
+        return []
+    return [f"dropout works within the blocks; {len(outside)} trained layers outside of them have none."]
+
+
 def build_network(transformer: Transformer, targets: Sequence[str], options: NetworkOptions, seed: int) -> LoraNetwork:
     return LoraNetwork(options, targets, transformer.linears(), seed)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.latents import LatentPolicy
-from .clip_vision import SEEN, seen_by
+from .clip_vision import SEEN, WIDTH, seen_by
 from .fingerprint import fingerprint, weights_fingerprint
 from .items import Box, Pixels
 from .jobs import Job
@@ -22,8 +22,8 @@ from .tokens import Placement, crop_box
 VERSION = 2
 BYTES = 4  # of a number in the cache: core's encoders give float32
 
-# What CLIP-H gives of a picture for Wan 2.1: 257 tokens of 1280 numbers.
-_VISION_NUMBERS = 257 * 1280
+# What CLIP-H gives of a picture for Wan 2.1: 257 tokens of its width.
+_VISION_NUMBERS = 257 * WIDTH
 
 
 @dataclass(frozen=True)

@@ -64,14 +64,14 @@ def inspect_picture(path: Path, name: str | None = None) -> PictureFacts:
     """
     check_pillow()
     name = name or path.name
-    with _named_errors(name):
+    with _named_errors(name, path):
         stat = os.stat(path)
     return _inspect(path, name, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=65536)
 def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> PictureFacts:
-    with _named_errors(name):
+    with _named_errors(name, path):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
@@ -112,12 +112,12 @@ def load_picture(
     Raises ValueError, naming the file, if the picture can't be decoded or was changed.
     """
     name = name or path.name
-    with _named_errors(name):
+    with _named_errors(name, path):
         data = path.read_bytes()
     if digest is not None and _digest(data) != digest:
         _inspect.cache_clear()  # it may hold the old bytes under the size and time of the new ones
         raise ValueError(f"The picture {name!r} was changed while the data set was prepared; queue again.")
-    with _named_errors(name), Image.open(BytesIO(data)) as image:
+    with _named_errors(name, path), Image.open(BytesIO(data)) as image:
         planes = _planes(ImageOps.exif_transpose(image))
         scaled = [
             np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
@@ -171,7 +171,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 @contextmanager
-def _named_errors(name: str) -> Iterator[None]:
+def _named_errors(name: str, path: Path) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -179,7 +179,7 @@ def _named_errors(name: str) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
     except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:
-        if name.lower().endswith(".avif") and not features.check("avif"):
+        if path.suffix.lower() == ".avif" and not features.check("avif"):
             fix = "this Pillow reads no AVIF: update Pillow to 11.3 or later, or save the picture as PNG"
         else:
             fix = "save it again as PNG or JPEG, or take it out of the folder"

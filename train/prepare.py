@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..models.latents import WAN21, WAN22, LatentPolicy, latent_policy
+from ..models.latents import WAN21, WAN22, latent_policy
 from ..models.text import PLUS, TextPolicy, check_pair, text_policy
 from .cache import Cache
 from .captions import read_captions
 from .clip_vision import SEEN, vision_output
+from .controls import place_controls
 from .data import Sample, SampleTensors, TrainingData
 from .dataset import Dataset
 from .fingerprint import fingerprint
@@ -19,7 +20,7 @@ from .jobs import Interrupted, Job, Progress, check_space, encode, lacking
 from .picture_jobs import PictureEncoder, vision_job
 from .plan_picture import describe_plan
 from .suitability import check_items, check_options, plan_notes, start_notes
-from .tokens import WHOLE_GRIDS, BucketPlan, Placement, plan_buckets
+from .tokens import BucketPlan, Placement, plan_buckets
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def prepare(
     stays in the cache.
     image_to_video: each clip's first frame is its start picture, in the way of the Wan model of that VAE; with
         clip_vision (Wan 2.1) it is seen by that as well.
-    control_megapixels: the size of control pictures, which take whole grids of one token count.
+    control_megapixels: the size of control pictures, which take whole grids: at `megapixels` the grids of the results
+        whose shape they have, else those of one token count (see place_controls).
     edit_prompt: how Qwen-Image-Edit's text encoder is told of the control pictures, one of EDIT_PROMPTS.
     Raises ValueError for encoders of another family, unreadable files, what does not go together, values out of range
     and a disk that is too small, and core's out-of-memory error where something does not fit through the VAE whole.
@@ -93,7 +95,10 @@ def prepare(
     )
     encoder = PictureEncoder(vae, latents)
     cuts = [encoder.cut(item.pixels, placement) for item, placement in zip(items, plan.placements, strict=True)]
-    placed = _place_controls(items, control_megapixels, latents)
+    control_plan = place_controls(
+        items, plan, megapixels=megapixels, control_megapixels=control_megapixels, max_graphs=max_graphs
+    )
+    placed = control_plan.placements
     controls = [
         tuple(encoder.cut(pixels, placement) for pixels, placement in zip(item.controls, of, strict=True))
         for item, of in zip(items, placed, strict=True)
@@ -131,7 +136,8 @@ def prepare(
     notes = (
         *dataset.notes,
         *item_notes,
-        *plan_notes(items, captions, plan, text, max_graphs, max_text_length),
+        *plan_notes(items, captions, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
+        *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
     )
     parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
@@ -155,22 +161,6 @@ def summary(prepared: PreparedData) -> str:
             *prepared.notes,
         ]
     )
-
-
-def _place_controls(items: Sequence[Item], megapixels: float, latents: LatentPolicy) -> list[tuple[Placement, ...]]:
-    """A whole grid for each control picture of each item, all of one token count."""
-    sizes = [pixels.size for item in items for pixels in item.controls]
-    if not sizes:
-        return [()] * len(items)
-    plan = plan_buckets(
-        sizes,
-        megapixels=megapixels,
-        pixels_per_token=latents.pixels_per_token,
-        fit=WHOLE_GRIDS,
-        weights=[item.repeats for item in items for _ in item.controls],
-    )
-    placements = iter(plan.placements)
-    return [tuple(next(placements) for _ in item.controls) for item in items]
 
 
 def _key(job: Job | None) -> str | None:

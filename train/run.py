@@ -63,7 +63,8 @@ class TrainSettings:
             "seed": self.seed,
             "network": asdict(self.network),
             "optimizer": asdict(self.optimizer),
-            "objective": asdict(self.objective),
+            # Where the experts meet is in the range of each.
+            "objective": {k: v for k, v in asdict(self.objective).items() if k != "expert_boundary"},
         }
         if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
             same["steps"] = self.steps
@@ -117,8 +118,12 @@ class RunFolder:
         """Saved states, oldest first."""
         return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
-    def forget_old_states(self) -> None:
-        for path in self.states()[:-STATES_KEPT]:
+    def forget_old_states(self, step: int) -> None:
+        """Keeps the newest of those up to `step`, which was saved just now. Later ones are of a run that went on from
+        there before: they stay."""
+        last = f"state-{step:06d}{STATE_SUFFIX}"
+        until = [path for path in self.states() if (len(path.name), path.name) <= (len(last), last)]
+        for path in until[:-STATES_KEPT]:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
 

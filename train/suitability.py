@@ -6,6 +6,7 @@ from typing import Any
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
 from .captions import Caption
+from .clip_vision import check_vision
 from .dataset import shortlist
 from .items import Item
 from .tokens import RAGGED_EDGE, BucketPlan
@@ -33,6 +34,8 @@ def check_options(
             "clip_vision is connected and image_to_video is off; switch it on to train Wan 2.1 image to video, or "
             "disconnect clip_vision."
         )
+    if clip_vision is not None and latents is WAN21:
+        check_vision(clip_vision)
 
 
 def check_items(
@@ -72,6 +75,8 @@ def plan_notes(
     text: TextPolicy,
     max_graphs: int,
     max_text_length: int,
+    control_megapixels: float,
+    edit_prompt: str,
 ) -> Iterator[str]:
     frames = sorted({placement.grid.frames for placement in plan.placements})
     if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
@@ -79,10 +84,17 @@ def plan_notes(
             f"There are {plan.least_graphs} token counts, the fewest for clips of {', '.join(map(str, frames))} latent "
             f"frames; each is compiled. Clips of one length need one."
         )
-    elif plan.fit == RAGGED_EDGE and max_graphs > 1:
+    elif plan.fit == RAGGED_EDGE and max_graphs > 1 and not any(item.controls for item in items):
         yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
     if not text.lengths and max_text_length != 512:
         yield f"max_text_length has no effect with {text.family}, whose captions have lengths of their own."
+    controlled = any(item.controls for item in items)
+    if not controlled and control_megapixels != 1.0:
+        yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
+    if edit_prompt != PLUS and not isinstance(text, QwenImageText):
+        yield f"edit_prompt has no effect with {text.family}, whose text encoder sees no control pictures."
+    elif edit_prompt != PLUS and not controlled:
+        yield "edit_prompt has no effect, as no picture has a control picture; set control_folder to give some."
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])

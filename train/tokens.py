@@ -32,6 +32,7 @@ __all__ = [
     "Placement",
     "crop_box",
     "equal_area_crop",
+    "place",
     "place_latents",
     "plan_buckets",
 ]

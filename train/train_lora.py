@@ -12,15 +12,17 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
+from ..memory.frozen import dequantised_notes
 from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
+from .clip_vision import seen_by
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .loop import Trainer
-from .lora import choose_targets
+from .lora import choose_targets, network_notes
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .objective import check_range
@@ -163,9 +165,16 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
-    tokens = data.samples[0].tokens
-    check_range(settings.objective, tokens, family.shift(patcher.model, tokens))
-    notes = (*patch_notes, *optimizer_notes)
+    for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
+        check_range(settings.objective, size, family.shift(patcher.model, size))
+    notes = (
+        *patch_notes,
+        *optimizer_notes,
+        *network_notes(settings.network, family, patcher.model, targets),
+    )
+    notes += tuple(dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()))
+    if settings.objective.expert_boundary:
+        notes += ("expert_boundary has no effect without model_low_noise.",)
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
     return CheckedRun(family, patcher, padded, targets, notes)
@@ -254,6 +263,12 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         raise ValueError(
             f"data has pooled text of width {pooled.shape[-1]} and the model takes {width}; prepare the data with the "
             "model's own text encoders."
+        )
+    seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
+    if seen is not None and width and seen_by(seen).shape[-1] != width:
+        raise ValueError(
+            f"data has CLIP vision output of width {seen_by(seen).shape[-1]} and the model takes {width}; prepare the "
+            "data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
     if tensors.text.shape[-1] != wanted:

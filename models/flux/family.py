@@ -52,6 +52,9 @@ class FluxFamily:
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
+    def vision_width(self, model: Any) -> int:
+        return 0
+
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
@@ -60,6 +63,12 @@ class FluxFamily:
             raise ValueError(
                 f"{sample.name} has reference pictures, which this model (Fill, Canny or Depth) has no place for; "
                 "connect FLUX.1 Kontext, or prepare the data without control_folder."
+            )
+        if params.in_channels != params.out_channels and "concat_latent_image" not in sample.conditioning:
+            raise ValueError(
+                f"{sample.name} has no control picture, without which this model (Fill, Canny or Depth) would be "
+                "trained blind; put it on the conditioning with core's InpaintModelConditioning or "
+                "InstructPixToPixConditioning and take Latents to Training Data, or connect FLUX.1 dev."
             )
 
     def build(

@@ -43,6 +43,11 @@ def cut_references(latents: Sequence[Tensor], method: str, size: Sequence[int], 
     height = width = 0
     cut = []
     for latent in latents:
+        if latent.ndim != 4:
+            raise ValueError(
+                f"A reference picture has the shape {tuple(latent.shape)}, as VAEs for video give it, and the model "
+                "takes (1, channels, height, width); encode it with the model's own VAE."
+            )
         channels, h, w = latent.shape[1:]
         if channels != params.in_channels:
             raise ValueError(

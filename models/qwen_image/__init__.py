@@ -66,6 +66,9 @@ class QwenImage:
     def pooled_width(self, model: Any) -> int:
         return 0
 
+    def vision_width(self, model: Any) -> int:
+        return 0
+
     def text_length(self, model: Any, length: int) -> int:
         return padded_length(length)
 

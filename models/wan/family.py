@@ -89,6 +89,10 @@ class Wan:
     def pooled_width(self, model: Any) -> int:
         return 0
 
+    def vision_width(self, model: Any) -> int:
+        image = model.diffusion_model.img_emb
+        return 0 if image is None else image.proj[0].normalized_shape[0]
+
     def text_length(self, model: Any, length: int) -> int:
         """Always 512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
         return TEXT_LENGTH
@@ -121,10 +125,15 @@ class Wan:
             )
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        long = sum(sample.text_length > TEXT_LENGTH for sample in samples)
-        if not long:
-            return []
-        return [f"{long} captions have more than {TEXT_LENGTH} tokens, all that Wan reads; what comes after is cut."]
+        notes = []
+        if long := sum(sample.text_length > TEXT_LENGTH for sample in samples):
+            notes.append(f"{long} captions have more than {TEXT_LENGTH} tokens, all that Wan reads; the rest is cut.")
+        if not self.vision_width(model) and any("clip_vision_output" in sample.conditioning for sample in samples):
+            notes.append(
+                f"{TITLES[self.variant(model)]} takes no CLIP vision output, and what the samples have is left out; "
+                "clip_vision is for Wan 2.1 image to video."
+            )
+        return notes
 
     def build(
         self,

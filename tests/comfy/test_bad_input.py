@@ -126,6 +126,10 @@ def test_a_file_that_is_no_state_and_a_state_past_the_last_step_are_refused(tiny
             {"reference_latents": [torch.zeros(1, 4, 8, 8)]},
             "reference picture has 4 latent channels and the model takes 16; encode it with the model's own VAE",
         ),
+        (
+            {"reference_latents": [torch.zeros(1, 16, 1, 8, 8)]},
+            r"reference picture has the shape \(1, 16, 1, 8, 8\), as VAEs for video give it, .*; encode it with the",
+        ),
     ],
 )
 def test_a_conditioning_that_the_forward_cannot_honour_is_named(conditioning, sentence, tiny_flux, tmp_path):

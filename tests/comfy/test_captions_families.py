@@ -164,10 +164,10 @@ def test_the_first_edit_models_caption_is_encoded_as_core_text_encode_qwen_image
     assert torch.equal(encode_caption(clip, caption, policy)["cond"], cond)
 
 
-def test_a_caption_that_holds_the_pad_token_is_refused(clips):
+def test_a_caption_that_holds_the_pad_token_is_told_by_its_text(clips):
     clip, policy = clips["qwen"], text_policy(clips["qwen"])
-    with pytest.raises(ValueError, match=r"holds the text '<\|endoftext\|>', at which Qwen-Image's text encoder stops"):
-        encode_caption(clip, policy.tokenize(clip, "a fox <|endoftext|> in the snow"), policy)
+    assert policy.stop_text(clip, "a fox <|endoftext|> in the snow") == "<|endoftext|>"
+    assert policy.stop_text(clip, "a fox in the snow") is None
 
 
 def test_text_encoders_and_vae_have_to_be_of_one_family(clips):

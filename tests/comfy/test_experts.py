@@ -7,10 +7,11 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
+from tessera.models.registry import family_of
 from tessera.train import batch
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
 from tessera.train.options import ObjectiveOptions
-from tessera.train.train_lora import train_lora
+from tessera.train.train_lora import check_run, train_lora
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
 from tiny.wan_data import wan_sample
 
@@ -114,15 +115,48 @@ def test_image_to_video_shares_them_at_its_own(files, tmp_path):
     assert low.settings.objective == replace(ObjectiveOptions(), max_sigma=0.9)
 
 
-def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts, files, tiny_flux):
+def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts, files, tiny_flux, tmp_path):
     settings = {HIGH: run_settings(), LOW: run_settings()}
     high, low = experts
     with pytest.raises(ValueError, match="are the same weights; connect the high noise expert"):
         plan_experts(high, tiny.load_wan(files[HIGH]), clips(), settings)
     with pytest.raises(ValueError, match="connect the two experts of one Wan 2.2 model"):
         plan_experts(high, tiny.load_wan(files["i2v"]), clips(), settings)
+    small = tiny.load_wan(tiny.write_wan(tmp_path / "small.safetensors", layers=2))
+    with pytest.raises(ValueError, match="are Wan models of different size"):
+        plan_experts(high, small, clips(), settings)
     pictures = training_data(sample("p", 4, 4))
     with pytest.raises(ValueError, match="model_low_noise is for Wan 2.2's second expert, and model is FLUX.1"):
         plan_experts(tiny_flux, tiny_flux, pictures, settings)
     with pytest.raises(ValueError, match="leaves nothing to the high noise expert"):
         planned(experts, objective={"max_sigma": 0.5})
+
+
+def test_what_shifts_by_resolution_goes_by_the_tokens_of_one_frame(experts, monkeypatch):
+    high, _ = experts
+    sizes = []
+    monkeypatch.setattr(batch, "draw_sigma", lambda options, generator, tokens, shift: sizes.append(tokens) or 0.5)
+    family, samples = family_of(high), clips().samples
+    for one in samples:
+        made = batch.make_batch(high, family, [(one, one.load())], ObjectiveOptions(), torch.device("cpu"), 0, (0, 0))
+        assert made.inputs.tokens.shape[1] == one.tokens
+    assert sizes == [16, 8, 4]  # 1, 2 and 4 latent frames
+
+
+def test_a_boundary_without_a_second_expert_is_said_to_do_nothing_and_makes_no_other_run(experts, tmp_path):
+    high, _ = experts
+    watcher = Watcher()
+    plain = train_lora(high, clips(), run_settings(steps=1), tmp_path, Watcher())
+    settings = run_settings(steps=1, objective={"expert_boundary": 0.6})
+    again = train_lora(high, clips(), settings, tmp_path, watcher)
+    assert again.path == plain.path and "finished before" in watcher.notes[-1]
+    assert "expert_boundary has no effect without model_low_noise." in check_run(high, clips(), settings).notes
+
+
+def test_dropout_is_said_to_work_within_the_blocks(experts):
+    high, _ = experts
+    network = {"dropout": 0.1, "include": ("head.head", "blocks.*.ffn.*")}
+    assert (
+        "dropout works within the blocks; 1 trained layers outside of them have none."
+        in check_run(high, clips(), run_settings(network=network)).notes
+    )

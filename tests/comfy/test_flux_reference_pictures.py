@@ -82,5 +82,8 @@ def test_models_that_see_their_control_in_channels_take_no_references(tiny_flux)
     facts = SampleFacts("cat.png", 1, (16,), 0, frozenset({"reference_latents"}))
     Flux().check(tiny_flux.model, facts)
     params.in_channels = 96
+    alone = SampleFacts("cat.png", 1, (), 0, frozenset())
+    with pytest.raises(ValueError, match="cat.png has no control picture, without which this model"):
+        Flux().check(tiny_flux.model, alone)
     with pytest.raises(ValueError, match=r"cat.png has reference pictures, which this model \(Fill, Canny or Depth\)"):
         Flux().check(tiny_flux.model, facts)

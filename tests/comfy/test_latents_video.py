@@ -89,6 +89,42 @@ def test_reference_latents_of_core_are_the_references_of_a_sample(wan_vae, tiny_
     assert given[1].shape[-2:] == (9, 5)  # the user's conditioning is as it was
 
 
+@pytest.mark.parametrize("frames", [(), (1,)])
+def test_a_reference_of_its_latents_sides_is_cropped_with_it_and_others_are_named(frames):
+    small, large = ({"samples": noise(1, 16, *frames, *sides)} for sides in ((8, 12), (16, 20)))
+    alike, other = noise(1, 16, *frames, 16, 20, seed=5), noise(1, 16, *frames, 8, 8, seed=6)
+    texts = [[entry()], [entry(reference_latents=[alike, alike.roll(1)])], [entry(reference_latents=[other])]]
+    data = latents_to_data([small, large, large], texts, 1)
+    _, cropped, apart = data.samples
+    _, height, width = cropped.grid
+    assert cropped.references == (height * width,) * 2 and apart.references == (16,)
+    top, left = (8 - height) // 2 * 2, (10 - width) // 2 * 2
+    tensors = cropped.load()
+    first, second = tensors.conditioning["reference_latents"]
+    rows, columns = slice(top, top + 2 * height), slice(left, left + 2 * width)
+    assert torch.equal(first, alike[..., rows, columns])
+    assert torch.equal(second, alike.roll(1)[..., rows, columns])
+    assert first.shape[-2:] == tensors.latent.shape[-2:] != (16, 20)
+    assert torch.equal(apart.load().conditioning["reference_latents"][0], other)
+    assert any(
+        note.startswith("Cropped without their reference latents, which have other sides than they: latent 3; raise")
+        for note in data.notes
+    )
+
+
+def test_references_of_more_shapes_than_graphs_are_named():
+    latents = [{"samples": noise(1, 16, 8, 8)}] * 3
+    sides = ((8, 8), (8, 12), (8, 12))
+    texts = [[entry(reference_latents=[noise(1, 16, *of)])] for of in sides]
+    (note,) = latents_to_data(latents, texts, 1).notes
+    assert note == (
+        "With their reference latents (16, 24 tokens) the latents make 2 graphs, each compiled; encode the control "
+        "pictures at fewer sizes, or use Prepare Dataset, which plans them."
+    )
+    assert latents_to_data(latents, texts, 2).notes == ()
+    assert latents_to_data(latents[1:], texts[1:], 1).notes == ()
+
+
 @pytest.mark.parametrize(
     ("channels", "tokens"),
     [(16, 24), (48, 24), (128, 96)],
@@ -156,6 +192,11 @@ def test_only_captions_of_flux_1_are_compiled_by_their_length():
             16,
             {"reference_latents": [torch.zeros(2, 16, 8, 8)]},
             r"A reference latent of latent 1 has the shape \(2, 16, 8, 8\); it must be one picture of 16 channels",
+        ),
+        (
+            16,
+            {"reference_latents": [torch.zeros(1, 16, 3, 8, 12)]},
+            r"A reference latent of latent 1 has the shape \(1, 16, 3, 8, 12\); it must be one picture of 16 channels",
         ),
         (16, {"reference_latents": [torch.zeros(1, 48, 8, 8)]}, r"A reference latent of latent 1 has the shape"),
         (16, {"reference_latents": [torch.zeros(1, 16, 1, 8)]}, r"A reference latent of latent 1 has the shape"),

@@ -33,7 +33,7 @@ def folder(tmp_path):
     for index, (name, (width, height)) in enumerate(SIZES.items()):
         write_picture(tmp_path / "after" / f"{name}.png", width, height, index)
         (tmp_path / "after" / f"{name}.txt").write_text(f"make (it) {name}")
-    for index, (name, size) in enumerate((("a", (96, 64)), ("b_0", (64, 96)), ("b_1", (50, 50)), ("c", (200, 90)))):
+    for index, (name, size) in enumerate((("a", (96, 64)), ("b_0", (64, 96)), ("b_1", (60, 50)), ("c", (200, 90)))):
         write_picture(tmp_path / "before" / f"{name}.png", *size, 10 + index)
     return tmp_path / "after"
 
@@ -41,30 +41,35 @@ def folder(tmp_path):
 @pytest.fixture(scope="module")
 def models(tiny_files):
     return {
-        "qwen": (tiny.load_vae(tiny_files["wan_vae"]), load_seeing_qwen_clip(tiny_files["qwen"]), 16),
-        "flux": (tiny.load_vae(tiny_files["vae"]), tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"]), 16),
-        "flux2": (load_flux2_vae(), load_klein_clip(), 16),
+        "qwen": (tiny.load_vae(tiny_files["wan_vae"]), load_seeing_qwen_clip(tiny_files["qwen"])),
+        "flux": (tiny.load_vae(tiny_files["vae"]), tiny.load_clip(tiny_files["clip_l"], tiny_files["t5"])),
+        "flux2": (load_flux2_vae(), load_klein_clip()),
     }
 
 
 def run(folder, model, tmp_path, controls=True, **changes):
-    vae, clip, _ = model
+    vae, clip = model
     dataset = scan_folder(folder, control_folder=folder.parent / "before" if controls else None)
     with torch.inference_mode():
         return prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **{**OPTIONS, **changes})
 
 
-def control_pixels(folder, sample, latents, pixels_per_token):
-    """The control pictures of a sample, at the grids that their latents tell."""
+def control_sizes(folder, sample):
+    """The path and the size of each control picture of a sample."""
     names = {"a": ["a"], "b": ["b_0", "b_1"], "c": ["c"]}[sample.name[0]]
+    for path in (folder.parent / "before" / f"{name}.png" for name in names):
+        if path.exists():
+            with Image.open(path) as image:
+                yield path, (image.height, image.width)
+
+
+def control_pixels(folder, sample):
+    """The control pictures of a sample, on those whole grids of their token count that keep most of them."""
     pictures = []
-    paths = [path for name in names if (path := folder.parent / "before" / f"{name}.png").exists()]
-    for path, latent in zip(paths, latents, strict=True):
-        with Image.open(path) as image:
-            size = (image.height, image.width)
-        cells = pixels_per_token // (16 if latent.shape[1] == 128 else 8)
-        grid = Grid(latent.shape[-2] // cells, latent.shape[-1] // cells)
-        box, target = crop_box(size, grid, pixels_per_token)
+    for (path, size), tokens in zip(control_sizes(folder, sample), sample.references, strict=True):
+        grids = [Grid(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
+        seen = {grid: min(ratio := size[1] * grid.height / size[0] / grid.width, 1 / ratio) for grid in grids}
+        box, target = crop_box(size, max(grids, key=seen.__getitem__), 16)
         pictures.append(load_picture(path, box, *target))
     return pictures
 
@@ -73,7 +78,7 @@ def control_pixels(folder, sample, latents, pixels_per_token):
 def test_control_pictures_are_reference_latents_of_whole_grids_as_core_encodes_them(folder, models, tmp_path, name):
     from comfy_extras.nodes_edit_model import ReferenceLatent
 
-    vae, clip, pixels_per_token = models[name]
+    vae, _ = models[name]
     prepared = run(folder, models[name], tmp_path)
     (tokens,) = {count for sample in prepared.data.samples for count in sample.references}
     assert [sample.references for sample in prepared.data.samples] == [(tokens,), (tokens, tokens), (tokens,)]
@@ -82,7 +87,7 @@ def test_control_pictures_are_reference_latents_of_whole_grids_as_core_encodes_t
         given = tensors.conditioning["reference_latents"]
         conditioning = [[tensors.text, {}]]
         with torch.inference_mode():
-            for pixels in control_pixels(folder, sample, given, pixels_per_token):
+            for pixels in control_pixels(folder, sample):
                 latent = {"samples": vae.encode(pixels)}
                 (conditioning,) = ReferenceLatent.execute(conditioning, latent).result
         expected = conditioning[0][1]["reference_latents"]
@@ -96,16 +101,32 @@ def test_control_pictures_are_reference_latents_of_whole_grids_as_core_encodes_t
     assert "(picture + control pictures + caption) tokens" in summary(prepared)
 
 
+@pytest.mark.parametrize("fit", ["ragged edge", "whole grids"])
+def test_control_pictures_of_their_results_shape_and_size_are_cropped_as_those_are(folder, models, tmp_path, fit):
+    vae, _ = models["flux"]
+    prepared = run(folder, models["flux"], tmp_path, fit=fit, control_megapixels=OPTIONS["megapixels"])
+    for sample, name in zip(prepared.data.samples[:2], ("a", "b_0"), strict=True):
+        width, height = SIZES[name[0]]
+        grid = Grid(*sample.grid[1:])
+        box, target = crop_box((height, width), grid, 16)
+        with torch.inference_mode():
+            expected = vae.encode(load_picture(folder.parent / "before" / f"{name}.png", box, *target))
+        assert torch.equal(sample.load().conditioning["reference_latents"][0], expected)
+        assert sample.references[0] == grid.tokens
+    assert any(note.startswith("Control pictures take ") for note in prepared.notes)
+    assert "Control pictures take " in summary(prepared)
+
+
 def test_qwen_captions_see_the_control_pictures_as_core_text_encode_qwen_image_edit_plus_shows_them(
     folder, models, tmp_path
 ):
     from comfy_extras.nodes_qwen import TextEncodeQwenImageEditPlus
 
-    _, clip, _ = models["qwen"]
+    _, clip = models["qwen"]
     for sample in run(folder, models["qwen"], tmp_path).data.samples:
         tensors = sample.load()
         with torch.inference_mode():
-            shown = control_pixels(folder, sample, tensors.conditioning["reference_latents"], 16)
+            shown = control_pixels(folder, sample)
             images = {f"image{index + 1}": pixels for index, pixels in enumerate(shown)}
             ((cond, _),) = TextEncodeQwenImageEditPlus.execute(clip, f"make (it) {sample.name[0]}", **images).result[0]
         assert torch.equal(tensors.text, cond)
@@ -132,7 +153,7 @@ def test_the_first_edit_model_has_its_own_caption_and_takes_one_control_picture(
     for sample in first.samples:
         tensors = sample.load()
         with torch.inference_mode():
-            (shown,) = control_pixels(folder, sample, tensors.conditioning["reference_latents"], 16)
+            (shown,) = control_pixels(folder, sample)
             text = f"make (it) {sample.name[0]}"
             (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(models["qwen"][1], text, image=shown).result
         assert torch.equal(tensors.text, cond)
@@ -140,7 +161,7 @@ def test_the_first_edit_model_has_its_own_caption_and_takes_one_control_picture(
 
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_other_edit_models_read_the_caption_alone(folder, models, tmp_path, name):
-    _, clip, _ = models[name]
+    _, clip = models[name]
     with_controls, without = (run(folder, models[name], tmp_path, controls=on).data.samples for on in (True, False))
     for one, other in zip(with_controls, without, strict=True):
         assert torch.equal(one.load().text, other.load().text) and other.references == ()
@@ -149,7 +170,7 @@ def test_other_edit_models_read_the_caption_alone(folder, models, tmp_path, name
 
 
 def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, models, tmp_path, monkeypatch):
-    vae, clip, _ = models["qwen"]
+    vae, clip = models["qwen"]
     encoded, captions = [], []
     encode, read = vae.encode, clip.encode_from_tokens
     monkeypatch.setattr(vae, "encode", lambda pixels: encoded.append(1) or encode(pixels))
@@ -170,9 +191,38 @@ def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, mode
     assert torch.equal(latents.latent[None], latents.conditioning["reference_latents"][0])
 
 
+def test_control_options_without_effect_are_named(folder, models, tmp_path):
+    def named(model, option, **changes):
+        notes = run(folder, models[model], tmp_path, **changes).notes
+        return [note.split(",")[0] for note in notes if note.startswith(option)]
+
+    size, style = "control_megapixels has no effect", "edit_prompt has no effect"
+    first = {"edit_prompt": "first edit"}
+    assert named("flux", size, controls=False) == [size]
+    assert named("flux", size) == named("flux", size, controls=False, control_megapixels=1.0) == []
+    assert named("flux", style, **first) == [f"{style} with FLUX.1"]
+    assert named("qwen", style, controls=False, **first) == [style]
+    assert named("flux", style) == named("qwen", style, controls=False) == []
+
+
+@pytest.mark.parametrize("controls", [True, False])
+def test_captions_at_which_the_text_encoder_stops_are_named_before_any_picture_is_encoded(
+    folder, models, tmp_path, monkeypatch, controls
+):
+    for name in "ac":
+        (folder / f"{name}.txt").write_text("a fox <|endoftext|> in the snow")
+    encoded = []
+    monkeypatch.setattr(models["qwen"][0], "encode", lambda pixels: encoded.append(pixels))
+    with pytest.raises(
+        ValueError, match=r"The captions of a.png, c.png hold the text '<\|endoftext\|>', at which Qwen-Image's text"
+    ):
+        run(folder, models["qwen"], tmp_path, controls=controls)
+    assert not encoded and not (tmp_path / "cache").exists()
+
+
 def test_a_model_without_control_pictures_refuses_them(folder, models, tiny_files, tmp_path):
-    vae, _, _ = models["qwen"]
-    wan = (vae, tiny.load_wan_clip(tiny_files["umt5"]), 16)
+    vae, _ = models["qwen"]
+    wan = (vae, tiny.load_wan_clip(tiny_files["umt5"]))
     with pytest.raises(ValueError, match=r"Wan takes no control pictures, and 'a.png' has one; set control_folder to"):
         run(folder, wan, tmp_path)
     assert not (tmp_path / "cache").exists()
@@ -181,7 +231,7 @@ def test_a_model_without_control_pictures_refuses_them(folder, models, tiny_file
 def test_pictures_with_and_without_control_pictures_mix(folder, models, tmp_path):
     write_picture(tmp_path / "plain" / "d.png", 96, 64, 50)
     (tmp_path / "plain" / "d.txt").write_text("nothing before it")
-    vae, clip, _ = models["qwen"]
+    vae, clip = models["qwen"]
     dataset = scan_folder(folder, control_folder=folder.parent / "before") + scan_folder(tmp_path / "plain")
     with torch.inference_mode():
         data = prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **OPTIONS).data

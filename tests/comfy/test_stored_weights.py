@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from tessera.compile.settings import CompileSettings
-from tessera.memory.frozen import unload_everything
+from tessera.memory.frozen import dequantised_notes, unload_everything
 from tessera.models.flux import Flux, FluxInputs
 from tessera.models.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
@@ -182,3 +182,14 @@ def test_an_ordinary_cast_would_keep_a_copy_where_this_linear_keeps_the_stored_w
         sizes[name] = sum(nbytes for nbytes, _ in kept.values())
     count = linear.weight.numel()
     assert sizes["plain"] >= 2 * count and sizes["ours"] <= linear.weight.untyped_storage().nbytes() + 8
+
+
+def test_weights_that_training_cannot_keep_quantised_are_named_with_their_size(stored):
+    name, model = stored
+    transformer = model.model.diffusion_model
+    assert dequantised_notes(transformer, torch.bfloat16) == []
+    if name == "scaled fp8":
+        linear = transformer.double_blocks[0].img_mlp[0]
+        linear.pre_quant_scale = torch.ones(1)
+        (note,) = dequantised_notes(transformer, torch.bfloat16)
+        assert "as FP8" in note and f"{linear.weight.numel() * 2 / 2**30:.2f} GiB" in note

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.block_swap import frozen_modules
-from tessera.train import automatic
+from tessera.memory.block_swap import BlockSwap, frozen_modules
+from tessera.train import automatic, loop
 from tessera.train.events import Silent
 from tessera.train.options import MemoryOptions
 from tessera.train.stopped import TrainingStopped
@@ -293,3 +293,25 @@ def test_an_optimizer_that_breaks_off_amid_a_step_leaves_what_was_saved_and_says
         assert states[-1] in str(stopped.value) and "up to step 2 is kept" in str(stopped.value)
     else:
         assert states == [] and "What was trained was not saved before" in str(stopped.value)
+
+
+def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_weights_unlocked(
+    deep_flux, tmp_path, monkeypatch
+) -> None:
+    ended = []
+    end = BlockSwap.end
+    monkeypatch.setattr(BlockSwap, "end", lambda self: ended.append(self) or end(self))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockSwap, "take", full)
+        with pytest.raises(TrainingStopped, match="Out of memory while the model was loaded"):
+            make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
+    assert len(ended) == 1
+    with monkeypatch.context() as broken:
+        broken.setattr(loop, "build_network", full)
+        with pytest.raises(TrainingStopped, match="Out of memory while the model was loaded"):
+            make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
+    assert len(ended) == 2

@@ -72,6 +72,24 @@ def test_it_is_said_before_anything_is_loaded(wan, tmp_path):
     assert "Loading the model" not in watcher.phases and not (tmp_path / "runs").exists()
 
 
+def test_clip_vision_that_a_model_does_not_see_is_noted(wan):
+    def notes(variant, *samples):
+        model = wan(variant)
+        return family_of(model).notes(model.model, samples)
+
+    (note,) = notes("2.2-i2v-14b", facts(START), facts(SEEN))
+    assert note.startswith("Wan 2.2 I2V 14B takes no CLIP vision output, and what the samples have is left out;")
+    assert notes("2.2-i2v-14b", facts(START)) == notes("2.1-i2v", facts(SEEN)) == []
+
+
+def test_what_another_clip_vision_model_saw_is_said_before_anything_is_loaded(wan, tmp_path):
+    watcher, sample = Watcher(), tiny.wan_sample("fox", (2, 2, 2), "2.1-i2v")
+    sample.load().conditioning["clip_vision_output"].penultimate_hidden_states = torch.zeros(1, 257, 1024)
+    with pytest.raises(ValueError, match="CLIP vision output of width 1024 and the model takes 1280; prepare the data"):
+        train(wan("2.1-i2v"), training_data(sample), tmp_path / "runs", watcher)
+    assert "Loading the model" not in watcher.phases and not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("change", ["ref_conv", "channels", "no qk_norm", "another class"])
 def test_models_that_take_more_are_no_wan(wan, change):
     model = wan("2.1-t2v")

@@ -251,6 +251,15 @@ def test_a_damaged_picture_is_named_with_the_fix(tmp_path, cut):
         load_picture(path, (0, 0, 64, 64), 64, 64)
 
 
+def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_path, monkeypatch):
+    path = tmp_path / "holiday.avif"
+    path.write_bytes(b"\0\0\0\x1cftypavif")
+    monkeypatch.setattr(features, "check", lambda feature: False)
+    for name in (None, "holiday.avif (control)"):
+        with pytest.raises(ValueError, match=r"this Pillow reads no AVIF: update Pillow to 11.3 or later"):
+            inspect_picture(path, name)
+
+
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
 def test_a_damaged_avif_is_named_with_the_fix(tmp_path):
     path = tmp_path / "holiday.avif"
