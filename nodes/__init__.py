@@ -7,7 +7,7 @@ import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
 from ..compile.cache import use_persistent_cache
-from . import compile, data, loaders, memory, objective, options, output, swap, train, tune
+from . import compile, data, loaders, memory, objective, optimizer, options, output, swap, train, tune
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ NODES: list[type[io.ComfyNode]] = [
     *tune.NODES,
     *data.NODES,
     *options.NODES,
+    *optimizer.NODES,
     *objective.NODES,
     *memory.NODES,
     *train.NODES,

@@ -1,12 +1,11 @@
-"""The nodes that set how Train LoRA works; one that is not connected stands for the defaults that it shows."""
+"""The node that sets what Train LoRA trains; not connected, it stands for the defaults that it shows."""
 
 from comfy_api.latest import io
 
-from ..train.options import LR_SCHEDULERS, OPTIMIZERS, NetworkOptions, OptimizerOptions
+from ..train.options import NetworkOptions
 from ..train.targets import parse_targets
 
 NetworkType = io.Custom("TESSERA_NETWORK")
-OptimizerType = io.Custom("TESSERA_OPTIMIZER")
 
 
 class TesseraLoraNetwork(io.ComfyNode):
@@ -76,151 +75,4 @@ class TesseraLoraNetwork(io.ComfyNode):
         return io.NodeOutput(NetworkOptions(algorithm, rank, alpha, include, exclude, dropout))
 
 
-class TesseraOptimizer(io.ComfyNode):
-    """How the LoRA's weights are stepped."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TesseraOptimizer",
-            display_name="Optimizer",
-            category="Tessera/training",
-            description="Sets the optimizer and how its learning rate runs. Connect it to Train LoRA.",
-            search_aliases=["adamw", "prodigy", "learning rate", "scheduler", "warm-up"],
-            inputs=[
-                io.Combo.Input(
-                    "optimizer",
-                    options=list(OPTIMIZERS),
-                    default=OptimizerOptions.optimizer,
-                    tooltip="adamw: the usual one. adamw8bit: the same with a quarter of the memory for its state "
-                    "(needs the package bitsandbytes). prodigy: finds its rate by itself (needs the package "
-                    "prodigyopt; set learning_rate to 1).",
-                ),
-                io.Float.Input(
-                    "learning_rate",
-                    default=OptimizerOptions.learning_rate,
-                    min=1e-7,
-                    max=10.0,
-                    step=1e-6,
-                    round=False,
-                    tooltip="Size of each step. For adamw 0.0001 is a good start: lower it if the pictures fall apart, "
-                    "raise it if nothing is learnt. For prodigy it is 1.",
-                ),
-                io.Combo.Input(
-                    "lr_scheduler",
-                    options=list(LR_SCHEDULERS),
-                    default=OptimizerOptions.lr_scheduler,
-                    tooltip="How the learning rate runs after the warm-up. constant: stays. cosine and linear: fall to "
-                    "min_lr_ratio of it by the last step, which steadies the end of a long run.",
-                ),
-                io.Int.Input(
-                    "warmup_steps",
-                    default=OptimizerOptions.warmup_steps,
-                    min=0,
-                    max=1_000_000,
-                    tooltip="Steps over which the learning rate rises to its full value; 0 starts with it. Must be "
-                    "below the steps of the run. 50 to 100 helps where the loss jumps at the start.",
-                ),
-                io.Float.Input(
-                    "max_grad_norm",
-                    default=OptimizerOptions.max_grad_norm,
-                    min=0.0,
-                    max=1000.0,
-                    step=0.1,
-                    round=False,
-                    tooltip="Gradients longer than this (their norm over all of the LoRA) are cut to it, so that one "
-                    "odd batch does no harm. 0 turns it off.",
-                ),
-                io.Float.Input(
-                    "weight_decay",
-                    default=OptimizerOptions.weight_decay,
-                    min=0.0,
-                    max=10.0,
-                    step=0.001,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Pulls the LoRA's weights towards zero: each step by this part of the learning rate. Raise "
-                    "it to 0.1 against overfitting; 0 turns it off.",
-                ),
-                io.Float.Input(
-                    "beta1",
-                    default=OptimizerOptions.beta1,
-                    min=0.0,
-                    max=0.9999,
-                    step=0.01,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="How long the mean of the gradients remembers, 0 to below 1. Rarely changed.",
-                ),
-                io.Float.Input(
-                    "beta2",
-                    default=OptimizerOptions.beta2,
-                    min=0.0,
-                    max=0.99999,
-                    step=0.001,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="How long the mean of their squares remembers, 0 to below 1. 0.99 adapts faster in short "
-                    "runs.",
-                ),
-                io.Float.Input(
-                    "eps",
-                    default=OptimizerOptions.eps,
-                    min=1e-16,
-                    max=1.0,
-                    step=1e-9,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Keeps the division by small gradients in bounds. Rarely changed.",
-                ),
-                io.Float.Input(
-                    "min_lr_ratio",
-                    default=OptimizerOptions.min_lr_ratio,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Where cosine and linear end, as a part of learning_rate: 0 falls to nothing, 0.1 to a "
-                    "tenth. The constant schedule does not read it.",
-                ),
-            ],
-            outputs=[OptimizerType.Output(display_name="optimizer")],
-        )
-
-    @classmethod
-    def execute(
-        cls,
-        optimizer: str,
-        learning_rate: float,
-        lr_scheduler: str,
-        warmup_steps: int,
-        max_grad_norm: float,
-        weight_decay: float = OptimizerOptions.weight_decay,
-        beta1: float = OptimizerOptions.beta1,
-        beta2: float = OptimizerOptions.beta2,
-        eps: float = OptimizerOptions.eps,
-        min_lr_ratio: float = OptimizerOptions.min_lr_ratio,
-    ) -> io.NodeOutput:
-        return io.NodeOutput(
-            OptimizerOptions(
-                optimizer=optimizer,
-                learning_rate=learning_rate,
-                lr_scheduler=lr_scheduler,
-                warmup_steps=warmup_steps,
-                max_grad_norm=max_grad_norm,
-                weight_decay=weight_decay,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                min_lr_ratio=min_lr_ratio,
-            )
-        )
-
-
-NODES: list[type[io.ComfyNode]] = [TesseraLoraNetwork, TesseraOptimizer]
+NODES: list[type[io.ComfyNode]] = [TesseraLoraNetwork]

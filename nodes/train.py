@@ -24,7 +24,8 @@ from .data import TrainingDataType
 from .events import ServerObserver
 from .memory import MemoryType
 from .objective import ObjectiveType
-from .options import NetworkType, OptimizerType
+from .optimizer import OptimizerType
+from .options import NetworkType
 from .output import LoraModelType, LossMapType
 
 

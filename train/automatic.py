@@ -30,8 +30,12 @@ from .run import TrainSettings
 
 MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
 # Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
-STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16}
-STEP_BYTES = 4  # and what a step takes beside it for a while
+# Adafactor's and CAME's factors are as large as the matrix at rank 1 and less above it; custom: as the hungriest.
+STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16, "adafactor": 4, "came": 12, "adamw_schedulefree": 8}
+STATE_BYTES |= {"lion": 4, "muon": 4, "custom": 16}
+# And what a step takes beside it for a while: those that step all tensors at once hold their updates at once.
+STEP_BYTES = {"adamw": 4, "adamw8bit": 4, "prodigy": 4, "adafactor": 4, "came": 12, "adamw_schedulefree": 8}
+STEP_BYTES |= {"lion": 8, "muon": 4, "custom": 12}
 
 
 def is_asked(memory: MemoryOptions) -> bool:
@@ -99,7 +103,8 @@ def free_memory(device: torch.device) -> int:
 def make_room_to_step(optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[nn.Parameter]) -> None:
     """Takes the memory that the optimizer's step will take, and lets it go again. Where there is too little it is found
     out here: the step itself would break off amid moving the weights, and could be made neither again nor undone."""
-    per_number = STEP_BYTES + (0 if optimizer.state else STATE_BYTES[name])
+    begun = any(optimizer.state.values())
+    per_number = STEP_BYTES[name] + (0 if begun else STATE_BYTES[name])
     _ = [torch.empty(p.numel() * per_number, dtype=torch.uint8, device=p.device) for p in parameters]
 
 
@@ -130,8 +135,9 @@ def measure(
         weights = Layout.of((key, b) for module in held for key, b in module._buffers.items() if b is not None)
         costs.append(replace(probe.costs[block.structure()], name=name, weights=weights.size))
     trained = sum(p.numel() for p in network.parameters())
-    # A number, its gradient and what the optimizer keeps of it.
-    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer])
+    # A number, its gradient, what the optimizer keeps of it, and its average.
+    average = 4 if settings.optimizer.ema_decay else 0
+    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer] + average)
     for module in transformer.frozen_modules():
         module.release()
     return Measured(tuple(costs), sum(module.held_bytes() for module in outer) + lora + _total(probe.outside), machine)

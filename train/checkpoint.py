@@ -5,7 +5,7 @@ Random numbers need no state: every draw is a function of (seed, purpose, step, 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class TrainingState:
     """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
-    apart from its length."""
+    apart from its length. average: the LoRA's moving average, empty where the run keeps none."""
 
     step: int
     batches: int
@@ -35,6 +35,7 @@ class TrainingState:
     loss: list[float]
     lineage: str
     machine: dict[str, str]
+    average: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -44,6 +45,8 @@ def state_path(folder: Path, step: int) -> Path:
 def save_state(path: Path, state: TrainingState) -> None:
     """Writes the whole state at once or not at all. Raises ValueError where the disk is full."""
     moving = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
+    if state.average:
+        moving["average"] = state.average
     tensors, tree = pack_state(moving, "state")
     tensors |= {f"masters.{name}": tensor.to("cpu").contiguous() for name, tensor in state.masters.items()}
     plain = {
@@ -78,6 +81,7 @@ def load_state(path: Path) -> TrainingState:
         loss=plain["loss"],
         lineage=plain["lineage"],
         machine=plain["machine"],
+        average=moving.get("average", {}),
     )
 
 

@@ -38,7 +38,8 @@ from .lora import LoraNetwork, build_network
 from .lora_model import LoraModel
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import training_loss
-from .optimizer import build_optimizer, build_scheduler, restore_optimizer
+from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
+from .optimizer_weights import LoraAverage, saved_weights
 from .reader import SampleReader
 from .run import RunFolder, TrainSettings, place_of
 from .runner import BlockRunner
@@ -112,6 +113,8 @@ class Trainer:
         self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
         self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
         self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
+        decay = settings.optimizer.ema_decay
+        self.average = LoraAverage(decay, self.network.masters()) if decay else None
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.reader = SampleReader(self.data.samples)
@@ -312,6 +315,8 @@ class Trainer:
         self.progress.whole = False
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.average is not None:
+            self.average.update()
         self.scheduler.step()
         self.progress.whole = True
 
@@ -326,12 +331,13 @@ class Trainer:
             step=self.progress.step,
             batches=self.progress.batches,
             masters=self.network.masters(),
-            optimizer=self.optimizer.state_dict(),
+            optimizer=state_of(self.optimizer),
             scheduler=self.scheduler.state_dict(),
             scaler=self.scaler.state_dict(),
             loss=self.progress.loss,
             lineage=self.lineage,
             machine=self.machine,
+            average=self.average.state() if self.average is not None else {},
         )
 
     def state_name(self, step: int) -> str:
@@ -344,6 +350,10 @@ class Trainer:
         state = load_state(path)
         self.network.load_masters(state.masters)
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
+        if self.average is not None:
+            self.average.load(state.average)
+            if not state.average:
+                self.observer.note(f"The state has no average of the LoRA, so it is taken from step {state.step} on.")
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)
         self.progress = Progress(state.step, state.batches, state.step, True, list(state.loss))
@@ -359,7 +369,8 @@ class Trainer:
 
     def snapshot(self) -> LoraModel:
         """The LoRA as it stands, on the host, with its metadata."""
-        lora = self.network.snapshot()
+        with saved_weights(self.network.masters(), self.optimizer, self.average):
+            lora = self.network.snapshot()
         last = self.progress.loss[-1] if self.progress.loss else None
         lora.metadata.update(self.describe(self.progress.step, last, lora))
         return lora
@@ -405,6 +416,7 @@ class Trainer:
         self.reader.close()
         self.resident.forget()
         del self.resident, self.runner, self.swap, self.transformer, self.network, self.optimizer, self.scheduler
+        del self.average
         comfy.model_management.soft_empty_cache()
 
     # What is told.

@@ -1,45 +1,80 @@
-"""The optimizer and its learning-rate schedule, both from libraries."""
+"""The optimizers, all from libraries, and the schedule on top of them."""
 
-import importlib
-import math
 from collections.abc import Callable, Iterable
-from types import ModuleType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from .optimizer_class import arguments, check_args, optimizer_class, parse_args
+from .optimizer_weights import is_schedule_free
 from .options import OptimizerOptions
+from .schedule import lr_factor
 
-_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay")
-PRODIGY_USUAL_RATE = 0.1
+
+@dataclass(frozen=True)
+class Choice:
+    """path: the class. takes: the inputs that it reads beside the rate. fixed: what it is made with besides."""
+
+    path: str
+    takes: tuple[str, ...] = ("weight_decay",)
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+_ADAM = ("betas", "eps", "weight_decay")
+CHOICES = {
+    "adamw": Choice("torch.optim.AdamW", _ADAM),
+    # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
+    "adamw8bit": Choice("bitsandbytes.optim.AdamW8bit", _ADAM),
+    # With bias correction and the guard for warm-up, as its authors advise for diffusion models.
+    "prodigy": Choice("prodigyopt.Prodigy", _ADAM, {"use_bias_correction": True, "safeguard_warmup": True}),
+    # torch's own always scales its steps by the weights' size, which is 0 where a LoRA starts; here that is off.
+    "adafactor": Choice(
+        "transformers.optimization.Adafactor", fixed={"scale_parameter": False, "relative_step": False}
+    ),
+    "came": Choice("pytorch_optimizer.CAME"),
+    "adamw_schedulefree": Choice("schedulefree.AdamWScheduleFree", _ADAM),
+    "lion": Choice("pytorch_optimizer.Lion"),
+    # Steps of AdamW's size, so that a rate means the same (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+    "muon": Choice("torch.optim.Muon", fixed={"adjust_lr_fn": "match_rms_adamw"}),
+}
 
 
 def build_optimizer(options: OptimizerOptions, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The chosen optimizer over `params`.
+    """The chosen optimizer over `params`, ready to step.
 
-    adamw: torch. adamw8bit: bitsandbytes, moments in 8 bits by blocks of 256 (tensors under 4096 elements stay fp32).
-    prodigy: prodigyopt, with bias correction and the guard for warm-up, as its authors advise for diffusion models.
-    Raises ValueError where the library is missing or does not run on this machine.
+    Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
     """
     params = list(params)
-    common: dict[str, Any] = {
-        "lr": options.learning_rate,
+    name, choice = _choice(options)
+    kind: Callable[..., torch.optim.Optimizer] = optimizer_class(name, choice.path)
+    inputs = {
         "betas": (options.beta1, options.beta2),
         "eps": options.eps,
         "weight_decay": options.weight_decay,
     }
+    given = parse_args(options.optimizer_args)
+    values = {key: inputs[key] for key in choice.takes} | choice.fixed | given
+    check_args(name, kind, values)
     if options.optimizer == "adamw8bit":
-        adamw8bit = _library("adamw8bit", "bitsandbytes").optim.AdamW8bit
-        _try_a_step(adamw8bit, params[0].device)
-        return adamw8bit(params, **common)
-    if options.optimizer == "prodigy":
-        return _library("prodigy", "prodigyopt").Prodigy(
-            params, **common, use_bias_correction=True, safeguard_warmup=True
-        )
-    assert options.optimizer == "adamw", options.optimizer
-    return torch.optim.AdamW(params, **common)
+        _try_a_step(kind, params[0].device)
+    try:
+        optimizer = kind(params, lr=options.learning_rate, **values)
+    except Exception as error:  # a library's own checks
+        cause = "these optimizer_args" if given else "these settings"
+        raise ValueError(f"The optimizer {name} does not take {cause} or this network: {_told(error)}") from error
+    if is_schedule_free(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _choice(options: OptimizerOptions) -> tuple[str, Choice]:
+    """What the user calls it, and what it is."""
+    if options.optimizer == "custom":
+        return options.optimizer_class, Choice(options.optimizer_class, takes=())
+    return options.optimizer, CHOICES[options.optimizer]
 
 
 def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
@@ -51,31 +86,9 @@ def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer,
     return LambdaLR(optimizer, lr_factor(options, total_steps))
 
 
-def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
-    """What the learning rate is multiplied by at a step, counted from 0.
-
-    Warm-up of w steps: (step + 1) / w, so that the first step moves already. After it, with r = `min_lr_ratio` and
-    p = (step − w) / (total − w): constant 1; linear 1 − (1 − r)·p; cosine r + (1 − r)·(1 + cos(π·p)) / 2
-    (Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5).
-    """
-    warmup, low = options.warmup_steps, options.min_lr_ratio
-    if warmup >= total_steps:
-        raise ValueError(
-            f"warmup_steps is {warmup} and the run has {total_steps} steps; set warmup_steps below {total_steps}."
-        )
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if options.lr_scheduler == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup) / (total_steps - warmup))
-        if options.lr_scheduler == "linear":
-            return 1.0 - (1.0 - low) * progress
-        assert options.lr_scheduler == "cosine", options.lr_scheduler
-        return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return factor
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state, with what it is of."""
+    return {**optimizer.state_dict(), "class": _class_name(optimizer)}
 
 
 def restore_optimizer(
@@ -87,10 +100,21 @@ def restore_optimizer(
     """Puts a saved state back under the settings that the optimizer was built with now.
 
     torch's own loading brings the saved rates, betas and weight decay along, so that a change of them would be accepted
-    and ignored. What an optimizer has learnt (moments, Prodigy's estimate) is kept; the rate is that of the schedule as
-    it is now, at the step of the state.
+    and ignored. What an optimizer has learnt (moments, Prodigy's estimate) is kept; what it is made with is that of
+    now, and the rate is that of the schedule as it is now, at the step of the state. Raises ValueError where the state
+    is of another optimizer.
     """
-    settings = [{name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups]
+    saved_class, own_class = optimizer_state.get("class"), _class_name(optimizer)
+    if saved_class not in (None, own_class):
+        raise ValueError(
+            f"resume: that state is of the optimizer {saved_class} and this run has {own_class}; set the optimizer as "
+            "it was, or set resume to 'off'."
+        )
+    # What a class is made with is a setting; what else it keeps in a group (step counts, estimates) it has learnt.
+    made_with = {"initial_lr", *arguments(type(optimizer))}
+    settings = [
+        {name: value for name, value in g.items() if name in made_with - {"params"}} for g in optimizer.param_groups
+    ]
     bases = list(scheduler.base_lrs)
     optimizer.load_state_dict(optimizer_state)
     scheduler.load_state_dict(scheduler_state)
@@ -101,27 +125,14 @@ def restore_optimizer(
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
-    """What a user may not expect of these options, a sentence each."""
-    notes = []
-    if options.optimizer == "prodigy" and options.learning_rate < PRODIGY_USUAL_RATE:
-        notes.append(f"Prodigy scales its own rate; learning_rate 1 is usual, and {options.learning_rate:g} slows it.")
-    if options.optimizer != "prodigy" and options.learning_rate >= PRODIGY_USUAL_RATE:
-        notes.append(f"learning_rate is {options.learning_rate:g}; 1e-4 is usual for {options.optimizer}.")
-    if options.lr_scheduler == "constant" and options.min_lr_ratio > 0:
-        notes.append("min_lr_ratio is not used by the constant schedule.")
-    return tuple(notes)
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
-def _library(optimizer: str, package: str) -> ModuleType:
-    """A package that ComfyUI does not bring, imported when it is chosen."""
-    try:
-        return importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(
-            f"The optimizer {optimizer} needs the package {package}, which cannot be imported here ({error}); install "
-            f"it with 'pip install {package}' in ComfyUI's Python, or choose adamw."
-        ) from error
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"{text}."
 
 
 def _try_a_step(adamw8bit: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:

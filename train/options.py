@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..memory.pinning import PIN_MEMORY
-from .sigma_curve import parse_curve
+from .optimizer_class import package_of, parse_args
+from .schedule import parse_curve as parse_lr_curve
+from .sigma_curve import parse_curve as parse_sigma_curve
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")
@@ -29,8 +31,11 @@ LOSSES = ("mse", "huber", "pseudo_huber", "l1")
 HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
 MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it, mode's formula turns back on itself
-OPTIMIZERS = ("adamw", "adamw8bit", "prodigy")
-LR_SCHEDULERS = ("constant", "cosine", "linear")
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
+LR_SCHEDULERS = (
+    *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
+    *("inverse_sqrt", "curve"),
+)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -79,7 +84,13 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """How the LoRA's weights are stepped (TESSERA_OPTIMIZER). `max_grad_norm` of 0 turns clipping off."""
+    """How the LoRA's weights are stepped (TESSERA_OPTIMIZER). `max_grad_norm` of 0 turns clipping off.
+
+    `optimizer_class` is the dotted name that 'custom' takes, `optimizer_args` has a `key=value` a line for any of
+    them (see `optimizer_class.py`). `lr_cycles`, `lr_power`, `lr_decay_part` and `lr_curve` belong to a schedule each
+    (see `schedule.lr_factor`). `ema_decay` above 0 saves a moving average of the LoRA
+    (`optimizer_weights.LoraAverage`).
+    """
 
     optimizer: str = "adamw"
     learning_rate: float = 1e-4
@@ -91,6 +102,13 @@ class OptimizerOptions:
     beta2: float = 0.999
     eps: float = 1e-8
     min_lr_ratio: float = 0.0
+    lr_cycles: int = 3
+    lr_power: float = 2.0
+    lr_decay_part: float = 0.2
+    lr_curve: str = "0:1, 50:1, 100:0.1"
+    ema_decay: float = 0.0
+    optimizer_class: str = ""
+    optimizer_args: str = ""
 
     def __post_init__(self) -> None:
         _finite(self)
@@ -111,6 +129,27 @@ class OptimizerOptions:
         if self.eps <= 0:
             raise ValueError(f"eps is {self.eps}; set it above 0.")
         _within("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
+        if self.lr_cycles < 1:
+            raise ValueError(f"lr_cycles is {self.lr_cycles}; set it to 1 or more.")
+        if self.lr_power <= 0:
+            raise ValueError(f"lr_power is {self.lr_power}; set it above 0 (1 is a straight line).")
+        if not 0 < self.lr_decay_part <= 1:
+            raise ValueError(f"lr_decay_part is {self.lr_decay_part}; set it above 0 and to 1 at most.")
+        if self.lr_scheduler == "curve":
+            parse_lr_curve(self.lr_curve)
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
+        parse_args(self.optimizer_args)
+        if self.optimizer == "custom":
+            package_of(self.optimizer_class)
+        if self.optimizer == "adamw_schedulefree":
+            if self.ema_decay:
+                raise ValueError(
+                    f"ema_decay is {self.ema_decay} and adamw_schedulefree averages the weights by itself; set "
+                    "ema_decay to 0, or choose another optimizer."
+                )
+            if self.beta1 == 0:
+                raise ValueError("beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).")
 
 
 @dataclass(frozen=True)
@@ -178,7 +217,7 @@ class ObjectiveOptions:
             raise ValueError(f"mode_scale is {self.mode_scale}; set it between -1 and {MOST_MODE_SCALE:.4f}.")
         for name in ("ip_noise_gamma", "noise_offset"):
             _within(name, getattr(self, name), 0.0, 1.0)
-        parse_curve(self.sigma_curve)
+        parse_sigma_curve(self.sigma_curve)
         if self.guidance < 0:
             raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")
 

@@ -15,6 +15,7 @@ from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX, read_header
 from .fingerprint import fingerprint
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from .schedule import ENDLESS_SCHEDULERS
 
 STATES_KEPT = 2
 LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
@@ -65,7 +66,7 @@ class TrainSettings:
             # Where the experts meet is in the range of each.
             "objective": {k: v for k, v in asdict(self.objective).items() if k != "expert_boundary"},
         }
-        if self.optimizer.lr_scheduler != "constant":
+        if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
             same["steps"] = self.steps
         return fingerprint(same)
 

@@ -27,8 +27,9 @@ from .lora import choose_targets, network_notes
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .objective import check_range, objective_notes
-from .optimizer import build_optimizer, lr_factor, optimizer_notes
+from .optimizer_check import check_optimizer
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
+from .schedule import lr_factor
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .version import VERSION
@@ -162,14 +163,14 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
     lr_factor(settings.optimizer, settings.steps)
-    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, device=patcher.load_device))])
+    optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
         check_range(settings.objective, size, family.shift(patcher.model, size))
     notes = (
         *patch_notes,
-        *optimizer_notes(settings.optimizer),
+        *optimizer_notes,
         *network_notes(settings.network, family, patcher.model, targets),
         *objective_notes(settings.objective, strata_of(settings, data.samples)),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),

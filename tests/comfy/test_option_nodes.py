@@ -6,7 +6,8 @@ import pytest
 import torch
 from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.objective import TesseraObjective
-from tessera.nodes.options import TesseraLoraNetwork, TesseraOptimizer
+from tessera.nodes.optimizer import TesseraOptimizer
+from tessera.nodes.options import TesseraLoraNetwork
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 NODES = {
@@ -15,6 +16,9 @@ NODES = {
     TesseraObjective: ObjectiveOptions,
     TesseraMemory: MemoryOptions,
 }
+# Texts that are read, and what a choice cannot do without.
+TEXTS = {"lr_curve": "0:1, 100:0.5", "optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
+TOGETHER = {"custom": {"optimizer_class": "torch.optim.NAdam"}}
 pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
 
 
@@ -49,6 +53,8 @@ def test_each_input_reaches_the_option_of_its_name(node, options):
             continue
         if kind == "COMBO":
             value = settings["options"][-1]
+        elif kind == "STRING":
+            value = TEXTS[name]
         elif kind == "BOOLEAN":
             value = not settings["default"]
         elif kind == "STRING":
@@ -57,7 +63,8 @@ def test_each_input_reaches_the_option_of_its_name(node, options):
             value = settings["max"] - 1 if kind == "INT" else (settings["min"] + 3 * settings["max"]) / 4
         assert kind == "COMBO" or value != settings["default"], name
         start = {n: s["default"] for n, (_, s) in inputs(node).items()}
-        assert asdict(run(node, **(start | {name: value}))) == defaults | {name: value}
+        changed = {name: value} | TOGETHER.get(value, {})
+        assert asdict(run(node, **(start | changed))) == defaults | changed
 
 
 @pairs
@@ -75,7 +82,7 @@ def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
     for name, (kind, settings) in inputs(node).items():
         if kind == "COMBO":
             for choice in settings["options"]:
-                run(node, **(start | {name: choice}))
+                run(node, **(start | {name: choice} | TOGETHER.get(choice, {})))
         elif kind in ("INT", "FLOAT"):
             run(node, **(start | {name: settings["min"]}))
             run(node, **(start | {name: settings["max"]}))
@@ -94,7 +101,8 @@ def test_ids_inputs_and_outputs_are_the_contract():
         "TesseraLoraNetwork": (["algorithm", "rank", "alpha", "targets", "dropout"], ["TESSERA_NETWORK"]),
         "TesseraOptimizer": (
             "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm "
-            "weight_decay beta1 beta2 eps min_lr_ratio".split(),
+            "weight_decay beta1 beta2 eps min_lr_ratio "
+            "lr_cycles lr_power lr_decay_part lr_curve ema_decay optimizer_class optimizer_args".split(),
             ["TESSERA_OPTIMIZER"],
         ),
         "TesseraObjective": (

@@ -11,13 +11,20 @@ from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint import load_state
 from tessera.train.stopped import TrainingStopped
 from tiny.runs import Watcher, cancel_at, mixed_data, train
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 HARD = {"batch_size": 2, "gradient_accumulation": 2, "network": {"rank": 8, "alpha": 4.0, "dropout": 0.2}}
 OPTIMIZERS = {
     "adamw": {"learning_rate": 1e-2, "lr_scheduler": "cosine", "warmup_steps": 2},
     "adamw8bit": {"optimizer": "adamw8bit", "learning_rate": 1e-2},
     "prodigy": {"optimizer": "prodigy", "learning_rate": 1.0},
+    "adafactor": {"optimizer": "adafactor", "learning_rate": 1e-2, "lr_scheduler": "rex"},
+    "came": {"optimizer": "came", "learning_rate": 1e-2, "lr_scheduler": "warmup_stable_decay"},
+    "adamw_schedulefree": {"optimizer": "adamw_schedulefree", "learning_rate": 1e-2, "warmup_steps": 2},
+    "lion": {"optimizer": "lion", "learning_rate": 1e-3, "lr_scheduler": "cosine_with_restarts"},
+    "muon": {"optimizer": "muon", "learning_rate": 1e-2, "lr_scheduler": "curve", "optimizer_args": "momentum=0.9"},
+    "custom": {"optimizer": "custom", "optimizer_class": "torch.optim.NAdam", "lr_scheduler": "inverse_sqrt"},
+    "average": {"learning_rate": 1e-2, "lr_scheduler": "polynomial", "ema_decay": 0.3},
 }
 
 
@@ -52,6 +59,86 @@ def test_a_run_cancelled_after_any_step_goes_on_to_the_same_result(optimizer, ti
         equal(train(tiny_flux, data, root, watcher, **options), whole)
         assert f"Resumed at step {step}." in watcher.notes
         assert watcher.losses == whole.loss[step:]
+
+
+def trained_matrices(lora):
+    return [tensor for name, tensor in lora.items() if not name.endswith(".alpha")]
+
+
+def in_its_order(lora, masters):
+    """Masters by their names in a state, as `trained_matrices` has them."""
+    parts = {name: name.rpartition(".") for name in masters}
+    keys = {f"lora_unet_{m.replace('.', '_')}.lora_{side}.weight": masters[n] for n, (m, _, side) in parts.items()}
+    return [keys[name] for name in lora if not name.endswith(".alpha")]
+
+
+def last_state(root):
+    return load_state(max(run_folder(root).glob("*.tessera")))
+
+
+def test_the_saved_lora_is_the_average_and_the_state_keeps_both(tiny_flux, tmp_path):
+    data, seen = mixed_data(), []
+
+    def look(optimizer, *_):
+        seen.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+
+    plain = train(tiny_flux, data, tmp_path / "plain")
+    hooks = [register_optimizer_step_pre_hook(lambda *a: look(*a) if not seen else None)]
+    hooks.append(register_optimizer_step_post_hook(look))
+    try:
+        averaged = train(tiny_flux, data, tmp_path / "averaged", optimizer={"ema_decay": 0.25})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # It is trained alike, and saved otherwise.
+    assert averaged.loss == plain.loss and len(seen) == 7
+    expected, *steps = seen
+    for number, weights in enumerate(steps, start=1):
+        decay = min(0.25, (1 + number) / (10 + number))
+        expected = [decay * mean + (1 - decay) * now for mean, now in zip(expected, weights, strict=True)]
+    torch.testing.assert_close(trained_matrices(averaged.lora), expected)
+    state = last_state(tmp_path / "averaged")
+    masters = in_its_order(averaged.lora, state.masters)
+    assert all(torch.equal(a, b) for a, b in zip(masters, steps[-1], strict=True))
+    kept = in_its_order(averaged.lora, state.average["masters"])
+    assert all(torch.equal(a, b) for a, b in zip(kept, trained_matrices(averaged.lora), strict=True))
+    assert not torch.equal(steps[-1][1], expected[1])
+
+
+def test_a_schedule_free_lora_is_saved_with_the_weights_to_evaluate_with(tiny_flux, tmp_path):
+    """y = (1 − β1)·z + β1·x is trained, x is saved (Defazio et al. 2024, arXiv 2405.15682)."""
+    options = {"optimizer": {"optimizer": "adamw_schedulefree"}}
+    result = train(tiny_flux, mixed_data(), tmp_path, **options)
+    state = last_state(tmp_path)
+    ys = in_its_order(result.lora, state.masters)
+    zs = [state.optimizer["state"][i]["z"] for i in range(len(ys))]
+    expected = [(y - 0.1 * z) / 0.9 for y, z in zip(ys, zs, strict=True)]
+    torch.testing.assert_close(trained_matrices(result.lora), expected)
+    assert any(not torch.allclose(a, y) for a, y in zip(expected, ys, strict=True))
+
+
+def test_saving_more_often_changes_nothing(tiny_flux, tmp_path):
+    data = mixed_data()
+    for name, options in {"free": {"optimizer": "adamw_schedulefree"}, "average": {"ema_decay": 0.9}}.items():
+        often = train(tiny_flux, data, tmp_path / name, optimizer=options, save_every=1)
+        equal(often, train(tiny_flux, data, tmp_path / f"{name} once", optimizer=options, save_every=0))
+
+
+def test_an_average_that_begins_at_a_resume_says_so(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 4)
+    resume = f"{run_folder(tmp_path).name}/state-000004.tessera"
+    watcher = Watcher()
+    train(tiny_flux, data, tmp_path, watcher, optimizer={"ema_decay": 0.9}, resume=resume)
+    assert "The state has no average of the LoRA, so it is taken from step 4 on." in watcher.notes
+
+
+def test_a_state_of_another_optimizer_is_named_and_nothing_is_lost(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 4)
+    resume = f"{run_folder(tmp_path).name}/state-000004.tessera"
+    with pytest.raises(ValueError, match=r"resume: that state is of the optimizer torch.AdamW and this run has "):
+        train(tiny_flux, data, tmp_path, optimizer={"optimizer": "lion"}, resume=resume)
 
 
 def test_a_run_cancelled_many_times_goes_on_to_the_same_result(tiny_flux, tmp_path):

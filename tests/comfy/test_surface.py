@@ -149,6 +149,13 @@ SURFACE = {
             "beta2? FLOAT = 0.999",
             "eps? FLOAT = 1e-08",
             "min_lr_ratio? FLOAT = 0.0",
+            "lr_cycles? INT = 3",
+            "lr_power? FLOAT = 2.0",
+            "lr_decay_part? FLOAT = 0.2",
+            'lr_curve? STRING = "0:1, 50:1, 100:0.1"',
+            "ema_decay? FLOAT = 0.0",
+            'optimizer_class? STRING = ""',
+            'optimizer_args? STRING = ""',
         ],
         ["TESSERA_OPTIMIZER optimizer"],
     ),
@@ -282,8 +289,13 @@ CHOICES = {
     ("TesseraPrepareDataset", "edit_prompt"): ["plus (2509, 2511)", "first edit"],
     ("TesseraVideoFolder", "extraction"): ["head", "chunk", "slide", "uniform", "full"],
     ("TesseraLoraNetwork", "algorithm"): ["lora"],
-    ("TesseraOptimizer", "optimizer"): ["adamw", "adamw8bit", "prodigy"],
-    ("TesseraOptimizer", "lr_scheduler"): ["constant", "cosine", "linear"],
+    ("TesseraOptimizer", "optimizer"): [
+        *("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
+    ],
+    ("TesseraOptimizer", "lr_scheduler"): [
+        *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
+        *("inverse_sqrt", "curve"),
+    ],
     ("TesseraObjective", "timestep_sampling"): [
         *("logit_normal", "uniform", "resolution_shifted", "resolution_flux2", "resolution_qwen"),
         *("sigmoid", "mode", "logsnr", "beta", "custom"),

@@ -7,23 +7,27 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tessera.train.draws import generator
-from tessera.train.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    lr_factor,
-    optimizer_notes,
-    restore_optimizer,
-)
+from tessera.train.optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
+from tessera.train.optimizer_check import optimizer_notes
 from tessera.train.optimizer_state import pack_state, unpack_state
-from tessera.train.options import OptimizerOptions
+from tessera.train.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from tessera.train.schedule import lr_factor
 from torch import nn
 
 # The first is large enough for 8-bit moments and no multiple of their block of 256.
 SHAPES = [(16, 273), (8, 4), (3,)]
+RATES = {"prodigy": 1.0}
+NAMES = (*CHOICES, "custom")
 
 
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(0.1 * torch.randn(s, generator=generator(1, i))) for i, s in enumerate(SHAPES)]
+def parameters(name: str = "") -> list[nn.Parameter]:
+    shapes = [*SHAPES[:2], (3, 2)] if name == "muon" else SHAPES
+    return [nn.Parameter(0.1 * torch.randn(s, generator=generator(1, i))) for i, s in enumerate(shapes)]
+
+
+def options_of(name: str, **changes) -> OptimizerOptions:
+    own = {"optimizer_class": "pytorch_optimizer.AdaBelief"} if name == "custom" else {}
+    return OptimizerOptions(name, **({"learning_rate": RATES.get(name, 1e-2)} | own | changes))
 
 
 def step(params, optimizer, scheduler, k: int) -> None:
@@ -46,28 +50,30 @@ def through_a_file(state, path):
         return unpack_state({name: f.get_tensor(name) for name in f.keys()}, json.loads(f.metadata()["tree"]))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "prodigy"])
+def test_each_choice_is_built_or_named():
+    assert set(NAMES) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stop", [0, 2, 5])
 def test_a_run_resumed_through_a_file_equals_the_uninterrupted_one_bit_for_bit(name, stop, tmp_path):
-    rate = 1.0 if name == "prodigy" else 1e-2
-    options = OptimizerOptions(name, learning_rate=rate, lr_scheduler="cosine", warmup_steps=3, min_lr_ratio=0.1)
-    whole = parameters()
+    options = options_of(name, lr_scheduler="cosine", warmup_steps=3, min_lr_ratio=0.1)
+    whole = parameters(name)
     optimizer, scheduler = build(options, whole)
     for k in range(10):
         if k == stop:
-            state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "params": list(whole)}
+            state = {"optimizer": state_of(optimizer), "scheduler": scheduler.state_dict(), "params": list(whole)}
             loaded = through_a_file(state, tmp_path / "state.safetensors")
         step(whole, optimizer, scheduler, k)
 
     resumed = [nn.Parameter(p) for p in loaded["params"]]
     optimizer2, scheduler2 = build(options, resumed)
-    optimizer2.load_state_dict(loaded["optimizer"])
-    scheduler2.load_state_dict(loaded["scheduler"])
+    restore_optimizer(optimizer2, scheduler2, loaded["optimizer"], loaded["scheduler"])
     for k in range(stop, 10):
         step(resumed, optimizer2, scheduler2, k)
 
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    assert not torch.equal(whole[0], parameters()[0])
+    assert not torch.equal(whole[0], parameters(name)[0])
     assert scheduler.get_last_lr() == scheduler2.get_last_lr()
     a, a_tree = pack_state(optimizer.state_dict())
     b, b_tree = pack_state(optimizer2.state_dict())
@@ -116,53 +122,28 @@ def test_prodigy_finds_a_rate_by_itself():
     assert max(float((p.detach() - 1).abs().mean()) for p in params) < 0.3
 
 
-def expected_rate(kind: str, step: int, total: int, warmup: int, low: float) -> float:
-    if step < warmup:
-        return (step + 1) / warmup
-    p = (step - warmup) / (total - warmup)
-    return {
-        "constant": 1.0,
-        "linear": low * p + (1 - p),
-        "cosine": low + (1 - low) * (1 + math.cos(math.pi * p)) / 2,
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["constant", "cosine", "linear"])
-@pytest.mark.parametrize(("total", "warmup", "low"), [(10, 0, 0.0), (10, 4, 0.1), (1, 0, 0.0), (7, 6, 0.5)])
-def test_the_rate_is_the_written_out_formula_at_every_step(kind, total, warmup, low):
-    options = OptimizerOptions(learning_rate=0.02, lr_scheduler=kind, warmup_steps=warmup, min_lr_ratio=low)
-    params = parameters()
-    optimizer, scheduler = build(options, params, total)
-    for k in range(total):
-        rate = optimizer.param_groups[0]["lr"]
-        assert rate == pytest.approx(0.02 * expected_rate(kind, k, total, warmup, low), rel=1e-12)
-        assert rate > 0
-        step(params, optimizer, scheduler, k)
-    last = low if kind != "constant" else 1.0
-    assert scheduler.get_last_lr()[0] == pytest.approx(0.02 * last, abs=1e-15)
-    assert lr_factor(options, total)(total + 5) == pytest.approx(last, abs=1e-15)
-
-
-@pytest.mark.parametrize("warmup", [10, 11])
-def test_a_warm_up_as_long_as_the_run_is_refused(warmup):
-    options = OptimizerOptions(warmup_steps=warmup)
-    with pytest.raises(ValueError) as raised:
-        build(options, parameters(), 10)
-    assert str(raised.value) == (f"warmup_steps is {warmup} and the run has 10 steps; set warmup_steps below 10.")
-
-
-@pytest.mark.parametrize(("name", "package"), [("adamw8bit", "bitsandbytes"), ("prodigy", "prodigyopt")])
-def test_a_missing_library_is_named_with_the_way_to_get_it(name, package, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "package", "pip"),
+    [
+        ("adamw8bit", "bitsandbytes", "bitsandbytes"),
+        ("prodigy", "prodigyopt", "prodigyopt"),
+        ("adamw_schedulefree", "schedulefree", "schedulefree"),
+        ("came", "pytorch_optimizer", "pytorch-optimizer"),
+        ("lion", "pytorch_optimizer", "pytorch-optimizer"),
+        ("adafactor", "transformers", "transformers"),
+    ],
+)
+def test_a_missing_library_is_named_with_the_way_to_get_it(name, package, pip, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError) as raised:
         build_optimizer(OptimizerOptions(name), parameters())
     sentence = str(raised.value)
     assert sentence.startswith(f"The optimizer {name} needs the package {package}, which cannot be imported here")
-    assert sentence.endswith(f"install it with 'pip install {package}' in ComfyUI's Python, or choose adamw.")
+    assert sentence.endswith(f"install it with 'pip install {pip}' in ComfyUI's Python, or choose adamw.")
 
 
 def test_adamw_needs_no_library_beside_torch(monkeypatch):
-    for package in ("bitsandbytes", "prodigyopt"):
+    for package in ("bitsandbytes", "prodigyopt", "schedulefree", "pytorch_optimizer"):
         monkeypatch.setitem(sys.modules, package, None)
     assert type(build_optimizer(OptimizerOptions(), parameters())) is torch.optim.AdamW
 
@@ -184,6 +165,152 @@ def test_notes_speak_only_of_what_surprises():
     assert "learning_rate 1 is usual" in optimizer_notes(OptimizerOptions("prodigy"))[0]
     assert "1e-4 is usual" in optimizer_notes(OptimizerOptions(learning_rate=1.0))[0]
     assert "min_lr_ratio" in optimizer_notes(OptimizerOptions(min_lr_ratio=0.1))[0]
+    assert optimizer_notes(OptimizerOptions("lion", learning_rate=2e-5)) == ()
+    assert "a third to a tenth of AdamW's rate" in optimizer_notes(OptimizerOptions("lion"))[0]
+    assert (
+        optimizer_notes(OptimizerOptions("custom", learning_rate=1.0, optimizer_class="dadaptation.DAdaptAdam")) == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"min_lr_ratio": 0.1, "lr_scheduler": "curve"}, "min_lr_ratio is not used by the curve schedule."),
+        ({"lr_cycles": 2}, "lr_cycles is not used by the constant schedule; cosine_with_restarts reads it."),
+        ({"lr_power": 1.0}, "lr_power is not used by the constant schedule; polynomial reads it."),
+        (
+            {"lr_decay_part": 0.1, "lr_scheduler": "rex"},
+            "lr_decay_part is not used by the rex schedule; warmup_stable_decay reads it.",
+        ),
+        ({"lr_curve": "0:1"}, "lr_curve is not used by the constant schedule; curve reads it."),
+        ({"optimizer_class": "torch.optim.NAdam"}, "optimizer_class is not used by adamw; choose custom for it."),
+        (
+            {"beta2": 0.99, "optimizer_args": "betas=(0.9, 0.9)"},
+            "beta1 and beta2 are not used: optimizer_args sets betas.",
+        ),
+        (
+            {"optimizer": "muon", "beta1": 0.8},
+            "beta1 and beta2 are not used by muon; it has its own defaults, which optimizer_args changes.",
+        ),
+        (
+            {"optimizer": "came", "eps": 1e-6},
+            "eps is not used by came; it has its own defaults, which optimizer_args changes.",
+        ),
+        (
+            {"optimizer": "custom", "optimizer_class": "torch.optim.NAdam", "weight_decay": 0.1},
+            "weight_decay is not used by custom; it has its own defaults, which optimizer_args changes.",
+        ),
+        (
+            {"optimizer": "adamw_schedulefree", "lr_scheduler": "linear"},
+            "adamw_schedulefree needs no schedule; constant is usual, and linear slows it.",
+        ),
+        (
+            {"lr_scheduler": "inverse_sqrt"},
+            "inverse_sqrt without warmup_steps falls slowly: to 0.71 after 10000 steps.",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_named(values, sentence):
+    assert optimizer_notes(OptimizerOptions(**values)) == (sentence,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_is_not_noted(name):
+    quiet = {"prodigy": 1.0, "lion": 2e-5}.get(name, 1e-4)
+    assert optimizer_notes(options_of(name, learning_rate=quiet)) == ()
+
+
+def by_hand(name: str, params):
+    """The library's own, with all that the options' page says of it written out."""
+    import bitsandbytes
+    import prodigyopt
+    import pytorch_optimizer
+    import schedulefree
+    from transformers.optimization import Adafactor
+
+    adam = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+    match name:
+        case "adamw":
+            return torch.optim.AdamW(params, lr=1e-2, **adam)
+        case "adamw8bit":
+            return bitsandbytes.optim.AdamW8bit(params, lr=1e-2, **adam)
+        case "prodigy":
+            return prodigyopt.Prodigy(params, lr=1.0, use_bias_correction=True, safeguard_warmup=True, **adam)
+        case "adafactor":
+            fixed = {"scale_parameter": False, "relative_step": False}
+            return Adafactor(params, lr=1e-2, weight_decay=0.2, beta1=None, eps=(1e-30, 1e-3), **fixed)
+        case "came":
+            return pytorch_optimizer.CAME(params, lr=1e-2, betas=(0.9, 0.999, 0.9999), weight_decay=0.2)
+        case "adamw_schedulefree":
+            optimizer = schedulefree.AdamWScheduleFree(params, lr=1e-2, **adam)
+            optimizer.train()
+            return optimizer
+        case "lion":
+            return pytorch_optimizer.Lion(params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.2)
+        case "muon":
+            return torch.optim.Muon(params, lr=1e-2, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    return pytorch_optimizer.AdaBelief(params, lr=1e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_takes_the_steps_of_its_library(name):
+    inputs = {"weight_decay": 0.2} | ({} if name == "custom" else {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6})
+    ours, theirs = parameters(name), parameters(name)
+    optimizer, scheduler = build(options_of(name, **inputs), ours)
+    library = by_hand(name, theirs)
+    constant = torch.optim.lr_scheduler.LambdaLR(library, lambda _: 1.0)
+    for k in range(5):
+        step(ours, optimizer, scheduler, k)
+        step(theirs, library, constant, k)
+    assert type(optimizer) is type(library)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], parameters(name)[0])
+
+
+def test_arguments_reach_the_optimizer_before_the_inputs():
+    text = "betas=(0.7, 0.8)\n\n amsgrad = True "
+    optimizer = build_optimizer(OptimizerOptions(optimizer_args=text, eps=1e-5), parameters())
+    (group,) = optimizer.param_groups
+    assert (group["betas"], group["amsgrad"], group["eps"]) == ((0.7, 0.8), True, 1e-5)
+
+
+def test_muon_says_that_it_steps_matrices_only():
+    with pytest.raises(ValueError, match=r"^The optimizer muon does not take .* this network: Muon only supports 2D"):
+        build_optimizer(OptimizerOptions("muon"), parameters())
+
+
+def test_a_state_of_another_optimizer_is_named():
+    params = parameters()
+    optimizer, scheduler = build(OptimizerOptions(), params)
+    step(params, optimizer, scheduler, 0)
+    saved = state_of(optimizer), scheduler.state_dict()
+    with pytest.raises(ValueError) as raised:
+        restore_optimizer(*build(OptimizerOptions("lion"), params), *saved)
+    assert str(raised.value) == (
+        "resume: that state is of the optimizer torch.AdamW and this run has pytorch_optimizer.Lion; set the optimizer "
+        "as it was, or set resume to 'off'."
+    )
+    # One that was saved before states told it.
+    del saved[0]["class"]
+    restore_optimizer(*build(OptimizerOptions(), params), *saved)
+
+
+@pytest.mark.parametrize("scheduler", LR_SCHEDULERS)
+def test_a_run_resumed_under_each_schedule_has_the_same_rates(scheduler):
+    options = OptimizerOptions(learning_rate=0.2, lr_scheduler=scheduler, warmup_steps=2)
+    params = parameters()
+    first = build(options, params)
+    rates = []
+    for k in range(9):
+        if k == 4:
+            saved = state_of(first[0]), first[1].state_dict()
+            second = build(options, params)
+            restore_optimizer(*second, *saved)
+            first = second
+        rates.append(first[0].param_groups[0]["lr"])
+        step(params, *first, k)
+    factor = lr_factor(options, 12)
+    assert rates == [0.2 * factor(k) for k in range(9)]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "prodigy"])

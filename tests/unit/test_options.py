@@ -15,8 +15,38 @@ NAN, INF = float("nan"), float("inf")
         (NetworkOptions, {"alpha": INF}, "alpha is inf; give a finite number."),
         (NetworkOptions, {"dropout": 1.0}, "dropout is 1.0; set it to 0 or more and below 1."),
         (NetworkOptions, {"dropout": -0.1}, "dropout is -0.1; set it to 0 or more and below 1."),
-        (OptimizerOptions, {"optimizer": "sgd"}, "optimizer is 'sgd'; choose one of adamw, adamw8bit, prodigy."),
-        (OptimizerOptions, {"lr_scheduler": "x"}, "lr_scheduler is 'x'; choose one of constant, cosine, linear."),
+        (
+            OptimizerOptions,
+            {"optimizer": "sgd"},
+            "optimizer is 'sgd'; choose one of adamw, adamw8bit, prodigy, adafactor, came, adamw_schedulefree, lion, "
+            "muon, custom.",
+        ),
+        (
+            OptimizerOptions,
+            {"lr_scheduler": "x"},
+            "lr_scheduler is 'x'; choose one of constant, cosine, linear, cosine_with_restarts, polynomial, "
+            "warmup_stable_decay, rex, inverse_sqrt, curve.",
+        ),
+        (OptimizerOptions, {"lr_cycles": 0}, "lr_cycles is 0; set it to 1 or more."),
+        (OptimizerOptions, {"lr_power": 0.0}, "lr_power is 0.0; set it above 0 (1 is a straight line)."),
+        (OptimizerOptions, {"lr_decay_part": 0.0}, "lr_decay_part is 0.0; set it above 0 and to 1 at most."),
+        (OptimizerOptions, {"lr_decay_part": 1.1}, "lr_decay_part is 1.1; set it above 0 and to 1 at most."),
+        (
+            OptimizerOptions,
+            {"ema_decay": 1.0},
+            "ema_decay is 1.0; set it to 0 (off) or more and below 1 (0.999 is usual).",
+        ),
+        (
+            OptimizerOptions,
+            {"optimizer": "adamw_schedulefree", "ema_decay": 0.9},
+            "ema_decay is 0.9 and adamw_schedulefree averages the weights by itself; set ema_decay to 0, or choose "
+            "another optimizer.",
+        ),
+        (
+            OptimizerOptions,
+            {"optimizer": "adamw_schedulefree", "beta1": 0.0},
+            "beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).",
+        ),
         (
             OptimizerOptions,
             {"learning_rate": 0.0},

@@ -1,0 +1,140 @@
+"""What can be said of an optimizer before anything is loaded: whether it runs here, and what surprises."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from .draws import generator
+from .optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
+from .optimizer_class import parse_args
+from .optimizer_state import pack_state, unpack_state
+from .optimizer_weights import is_schedule_free
+from .options import OptimizerOptions
+from .schedule import INVERSE_SQRT_STEPS
+
+PRODIGY_USUAL_RATE = 0.1
+_Running = tuple[torch.optim.Optimizer, LambdaLR]
+_SCHEDULE_INPUTS = {
+    "lr_cycles": "cosine_with_restarts",
+    "lr_power": "polynomial",
+    "lr_decay_part": "warmup_stable_decay",
+    "lr_curve": "curve",
+}
+
+
+def check_optimizer(options: OptimizerOptions, device: torch.device) -> tuple[str, ...]:
+    """Tries the optimizer on a small LoRA; what a user may not expect of it comes back, a sentence each.
+
+    Raises ValueError where it cannot be made, cannot step from gradients alone, or cannot be saved.
+    """
+    if options.optimizer in ("adamw", "adamw8bit", "prodigy"):
+        build_optimizer(options, [nn.Parameter(torch.zeros(1, device=device))])
+        return optimizer_notes(options)
+    whole = _small_lora(device)
+    optimizer = build_optimizer(options, whole)
+    if options.ema_decay and is_schedule_free(optimizer):
+        raise _averages_itself(options)
+    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
+    try:
+        for k in range(3):
+            _step(whole, optimizer, scheduler, k)
+        tensors, tree = pack_state({"optimizer": state_of(optimizer), "scheduler": scheduler.state_dict()})
+    except Exception as error:  # whatever a library does where it wants a closure, sparse gradients or another machine
+        raise ValueError(
+            f"The optimizer {name} cannot train a LoRA here ({type(error).__name__}: {' '.join(str(error).split())}); "
+            "choose another one, such as adamw."
+        ) from error
+    notes = optimizer_notes(options)
+    if not _goes_on_alike(options, whole, unpack_state(tensors, tree), (optimizer, scheduler)):
+        notes += (f"{name} does not save all that it has learnt, so a resumed run goes on a little differently.",)
+    return notes
+
+
+def _small_lora(device: torch.device) -> list[nn.Parameter]:
+    """A pair as a network has it; of a size that 8-bit moments take."""
+    shapes = ((16, 256), (256, 16))
+    return [
+        nn.Parameter(0.1 * torch.randn(s, generator=generator(0, "probe", i)).to(device)) for i, s in enumerate(shapes)
+    ]
+
+
+def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, k: int) -> None:
+    for i, p in enumerate(params):
+        p.grad = torch.randn(p.shape, generator=generator(0, "probe", k, i)).to(p.device)
+    optimizer.step()
+    scheduler.step()
+
+
+def _goes_on_alike(
+    options: OptimizerOptions, whole: list[nn.Parameter], state: dict[str, Any], running: _Running
+) -> bool:
+    """Whether a step after a resume moves the weights as the same step without one."""
+    resumed = [nn.Parameter(p.detach().clone()) for p in whole]
+    optimizer = build_optimizer(options, resumed)
+    scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
+    try:
+        restore_optimizer(optimizer, scheduler, state["optimizer"], state["scheduler"])
+        _step(resumed, optimizer, scheduler, 3)
+    except Exception:  # a library that cannot load what it saved
+        return False
+    _step(whole, *running, k=3)
+    return all(_same(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _averages_itself(options: OptimizerOptions) -> ValueError:
+    return ValueError(
+        f"ema_decay is {options.ema_decay} and {options.optimizer_class} averages the weights by itself; set ema_decay "
+        "to 0, or choose another optimizer."
+    )
+
+
+def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
+    """What a user may not expect of these options, a sentence each."""
+    name, rate = options.optimizer, options.learning_rate
+    notes = []
+    if name == "prodigy" and rate < PRODIGY_USUAL_RATE:
+        notes.append(f"Prodigy scales its own rate; learning_rate 1 is usual, and {rate:g} slows it.")
+    if name not in ("prodigy", "custom") and rate >= PRODIGY_USUAL_RATE:
+        notes.append(f"learning_rate is {rate:g}; 1e-4 is usual for {name}.")
+    elif name == "lion" and rate >= 1e-4:
+        notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
+    if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
+        notes.append(f"adamw_schedulefree needs no schedule; constant is usual, and {options.lr_scheduler} slows it.")
+    if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
+        notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
+    return (*notes, *_without_effect(options))
+
+
+def _without_effect(options: OptimizerOptions) -> list[str]:
+    """The inputs that were changed and are not read."""
+    defaults, scheduler, name = OptimizerOptions(), options.lr_scheduler, options.optimizer
+
+    def changed(*inputs: str) -> bool:
+        return any(getattr(options, key) != getattr(defaults, key) for key in inputs)
+
+    notes = []
+    if scheduler in ("constant", "curve") and options.min_lr_ratio > 0:
+        notes.append(f"min_lr_ratio is not used by the {scheduler} schedule.")
+    for key, reader in _SCHEDULE_INPUTS.items():
+        if scheduler != reader and changed(key):
+            notes.append(f"{key} is not used by the {scheduler} schedule; {reader} reads it.")
+    if name != "custom" and options.optimizer_class:
+        notes.append(f"optimizer_class is not used by {name}; choose custom for it.")
+    takes = () if name == "custom" else CHOICES[name].takes
+    given = parse_args(options.optimizer_args)
+    for key, inputs in {"betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}.items():
+        if not changed(*inputs):
+            continue
+        told = f"{' and '.join(inputs)} {'are' if len(inputs) > 1 else 'is'} not used"
+        if key in given:
+            notes.append(f"{told}: optimizer_args sets {key}.")
+        elif key not in takes:
+            notes.append(f"{told} by {name}; it has its own defaults, which optimizer_args changes.")
+    return notes

@@ -1,0 +1,122 @@
+"""Optimizer classes by dotted name, and arguments for them as text: libraries on a list, literals and nothing else."""
+
+import ast
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# Where a class may come from, and what pip calls it. A workflow is a stranger's: it names a class on this list and
+# literals for it, and nothing of it is evaluated.
+PACKAGES = {
+    "torch.optim": "torch",
+    "transformers.optimization": "transformers",
+    "bitsandbytes.optim": "bitsandbytes",
+    "prodigyopt": "prodigyopt",
+    "schedulefree": "schedulefree",
+    "pytorch_optimizer": "pytorch-optimizer",
+    "lion_pytorch": "lion-pytorch",
+    "came_pytorch": "came-pytorch",
+    "dadaptation": "dadaptation",
+    "prodigyplus": "prodigy-plus-schedule-free",
+}
+_OWN_INPUTS = {"params": "the LoRA's weights", "lr": "learning_rate"}
+
+
+def package_of(dotted: str) -> str:
+    """The package on the list that a class's name begins with. Raises ValueError where there is none."""
+    for package in PACKAGES:
+        rest = dotted.removeprefix(package + ".")
+        if rest != dotted and all(part.isidentifier() and not part.startswith("_") for part in rest.split(".")):
+            return package
+    raise ValueError(
+        f"optimizer_class is {dotted!r}; write a class with its package, such as torch.optim.NAdam, of one of "
+        f"{', '.join(PACKAGES)}."
+    )
+
+
+def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
+    """The class behind a dotted name of a package on the list. name: what the user chose, for the sentences.
+
+    Raises ValueError where the package cannot be imported or has no such optimizer.
+    """
+    package = package_of(dotted)
+    module, _, class_name = dotted.rpartition(".")
+    top, pip = package.partition(".")[0], PACKAGES[package]
+    try:
+        importlib.import_module(top)
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"The optimizer {name} needs the package {top}, which cannot be imported here ({error}); install it with "
+            f"'pip install {pip}' in ComfyUI's Python, or choose adamw."
+        ) from error
+    try:
+        found = getattr(importlib.import_module(module), class_name, None)
+    except ImportError:
+        found = None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f"The optimizer {name} needs {dotted}, and the {top} installed here has no such optimizer; update it with "
+            f"'pip install -U {pip}', look the name up in its documentation, or choose adamw."
+        )
+    return found
+
+
+def parse_args(text: str) -> dict[str, Any]:
+    """`key=value` lines as a dict. Values are Python literals: numbers, True, False, None, strings, tuples, lists.
+
+    Raises ValueError where a line is none, or sets what another input sets.
+    """
+    args: dict[str, Any] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        key, equals, value = (part.strip() for part in line.partition("="))
+        try:
+            parsed = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            equals = ""
+            parsed = None
+        if not equals or not key.isidentifier():
+            raise ValueError(
+                f"optimizer_args has the line {line!r}; write one key=value per line, with a plain value such as 0.1, "
+                "True, None, 'text' or (0.9, 0.99)."
+            )
+        if key in _OWN_INPUTS:
+            raise ValueError(f"optimizer_args sets {key}, which is {_OWN_INPUTS[key]}; leave that line out.")
+        if key in args:
+            raise ValueError(f"optimizer_args sets {key} twice; leave one of the lines out.")
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            raise ValueError(f"optimizer_args sets {key} to {value}; give a finite number.")
+        args[key] = parsed
+    return args
+
+
+def arguments(kind: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a class takes by name when it is made."""
+    shown = inspect.signature(kind).parameters
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in shown.items() if parameter.kind in named}
+
+
+def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raises ValueError where the class does not take an argument, or cannot do without one that is not given.
+
+    A class that takes **kwargs mostly drops what it does not know, so only what it names counts.
+    """
+    taken = arguments(kind)
+    unknown = [key for key in args if key not in taken]
+    if unknown:
+        known = ", ".join(key for key in taken if key not in _OWN_INPUTS)
+        raise ValueError(f"optimizer_args sets {unknown[0]}, which {name} does not take; it takes {known}.")
+    if "lr" not in taken:
+        raise ValueError(f"The optimizer {name} takes no learning rate; choose another class.")
+    missing = [
+        key for key, p in taken.items() if p.default is p.empty and key not in args and key not in ("params", "lr")
+    ]
+    if missing:
+        raise ValueError(
+            f"The optimizer {name} cannot do without {missing[0]}; add a line {missing[0]}=… to optimizer_args."
+        )
