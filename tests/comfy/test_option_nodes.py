@@ -17,8 +17,9 @@ NODES = {
     TesseraMemory: MemoryOptions,
 }
 # Texts that are read, and what a choice cannot do without.
-TEXTS = {"lr_curve": "0:1, 100:0.5", "optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
-TOGETHER = {"custom": {"optimizer_class": "torch.optim.NAdam"}}
+TEXTS = {"lr_curve": "0:1, 100:0.5", "sigma_curve": "0:1, 1:2"}
+TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
+TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
 pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
 
 
@@ -57,13 +58,11 @@ def test_each_input_reaches_the_option_of_its_name(node, options):
             value = TEXTS[name]
         elif kind == "BOOLEAN":
             value = not settings["default"]
-        elif kind == "STRING":
-            value = "0:1, 1:2"
         else:
             value = settings["max"] - 1 if kind == "INT" else (settings["min"] + 3 * settings["max"]) / 4
         assert kind == "COMBO" or value != settings["default"], name
         start = {n: s["default"] for n, (_, s) in inputs(node).items()}
-        changed = {name: value} | TOGETHER.get(value, {})
+        changed = {name: value} | TOGETHER.get((node, value), {})
         assert asdict(run(node, **(start | changed))) == defaults | changed
 
 
@@ -82,7 +81,7 @@ def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
     for name, (kind, settings) in inputs(node).items():
         if kind == "COMBO":
             for choice in settings["options"]:
-                run(node, **(start | {name: choice} | TOGETHER.get(choice, {})))
+                run(node, **(start | {name: choice} | TOGETHER.get((node, choice), {})))
         elif kind in ("INT", "FLOAT"):
             run(node, **(start | {name: settings["min"]}))
             run(node, **(start | {name: settings["max"]}))
