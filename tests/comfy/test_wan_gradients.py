@@ -168,6 +168,7 @@ def test_gradients_of_compiled_blocks_equal_the_fp64_reference(files, tmp_path, 
     check(files[variant], variant, tmp_path, 3, FP32, backend="aot_eager", memory=memory)
 
 
+@pytest.mark.slow  # a cold inductor takes 30 to 80 s for each kind of block
 @pytest.mark.parametrize("variant", ["2.1-t2v", "2.1-i2v", "2.2-5b"])  # one of each kind of block
 def test_gradients_of_inductor_equal_the_fp64_reference(files, tmp_path, variant):
     memory = MemoryOptions(checkpointing="full")
