@@ -192,4 +192,8 @@ class Family(Protocol):
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs: ...
 
-    def linear_names(self, model: Any) -> list[str]: ...
+
+def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
+    """(out, in) of every Linear of the model by its module name, without reading a weight."""
+    modules = model.diffusion_model.named_modules()
+    return {name: (m.out_features, m.in_features) for name, m in modules if hasattr(m, "in_features")}

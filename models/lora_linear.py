@@ -1,5 +1,7 @@
 """A frozen Linear with a LoRA beside it."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -50,3 +52,8 @@ class LoraLinear(FrozenModule):
         if mask is not None:
             hidden = hidden * mask
         return y + torch.nn.functional.linear(hidden, self.lora_up.to(x.dtype))
+
+
+def masks_of(prefix: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The dropout masks of one part of a block, by the names inside it. prefix: of the part, such as `img.`."""
+    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from comfy.model_patcher import ModelPatcher
 
+from ..models.family import linear_shapes
 from ..models.registry import family_of
 from .data import TrainingData
 from .events import Observer, StepReport
@@ -52,7 +53,7 @@ def plan_experts(
             f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} "
             f"({family.variant(high.model)}), which has none; disconnect it."
         )
-    if _shapes(high) != _shapes(low):
+    if linear_shapes(high.model) != linear_shapes(low.model):
         raise ValueError(
             "model and model_low_noise are Wan models of different size; connect the two experts of one Wan 2.2 model."
         )
@@ -65,12 +66,6 @@ def plan_experts(
     for expert in experts:
         check_run(expert.model, data, expert.settings)
     return experts
-
-
-def _shapes(patcher: ModelPatcher) -> dict[str, tuple[int, int]]:
-    """Of each Linear: the numbers that it takes and gives."""
-    modules = patcher.model.diffusion_model.named_modules()
-    return {name: (m.in_features, m.out_features) for name, m in modules if hasattr(m, "in_features")}
 
 
 def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettings:

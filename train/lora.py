@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.family import Block, Family, ModelInputs, Transformer
+from ..models.family import Block, Family, ModelInputs, Transformer, linear_shapes
 from ..models.lora_linear import LoraLinear
 from .draws import generator
 from .lora_model import LoraModel, LowRank
@@ -101,7 +101,7 @@ class LoraNetwork:
 
 def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
     """The Linears to train, by name; needs no weights, so that a wrong pattern ends before anything is loaded."""
-    return match_targets(family.linear_names(model), options.include or family.default_targets, options.exclude)
+    return match_targets(list(linear_shapes(model)), options.include or family.default_targets, options.exclude)
 
 
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:

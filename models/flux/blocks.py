@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...memory.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
-from ..lora_linear import LoraLinear
+from ..lora_linear import LoraLinear, masks_of
 from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate
 from .layers import QKNorm, gated_silu, gelu
 
@@ -92,7 +92,7 @@ class JointBlock(Block):
         self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, own: int, masks: Masks
     ) -> tuple[Tensor, Tensor]:
         """img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; the rest as in `forward`."""
-        img_masks, txt_masks = _of("img.", masks), _of("txt.", masks)
+        img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
         img_q, img_k, img_v = self.img.heads(img, img_parts[:3], own, img_masks)
         txt_q, txt_k, txt_v = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
@@ -110,8 +110,8 @@ class DoubleBlock(JointBlock):
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         """img: (B, N + R, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N + R, head/2, 2)."""
-        img_mod = self.img.modulation(vec, _of("img.", masks))
-        txt_mod = self.txt.modulation(vec, _of("txt.", masks))
+        img_mod = self.img.modulation(vec, masks_of("img.", masks))
+        txt_mod = self.txt.modulation(vec, masks_of("txt.", masks))
         return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks)
 
 
@@ -183,7 +183,3 @@ class SingleBlock2(ParallelBlock):
         """x: (B, L + N + R, D), modulation: (B, 1 or 2, 3·D), a second row is that of the references;
         pe: (B, 1, L + N + R, head/2, 2), own: L + N."""
         return self.run(x, modulation, pe, own, masks)
-
-
-def _of(prefix: str, masks: Masks) -> Masks:
-    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

@@ -88,10 +88,6 @@ class FluxFamily:
         flux = model.diffusion_model
         return {"double_blocks": len(flux.double_blocks), "single_blocks": len(flux.single_blocks)}
 
-    def linear_names(self, model: Any) -> list[str]:
-        """The module names of every Linear of the model, without reading a weight."""
-        return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
-
     def cut(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, H, W) → the first `keep` of its tokens in row order, and their positions."""
         patches = cut_picture(latent, self.policy.patch, self.axes)

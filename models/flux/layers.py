@@ -4,34 +4,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...memory.frozen import FrozenWeights
-from ...memory.residency import FrozenModule
+from ..layers import RMSNorm
 from ..lora_linear import LoraLinear
 
 
-class QKNorm(FrozenModule):
+class QKNorm(nn.Module):
     """RMS norm of queries and keys over the head dimension."""
-
-    query_scale: Tensor | None
-    key_scale: Tensor | None
 
     def __init__(self, weights: FrozenWeights, name: str, eps: float | None):
         super().__init__()
-        self._source = (weights, name)
-        self.take()
-        self.eps = eps
-
-    def take(self) -> None:
-        weights, name = self._source
-        self.register_buffer("query_scale", weights.tensor(f"{name}.query_norm.weight"), persistent=False)
-        self.register_buffer("key_scale", weights.tensor(f"{name}.key_norm.weight"), persistent=False)
-
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
-        weights, own = self._source
-        weights.moved(f"{own}.{name.removesuffix('_scale')}_norm.weight", source, moved)
+        self.query = RMSNorm(weights, f"{name}.query_norm", eps)
+        self.key = RMSNorm(weights, f"{name}.key_norm", eps)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        head = q.shape[-1:]
-        return F.rms_norm(q, head, self.query_scale, self.eps), F.rms_norm(k, head, self.key_scale, self.eps)
+        return self.query(q), self.key(k)
 
 
 class Embedder(nn.Module):

@@ -11,10 +11,11 @@ from ...memory.frozen import FrozenWeights
 from ...memory.residency import FrozenModule
 from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
+from ..layers import RMSNorm
 from ..lora_linear import LoraLinear
 from ..math import finite_in_fp16, modulate, rope, timestep_embedding
 from .blocks import DoubleBlock, DoubleBlock2, JointBlock, ParallelBlock, SingleBlock, SingleBlock2
-from .layers import Embedder, QKNorm
+from .layers import Embedder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class FluxTransformer:
         return found | outer
 
     def frozen_modules(self) -> list[FrozenModule]:
-        norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, QKNorm)]
+        norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, RMSNorm)]
         return [*self.linears().values(), *norms]
 
     def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -105,10 +105,6 @@ class QwenImage:
     def block_lists(self, model: Any) -> dict[str, int]:
         return {"transformer_blocks": len(model.diffusion_model.transformer_blocks)}
 
-    def linear_names(self, model: Any) -> list[str]:
-        """The module names of every Linear of the model, without reading a weight."""
-        return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
-
     def cut(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, 1, H, W) → the first `keep` of its tokens in row order, and their positions."""
         return first(cut_picture(latent), keep)

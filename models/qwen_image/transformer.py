@@ -12,7 +12,8 @@ from ...memory.frozen import FrozenWeights
 from ...memory.residency import FrozenModule
 from ..attention import RaggedAttention
 from ..family import Block, ModelInputs, RunBlock
-from ..lora_linear import LoraLinear
+from ..layers import RMSNorm
+from ..lora_linear import LoraLinear, masks_of
 from ..math import gate_parts, modulate, modulate_parts, rope, rotate
 
 Modulation = tuple[Tensor, Tensor, Tensor]
@@ -27,29 +28,6 @@ class QwenInputs(ModelInputs):
     positions: Tensor
     lengths: Tensor
     reference_timestep: Tensor | None
-
-
-class RmsNorm(FrozenModule):
-    """RMS norm over the last dimension."""
-
-    weight: Tensor | None
-
-    def __init__(self, weights: FrozenWeights, name: str, eps: float | None):
-        super().__init__()
-        self._source = (weights, name)
-        self.take()
-        self.eps = eps
-
-    def take(self) -> None:
-        weights, name = self._source
-        self.register_buffer("weight", weights.tensor(f"{name}.weight"), persistent=False)
-
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
-        weights, own = self._source
-        weights.moved(f"{own}.{name}", source, moved)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 NATIVE = {
@@ -70,8 +48,8 @@ class Stream(nn.Module):
         self.q, self.k, self.v, self.proj = (linear[layer] for layer in ("q", "k", "v", "proj"))
         self.mod, self.mlp_in, self.mlp_out = (linear[layer] for layer in ("mod", "mlp_in", "mlp_out"))
         q_norm, k_norm = NORMS[side]
-        self.norm_q = RmsNorm(weights, f"{prefix}.attn.{q_norm}", getattr(block.attn, q_norm).eps)
-        self.norm_k = RmsNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
+        self.norm_q = RMSNorm(weights, f"{prefix}.attn.{q_norm}", getattr(block.attn, q_norm).eps)
+        self.norm_k = RMSNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
         self.num_heads = block.num_attention_heads
 
     def heads(self, x: Tensor, first: Modulation, own: int, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +97,7 @@ class QwenBlock(Block):
     ) -> tuple[Tensor, Tensor]:
         """img: (B, N + R, D); txt: (B, L, D); vec: (B, 1 or 2, D) after SiLU, its second row for the references; pe:
         (B, N + R + L, 1, head/2, 2); bounds: as the attention takes them; own: N."""
-        img_masks, txt_masks = _of("img.", masks), _of("txt.", masks)
+        img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_mod = self.img.mod(vec, img_masks.get("mod")).chunk(6, dim=-1)
         txt_mod = self.txt.mod(vec[:, :1], txt_masks.get("mod")).chunk(6, dim=-1)
         img_q, img_k, img_v = self.img.heads(img, img_mod[:3], own, img_masks)
@@ -133,10 +111,6 @@ class QwenBlock(Block):
         return img, txt
 
 
-def _of(prefix: str, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}
-
-
 class QwenTransformer:
     """Qwen-Image with its weights frozen, ready for LoRA."""
 
@@ -145,7 +119,7 @@ class QwenTransformer:
         self.dtype = weights.compute_dtype
         self.attention = attention
         self.img_in = LoraLinear(weights, "img_in")
-        self.txt_norm = RmsNorm(weights, "txt_norm", model.txt_norm.eps)
+        self.txt_norm = RMSNorm(weights, "txt_norm", model.txt_norm.eps)
         self.txt_in = LoraLinear(weights, "txt_in")
         self.time_in = LoraLinear(weights, "time_text_embed.timestep_embedder.linear_1")
         self.time_out = LoraLinear(weights, "time_text_embed.timestep_embedder.linear_2")
@@ -172,7 +146,7 @@ class QwenTransformer:
         }
 
     def frozen_modules(self) -> list[FrozenModule]:
-        norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, RmsNorm)]
+        norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, RMSNorm)]
         return [*self.linears().values(), *norms, self.txt_norm]
 
     def embed(self, inputs: QwenInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from ...memory.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
-from ..lora_linear import LoraLinear
+from ..layers import LayerNorm, RMSNorm
+from ..lora_linear import LoraLinear, masks_of
 from ..math import modulate, rotate
-from .layers import LayerNorm, Modulation, RMSNorm
+from .layers import Modulation
 
 Masks = dict[str, Tensor]
 
@@ -94,9 +95,9 @@ class TextBlock(Block):
         self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor | None, clean: Tensor | None, masks: Masks
     ) -> Tensor:
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(e, clean)
-        attended = self.self_attn(modulate(x, shift, scale), pe, _of("self_attn.", masks))
+        attended = self.self_attn(modulate(x, shift, scale), pe, masks_of("self_attn.", masks))
         x = torch.addcmul(x, attended, gate)
-        x = x + self.cross_attn(self.norm3(x), text, image, _of("cross_attn.", masks))
+        x = x + self.cross_attn(self.norm3(x), text, image, masks_of("cross_attn.", masks))
         hidden = self.ffn["0"](modulate(x, ffn_shift, ffn_scale), masks.get("ffn.0"))
         hidden = self.ffn["2"](F.gelu(hidden, approximate="tanh"), masks.get("ffn.2"))
         return torch.addcmul(x, hidden, ffn_gate)
@@ -133,7 +134,3 @@ class FrameBlock(TextBlock):
     ) -> Tensor:
         """As TextBlock; e: (B, 2, 6, D), clean: (B, N, 1), true for the tokens of given frames."""
         return self._run(x, e, pe, text, None, clean, masks)
-
-
-def _of(prefix: str, masks: Masks) -> Masks:
-    return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

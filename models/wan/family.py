@@ -150,10 +150,6 @@ class Wan:
     def block_lists(self, model: Any) -> dict[str, int]:
         return {"blocks": len(model.diffusion_model.blocks)}
 
-    def linear_names(self, model: Any) -> list[str]:
-        """The module names of every Linear of the model, without reading a weight."""
-        return [n for n, m in model.diffusion_model.named_modules() if hasattr(m, "in_features")]
-
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> WanInputs:

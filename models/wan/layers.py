@@ -1,4 +1,4 @@
-"""The small frozen parts that Wan's blocks and embeddings are made of, each over ComfyUI's own weights."""
+"""The small frozen parts that only Wan's blocks and embeddings are made of, each over ComfyUI's own weights."""
 
 import torch
 from torch import Tensor
@@ -6,26 +6,9 @@ from torch.nn import functional as F
 
 from ...memory.frozen import FrozenWeights
 from ...memory.residency import FrozenModule
+from ..layers import FrozenTensors
 
 PATCH = 2  # latent cells a side of a token; a token is one frame deep
-
-
-class FrozenTensors(FrozenModule):
-    """Small tensors of one module of the model, in the compute dtype, under the model's own names."""
-
-    def __init__(self, weights: FrozenWeights, prefix: str, *names: str):
-        super().__init__()
-        self._source = (weights, prefix, names)
-        self.take()
-
-    def take(self) -> None:
-        weights, prefix, names = self._source
-        for name in names:
-            self.register_buffer(name, weights.tensor(f"{prefix}.{name}"), persistent=False)
-
-    def moved(self, name: str, source: Tensor, moved: Tensor) -> None:
-        weights, prefix, _ = self._source
-        weights.moved(f"{prefix}.{name}", source, moved)
 
 
 class Modulation(FrozenTensors):
@@ -41,33 +24,6 @@ class Modulation(FrozenTensors):
         timesteps a token has."""
         parts = (self.modulation[:, None] + e).unbind(2)
         return [part if clean is None else torch.where(clean, part[:, 1:], part[:, :1]) for part in parts]
-
-
-class RMSNorm(FrozenTensors):
-    """RMS norm over the last axis (arXiv 1910.07467)."""
-
-    weight: Tensor
-
-    def __init__(self, weights: FrozenWeights, prefix: str, eps: float):
-        super().__init__(weights, prefix, "weight")
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-class LayerNorm(FrozenTensors):
-    """Layer norm with weights over the last axis."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, weights: FrozenWeights, prefix: str, eps: float):
-        super().__init__(weights, prefix, "weight", "bias")
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class PatchEmbedding(FrozenModule):

@@ -11,10 +11,11 @@ from ...memory.frozen import FrozenWeights
 from ...memory.residency import FrozenModule
 from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
+from ..layers import FrozenTensors, LayerNorm
 from ..lora_linear import LoraLinear
 from ..math import modulate, rope
 from .blocks import FrameBlock, ImageBlock, TextBlock
-from .layers import FrozenTensors, LayerNorm, Modulation, PatchEmbedding, sinusoid
+from .layers import Modulation, PatchEmbedding, sinusoid
 
 
 @dataclass(frozen=True, kw_only=True)

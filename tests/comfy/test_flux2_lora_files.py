@@ -13,6 +13,7 @@ from diffusers import Flux2Transformer2DModel
 from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file
+from tessera.models.family import linear_shapes
 from tessera.models.flux import Flux2
 from tessera.train.formats import LoraModel, save_lora
 from tessera.train.targets import match_targets
@@ -35,7 +36,7 @@ def all_modules(model):
 @pytest.fixture
 def modules(model, all_modules):
     """The same for the default targets."""
-    targets = match_targets(Flux2().linear_names(model.model), Flux2().default_targets, ())
+    targets = match_targets(list(linear_shapes(model.model)), Flux2().default_targets, ())
     assert len(targets) == 2 * 8 + 2 * 2
     return {name: all_modules[name] for name in targets}
 

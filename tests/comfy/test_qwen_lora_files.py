@@ -10,6 +10,7 @@ import tiny
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from tessera.models.family import linear_shapes
 from tessera.models.qwen_image import QwenImage
 from tessera.train.formats import LoraModel, LowRank, save_lora
 from tessera.train.names import FLUX, QWEN_IMAGE, table_of
@@ -95,7 +96,7 @@ def test_the_names_of_a_file_tell_the_family_where_a_single_one_does_not(modules
 
 def test_the_default_targets_are_those_of_musubi_tuner(model):
     """Every Linear of the blocks but img_mod and txt_mod."""
-    names = QwenImage().linear_names(model.model)
+    names = list(linear_shapes(model.model))
     chosen = match_targets(names, QwenImage().default_targets, ())
     assert chosen == [n for n in names if n.startswith("transformer_blocks.") and "_mod." not in n]
     assert len(chosen) == 2 * 12
