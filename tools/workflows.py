@@ -93,6 +93,28 @@ def train(
     return trained
 
 
+def ksampler(
+    graph: Graph,
+    model: Node,
+    positive: Output,
+    negative: Output,
+    latent: Output,
+    *,
+    steps: int,
+    cfg: float,
+    sampler: str = "euler",
+) -> Node:
+    given = {"positive": positive, "negative": negative, "latent_image": latent, "steps": steps, "cfg": cfg}
+    return graph.node("KSampler", model=model[0], sampler_name=sampler, scheduler="simple", **given)
+
+
+def prompts(graph: Graph, clip: Node, text: str, negative: str = "") -> tuple[Node, Node]:
+    """The prompt and the negative one, encoded."""
+    made = (("Prompt", text), ("Negative prompt", negative))
+    positive, unwanted = (graph.node("CLIPTextEncode", title=title, clip=clip[0], text=words) for title, words in made)
+    return positive, unwanted
+
+
 def video(graph: Graph, latent: Output, vae: Node, name: str, fps: int = 16) -> None:
     images = graph.node("VAEDecode", samples=latent, vae=vae[0])
     made = graph.node("CreateVideo", images=images[0], fps=fps)
@@ -123,25 +145,12 @@ def wan_t2v_lora(graph: Graph) -> None:
     graph.column(
         "Sample with the LoRA", 360, "Sample", SAMPLE.format(more="832 x 480 is what this model was made for.")
     )
-    positive = graph.node(
-        "CLIPTextEncode", title="Prompt", clip=clip[0], text="a fox runs through deep snow between pine trees"
-    )
-    negative = graph.node("CLIPTextEncode", title="Negative prompt", clip=clip[0], text=NEGATIVE_CLIP)
+    positive, negative = prompts(graph, clip, "a fox runs through deep snow between pine trees", NEGATIVE_CLIP)
     latent = graph.node("EmptyHunyuanLatentVideo", width=832, height=480, length=33)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     graph.beside()
-    sampled = graph.node(
-        "KSampler",
-        model=shifted[0],
-        positive=positive[0],
-        negative=negative[0],
-        latent_image=latent[0],
-        steps=30,
-        cfg=6,
-        sampler_name="uni_pc",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=30, cfg=6, sampler="uni_pc")
     video(graph, sampled[0], vae, "my_wan_lora")
 
 
@@ -175,8 +184,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     )
     trained = train(graph, "my_i2v_lora", model, data)
     graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="Choose a start picture in *Load Image*."))
-    positive = graph.node("CLIPTextEncode", title="Prompt", clip=clip[0], text="the fox turns its head and walks away")
-    negative = graph.node("CLIPTextEncode", title="Negative prompt", clip=clip[0], text=NEGATIVE_CLIP)
+    positive, negative = prompts(graph, clip, "the fox turns its head and walks away", NEGATIVE_CLIP)
     start = graph.node("LoadImage", tall=320, image="example.png")
     seen = graph.node("CLIPVisionEncode", clip_vision=vision[0], image=start[0], crop="none")
     graph.beside()
@@ -194,17 +202,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     graph.beside()
-    sampled = graph.node(
-        "KSampler",
-        model=shifted[0],
-        positive=started[0],
-        negative=started[1],
-        latent_image=started[2],
-        steps=20,
-        cfg=6,
-        sampler_name="uni_pc",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, shifted, started[0], started[1], started[2], steps=20, cfg=6, sampler="uni_pc")
     video(graph, sampled[0], vae, "my_i2v_lora")
 
 
@@ -240,10 +238,7 @@ def wan22_two_experts_lora(graph: Graph) -> None:
         "Sample",
         SAMPLE.format(more="The high noise expert draws the first ten steps, the low noise one the rest."),
     )
-    positive = graph.node(
-        "CLIPTextEncode", title="Prompt", clip=clip[0], text="a fox runs through deep snow between pine trees"
-    )
-    negative = graph.node("CLIPTextEncode", title="Negative prompt", clip=clip[0], text=NEGATIVE_CLIP)
+    positive, negative = prompts(graph, clip, "a fox runs through deep snow between pine trees", NEGATIVE_CLIP)
     latent = graph.node("EmptyHunyuanLatentVideo", width=832, height=480, length=33)
     shifted = []
     for model, output in ((high, 0), (low, 3)):
@@ -297,25 +292,12 @@ def qwen_image_lora(graph: Graph) -> None:
     graph.column(
         "Sample with the LoRA", 360, "Sample", SAMPLE.format(more="Qwen-Image samples with a **cfg** of 2.5 to 4.")
     )
-    positive = graph.node(
-        "CLIPTextEncode", title="Prompt", clip=clip[0], text="a photograph of a fox in a misty forest at sunrise"
-    )
-    negative = graph.node("CLIPTextEncode", title="Negative prompt", clip=clip[0], text="")
+    positive, negative = prompts(graph, clip, "a photograph of a fox in a misty forest at sunrise")
     latent = graph.node("EmptySD3LatentImage", width=1328, height=1328)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3.1)
     graph.beside()
-    sampled = graph.node(
-        "KSampler",
-        model=shifted[0],
-        positive=positive[0],
-        negative=negative[0],
-        latent_image=latent[0],
-        steps=20,
-        cfg=2.5,
-        sampler_name="euler",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=20, cfg=2.5)
     picture(graph, sampled[0], vae, "my_qwen_lora")
 
 
@@ -357,17 +339,7 @@ def qwen_edit_lora(graph: Graph) -> None:
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3)
     normed = graph.node("CFGNorm", model=shifted[0])
-    sampled = graph.node(
-        "KSampler",
-        model=normed[0],
-        positive=positive[0],
-        negative=negative[0],
-        latent_image=latent[0],
-        steps=20,
-        cfg=2.5,
-        sampler_name="euler",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, normed, positive[0], negative[0], latent[0], steps=20, cfg=2.5)
     picture(graph, sampled[0], vae, "my_qwen_edit_lora")
 
 
@@ -396,17 +368,7 @@ def flux_kontext_lora(graph: Graph) -> None:
     guided = graph.node("FluxGuidance", conditioning=positive[0], guidance=2.5)
     negative = graph.node("ConditioningZeroOut", conditioning=prompt[0])
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
-    sampled = graph.node(
-        "KSampler",
-        model=with_lora[0],
-        positive=guided[0],
-        negative=negative[0],
-        latent_image=latent[0],
-        steps=20,
-        cfg=1,
-        sampler_name="euler",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, with_lora, guided[0], negative[0], latent[0], steps=20, cfg=1)
     picture(graph, sampled[0], vae, "my_kontext_lora")
 
 
@@ -430,10 +392,7 @@ def flux2_lora(graph: Graph) -> None:
             more="The base model samples with guidance (**cfg** 5); FLUX.2 dev and the distilled klein with 1."
         ),
     )
-    positive = graph.node(
-        "CLIPTextEncode", title="Prompt", clip=clip[0], text="a photograph of a fox in a misty forest at sunrise"
-    )
-    negative = graph.node("CLIPTextEncode", title="Negative prompt", clip=clip[0], text="")
+    positive, negative = prompts(graph, clip, "a photograph of a fox in a misty forest at sunrise")
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     guider = graph.node("CFGGuider", model=with_lora[0], positive=positive[0], negative=negative[0], cfg=5)
     noise = graph.node("RandomNoise")
@@ -488,17 +447,7 @@ def everything_at_once(graph: Graph) -> None:
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=compiled[0], lora=trained[0])
     graph.beside()
-    sampled = graph.node(
-        "KSampler",
-        model=with_lora[0],
-        positive=guided[0],
-        negative=negative[0],
-        latent_image=latent[0],
-        steps=20,
-        cfg=1,
-        sampler_name="euler",
-        scheduler="simple",
-    )
+    sampled = ksampler(graph, with_lora, guided[0], negative[0], latent[0], steps=20, cfg=1)
     picture(graph, sampled[0], vae, "my_lora")
     graph.node("TesseraCompileReport", tall=300, model=compiled[0], after=sampled[0])
 
