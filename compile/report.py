@@ -154,7 +154,19 @@ class CompileReport:
         return [f"{_some(titles)}: {text}" for text, titles in by_cause.items()]
 
 
-HEADINGS = ("region", "graphs", "compile s", "tracing s", "cache hit/miss", "calls", "eager", "ms", "eager ms", "gain")
+HEADINGS = (
+    "region",
+    "graphs",
+    "compile s",
+    "tracing s",
+    "cache hit/miss",
+    "calls",
+    "eager",
+    "ms",
+    "eager ms",
+    "gain",
+    "MiB",
+)
 
 
 def table(regions: Sequence[RegionReport]) -> list[str]:
@@ -177,6 +189,7 @@ def table(regions: Sequence[RegionReport]) -> list[str]:
                 f"{speed.compiled_ms:.2f}" if speed else "-",
                 f"{speed.eager_ms:.2f}" if speed else "-",
                 f"{speed.gain:.2f}x" if speed else "-",
+                str(facts["memory_added_mib"]),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]

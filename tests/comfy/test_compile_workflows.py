@@ -73,6 +73,9 @@ def test_the_first_run_compiles_each_kind_of_block_and_another_seed_nothing(name
     assert by_region(report, "graphs") == graphs and report["graphs"] == sum(graphs.values())
     assert report["graph_breaks"] == 0 and set(by_region(report, "eager_calls").values()) == {0}
     assert report["compile_seconds"] > 0
+    headings, *rows = report["text"].splitlines()[1 : 2 + len(report["regions"])]
+    assert headings.split()[-1] == "MiB"
+    assert [int(row.split()[-1]) for row in rows] == [region["memory_added_mib"] for region in report["regions"]]
 
     node_of(prompt, "KSampler")["inputs"]["seed"] += 1
     second = server.run(prompt)
