@@ -15,7 +15,7 @@ from ..compile.settings import CompileSettings
 from ..models.swapped_model import swap_settings_of
 from ..train.data import TrainingData
 from ..train.events import Observer
-from ..train.experts import HIGH, LOW, ExpertObserver, plan_experts
+from ..train.experts import ExpertObserver, plan_experts
 from ..train.lora_model import LoraModel
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 from ..train.run import TrainSettings, list_states
@@ -221,7 +221,7 @@ class TesseraTrainLora(io.ComfyNode):
                 )
                 return io.NodeOutput(*outputs(result), nothing, nothing, nothing, ui={"tessera": [shown(result)]})
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
-            experts = plan_experts(model, model_low_noise, data, {HIGH: settings, LOW: settings})
+            experts = plan_experts(model, model_low_noise, data, settings)
             high, low = (
                 run(expert.model, data, expert.settings, ExpertObserver(observer, expert, number, len(experts)))
                 for number, expert in enumerate(experts)
@@ -229,18 +229,12 @@ class TesseraTrainLora(io.ComfyNode):
         return io.NodeOutput(*outputs(high), *outputs(low), ui={"tessera": [shown(high), shown(low)]})
 
 
-def on_model(model: ModelPatcher, settings: TrainSettings) -> tuple[TrainSettings, list[str]]:
-    """The settings with what is set on the MODEL, and a sentence on each thing that is taken from there or left."""
-    memory, notes = memory_of(model, settings.memory)
-    return replace(settings, memory=memory), notes
-
-
 def run(model: ModelPatcher, data: TrainingData, settings: TrainSettings, observer: Observer) -> TrainResult:
     """Trains one LoRA on one MODEL, with what is set on it."""
-    settings, memory_notes = on_model(model, settings)
+    memory, memory_notes = memory_of(model, settings.memory)
     compile_settings, compile_notes = for_training(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes))
-    return train_lora(model, data, settings, runs_folder(), observer, compile_settings)
+    return train_lora(model, data, replace(settings, memory=memory), runs_folder(), observer, compile_settings)
 
 
 def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[float]], str]:
@@ -266,10 +260,10 @@ def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list
     return notes
 
 
-def memory_of(model: ModelPatcher, memory: MemoryOptions | None) -> tuple[MemoryOptions, list[str]]:
+def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
     """The memory options with the MODEL's block swap in them, and a sentence on where that comes from. A connected
     Training Memory that swaps blocks itself wins."""
-    options, swap = memory or MemoryOptions(), swap_settings_of(model)
+    swap = swap_settings_of(model)
     if swap is None or swap.blocks_to_swap == 0:
         return options, []
     if options.blocks_to_swap != 0:

@@ -34,10 +34,8 @@ class Expert:
         return f"{self.side.replace('_', ' ').capitalize()} expert"
 
 
-def plan_experts(
-    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: dict[str, TrainSettings]
-) -> list[Expert]:
-    """Both runs, checked before either begins. asked: the settings by side, alike but for how memory is used.
+def plan_experts(high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings) -> list[Expert]:
+    """Both runs, checked before either begins. asked: what is set for both.
 
     Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
     and for whatever would end one of the runs.
@@ -62,7 +60,7 @@ def plan_experts(
             "model and model_low_noise are the same weights; connect the high noise expert to model and the low noise "
             "expert to model_low_noise."
         )
-    experts = [Expert(side, model, _of_side(side, asked[side], own)) for side, model in ((HIGH, high), (LOW, low))]
+    experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
     for expert in experts:
         check_run(expert.model, data, expert.settings)
     return experts

@@ -35,7 +35,7 @@ def clips():
 
 def planned(experts, **changes):
     settings = run_settings(output_name="film", save_every=0, **changes)
-    return plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+    return plan_experts(*experts, clips(), settings)
 
 
 def run_both(experts, root, watcher=None, **changes):
@@ -80,11 +80,11 @@ def test_the_second_goes_on_where_it_was_cancelled_and_the_first_is_not_trained_
 def test_a_named_state_goes_to_the_expert_it_is_of(experts):
     state = "styles/film_low_noise-1a2b3c4d/state-000003.tessera"
     settings = run_settings(output_name="styles/film", resume=state)
-    high, low = plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+    high, low = plan_experts(*experts, clips(), settings)
     assert (high.settings.resume, low.settings.resume) == ("latest", state)
     settings = replace(settings, resume="styles/other-1a2b3c4d/state-000003.tessera")
     with pytest.raises(ValueError, match="is a state of neither film_high_noise nor film_low_noise"):
-        plan_experts(*experts, clips(), {HIGH: settings, LOW: settings})
+        plan_experts(*experts, clips(), settings)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_image_to_video_shares_them_at_its_own(files, tmp_path):
     )
     data = training_data(wan_sample("a", (2, 2, 4), "2.2-i2v-14b"))
     settings = run_settings()
-    (high, low) = plan_experts(*pair, data, {HIGH: settings, LOW: settings})
+    (high, low) = plan_experts(*pair, data, settings)
     assert high.settings.objective == replace(ObjectiveOptions(), min_sigma=0.9)
     assert low.settings.objective == replace(ObjectiveOptions(), max_sigma=0.9)
 
 
 def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts, files, tiny_flux, tmp_path):
-    settings = {HIGH: run_settings(), LOW: run_settings()}
+    settings = run_settings()
     high, low = experts
     with pytest.raises(ValueError, match="are the same weights; connect the high noise expert"):
         plan_experts(high, tiny.load_wan(files[HIGH]), clips(), settings)
