@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .flat import Layout, empty_bytes, trim_heap
+from .flat import Layout, Pieces, empty_bytes, trim_heap
 from .masters import SMALL_PART
 from .page_locked import unlock
 from .residency import FrozenModule
@@ -26,15 +26,23 @@ def frozen_modules(block: nn.Module) -> dict[str, FrozenModule]:
 class BlockSwap:
     """Streams blocks through slots. The blocks come with their frozen tensors on the host and leave with them in slots.
 
-    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead.
+    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead. as_they_lie: their
+    tensors stay where they are on the host, for instance in the mapped file, in place of moving into flat buffers.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, pinned: bool):
+    def __init__(
+        self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, pinned: bool, as_they_lie: bool = False
+    ):
         self.blocks = tuple(blocks)
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
         self.layouts = [Layout.of(_frozen_tensors(block)) for block in self.blocks]
-        moved = [_into_flat(block, layout, pinned) for block, layout in zip(self.blocks, self.layouts, strict=True)]
-        self.ring = SlotRing([flat for flat, _ in moved], device, prefetch)
+        moved: list[tuple[Tensor | Pieces, set[str]]] = [
+            (Pieces(layout, tuple(t for _, t in _frozen_tensors(block))), set())
+            if as_they_lie
+            else _into_flat(block, layout, pinned)
+            for block, layout in zip(self.blocks, self.layouts, strict=True)
+        ]
+        self.ring = SlotRing([master for master, _ in moved], device, prefetch)
         self._beside = [beside for _, beside in moved]
         try:
             self.take()
@@ -68,6 +76,8 @@ class BlockSwap:
         for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
             foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
             master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
+            if isinstance(master, Pieces):
+                continue
             unlock(master)
             if foreign < layout.size // SMALL_PART:
                 continue

@@ -11,20 +11,29 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from .in_file import StayInFile, guard_from_hooks, settle
+
 # A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
 _without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
     """A clone that is not under dynamic VRAM, or None where the MODEL's loader can't load it so. All nodes behind the
-    same loader share what is loaded."""
-    if not patcher.is_dynamic():
-        return patcher.clone()
+    same loader share what is loaded. Where weights lie in a mapped file, hooks don't write there."""
+    clone = patcher.clone() if not patcher.is_dynamic() else _loaded_without(patcher)
+    if clone is not None:
+        guard_from_hooks(clone)
+    return clone
+
+
+def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
     if patcher.cached_patcher_init is None:
         return None
     with torch.inference_mode(False):
-        clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
+        with StayInFile():
+            clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
         cast_as_asked(clone.model)
+        settle(clone.model)
     _without[patcher.model] = clone.get_clone_model_override()
     return clone
 

@@ -50,6 +50,26 @@ class Layout:
         return Layout(tuple(fields), end)
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Stands for a flat buffer whose tensors lie elsewhere, each by itself: in the mapped file, for one. They are
+    brought together where they are copied to."""
+
+    layout: Layout
+    tensors: tuple[Tensor, ...]
+
+    def numel(self) -> int:
+        return self.layout.size
+
+    def is_pinned(self) -> bool:
+        return False
+
+    def copy_to(self, buffer: Tensor) -> None:
+        """buffer: of `numel` bytes."""
+        for field, tensor in zip(self.layout.fields, self.tensors, strict=True):
+            field.on(buffer).copy_(tensor)
+
+
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides if it fills its memory (in whatever order), else those of a contiguous one."""
     order = sorted(range(tensor.dim()), key=lambda i: tensor.stride(i))

@@ -6,7 +6,7 @@ once. Nothing here is ever written back.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import comfy.model_management
 import torch
@@ -31,20 +31,29 @@ def share_outside_inference_mode(tensor: Tensor) -> Tensor:
         return shared.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-@dataclass(frozen=True)
-class FrozenLinear:
+class FrozenLinear(NamedTuple):
     """weight: (out, in) as stored or in the compute dtype; scale: fp32 scalar of a scaled fp8 weight; bias: (out,)."""
 
     weight: Tensor
     scale: Tensor | None
     bias: Tensor | None
 
+    def apply(self, x: Tensor) -> Tensor:
+        """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
+        return frozen_linear(x, self.weight, self.scale, self.bias)
+
+    def apply_transposed(self, rows: Tensor) -> Tensor:
+        """rows: (n, out) → (n, in), rows · W, without a gradient."""
+        if self.weight.dtype == rows.dtype and self.scale is None:
+            return rows @ self.weight
+        return stored_linear_input_grad(rows, self.weight, self.scale)
+
 
 class FrozenWeights:
     """Reads the weights of a diffusion model by name, with the MODEL's weight patches in force.
 
     The patcher has to be unloaded (its module weights are the unpatched masters): on a loaded one a patch would be
-    applied twice. Raises ValueError if ComfyUI still holds it loaded.
+    applied twice. Each read raises ValueError if ComfyUI still holds it loaded.
     """
 
     def __init__(
@@ -55,9 +64,8 @@ class FrozenWeights:
         on_host: frozenset[str] = frozenset(),
     ):
         """on_host: the blocks, such as double_blocks.3, whose weights stay on the host."""
-        if patcher.backup:
-            raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
         self.patcher = patcher
+        self._check_unpatched()
         self.device = device
         self.compute_dtype = compute_dtype
         self.on_host = on_host
@@ -68,6 +76,10 @@ class FrozenWeights:
             places = places_of(prefix, patcher.model.get_submodule(prefix))
             leave_flat(places, lambda place: place.key in patcher.patches)
             _to_host(places)
+
+    def _check_unpatched(self) -> None:
+        if self.patcher.backup:
+            raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
 
     def _home(self, name: str) -> torch.device:
         block = ".".join(name.split(".")[:2])
@@ -90,6 +102,7 @@ class FrozenWeights:
 
     def _stored(self, name: str) -> Tensor | None:
         """The weight on the device in its stored dtype, patched. Stored wider than computed, it is narrowed once."""
+        self._check_unpatched()
         key = f"diffusion_model.{name}"
         weight, _, _ = get_key_weight(self.patcher.model, key)
         if weight is None:
@@ -244,6 +257,25 @@ def frozen_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor 
 
 
 def unload_everything() -> None:
-    """Takes every model off its device, so that the run starts with all the memory and unpatched master weights."""
-    comfy.model_management.unload_all_models()
-    comfy.model_management.soft_empty_cache()
+    """Takes every model off its device, so that the run starts with all the memory and unpatched master weights.
+
+    Quantised weights that a loader made under inference mode can only be put back under it: outside ComfyUI's
+    unpatching breaks off at the first, with a LoRA left in the others. Ordinary ones do not bear it.
+    """
+    management = comfy.model_management
+    loaded = list(management.current_loaded_models)
+    others = [entry for entry in loaded if entry.model is None or not _puts_back_under_inference(entry.model)]
+    if len(others) < len(loaded):
+        with torch.inference_mode():
+            for device in {entry.device for entry in loaded}:
+                management.free_memory(1e30, device, others)
+    management.unload_all_models()
+    management.soft_empty_cache()
+
+
+def _puts_back_under_inference(patcher: ModelPatcher) -> bool:
+    """Going by the quantised weights that patched ones stand in for, or by all where there are none."""
+    for weights in ((kept.weight for kept in patcher.backup.values()), patcher.model.parameters()):
+        if kinds := {weight.is_inference() for weight in weights if isinstance(weight, QuantizedTensor)}:
+            return kinds == {True}
+    return False

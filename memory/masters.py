@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .flat import ALIGNMENT, Layout, empty_bytes, trim_heap
+from .flat import ALIGNMENT, Layout, Pieces, empty_bytes, trim_heap
 
 SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
 
@@ -135,6 +135,20 @@ def into_flat(places: Sequence[Place], layout: Layout, pinned: bool, keep: Colle
         del tensor, part
     trim_heap()
     return flat
+
+
+def as_they_lie(places: Sequence[Place], layout: Layout) -> Pieces:
+    """The tensors as a master in pieces; nothing moves."""
+    pieces = []
+    for place in places:
+        tensor = place.tensor()
+        assert tensor is not None
+        parts = parts_of(tensor)
+        if any(part.is_meta for part in parts):  # as in `into_flat`
+            parts = [torch.zeros_like(part, device="cpu") if part.is_meta else part for part in parts]
+            place.table[place.attribute] = over_parts(tensor, parts)
+        pieces += parts
+    return Pieces(layout, tuple(pieces))
 
 
 def leave_flat(places: Sequence[Place], leaves: Callable[[Place], bool]) -> None:

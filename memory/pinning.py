@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .flat import Pieces
 
 from .page_locked import page_locked
 
@@ -72,7 +75,7 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def not_pinned(masters: Sequence[Tensor]) -> str | None:
+def not_pinned(masters: "Sequence[Tensor | Pieces]") -> str | None:
     """What is to be said where page-locked masters were asked for: None if they are."""
     plain = sum(1 for master in masters if not master.is_pinned())
     if not plain:
@@ -126,12 +129,31 @@ class CudaLink:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
+class HostLink:
+    """Copies within the host, at once: what asks for one has computed all that it stands for."""
+
+    def mark(self) -> None:
+        pass
+
+    def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> None:
+        slot.copy_(source)
+        if then is not None:
+            then()
+
+    def finished(self, event: Any) -> None:
+        pass
+
+    def order(self, event: Any) -> None:
+        pass
+
+
 class StagedStream:
     """Copies pageable masters through `stages` page-locked buffers. It is what a ring takes as its stream.
 
     A thread fills a stage as soon as the copy out of it is done, and starts the next copy; so the thread that computes
     waits for no event. At a block's turn it waits until the copy was started, because only then is there something for
-    the device to wait for. Masters that are page-locked themselves are copied as they lie.
+    the device to wait for. Masters that are page-locked themselves are copied as they lie; those in pieces come
+    together in the stage, where pages of a mapped file are waited for by the thread alone.
     """
 
     def __init__(self, link: Link, stage_bytes: int, stages: int = STAGES, pinned: bool = True):
@@ -142,7 +164,7 @@ class StagedStream:
         self._started: list[Future[Any]] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
-    def copy(self, slot: Tensor, host: Tensor, then: Callable[[], None] | None) -> "Future[Any]":
+    def copy(self, slot: Tensor, host: "Tensor | Pieces", then: Callable[[], None] | None) -> "Future[Any]":
         """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._started = [started for started in self._started if not started.done() or started.exception()]
@@ -150,19 +172,24 @@ class StagedStream:
         return self._started[-1]
 
     def _send(
-        self, slot: Tensor, host: Tensor, mark: Any, then: Callable[[], None] | None, mode: tuple[bool, bool]
+        self,
+        slot: Tensor,
+        host: "Tensor | Pieces",
+        mark: Any,
+        then: Callable[[], None] | None,
+        mode: tuple[bool, bool],
     ) -> Any:
         # Both modes belong to a thread; `then` has to run as it would have on the one that asked.
         with torch.inference_mode(mode[0]), torch.set_grad_enabled(mode[1]):
             target = slot[: host.numel()]
-            if host.is_pinned():
+            if isinstance(host, Tensor) and host.is_pinned():
                 return self.link.send(target, host, mark, then)
             stage = self._turn % len(self.stages)
             self._turn += 1
             if self._leaving[stage] is not None:
                 self.link.finished(self._leaving[stage])
             source = self.stages[stage][: host.numel()]
-            source.copy_(host)
+            source.copy_(host) if isinstance(host, Tensor) else host.copy_to(source)
             self._leaving[stage] = self.link.send(target, source, mark, then)
             return self._leaving[stage]
 
@@ -179,11 +206,14 @@ class StagedStream:
         self._started = []
 
 
-def staged_stream(masters: Sequence[Tensor], device: torch.device) -> StagedStream | None:
+def staged_stream(masters: "Sequence[Tensor | Pieces]", device: torch.device) -> StagedStream | None:
     """The stream for masters that are not all page-locked; None where plain copies do as well."""
-    if device.type != "cuda" or all(master.is_pinned() for master in masters):
+    largest = max(master.numel() for master in masters)
+    if device.type == "cuda":
+        return None if all(master.is_pinned() for master in masters) else StagedStream(CudaLink(device), largest)
+    if all(isinstance(master, Tensor) for master in masters):
         return None
-    return StagedStream(CudaLink(device), max(master.numel() for master in masters))
+    return StagedStream(HostLink(), largest, pinned=False)
 
 
 @functools.cache

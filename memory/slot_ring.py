@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat import empty_bytes
+from .flat import Pieces, empty_bytes
 from .pinning import StagedStream, staged_stream
 
 
@@ -22,7 +22,7 @@ class CopyStream:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, slot: Tensor, host: Tensor, then: Callable[[], None] | None) -> Any:
+    def copy(self, slot: Tensor, host: Any, then: Callable[[], None] | None) -> Any:
         """Copies after everything that was computed so far, then calls `then` on the same stream; returns what `wait`
         takes.
 
@@ -54,19 +54,20 @@ class CopyStream:
 
 
 class SlotRing:
-    """masters: the flat host buffers of the blocks, in the order of the forward. prefetch: how many are copied ahead;
-    one slot more than that is used. finish(j): called after each copy of block j, on the stream of the copies.
-    `copies` and `bytes_copied` count."""
+    """masters: the flat host buffers of the blocks, or what stands for them, in the order of the forward. prefetch: how
+    many are copied ahead; one slot more than that is used. finish(j): called after each copy of block j, on the stream
+    of the copies. `copies` and `bytes_copied` count."""
 
     def __init__(
         self,
-        masters: Sequence[Tensor],
+        masters: Sequence[Tensor | Pieces],
         device: torch.device,
         prefetch: int,
         finish: Callable[[int], None] | None = None,
     ):
         assert prefetch >= 1 and masters
-        self.masters, self.device, self.prefetch, self.finish = list(masters), device, prefetch, finish
+        self.masters: list[Tensor | Pieces] = list(masters)
+        self.device, self.prefetch, self.finish = device, prefetch, finish
         self.count = min(prefetch + 1, len(self.masters))
         self.slot_bytes = max(master.numel() for master in self.masters)
         self.stream: CopyStream | StagedStream = staged_stream(masters, device) or CopyStream(device)
@@ -75,6 +76,10 @@ class SlotRing:
         self.slots: list[Tensor] = []
         self.occupants: list[int | None] = []
         self._copied: list[Any] = []
+
+    def takes(self, masters: Sequence[Tensor | Pieces]) -> bool:
+        """Whether these may come in the place of the masters: pieces have to come together in a stage."""
+        return isinstance(self.stream, StagedStream) or all(isinstance(master, Tensor) for master in masters)
 
     def take(self) -> None:
         """Makes the slots."""

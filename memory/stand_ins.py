@@ -23,8 +23,9 @@ import torch
 from comfy.model_patcher import move_weight_functions, wipe_lowvram_weight
 from torch import Tensor, nn
 
-from .flat import Layout
-from .masters import Place, into_flat, over_parts, parts_of, places_of, plain_tensors, shared_flat
+from .flat import Layout, Pieces
+from .in_file import WeightsInFile
+from .masters import Place, as_they_lie, into_flat, over_parts, parts_of, places_of, plain_tensors, shared_flat
 from .pinning import not_pinned
 from .slot_ring import SlotRing
 
@@ -92,15 +93,19 @@ class SwappedBlocks:
     """The swapped blocks of one model. base: ComfyUI's BaseModel; blocks: their modules by their names in the state
     dict of the MODEL, such as diffusion_model.single_blocks.3, in the order of the forward.
 
-    notes: what the user has to be told, each sentence once.
+    notes: what the user has to be told, each sentence once. from_file: the masters stay in the mapped file, as far as
+    they lie there.
     """
 
     ring: SlotRing | None = None
+    masters_stay = False  # wherever they lie: a run that trains holds them there
 
-    def __init__(self, base: Any, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool):
+    def __init__(
+        self, base: Any, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool, from_file: bool = False
+    ):
         self.base: Callable[[], Any] = weakref.ref(base)
         self.blocks = dict(blocks)
-        self.prefetch, self.pinned = prefetch, pinned
+        self.prefetch, self.pinned, self.from_file = prefetch, pinned, from_file
         self.notes: list[str] = []
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
         self.places = [places_of(name, block) for name, block in self.blocks.items()]
@@ -108,6 +113,8 @@ class SwappedBlocks:
         self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
         # A quantised weight consists of several tensors.
         self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.places, strict=True))
+        outside = [p for p in places_of("", base) if id(p.owner) not in self.modules] if from_file else []
+        self.rest = WeightsInFile(outside)
         self.running: set[int] = set()
         self._unpinnable = False
         self._patching = Patching({}, None, {}, (), False)
@@ -121,7 +128,7 @@ class SwappedBlocks:
     def on(self, base: nn.Module) -> "SwappedBlocks":
         """The blocks of the same names in another model."""
         blocks = {name: base.get_submodule(name) for name in self.blocks}
-        return SwappedBlocks(base, blocks, self.prefetch, self.pinned)
+        return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file)
 
     def say(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -190,16 +197,22 @@ class SwappedBlocks:
 
     def _take(self, device: torch.device, replaced: Collection[str]) -> None:
         pinned = self.pinned and not self._unpinnable
-        flats = []
+        flats: list[Tensor | Pieces] = []
         for places, layout in zip(self.places, self.layouts, strict=True):
+            if self.from_file:
+                flats.append(as_they_lie(places, layout))
+                continue
             flat = shared_flat(places, layout, replaced)
+            if self.masters_stay:
+                flats.append(as_they_lie(places, layout) if flat is None else flat)
+                continue
             if flat is None or (pinned and not flat.is_pinned()):
                 flat = into_flat(places, layout, pinned, replaced)
             flats.append(flat)
-        if pinned and (note := not_pinned(flats)) is not None:
+        if pinned and not self.masters_stay and (note := not_pinned(flats)) is not None:
             self._unpinnable = True
             self.say(note)
-        if self.ring is None or self.ring.device != device:
+        if self.ring is None or self.ring.device != device or not self.ring.takes(flats):
             own = weakref.ref(self)
 
             def finish(j: int) -> None:

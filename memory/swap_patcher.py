@@ -59,6 +59,7 @@ class SwapPatcher(ModelPatcher):
         return [entry for entry in super()._load_list(*args, **kwargs) if id(entry[-2]) not in self.swap.modules]
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
+        self.swap.rest.forget_replaced(self._replaced())
         # A full load ends with `model.to(device)`, which would take the swapped blocks along.
         memory = EVERYTHING if full_load else max(0.1, lowvram_model_memory - self.swap.slot_bytes())
         super().load(device_to, memory, force_patch_weights, full_load=False)
@@ -121,10 +122,27 @@ class SwapPatcher(ModelPatcher):
         # What stands over a block's forward comes off in the reverse order, so that nobody puts back what has ended.
         self.eject_model()
         self.swap.release() if unpatch_weights else self.swap.lift()
+        if unpatch_weights and self.swap.rest:
+            self.unpatch_hooks()
+            self.swap.rest.put_back(self._replaced())
         # Outside inference mode ComfyUI's move to a device copies quantised weights that are there already: they would
         # leave their flat buffers, which small tensors keep in memory.
         with torch.inference_mode() if self.swap.quantised else nullcontext():
             super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
+        freed = super().partially_unload(device_to, memory_to_free, force_patch_weights)
+        self.swap.rest.put_back(self._replaced(), only="cpu")
+        return freed
+
+    def _replaced(self) -> set[str]:
+        """What ComfyUI itself puts back when the model is unloaded."""
+        return {*self.backup, *self.object_patches_backup}
+
+    def pin_weight_to_device(self, key):
+        # Page-locking a page of a mapped file makes a copy of it.
+        if key not in self.swap.rest:
+            super().pin_weight_to_device(key)
 
     def detach(self, unpatch_all=True):
         # Another patcher of the same model may be loaded next, which knows of no slots. A clone that is collected is
@@ -138,7 +156,12 @@ class SwapPatcher(ModelPatcher):
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
         if key not in self.swap.keys:
+            self.swap.rest.leave(key)  # it is written into, which a file may not be
             super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
+
+    def patch_cached_hook_weights(self, cached_weights, key, memory_counter) -> None:
+        self.swap.rest.leave(key)
+        super().patch_cached_hook_weights(cached_weights, key, memory_counter)
 
     def patch_hooks(self, hooks: HookGroup) -> None:
         super().patch_hooks(hooks)
@@ -166,8 +189,11 @@ class SwapPatcher(ModelPatcher):
         return state
 
 
-def swap_model(patcher: ModelPatcher, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool) -> SwapPatcher:
-    """A clone of the MODEL whose `blocks` (by name in its state dict) stream from the host when it runs.
+def swap_model(
+    patcher: ModelPatcher, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool, from_file: bool = False
+) -> SwapPatcher:
+    """A clone of the MODEL whose `blocks` (by name in its state dict) stream from the host when it runs;
+    from_file: straight from the mapped file, as far as they lie there.
 
     Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
     """
@@ -185,7 +211,7 @@ def swap_model(patcher: ModelPatcher, blocks: Mapping[str, nn.Module], prefetch:
     # Its class alone is exchanged, as everything else that a clone has is wanted.
     clone.__class__ = SwapPatcher
     assert isinstance(clone, SwapPatcher)
-    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned)
+    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned, from_file)
     clone.set_attachments(KEY, swap)
     clone.offload_device = torch.device("cpu")
     clone.size = 0

@@ -17,10 +17,14 @@ def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) ->
     lists: the model's lists of blocks with their lengths; order: the lists in the order in which they are to be used.
     Raises ValueError for more blocks than there are.
     """
-    total = sum(lists.values())
+    check_count(count, sum(lists.values()))
+    return spread(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
+
+
+def check_count(count: int, total: int) -> None:
+    """Raises ValueError for more blocks than there are."""
     if not 0 <= count <= total:
         raise ValueError(f"blocks_to_swap is {count}; this model has {total} blocks, so choose 0 to {total}.")
-    return spread(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
 
 
 def spread(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +46,17 @@ def find_blocks(model: nn.Module) -> list[BlockOfModel]:
         inside |= below
         blocks.append(BlockOfModel(entry.name, kind_of(entry.module), entry.module))
     return blocks
+
+
+def most_blocks(matrices: Iterable[str]) -> int:
+    """How many blocks `find_blocks` can find at most in a model whose file holds these matrices by name, such as
+    double_blocks.3.img_mlp.0.weight: entries of lists with two of them. Where lists of blocks hold none, it is the
+    number that it finds."""
+    inside: Counter[str] = Counter()
+    for name in matrices:
+        parts = name.split(".")
+        inside.update(".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
+    return sum(1 for count in inside.values() if count >= 2)
 
 
 _LISTS = (nn.ModuleList, nn.Sequential)

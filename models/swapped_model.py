@@ -10,6 +10,8 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ..memory.dynamic_vram import without_dynamic_vram
+from ..memory.in_file import bytes_in_file, stream_from_file
+from ..memory.make_room import make_room
 from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
 from ..memory.swap_patcher import SwapPatcher, swap_model
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
@@ -85,7 +87,8 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     order = swap_order(clone, blocks)
     numbers = {f"{name}.{i}": block for name, members in lists.items() for i, block in enumerate(members)}
     prefetch, notes = settings.prefetch_blocks, []
-    if settings.blocks_to_swap == -1:
+    automatic = settings.blocks_to_swap == -1
+    if automatic:
         fitting = _fit(clone, numbers, order, max(1, prefetch))
         chosen = fitting.swapped
         notes += _said(fitting.text)
@@ -93,25 +96,37 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
         chosen = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
     streamed = {f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in chosen}
     if not streamed:
+        if automatic:
+            make_room(clone, automatic, lambda sentence: _add(notes, sentence))
         return clone, notes
     needed = sum(_bytes(module) for module in streamed.values())
     available = psutil.virtual_memory().available
+    inside = bytes_in_file(tensor for module in streamed.values() for tensor in module.parameters())
+    from_file, said = stream_from_file(settings.pin_memory, inside, needed, available)
+    notes += _said(said) if said is not None else []
     pinning = choose_pinning(settings.pin_memory, clone.load_device.type, needed, available, is_windows())
-    if not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
+    if not from_file and not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
         notes += _said(pinning.reason)
-    swapped = swap_model(clone, streamed, prefetch, pinning.masters)
+    swapped = swap_model(clone, streamed, prefetch, pinning.masters and not from_file, from_file)
     whole, held = clone.model_size(), swapped.model_size()
     notes += _said(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
         f"GPU in place of {whole / 2**30:.2f} GiB."
     )
-    swapped.notes[:0] = notes
-    return swapped, swapped.notes
+    told = swapped.notes  # the list alone: a clone may stand on another model, and outlive this one
+    told[:0] = notes
+    make_room(swapped, automatic, lambda sentence: _add(told, sentence))
+    return swapped, told
 
 
 def _said(sentence: str) -> list[str]:
     log.info(sentence)
     return [sentence]
+
+
+def _add(notes: list[str], sentence: str) -> None:
+    if sentence not in notes:
+        notes += _said(sentence)
 
 
 def _bytes(module: nn.Module) -> int:

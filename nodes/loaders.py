@@ -4,8 +4,12 @@ import folder_paths
 import torch
 from comfy import sd
 from comfy_api.latest import io
+from safetensors import SafetensorError, safe_open
 
 from ..memory.dynamic_vram import cast_as_asked
+from ..memory.in_file import StayInFile, settle
+from ..memory.swap_plan import check_count
+from ..models.blocks import most_blocks
 from ..models.swapped_model import SwapSettings
 from .swap import swap_inputs, with_swap
 
@@ -76,11 +80,30 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         # Under the executor's inference mode, as core's loader: scaled fp8 weights made outside of it can't be moved
         # under it. Training looks at the same memory through ordinary tensors. Dynamic VRAM, which block swap stands in
         # for, would load the file a second time.
-        model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=blocks_to_swap != 0)
         if blocks_to_swap == 0:
+            model = sd.load_diffusion_model(path, model_options=options)
             return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
+        if blocks_to_swap != -1:
+            _check_count(path, blocks_to_swap)
+        with StayInFile():
+            model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=True)
         cast_as_asked(model.model)
+        settle(model.model)
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
+
+
+def _check_count(path: str, blocks_to_swap: int) -> None:
+    """Raises ValueError for more blocks than the file can hold, before the minutes that loading may take."""
+    if not path.lower().endswith((".safetensors", ".sft")):
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.endswith(".weight")]
+            most = most_blocks(name for name in names if len(file.get_slice(name).get_shape()) > 1)
+    except SafetensorError:
+        return  # ComfyUI says what is wrong with it
+    if most:
+        check_count(blocks_to_swap, most)
 
 
 NODES = [TesseraLoadDiffusionModel]

@@ -40,7 +40,8 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
             optional=optional,
             advanced=True,
             tooltip="Whether the swapped blocks lie in page-locked memory, from which copies are fastest. auto: where "
-            "it is safe. off: a small page-locked buffer is used; choose it if Windows runs short of memory.",
+            "it is safe. on: also where memory is short, and they would stream from the file. off: a small page-locked "
+            "buffer is used; choose it if Windows runs short of memory.",
         ),
     ]
 

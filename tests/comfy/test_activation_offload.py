@@ -44,7 +44,7 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
         deep_flux, tmp_path / "off", backend=backend, batch=batch, blocks_to_swap=swap, offload_activations=True
     )
     # A run compiles its own graphs, one for each kind of block.
-    assert counters["stats"]["unique_graphs"] - graphs == kept.runner.planned_graphs == (2 if backend else 0)
+    assert counters["stats"]["unique_graphs"] - graphs == kept.placed.runner.planned_graphs == (2 if backend else 0)
     assert off.progress.loss == kept.progress.loss
     for (name, pair), other in zip(off.network.pairs.items(), kept.network.pairs.values(), strict=True):
         for a, b in zip(pair, other, strict=True):
@@ -52,7 +52,7 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
             assert torch.equal(a, b), name
     # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
     a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
-    offload = off.runner.offload
+    offload = off.placed.runner.offload
     assert offload.bytes_out == offload.bytes_in == STEPS * 4 * a_block
     # Picture and text of a double block are a buffer each; the second step makes none.
     assert offload.buffers == 2 * 2 + 2
@@ -93,7 +93,7 @@ def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flu
         memory=MemoryOptions(checkpointing="selective", offload_activations=True),
     )
     trainer.run()
-    assert trainer.runner.offload is None
+    assert trainer.placed.runner.offload is None
     assert notes == [
         "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is 'selective'."
     ]

@@ -67,8 +67,9 @@ def test_swapped_equals_resident_bit_for_bit(deep_flux, resident, tmp_path, coun
     assert_same_run(swapped, plain)
     slots = min(prefetch + 1, count)
     # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
-    assert swapped.swap.ring.copies == STEPS * 2 * (count - slots) + slots
-    assert swapped.swap.held_bytes() == slots * max(layout.size for layout in swapped.swap.layouts)
+    assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.facts()["block_copies_per_step"] == 2 * (count - slots)
+    assert swapped.placed.swap.held_bytes() == slots * max(layout.size for layout in swapped.placed.swap.layouts)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -85,7 +86,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, 
     plain = trained(deep_flux, tmp_path / "plain", **settings)
     graphs = counters["stats"]["unique_graphs"]
     swapped = trained(deep_flux, tmp_path / "swapped", blocks_to_swap=4, **settings)
-    assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 2
+    assert counters["stats"]["unique_graphs"] - graphs == plain.placed.runner.planned_graphs == 2
     assert_same_run(swapped, plain)
 
 
@@ -111,22 +112,22 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
     )
-    masters = [master.clone() for master in trainer.swap.ring.masters]
+    masters = [master.clone() for master in trainer.placed.swap.ring.masters]
     with Writes() as writes:
         trainer.run()
-    homes = {master.untyped_storage().data_ptr() for master in trainer.swap.ring.masters}
-    slots = {slot.untyped_storage().data_ptr() for slot in trainer.swap.ring.slots}
+    homes = {master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters}
+    slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.swap.ring.slots}
     # What is written are slots, out of masters, and no master is, not even with what it holds.
     assert not homes & set(writes.into)
     assert [(into in slots) for into, out_of in zip(writes.into, writes.out_of, strict=True) if out_of in homes] == [
         True
-    ] * trainer.swap.ring.copies
-    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.swap.ring.masters, strict=True))
+    ] * trainer.placed.swap.ring.copies
+    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.swap.ring.masters, strict=True))
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters.
     weight = model.model.diffusion_model.single_blocks[1].linear1.weight
-    held = [m.untyped_storage().data_ptr() for m in trainer.swap.ring.masters]
+    held = [m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters]
     assert weight.untyped_storage().data_ptr() in held
 
 
@@ -137,7 +138,7 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     monkeypatch.setattr(block_swap, "unlock", lambda flat: unlocked.append(flat.untyped_storage().data_ptr()))
     model = tiny.load_flux(deep_flux)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
-    homes = [master.untyped_storage().data_ptr() for master in trainer.swap.ring.masters]
+    homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters]
     trainer.run()
     assert unlocked == []
     trainer.close()
@@ -164,7 +165,7 @@ def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Pa
     class Unloading(type(trainer.observer)):
         def step(self, report: Any) -> None:
             comfy.model_management.unload_all_models()
-            held.append(trainer.swap.held_bytes())
+            held.append(trainer.placed.swap.held_bytes())
 
     trainer.observer = Unloading()
     trainer.run()
@@ -177,7 +178,7 @@ def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Pat
     trainer = tiny.make_trainer(
         tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions(blocks_to_swap=6)
     )
-    ring = trainer.swap.ring
+    ring = trainer.placed.swap.ring
     bring = ring._bring
 
     def bring_another(j: int, ahead: Any) -> None:
@@ -192,11 +193,11 @@ def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Pat
 def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_path: Path) -> None:
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, memory=MemoryOptions(blocks_to_swap=6))
-    for block in trainer.swap.blocks:
+    for block in trainer.placed.swap.blocks:
         tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
         layout = Layout.of((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-        assert layout in trainer.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
-    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.swap.ring.slots)
+        assert layout in trainer.placed.swap.layouts and all(field.offset % 256 == 0 for field in layout.fields)
+    assert all(slot.data_ptr() % 256 == 0 for slot in trainer.placed.swap.ring.slots)
 
 
 def test_more_blocks_than_there_are_is_one_sentence(deep_flux: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import folder_paths
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
 from tessera.memory.swap_patcher import SwapPatcher
+from tessera.models.blocks import find_blocks, most_blocks
 from tessera.models.swapped_model import SwapSettings, swap_settings_of
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
 from tessera.nodes.swap import TesseraBlockSwap
@@ -89,6 +91,33 @@ def test_the_file_is_read_once_and_without_dynamic_vram_where_blocks_stream(tiny
     load(tiny_files["flux"], blocks_to_swap=-1)
     load(tiny_files["flux"], blocks_to_swap=4)
     assert asked == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan", "wan_vace", "qwen_image", "sdxl"])
+def test_a_files_names_tell_how_many_blocks_there_can_be(name: str, tiny_files) -> None:
+    with safe_open(tiny_files[name], framework="pt") as file:
+        matrices = [n for n in file.keys() if n.endswith(".weight") and len(file.get_slice(n).get_shape()) > 1]
+    there = len(find_blocks(tiny.load_model(name, tiny_files[name]).model.diffusion_model))
+    assert most_blocks(matrices) >= there and (most_blocks(matrices) == there or name == "sdxl")
+
+
+def test_more_blocks_than_the_file_holds_are_refused_before_it_is_loaded(
+    tiny_files, load, tmp_path, monkeypatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was loaded")
+
+    scaled = tiny.write_flux(tmp_path / "flux.safetensors", fp8=True)
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no header")
+    monkeypatch.setattr(comfy.sd, "load_diffusion_model", never)
+    for path in (tiny_files["flux"], scaled):
+        with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
+            load(path, "fp8_e4m3fn", blocks_to_swap=5)
+        with pytest.raises(AssertionError, match="loaded"):
+            load(path, blocks_to_swap=4)
+    with pytest.raises(AssertionError, match="loaded"):  # what is wrong with it ComfyUI says
+        load(broken, blocks_to_swap=5)
 
 
 def test_bad_input_is_one_sentence(tiny_files, load) -> None:

@@ -69,7 +69,7 @@ def test_swapped_equals_resident_bit_for_bit(deep, resident, tmp_path, count, pr
     assert_same_run(swapped, plain)
     slots = min(prefetch + 1, count)
     # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
-    assert swapped.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -79,7 +79,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep, tmp_path, mode)
     plain = trained(deep, tmp_path / "plain", **settings)
     graphs = counters["stats"]["unique_graphs"]
     swapped = trained(deep, tmp_path / "swapped", blocks_to_swap=3, **settings)
-    assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 1
+    assert counters["stats"]["unique_graphs"] - graphs == plain.placed.runner.planned_graphs == 1
     assert_same_run(swapped, plain)
 
 
@@ -90,13 +90,13 @@ def test_an_fp8_file_streams_as_it_is_stored(tmp_path):
     resident = trained(fp8, tmp_path / "resident")
     swapped = trained(fp8, tmp_path / "swapped", blocks_to_swap=BLOCKS)
     assert_same_run(swapped, resident)
-    (_, block), *_ = swapped.transformer.blocks()
+    (_, block), *_ = swapped.placed.transformer.blocks()
     assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
 
 
 def test_activations_may_wait_on_the_host(deep, resident, tmp_path):
     offloaded = trained(deep, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
-    assert offloaded.runner.offload.bytes_in > 0
+    assert offloaded.placed.runner.offload.bytes_in > 0
     assert_same_run(offloaded, resident("full"))
 
 
@@ -110,7 +110,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep, tmp_path):
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters, the norms too.
-    held = {m.untyped_storage().data_ptr() for m in trainer.swap.ring.masters}
+    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters}
     block = model.model.diffusion_model.transformer_blocks[1]
     for tensor in (block.img_mlp.net[2].weight, block.txt_mod[1].bias, block.attn.norm_added_k.weight):
         assert tensor.untyped_storage().data_ptr() in held
@@ -118,4 +118,4 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep, tmp_path):
 
 def test_a_plan_is_chosen_by_measuring_a_block(deep, tmp_path):
     automatic = trained(deep, tmp_path, checkpointing="auto", blocks_to_swap=-1)
-    assert automatic.automatic is not None and automatic.progress.step == STEPS
+    assert automatic.placed.automatic is not None and automatic.progress.step == STEPS

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from tessera.memory.block_swap import BlockSwap, frozen_modules
-from tessera.train import automatic, loop
+from tessera.train import automatic, placed_model
 from tessera.train.events import Silent
 from tessera.train.options import MemoryOptions
 from tessera.train.stopped import TrainingStopped
@@ -55,11 +55,11 @@ def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
 
 def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_flux, tmp_path, notes) -> None:
     trainer = make(deep_flux, tmp_path)
-    assert trainer.swap is None and trainer.memory.checkpointing == "none"
+    assert trainer.placed.swap is None and trainer.placed.memory.checkpointing == "none"
     assert len(notes) == 1 and notes[0].startswith("Fits with ") and "all blocks stay on the device" in notes[0]
     trainer.run()
-    measured = trainer.automatic.measured
-    for (name, block), cost in zip(trainer.transformer.blocks(), measured.blocks, strict=True):
+    measured = trainer.placed.automatic.measured
+    for (name, block), cost in zip(trainer.placed.transformer.blocks(), measured.blocks, strict=True):
         held = sum(module.held_bytes() for module in frozen_modules(block).values())
         assert cost.name == name and 0 <= cost.weights - held < 256 * 40  # each tensor starts at a multiple of 256
         assert cost.inputs == (TOKENS + TEXT) * HIDDEN * 4
@@ -71,10 +71,10 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
     """Another way of counting: all memory that the graph of a block reaches, by its storages."""
     trainer = make(deep_flux, tmp_path, batch=2)
     held: dict[str, dict[int, int]] = {}
-    runner = trainer.runner
-    weights = {b.untyped_storage().data_ptr() for m in trainer.transformer.frozen_modules() for b in m.buffers()}
+    runner = trainer.placed.runner
+    weights = {b.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for b in m.buffers()}
     weights |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
-    names = {id(block): name for name, block in trainer.transformer.blocks()}
+    names = {id(block): name for name, block in trainer.placed.transformer.blocks()}
 
     def run(block: Any, *args: Any) -> Any:
         # Leaves, so that the walk over the graph ends at the block's inputs.
@@ -100,27 +100,26 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
                             found[storage.data_ptr()] = storage.nbytes()
         return out
 
-    trainer.runner = run
-    indices = [0, 0]
-    samples = [(trainer.data.samples[i], trainer.reader.read(i)) for i in indices]
+    trainer.placed.runner = run
+    samples = [(trainer.data.samples[0], trainer.reader.read(one)) for one in tiny.shown(0, 0)]
     batch = automatic.make_batch(
         trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
-    trainer.velocity(batch.inputs, (0, 0))
-    for cost in trainer.automatic.measured.blocks:
+    trainer.placed.velocity(batch.inputs, (0, 0))
+    for cost in trainer.placed.automatic.measured.blocks:
         assert cost.saved == sum(held[cost.name].values()), cost.name
 
 
 def test_measuring_again_counts_the_same_bytes(deep_flux: Path, tmp_path: Path) -> None:
-    first, second = (make(deep_flux, tmp_path / str(i)).automatic.measured for i in range(2))
+    first, second = (make(deep_flux, tmp_path / str(i)).placed.automatic.measured for i in range(2))
     assert first.other_bytes == second.other_bytes
     for one, other in zip(first.blocks, second.blocks, strict=True):
         assert (one.weights, one.inputs, one.saved) == (other.weights, other.inputs, other.saved)
 
 
 def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(deep_flux, tmp_path) -> None:
-    plain = make(deep_flux, tmp_path / "plain").automatic.measured.blocks
-    stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).automatic.measured.blocks
+    plain = make(deep_flux, tmp_path / "plain").placed.automatic.measured.blocks
+    stored = make(deep_flux, tmp_path / "fp8", dtype=torch.float8_e4m3fn).placed.automatic.measured.blocks
     for of_fp32, of_fp8 in zip(plain, stored, strict=True):
         assert of_fp8.weights < of_fp32.weights / 3
         assert of_fp8.saved == of_fp32.saved
@@ -130,17 +129,17 @@ def test_a_block_stored_in_fp8_keeps_no_more_for_backward_than_its_activations(d
 def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, tmp_path, monkeypatch, part) -> None:
     resident = make(deep_flux, tmp_path / "resident", checkpointing="full", blocks_to_swap=0)
     resident.run()
-    whole = make(deep_flux, tmp_path / "whole", checkpointing="full").automatic.plan.device_bytes
+    whole = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.automatic.plan.device_bytes
     free(monkeypatch, int(part * whole))
     trainer = make(deep_flux, tmp_path / "small", checkpointing="full")
-    plan = trainer.automatic.plan
+    plan = trainer.placed.automatic.plan
     assert plan.fits and plan.swapped and plan.device_bytes <= part * whole
-    assert {n for n, b in trainer.transformer.blocks() if id(b) in trainer.swap.number} == plan.swapped
+    assert {n for n, b in trainer.placed.transformer.blocks() if id(b) in trainer.placed.swap.number} == plan.swapped
     trainer.run()
     assert_same_run(trainer, resident)
     # What lies on the device never takes more than the plan has for weights.
-    activations = sum(cost.inputs for cost in trainer.automatic.measured.blocks)
-    assert trainer.resident.bytes <= plan.device_bytes - activations
+    activations = sum(cost.inputs for cost in trainer.placed.automatic.measured.blocks)
+    assert trainer.placed.resident.bytes <= plan.device_bytes - activations
 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
@@ -155,8 +154,8 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
         value = loss(batch, draw)
         if failing and trainer.progress.step + 1 == failing[0]:
             failing.pop(0)
-            _, block = trainer.transformer.blocks()[2]
-            hooks.append(block.linears()["linear1"].lora_up.register_hook(fail))
+            _, block = trainer.placed.transformer.blocks()[2]
+            hooks.append(block.linears()["linear1"].adapter.up.register_hook(fail))
         return value
 
     trainer.loss = watched
@@ -166,14 +165,16 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
 def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_path, notes, backend) -> None:
     torch._dynamo.reset()
     trainer = make(deep_flux, tmp_path / "automatic", backend=backend, checkpointing="full")
-    assert trainer.swap is None
+    assert trainer.placed.swap is None
     before = counters["stats"]["unique_graphs"]
     out_of_memory_at(trainer, 2)
     trainer.run()
-    assert trainer.swap is not None and len(trainer.swap.blocks) == trainer.memory.blocks_to_swap > 0
+    assert (
+        trainer.placed.swap is not None and len(trainer.placed.swap.blocks) == trainer.placed.memory.blocks_to_swap > 0
+    )
     assert notes[1].startswith("Out of memory at step 2; it goes on with less. Fits with ")
-    assert counters["stats"]["unique_graphs"] - before == trainer.runner.planned_graphs == (2 if backend else 0)
-    memory = trainer.memory
+    assert counters["stats"]["unique_graphs"] - before == trainer.placed.runner.planned_graphs == (2 if backend else 0)
+    memory = trainer.placed.memory
     assert memory.checkpointing == "full"
     started_with_it = make(
         deep_flux,
@@ -193,20 +194,18 @@ def test_it_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
         trainer.run()
     assert trainer.progress.saved_step == 1
-    assert trainer.memory.checkpointing == "full" and trainer.memory.blocks_to_swap == 8
+    assert trainer.placed.memory.checkpointing == "full" and trainer.placed.memory.blocks_to_swap == 8
     steps = [note for note in notes if note.startswith("Out of memory at step 2; it goes on with less.")]
     assert len(steps) > 2 and len(set(steps)) == len(steps)
 
 
 def test_when_no_plan_can_be_placed_the_run_ends_with_its_sentence(deep_flux, tmp_path, monkeypatch) -> None:
-    from tessera.train import loop
-
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     trainer = make(deep_flux, tmp_path, checkpointing="full")
     out_of_memory_at(trainer, 2)
-    monkeypatch.setattr(loop, "BlockSwap", fail)
+    monkeypatch.setattr(placed_model, "BlockSwap", fail)
     with pytest.raises(TrainingStopped, match="Out of memory at step 2"):
         trainer.run()
     assert trainer.progress.saved_step == 1 and trainer.facts()["blocks_swapped"] == 0
@@ -222,22 +221,20 @@ def test_without_automatic_a_run_that_needs_more_ends_with_a_sentence(deep_flux,
 
 
 def test_running_out_while_the_weights_are_placed_steps_down_too(deep_flux, tmp_path, monkeypatch, notes) -> None:
-    from tessera.train import loop
-
     made: list[int] = []
 
-    class Failing(loop.BlockSwap):  # the first one
+    class Failing(placed_model.BlockSwap):  # the first one
         def __init__(self, blocks: Any, *args: Any):
             made.append(len(blocks))
             if len(made) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(blocks, *args)
 
-    needed = make(deep_flux, tmp_path / "whole", checkpointing="full").automatic.plan.device_bytes
+    needed = make(deep_flux, tmp_path / "whole", checkpointing="full").placed.automatic.plan.device_bytes
     free(monkeypatch, int(0.8 * needed))
-    monkeypatch.setattr(loop, "BlockSwap", Failing)
+    monkeypatch.setattr(placed_model, "BlockSwap", Failing)
     trainer = make(deep_flux, tmp_path / "failing", checkpointing="full")
-    assert made == sorted(set(made)) and len(trainer.swap.blocks) == made[-1]
+    assert made == sorted(set(made)) and len(trainer.placed.swap.blocks) == made[-1]
     trainer.run()
     assert len(trainer.progress.loss) == STEPS and trainer.facts()["blocks_swapped"] == made[-1]
 
@@ -267,8 +264,8 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
         deep_flux,
         tmp_path / "fixed",
         checkpointing="full",
-        blocks_to_swap=trainer.memory.blocks_to_swap,
-        prefetch_blocks=trainer.memory.prefetch_blocks,
+        blocks_to_swap=trainer.placed.memory.blocks_to_swap,
+        prefetch_blocks=trainer.placed.memory.prefetch_blocks,
     )
     started_with_it.run()
     assert_same_run(trainer, started_with_it)
@@ -285,7 +282,7 @@ def test_an_optimizer_that_breaks_off_amid_a_step_leaves_what_was_saved_and_says
         if trainer.progress.step == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trainer.optimizer.register_step_post_hook(break_off)
+    trainer.learner.optimizer.register_step_post_hook(break_off)
     with pytest.raises(TrainingStopped, match="Out of memory at step 3") as stopped:
         trainer.run()
     states = sorted(path.name for path in tmp_path.glob("state-*"))
@@ -311,7 +308,7 @@ def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_we
             make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
     assert len(ended) == 1
     with monkeypatch.context() as broken:
-        broken.setattr(loop, "build_network", full)
+        broken.setattr(placed_model, "build_network", full)
         with pytest.raises(TrainingStopped, match="Out of memory while the model was loaded"):
             make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
     assert len(ended) == 2

@@ -7,10 +7,11 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
+from comfy.patcher_extension import WrappersMP
 from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
 from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.swap import TesseraBlockSwap
-from tessera.nodes.train import memory_of
+from tessera.nodes.taken_over import memory_of
 from tessera.train.options import MemoryOptions
 from tiny.sampling import sample
 
@@ -51,6 +52,74 @@ def test_minus_one_swaps_what_does_not_fit_and_says_so(flux: Any, monkeypatch: p
     assert tight.model_size() <= flux.model_size() - 2**20
 
 
+def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The model's last layer finds memory only where no more than `limit` bytes of weights are loaded. Returns what was
+    loaded at each try."""
+    last = model.model.diffusion_model.final_layer
+    forward, seen = last.forward, []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen.append(model.loaded_size())
+        if seen[-1] > limit:
+            raise torch.OutOfMemoryError("no room for activations")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(last, "forward", run)
+    return seen
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["nothing streams", "some stream"])
+def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux: Any, fits: bool, monkeypatch) -> None:
+    import tessera.memory.make_room as make_room
+
+    monkeypatch.setattr(make_room, "LEAST", 2**18)
+    want = sample(flux, "flux")
+    comfy.model_management.unload_all_models()
+    masters = {key: t.clone() for key, t in flux.model.state_dict().items()}
+    with monkeypatch.context() as free:
+        needed = flux.model_size() + int(flux.memory_required([1, 16, 128, 128]))
+        needed += int(comfy.model_management.extra_reserved_memory())
+        room = needed + 2**20 * (1 if fits else -1)
+        free.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
+        model, notes = swap(flux, SwapSettings(-1))
+    assert (type(model) is type(flux)) is fits
+    before = len(notes)
+    slots = 0 if fits else model.swap.slot_bytes()
+    seen = limited(model, slots + (model.model_size() - slots) // 4, monkeypatch)
+    assert torch.equal(sample(model, "flux"), want)
+    assert len(seen) > 2 and seen[-1] < seen[0] and sorted(seen, reverse=True) == seen
+    assert [note for note in notes[before:] if "did not suffice although blocks_to_swap is -1" in note] == notes[
+        before:
+    ]
+    assert len(notes) == before + 1  # it happened more than once, and is said once
+    comfy.model_management.unload_all_models()
+    assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
+
+
+def test_a_number_of_ones_own_is_kept_and_no_room_at_all_ends_the_run(flux: Any, monkeypatch) -> None:
+    model, notes = swap(flux, SwapSettings(2))
+    seen = limited(model, 0, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(model, "flux")
+    assert len(seen) == 1 and not any("suffice" in note for note in notes)
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: 10**12)
+    automatic, _ = swap(flux, SwapSettings(-1))
+    seen = limited(automatic, -1, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(automatic, "flux")
+    assert len(seen) > 1
+
+
+def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch) -> None:
+    from tessera.memory.make_room import KEY
+
+    model, notes = swap(flux, SwapSettings(2))
+    (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    monkeypatch.setattr(room.spill, "told", lambda: "About 3.0 GB lie in shared GPU memory.")
+    sample(model.clone(), "flux")
+    assert notes.count("About 3.0 GB lie in shared GPU memory.") == 1
+
+
 def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own(flux: Any) -> None:
     swapped, _ = swap(flux, SwapSettings(2, 2, "off"))
     taken, notes = memory_of(swapped, MemoryOptions())
@@ -73,7 +142,7 @@ def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tm
     memory, _ = memory_of(swapped, MemoryOptions())
     trainer = tiny.make_trainer(swapped, data, tmp_path / "swapped", steps=2, memory=memory)
     trainer.run()
-    assert trainer.progress.loss == plain.progress.loss and len(trainer.swap.blocks) == 4
+    assert trainer.progress.loss == plain.progress.loss and len(trainer.placed.swap.blocks) == 4
     assert torch.equal(sample(swapped, "flux"), picture)
     assert torch.equal(sample(flux, "flux"), picture)
 

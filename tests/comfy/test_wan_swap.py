@@ -66,16 +66,16 @@ def test_swapped_equals_resident_bit_for_bit(files, tmp_path, variant, count, pr
     assert_same_run(swapped, resident)
     slots = min(prefetch + 1, count)
     # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
-    assert swapped.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
 
 
 def test_an_fp8_file_streams_as_it_is_stored(files, tmp_path):
     resident = trained(files["fp8"], tmp_path / "resident", "2.2-5b")
     swapped = trained(files["fp8"], tmp_path / "swapped", "2.2-5b", blocks_to_swap=BLOCKS)
     assert_same_run(swapped, resident)
-    (_, block), *_ = swapped.transformer.blocks()
+    (_, block), *_ = swapped.placed.transformer.blocks()
     assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
-    assert swapped.transformer.patch_embedding.weight.dtype == torch.float32
+    assert swapped.placed.transformer.patch_embedding.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -86,7 +86,7 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(files, tmp_path, vari
     plain = trained(files[variant], tmp_path / "plain", variant, **settings)
     graphs = counters["stats"]["unique_graphs"]
     swapped = trained(files[variant], tmp_path / "swapped", variant, blocks_to_swap=3, **settings)
-    assert counters["stats"]["unique_graphs"] - graphs == plain.runner.planned_graphs == 1
+    assert counters["stats"]["unique_graphs"] - graphs == plain.placed.runner.planned_graphs == 1
     assert_same_run(swapped, plain)
 
 
@@ -100,7 +100,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(files, tmp_path):
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters, the modulation too.
-    held = {m.untyped_storage().data_ptr() for m in trainer.swap.ring.masters}
+    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters}
     block = model.model.diffusion_model.blocks[1]
     for tensor in (block.ffn[0].weight, block.norm3.bias, block.self_attn.norm_q.weight, block.modulation):
         assert tensor.untyped_storage().data_ptr() in held
@@ -109,4 +109,4 @@ def test_the_masters_are_never_written_and_stay_the_models_own(files, tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_plan_is_chosen_by_measuring_a_block(files, tmp_path, variant):
     automatic = trained(files[variant], tmp_path, variant, checkpointing="auto", blocks_to_swap=-1)
-    assert automatic.automatic is not None and automatic.progress.step == STEPS
+    assert automatic.placed.automatic is not None and automatic.progress.step == STEPS

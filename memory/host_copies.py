@@ -1,0 +1,55 @@
+"""A model's weights on the host stay where they are while ComfyUI takes the model to the device and back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .masters import Place, over_parts, parts_of, places_of
+from .stand_ins import SwappedBlocks
+from .swap_patcher import KEY
+
+
+@contextmanager
+def host_copies_kept(patcher: ModelPatcher) -> Iterator[None]:
+    """After it, what lies on the host again lies where it lay.
+
+    ComfyUI lets the host's memory of a weight go when it moves it to the device, and takes new memory on the way back.
+    The masters of swapped blocks share their memory with the MODEL's own weights, and there would be two of each. Leave
+    it when the model is unloaded. Under dynamic VRAM nothing of this moves.
+
+    Block swap of the MODEL itself streams them as they lie meanwhile, and gathers none in buffers of its own.
+    """
+    swap: SwappedBlocks | None = patcher.attachments.get(KEY)
+    if swap is not None:
+        swap.masters_stay = True
+    before = [] if patcher.is_dynamic() else _on_host(patcher)
+    try:
+        yield
+    finally:
+        if swap is not None:
+            swap.masters_stay = False
+        for place, lay in before:
+            now = place.tensor()
+            if now is None or not _moved(parts_of(now), lay):
+                continue
+            if is_traceable_wrapper_subclass(now):
+                place.table[place.attribute] = over_parts(now, lay)
+                continue
+            with torch.inference_mode(now.is_inference()):
+                now.data = lay[0]
+
+
+def _on_host(patcher: ModelPatcher) -> list[tuple[Place, list[Tensor]]]:
+    placed = [(place, place.tensor()) for place in places_of("", patcher.model)]
+    held = [(place, parts_of(tensor)) for place, tensor in placed if tensor is not None]
+    return [(place, parts) for place, parts in held if all(part.device.type == "cpu" for part in parts)]
+
+
+def _moved(now: list[Tensor], lay: list[Tensor]) -> bool:
+    """Whether it is the same weight in other memory of the same device."""
+    kinds = [[(part.device, part.dtype, part.shape) for part in parts] for parts in (now, lay)]
+    return kinds[0] == kinds[1] and any(n.data_ptr() != p.data_ptr() for n, p in zip(now, lay, strict=True))

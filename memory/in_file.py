@@ -1,0 +1,213 @@
+"""Weights that stay in the memory-mapped file they were loaded from.
+
+ComfyUI copies a file's weights into memory of its own unless dynamic VRAM is on. Where that memory is short, weights
+that need no conversion can stay where they are: the system brings their pages in when they are read, and drops them
+again when it needs the memory.
+"""
+
+import ctypes
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .masters import Place, over_parts, parts_of, places_of
+from .pinning import KEPT_FREE
+
+KEY = "tessera.weights_in_file"
+GIB = 2**30
+# address range, permissions, offset, device, inode, path: proc_pid_maps(5)
+LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ ([1-9]\d*) +(/.*)")
+NOT_FILES = ("/dev/", "/memfd:", "/SYSV")
+MEM_MAPPED = 0x40000  # of VirtualQuery: a view of a file
+
+
+class FileMaps:
+    """Which memory is a mapped file, as it was when this was made; nowhere, on a system that can't be asked."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        if sys.platform == "linux":
+            found = (LINE.match(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines())
+            for match in found:  # in the order of addresses
+                if match is not None and not match[4].startswith(NOT_FILES):
+                    self.starts.append(int(match[1], 16))
+                    self.ends.append(int(match[2], 16))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """tensor: a plain one."""
+        if tensor.device.type != "cpu" or not tensor.nbytes:
+            return False
+        address = tensor.data_ptr()
+        if sys.platform == "win32":
+            return _is_view_of_file(address)
+        i = bisect_right(self.starts, address) - 1
+        return i >= 0 and address < self.ends[i]
+
+
+class _Region(ctypes.Structure):
+    """MEMORY_BASIC_INFORMATION of Windows."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("allocation", ctypes.c_void_p),
+        ("protected_at_first", ctypes.c_uint32),
+        ("size", ctypes.c_size_t),
+        ("state", ctypes.c_uint32),
+        ("protected", ctypes.c_uint32),
+        ("type", ctypes.c_uint32),
+    )
+
+
+def _is_view_of_file(address: int) -> bool:
+    region = _Region()
+    query = ctypes.windll.kernel32.VirtualQuery  # type: ignore[attr-defined]
+    query.argtypes, query.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_size_t
+    asked = query(address, ctypes.byref(region), ctypes.sizeof(region))
+    return bool(asked) and region.type == MEM_MAPPED
+
+
+def bytes_in_file(tensors: Iterable[Tensor]) -> int:
+    """How many of their bytes lie in a mapped file."""
+    maps = FileMaps()
+    return sum(part.nbytes for tensor in tensors for part in parts_of(tensor) if maps.holds(part))
+
+
+class WeightsInFile:
+    """Weights that lie in a mapped file until ComfyUI moves them to the device. Put back, they lie there again, and no
+    copy on the host takes their place. Keys are names in the state dict of the MODEL."""
+
+    def __init__(self, places: Iterable[Place]):
+        maps = FileMaps()
+        held = [(place, parts_of(tensor)) for place in places if (tensor := place.tensor()) is not None]
+        self.held = {place.key: (place, parts) for place, parts in held if maps.holds(parts[0])}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def put_back(self, replaced: Collection[str], only: str | None = None) -> None:
+        """replaced: the keys of those that are patched at present, say; only: for weights that lie on devices of this
+        type."""
+        for key, (place, parts) in self.held.items():
+            tensor = place.tensor()
+            if tensor is None or key in replaced or (only is not None and tensor.device.type != only):
+                continue
+            if is_traceable_wrapper_subclass(tensor):
+                place.table[place.attribute] = over_parts(tensor, parts)
+            else:
+                tensor.data = parts[0]
+
+    def forget_replaced(self, replaced: Collection[str]) -> None:
+        """What another node has put in the place of one for good is never put back."""
+        for key, (place, parts) in list(self.held.items()):
+            tensor = place.tensor()
+            moved = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
+            if not moved and (tensor is None or parts_of(tensor)[0].data_ptr() != parts[0].data_ptr()):
+                del self.held[key]
+
+    def leave(self, key: str) -> None:
+        """This weight gets memory of its own, if it lies in the file now."""
+        place, parts = self.held.get(key, (None, []))
+        tensor = None if place is None else place.tensor()
+        if place is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
+            place.table[place.attribute] = over_parts(tensor, [part.clone() for part in parts])
+
+
+class StayInFile(TorchFunctionMode):
+    """While ComfyUI loads a file in this mode, weights take the file's memory in place of a copy of it, wherever the
+    copy would hold the same bytes: core does so itself under dynamic VRAM (`load_state_dict(assign=True)`), and has no
+    option for it elsewhere."""
+
+    maps: FileMaps | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and type(args[0]) is nn.Parameter and self._can_stay(args[-1], args[0]):
+            args[0].data = args[-1]
+            return args[0]
+        # A Linear that was made while dynamic VRAM is on has no memory yet and clones the file's weight.
+        if func is torch.Tensor.clone and sys._getframe(1).f_code.co_name == "_lazy_load_from_state_dict":
+            if self._can_stay(args[0], args[0]):
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _can_stay(self, source: Any, into: Tensor) -> bool:
+        if type(source) is not Tensor or into.device.type != "cpu" or not source.is_contiguous():
+            return False
+        if (source.dtype, source.shape) != (into.dtype, into.shape):
+            return False
+        if self.maps is None:  # the file was mapped before its first weight is loaded
+            self.maps = FileMaps()
+        return self.maps.holds(source)
+
+
+def settle(model: nn.Module) -> None:
+    """Copies the weights that `StayInFile` has left in the file into memory, unless that is short."""
+    needed = bytes_in_file(model.parameters())
+    if psutil.virtual_memory().available < needed + KEPT_FREE or not needed:
+        return
+    maps = FileMaps()
+    for place in places_of("", model):
+        tensor = place.tensor()
+        assert tensor is not None
+        lying = [(part, maps.holds(part)) for part in parts_of(tensor)]
+        if not any(inside for _, inside in lying):
+            continue
+        parts = [part.clone() if inside else part for part, inside in lying]
+        if is_traceable_wrapper_subclass(tensor):
+            place.table[place.attribute] = over_parts(tensor, parts)
+        else:  # which may stand in several places
+            tensor.data = parts[0]
+
+
+def guard_from_hooks(patcher: ModelPatcher) -> None:
+    """ComfyUI writes what a hook does to a weight into the weight, also on the host, and a file's memory can't be
+    written: those that hooks of this MODEL or of its clones are for get memory of their own first."""
+    if bytes_in_file(patcher.model.parameters()) and not patcher.get_callbacks(
+        CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY
+    ):
+        patcher.add_callback_with_key(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY, _leave_hooked)
+
+
+def _leave_hooked(patcher: Any, *_: Any) -> None:
+    swap = getattr(patcher, "swap", None)  # of a SwapPatcher
+    if swap is not None and swap.rest:  # each leaves when it is written
+        return
+    keys = {key for patches in patcher.hook_patches.values() for key in patches}
+    keys -= swap.keys if swap is not None else set()  # these are patched in their slots
+    held = WeightsInFile(place for place in places_of("", patcher.model) if place.key in keys)
+    for key in held.held:
+        held.leave(key)
+
+
+def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tuple[bool, str | None]:
+    """Whether swapped blocks stream from the file that they lie in, and a sentence for the user where memory is short.
+
+    mode: pin_memory; inside: bytes of them that lie in a mapped file; needed: bytes of all of them, of which the others
+    lie in memory; available: bytes of free memory.
+    """
+    if available >= inside + KEPT_FREE or mode == "on":
+        return False, None
+    short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks take {needed / GIB:.1f} GB"
+    if inside * 2 < needed:
+        return False, (
+            f"{short}, which lie in RAM already, as only what Load Diffusion Model (Block Swap) loads from a "
+            "safetensors file without converting it (weight_dtype 'default') can stream from its file."
+        )
+    return True, (
+        f"{short}, so they stream from the model's file. A step is as fast as the disk where the system's cache does "
+        "not hold them; set pin_memory to 'on' to have them in RAM."
+    )

@@ -1,0 +1,34 @@
+"""A model that went to the device and back has its weights on the host where they lay."""
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from tessera.memory.host_copies import host_copies_kept
+from torch import nn
+
+
+def moved_there_and_back(model):
+    """What `model.to(device)` and back leave: new memory on the host."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def test_the_weights_lie_where_they_lay():
+    with torch.inference_mode():  # as core's loaders make them
+        loaded = nn.Linear(4, 4)
+    model = nn.Sequential(loaded, nn.Linear(4, 2))
+    lay = [p.data_ptr() for p in model.parameters()]
+    cpu = torch.device("cpu")
+    with host_copies_kept(ModelPatcher(model, cpu, cpu)):
+        moved_there_and_back(model)
+        assert not set(lay) & {p.data_ptr() for p in model.parameters()}
+    assert [p.data_ptr() for p in model.parameters()] == lay
+    assert model(torch.ones(1, 4)).shape == (1, 2)
+
+
+def test_what_has_become_another_weight_stays_as_it_is():
+    model = nn.Linear(4, 4)
+    cpu = torch.device("cpu")
+    with host_copies_kept(ModelPatcher(model, cpu, cpu)):
+        model.weight = nn.Parameter(torch.zeros(2, 4))
+        model.bias.data = model.bias.data.to(torch.bfloat16)
+    assert model.weight.shape == (2, 4) and model.bias.dtype == torch.bfloat16
