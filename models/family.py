@@ -56,8 +56,10 @@ class Block(nn.Module):
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
 
     def structure(self) -> str:
-        """Blocks of equal structure share one compiled graph: the kind and which Linears carry a LoRA."""
-        return f"{self.kind}:" + ",".join(name for name, lin in self.linears().items() if lin.lora_down is not None)
+        """Blocks of equal structure share one compiled graph: the kind, and which Linears carry what kind of adapter of
+        what rank."""
+        adapters = {name: linear.adapter for name, linear in self.linears().items()}
+        return f"{self.kind}:" + ";".join(f"{name} {own.structure()}" for name, own in adapters.items() if own)
 
 
 class Transformer(Protocol):

@@ -1,19 +1,16 @@
-"""A frozen Linear with a LoRA beside it."""
+"""A frozen Linear with an adapter beside it."""
 
-from collections.abc import Mapping
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from ..memory.frozen import FrozenWeights, frozen_linear
+from ..memory.frozen import FrozenLinear, FrozenWeights
 from ..memory.residency import FrozenModule
+from .adapters import Adapter, DropMask
 
 
 class LoraLinear(FrozenModule):
-    """y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ, the update of LoRA (arXiv 2106.09685), where A is `lora_down`, B is `lora_up`.
+    """y = x·Wᵀ + b, and what its adapter makes of it, a LoRA or another one, where it has one.
 
-    The frozen weight may be stored in a narrower dtype. A and B are fp32 masters and are used in the dtype of x.
-    `mask` (…, rank) drops elements of the rank activations; it holds 0 or 1 / (1 − p).
+    The frozen weight may be stored in a narrower dtype than x.
     """
 
     weight: Tensor
@@ -24,36 +21,37 @@ class LoraLinear(FrozenModule):
         super().__init__()
         self._source = (weights, name)
         self.take()
-        self.lora_down: nn.Parameter | None = None
-        self.lora_up: nn.Parameter | None = None
-        self.lora_scale = 1.0
+        self.adapter: Adapter | None = None
 
     def take(self) -> None:
-        weights, name = self._source
-        frozen = weights.linear(name)
+        frozen = self.read()
         self.register_buffer("weight", frozen.weight, persistent=False)
         self.register_buffer("weight_scale", frozen.scale, persistent=False)
         self.register_buffer("bias", frozen.bias, persistent=False)
+
+    def read(self) -> FrozenLinear:
+        """The weights from the MODEL itself, where they lie."""
+        weights, name = self._source
+        return weights.linear(name)
+
+    def read_on_device(self) -> FrozenLinear:
+        """The weights on the training device, also where the buffers are slots that hold another block."""
+        device = self._source[0].device
+        return FrozenLinear(*(None if t is None else t.to(device) for t in self.read()))  # type: ignore[arg-type]
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         weights, own = self._source
         return name == "weight_scale" or weights.moved(f"{own}.{name}", source, moved)
 
-    def add_lora(self, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
-        """down: (rank, in), up: (out, rank), both fp32."""
-        self.lora_down, self.lora_up, self.lora_scale = down, up, scale
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = frozen_linear(x, self.weight, self.weight_scale, self.bias)
-        if self.lora_down is None or self.lora_up is None:
-            return y
-        # The scale goes on the rank activations, the smallest tensor here.
-        hidden = torch.nn.functional.linear(x, self.lora_down.to(x.dtype)) * self.lora_scale
-        if mask is not None:
-            hidden = hidden * mask
-        return y + torch.nn.functional.linear(hidden, self.lora_up.to(x.dtype))
+    def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
+        frozen = FrozenLinear(self.weight, self.weight_scale, self.bias)
+        return frozen.apply(x) if self.adapter is None else self.adapter(x, frozen, mask)
 
 
-def masks_of(prefix: str, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+Masks = dict[str, DropMask]
+"""The dropout masks of a block, or of a part of one, by the names of its Linears."""
+
+
+def masks_of(prefix: str, masks: Masks) -> Masks:
     """The dropout masks of one part of a block, by the names inside it. prefix: of the part, such as `img.`."""
     return {name.removeprefix(prefix): mask for name, mask in masks.items() if name.startswith(prefix)}

@@ -57,6 +57,10 @@ class TextPolicy:
     def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
         raise NotImplementedError
 
+    def lengthened(self, clip: Any, caption: CaptionTokens, length: int) -> CaptionTokens:
+        """The same caption at a greater one of the `lengths`."""
+        raise NotImplementedError
+
     def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]]:
         """What encoding a caption of that length gives, by ComfyUI's names, and the shapes (None: any length)."""
         return {"cond": (1, length, None)}
@@ -91,10 +95,14 @@ class Flux1Text(TextPolicy):
         (bare,) = tokens["t5xxl"]
         length = next((length for length in lengths if length >= len(bare)), lengths[-1])
         dropped = max(0, len(bare) - length)
-        padding = [(tokenizer.t5xxl.pad_token, 1.0)] * (length - len(bare))
-        tokens["t5xxl"] = [bare[: length - 1] + bare[-1:] if dropped else bare + padding]
-        assert len(tokens["t5xxl"][0]) == length
-        return CaptionTokens(tokens, length, dropped)
+        tokens["t5xxl"] = [bare[: length - 1] + bare[-1:] if dropped else bare]
+        return self.lengthened(clip, CaptionTokens(tokens, len(tokens["t5xxl"][0]), dropped), length)
+
+    def lengthened(self, clip: Any, caption: CaptionTokens, length: int) -> CaptionTokens:
+        (pairs,) = caption.tokens["t5xxl"]
+        padding = [(clip.tokenizer.t5xxl.pad_token, 1.0)] * (length - len(pairs))
+        assert len(pairs) + len(padding) == length, (len(pairs), length)
+        return CaptionTokens({**caption.tokens, "t5xxl": [pairs + padding]}, length, caption.dropped)
 
     def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]]:
         return {"cond": (1, length, None), "pooled_output": (1, None)}

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .atomic_write import write_atomically
-from .lora_model import ALPHA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
+from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 from .metadata import for_file
 from .names import NameTable
 
@@ -24,7 +24,8 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
 
     format: `kohya` (`lora_unet_*`, alpha kept), `comfyui` (`diffusion_model.<module>.lora_A/lora_B`) or `diffusers`
     (PEFT names, FLUX's fused layers cut by rows). The last two have alpha / rank multiplied into `lora_B` in float32,
-    before the cast, and hold no alpha. dtype: `fp32`, `bf16` or `fp16`; alphas are always float32.
+    before the cast, and hold no alpha. dtype: `fp32`, `bf16` or `fp16`; alphas and DoRA's
+    lengths are always float32.
 
     Raises ValueError where the format can't carry an update, or the dtype a value.
     """
@@ -110,7 +111,8 @@ def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
         return tensor.to("cpu", copy=True).contiguous()
     if not tensor.isfinite().all():
         raise ValueError(f"lora holds NaN or infinite values ({key}); go back to an earlier save of the training.")
-    target = torch.float32 if key.endswith("." + ALPHA) else DTYPES[dtype]
+    # Of a length, 16 bits would round away more than training moves it by.
+    target = torch.float32 if key.endswith((f".{ALPHA}", f".{DORA}")) else DTYPES[dtype]
     cast = tensor.to("cpu", target, copy=True).contiguous()
     if not cast.isfinite().all():
         largest = float(tensor.abs().max())

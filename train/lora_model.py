@@ -11,6 +11,7 @@ from .names import NameTable, flat_name, native_name, table_of
 
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
+DORA = "dora_scale"
 _SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
 # Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
 _SUFFIXES = (*_SYNONYMS, DOWN, UP, "lora_mid.weight")
@@ -57,12 +58,19 @@ class LoraModel(dict[str, Tensor]):
     @classmethod
     def from_modules(cls, modules: Mapping[str, LowRank], metadata: Mapping[str, str] | None = None) -> "LoraModel":
         """From native module names such as `double_blocks.0.img_attn.qkv`. The tensors are taken as they are."""
-        tensors: dict[str, Tensor] = {}
-        for name, module in modules.items():
-            key = PREFIX + flat_name(name)
-            tensors[f"{key}.{DOWN}"] = module.down.detach().contiguous()
-            tensors[f"{key}.{UP}"] = module.up.detach().contiguous()
-            tensors[f"{key}.{ALPHA}"] = torch.tensor(float(module.alpha))
+        parts = {n: {DOWN: m.down, UP: m.up, ALPHA: torch.tensor(float(m.alpha))} for n, m in modules.items()}
+        return cls.from_tensors(parts, metadata)
+
+    @classmethod
+    def from_tensors(
+        cls, modules: Mapping[str, Mapping[str, Tensor]], metadata: Mapping[str, str] | None = None
+    ) -> "LoraModel":
+        """From each module's tensors by the suffix of their keys, such as `lora_up.weight` or `hada_w1_a`."""
+        tensors = {
+            f"{PREFIX}{flat_name(name)}.{suffix}": tensor.detach().contiguous()
+            for name, parts in modules.items()
+            for suffix, tensor in parts.items()
+        }
         return cls(tensors, metadata, {flat_name(name): name for name in modules})
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
@@ -100,7 +108,7 @@ def _family(metadata: Mapping[str, str]) -> str:
 
 def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:
     """The low-rank update of one module's tensors (by suffix), or None for another kind of update."""
-    if DOWN not in parts or UP not in parts or "lora_mid.weight" in parts:
+    if DOWN not in parts or UP not in parts or "lora_mid.weight" in parts or DORA in parts:
         return None
     down, up = parts[DOWN], parts[UP]
     return LowRank(down, up, float(parts[ALPHA]) if ALPHA in parts else float(down.shape[0]))

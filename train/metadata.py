@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -20,6 +20,14 @@ from ..models.family import Origin
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
+# Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
+# /6" and addresses of the web stay as they are.
+_START = r"file:/|~[/\\]|[A-Za-z]:[/\\]|\\{2,}(?=\w)"
+_VALUE, _WORD = rf"(?:{_START}|/(?=\w))", rf"(?:{_START}|/(?=[^\s/\\]+/))"
+_INSIDE = re.compile(
+    rf"""(?<=["'`]){_VALUE}[^"'`\n]*|(?<==){_VALUE}[^"'`,;\n]*|(?<![\w.:/\\~<]){_WORD}[^\s"'`,;)\]}}]*""",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,8 @@ class RunFacts:
     family and variant: such as `flux` and `dev`. origin: what other tools call the model. base_model: the checkpoint's
     file name, empty where it is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted.
     resolution: `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset.
-    final_loss: None before the first step.
+    final_loss: None before the first step. data: see `data_facts`. validation: its options, None without it.
+    saving: when LoRAs are saved. compile: whether compiling was asked for.
     """
 
     output_name: str
@@ -53,12 +62,16 @@ class RunFacts:
     tessera_version: str
     comfyui_version: str
     torch_version: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    validation: Mapping[str, Any] | None = None
+    saving: Mapping[str, int] = field(default_factory=dict)
+    compile: str = "auto"
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The header of a LoRA file of this run in kohya's keys; `for_file` fits it to another format.
 
-    Every value is a string. Text that looks like an absolute path is cut to its last part.
+    Every value is a string. Absolute paths, also inside of text, are cut to their last part.
     """
     settings = _without_paths(asdict(facts))
     network, optimizer = facts.network, facts.optimizer
@@ -72,13 +85,15 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "ss_output_name": _last_part(facts.output_name),
         "ss_sd_model_name": settings["base_model"],
         "ss_base_model_version": facts.origin.kohya_version,
-        "ss_network_module": facts.origin.kohya_module,
-        "ss_network_dim": network.rank,
-        "ss_network_alpha": network.alpha,
+        "ss_network_module": facts.origin.kohya_module if network.algorithm == "lora" else "lycoris.kohya",
+        "ss_network_dim": network.rank * network.file_ranks,
+        "ss_network_alpha": network.alpha * network.file_ranks,
         "ss_network_dropout": network.dropout,
+        "ss_network_args": _network_args(network),
+        "ss_scale_weight_norms": network.scale_weight_norms or None,
         "ss_learning_rate": optimizer.learning_rate,
         "ss_optimizer": optimizer.optimizer_class if optimizer.optimizer == "custom" else optimizer.optimizer,
-        "ss_optimizer_args": ", ".join(optimizer.optimizer_args.split("\n")),
+        "ss_optimizer_args": ", ".join(settings["optimizer"]["optimizer_args"].split("\n")),
         "ss_lr_scheduler": optimizer.lr_scheduler,
         "ss_lr_warmup_steps": optimizer.warmup_steps,
         "ss_max_grad_norm": optimizer.max_grad_norm,
@@ -98,6 +113,23 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
     return for_file({key: str(value) for key, value in known.items() if value not in ("", None)}, tensors, "kohya")
 
 
+def _network_args(network: NetworkOptions) -> str:
+    """What the network's module was given, as kohya's scripts write it: JSON of texts, empty where that is nothing."""
+    own: dict[str, dict[str, Any]] = {
+        "lora": {},
+        "loha": {"algo": "loha"},
+        "lokr": {"algo": "lokr", "factor": network.factor},
+        "dora": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
+        "oft": {"algo": "diag-oft", "constraint": network.constraint},
+    }
+    args = own[network.algorithm] | {
+        name: value for name in ("rank_dropout", "module_dropout") if (value := getattr(network, name))
+    }
+    if network.lora_plus_ratio != 1:
+        args["loraplus_lr_ratio"] = network.lora_plus_ratio
+    return json.dumps({name: str(value) for name, value in args.items()}) if args else ""
+
+
 def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format: str) -> dict[str, str]:
     """The metadata as the file of these tensors in this format says it: its hashes, whose names it uses, no paths."""
     header = {str(key): _without_paths(str(value)) for key, value in metadata.items()}
@@ -109,6 +141,7 @@ def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format:
             header["modelspec.implementation"] = "diffusers"
         if format != "kohya":
             header.pop("ss_network_module", None)
+            header.pop("ss_network_args", None)
     return header
 
 
@@ -129,7 +162,7 @@ def _last_part(text: str) -> str:
 
 def _without_paths(value: Any) -> Any:
     if isinstance(value, str):
-        return _last_part(value) if _ABSOLUTE.match(value.strip()) else value
+        return _text_without_paths(value)
     if isinstance(value, Mapping):
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -137,6 +170,22 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _text_without_paths(text: str) -> str:
+    if text.startswith("data:"):  # a thumbnail, whose letters may read as a path
+        return text
+    if text.startswith(("{", "[")):
+        try:
+            read = json.loads(text)
+        except ValueError:
+            pass
+        else:
+            clean = _without_paths(read)
+            return text if clean == read else json.dumps(clean, ensure_ascii=False)
+    if _ABSOLUTE.match(text.strip()):
+        return _last_part(text)
+    return _INSIDE.sub(lambda found: _last_part(found[0]), text)
 
 
 def _unix(moment: str) -> str:

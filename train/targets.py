@@ -38,7 +38,7 @@ def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequenc
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"The pattern {pattern!r} in targets matches no layer of this model; its layers have names such as "
-                f"{_examples(names)}."
+                f"{examples(names)}."
             )
     chosen = [
         name
@@ -54,7 +54,7 @@ def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequenc
     return chosen
 
 
-def _examples(names: Sequence[str]) -> str:
+def examples(names: Sequence[str]) -> str:
     """Up to three names, from the start, the middle and the end."""
     places = sorted({0, len(names) // 2, len(names) - 1})
     return ", ".join(names[place] for place in places)

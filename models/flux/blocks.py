@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from ...memory.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
-from ..lora_linear import LoraLinear, masks_of
+from ..lora_linear import LoraLinear, Masks, masks_of
 from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate
 from .layers import QKNorm, gated_silu, gelu
 
 Modulation = tuple[Tensor, ...]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a second row for the tokens from a given one on."""
-Masks = dict[str, Tensor]
 
 
 def _heads(qkv: Tensor, count: int, norm: QKNorm) -> tuple[Tensor, Tensor, Tensor]:

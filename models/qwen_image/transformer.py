@@ -13,7 +13,7 @@ from ...memory.residency import FrozenModule
 from ..attention import RaggedAttention
 from ..family import Block, ModelInputs, RunBlock
 from ..layers import RMSNorm
-from ..lora_linear import LoraLinear, masks_of
+from ..lora_linear import LoraLinear, Masks, masks_of
 from ..math import gate_parts, modulate, modulate_parts, rope, rotate
 
 Modulation = tuple[Tensor, Tensor, Tensor]
@@ -52,7 +52,7 @@ class Stream(nn.Module):
         self.norm_k = RMSNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
         self.num_heads = block.num_attention_heads
 
-    def heads(self, x: Tensor, first: Modulation, own: int, masks: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, first: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
         """x: (B, T, D) → normalised q and k, and v, each (B, T, H, head)."""
         x = modulate_parts(x, first[0], first[1], own)
         q, k, v = (
@@ -62,7 +62,7 @@ class Stream(nn.Module):
         return self.norm_q(q), self.norm_k(k), v
 
     def after_attention(
-        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: dict[str, Tensor]
+        self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
     ) -> Tensor:
         x = gate_parts(x, self.proj(attended, masks.get("proj")), first[2], own)
         hidden = F.gelu(
@@ -93,7 +93,7 @@ class QwenBlock(Block):
         return {name: rows.get(name, rows[name.partition(".")[0]]) for name in self.linears()}
 
     def forward(
-        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, bounds: Tensor, own: int, masks: dict[str, Tensor]
+        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, bounds: Tensor, own: int, masks: Masks
     ) -> tuple[Tensor, Tensor]:
         """img: (B, N + R, D); txt: (B, L, D); vec: (B, 1 or 2, D) after SiLU, its second row for the references; pe:
         (B, N + R + L, 1, head/2, 2); bounds: as the attention takes them; own: N."""

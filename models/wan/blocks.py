@@ -11,11 +11,9 @@ from ...memory.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
 from ..layers import LayerNorm, RMSNorm
-from ..lora_linear import LoraLinear, masks_of
+from ..lora_linear import LoraLinear, Masks, masks_of
 from ..math import modulate, rotate
 from .layers import Modulation
-
-Masks = dict[str, Tensor]
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,83 @@
+"""DoRA: the length of each column of the weight is trained apart from its direction (Liu et al. 2024, arXiv
+2402.09353)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ...memory.frozen import FrozenLinear
+from .base import AdapterSpec, DropMask, ReadWeights, Shape
+from .lora import LoraAdapter
+
+# ComfyUI's reader adds it to the lengths.
+_EPS = torch.finfo(torch.float32).eps
+
+
+class DoraAdapter(LoraAdapter):
+    """W' = m · (W + delta W) / ‖W + delta W‖, delta W as LoRA's (eq. 5).
+
+    ‖·‖ is the length of each column, one for each input, as in the paper; so m is a number for each input. ComfyUI
+    reads the other way too, one for each output, but divides by the lengths of W alone then, which is another weight.
+    The gradient takes ‖W + delta W‖ for a constant (section 4.3, eq. 11). m is trained as its distance from ‖W‖, where
+    it starts: the steps are the same, and weight decay leads back to the model and not to zero.
+
+    ‖W + delta W‖² = ‖W‖² + 2·⟨W, delta W⟩ + ‖delta W‖², column by column, needs up·ᵀW only, so that no weight of full
+    size is ever made, and an fp8 one waits for backward as it is stored. m / ‖·‖ then scales x.
+    """
+
+    algorithm = "dora"
+    replaces_output = True
+    magnitude: nn.Parameter
+    lengths: Tensor
+    """(in,): ‖W‖ of each column, fp32."""
+
+    def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
+        super().__init__(spec, out_features, in_features)
+        self.register_buffer("lengths", torch.ones(in_features), persistent=False)
+
+    @classmethod
+    def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
+        return {**super().shapes(spec, out_features, in_features), "magnitude": (in_features,)}
+
+    @torch.no_grad()
+    def start(self, source: torch.Generator, read: ReadWeights) -> None:
+        super().start(source, read)
+        self.lengths.copy_(column_lengths(read()))
+
+    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
+        ratio = (self.lengths + self.magnitude) / (self.adapted_lengths(frozen, x.dtype) + _EPS)
+        # As a change of x: ratio − 1 is exact in bf16, where ratio itself near 1 is not. What it changes x by is still
+        # rounded to x's dtype, as a merged weight is: in bf16 a column's length takes effect from about 0.2 % on.
+        gain = (ratio - 1).to(x.dtype)
+        if mask is not None and mask.module is not None:
+            y = frozen.apply(torch.addcmul(x, x, gain * mask.module))
+        else:
+            y = frozen.apply(torch.addcmul(x, x, gain))
+        hidden = linear(x, (self.down * ratio).to(x.dtype)) * self.scale
+        if mask is not None:
+            hidden = hidden * mask.update
+        return y + linear(hidden, self.up.to(x.dtype))
+
+    def adapted_lengths(self, frozen: FrozenLinear, dtype: torch.dtype) -> Tensor:
+        """(in,): ‖W + delta W‖ of each column, fp32, without a gradient."""
+        down, up = self.down.detach(), self.up.detach()
+        crossed = (frozen.apply_transposed(up.to(dtype).T).float() * down).sum(dim=0)
+        own = ((up.T @ up) @ down * down).sum(dim=0)
+        return (self.lengths.square() + 2 * self.scale * crossed + self.scale**2 * own).clamp(min=0).sqrt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**super().tensors(), "dora_scale": (self.lengths + self.magnitude.detach()).unsqueeze(0)}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load(tensors)
+        self.magnitude.copy_(tensors["dora_scale"].to(self.lengths).reshape(-1) - self.lengths)
+
+
+def column_lengths(frozen: FrozenLinear, rows: int = 1024) -> Tensor:
+    """(in,): the length of each column of a weight, fp32; `rows` are widened at a time."""
+    parts = frozen.weight.split(rows)
+    squares = sum((part.float().square().sum(dim=0) for part in parts), torch.zeros(()).to(frozen.weight.device))
+    return squares.sqrt() if frozen.scale is None else squares.sqrt() * frozen.scale.abs()

@@ -1,0 +1,60 @@
+"""LoHa: the elementwise product of two low-rank matrices (FedPara, Hyeon-Woo et al. 2021, arXiv 2108.06098; LyCORIS,
+arXiv 2309.14859)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ...memory.frozen import FrozenLinear
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape
+
+
+class LohaAdapter(Adapter):
+    """delta W = alpha / rank · (w1_a·w1_b) ∘ (w2_a·w2_b), of rank up to rank². a: (out, rank), b: (rank, in).
+
+    The product of products is itself of low rank: (w1_a·w1_b) ∘ (w2_a·w2_b) = A·B, where the rank² columns of A are the
+    elementwise products of a column of w1_a with one of w2_a, and the rows of B those of the rows of w1_b and w2_b. So
+    x goes through B and A as in a LoRA of rank², and no matrix of the weight's size is made or kept for backward, as
+    long as rank² is less than the layer's smaller side.
+    """
+
+    algorithm = "loha"
+    hada_w1_a: nn.Parameter
+    hada_w1_b: nn.Parameter
+    hada_w2_a: nn.Parameter
+    hada_w2_b: nn.Parameter
+
+    @classmethod
+    def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
+        a, b = (out_features, spec.rank), (spec.rank, in_features)
+        return {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": a, "hada_w2_b": b}
+
+    @torch.no_grad()
+    def start(self, source: torch.Generator, read: ReadWeights) -> None:
+        """As LyCORIS: w1_a from N(0, 0.1²), both b from N(0, 1), w2_a at zero."""
+        self.hada_w1_a.normal_(std=0.1, generator=source)
+        self.hada_w1_b.normal_(generator=source)
+        self.hada_w2_b.normal_(generator=source)
+
+    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
+        y = frozen.apply(x)
+        a, b = self.factors()
+        # The rows of B are products of normal numbers: made as short as LoRA's, so that fp16 holds what they give.
+        length = math.sqrt(self.in_features)
+        update = linear(linear(x, (b / length).to(x.dtype)) * self.scale, (a * length).to(x.dtype))
+        return y + (update if mask is None else update * mask.update)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A (out, rank²) and B (rank², in)."""
+        a = (self.hada_w1_a.unsqueeze(2) * self.hada_w2_a.unsqueeze(1)).flatten(1)
+        b = (self.hada_w1_b.unsqueeze(1) * self.hada_w2_b.unsqueeze(0)).flatten(0, 1)
+        return a, b
+
+    def drop_width(self) -> int:
+        """The rows of delta W, as LyCORIS drops them."""
+        return self.out_features
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), "alpha": torch.tensor(float(self.spec.alpha))}

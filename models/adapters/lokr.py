@@ -1,0 +1,75 @@
+"""LoKr: the Kronecker product of a small matrix and a low-rank or full one (LyCORIS, arXiv 2309.14859; KronA, arXiv
+2212.10650)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ...memory.frozen import FrozenLinear
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, cut, kaiming_uniform
+
+
+class LokrAdapter(Adapter):
+    """delta W = s · w1 ⊗ w2, with out = l·k and in = m·n cut near `factor`. w1: (l, m). w2: w2_a·w2_b, (k, rank) and
+    (rank, n), with s = alpha / rank; or whole, (k, n), with s = 1, where rank is half of its larger side or more.
+
+    The cut, when w2 is whole, and s are those by which LyCORIS writes and ComfyUI reads. delta W is never made: x as
+    an (m, n) matrix X gives w1·X·w2ᵀ.
+    """
+
+    algorithm = "lokr"
+    lokr_w1: nn.Parameter
+    lokr_w2: nn.Parameter
+    lokr_w2_a: nn.Parameter
+    lokr_w2_b: nn.Parameter
+
+    def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
+        super().__init__(spec, out_features, in_features)
+        self.whole = self.is_whole(spec, out_features, in_features)
+        if self.whole:
+            self.scale = 1.0
+
+    @classmethod
+    def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
+        (low, k), (m, n) = cut(out_features, spec.factor), cut(in_features, spec.factor)
+        if cls.is_whole(spec, out_features, in_features):
+            return {"lokr_w1": (low, m), "lokr_w2": (k, n)}
+        return {"lokr_w1": (low, m), "lokr_w2_a": (k, spec.rank), "lokr_w2_b": (spec.rank, n)}
+
+    @staticmethod
+    def is_whole(spec: AdapterSpec, out_features: int, in_features: int) -> bool:
+        """Whether w2 is: LyCORIS cuts it into a pair where rank is below half of its larger side."""
+        return 2 * spec.rank >= max(cut(out_features, spec.factor)[1], cut(in_features, spec.factor)[1])
+
+    @torch.no_grad()
+    def start(self, source: torch.Generator, read: ReadWeights) -> None:
+        """As LyCORIS: w1 and w2_a Kaiming uniform, w2_b or the whole w2 at zero."""
+        kaiming_uniform(self.lokr_w1, source)
+        if not self.whole:
+            kaiming_uniform(self.lokr_w2_a, source)
+
+    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
+        y = frozen.apply(x)
+        w1 = self.lokr_w1.to(x.dtype)
+        rows = x.unflatten(-1, (w1.shape[1], -1))  # (…, m, n)
+        if self.whole:
+            update = _mixed(linear(rows, self.lokr_w2.to(x.dtype)), w1)
+        else:  # w1 in the middle, where rows are shortest
+            hidden = linear(rows, self.lokr_w2_b.to(x.dtype)) * self.scale
+            update = linear(_mixed(hidden, w1), self.lokr_w2_a.to(x.dtype))
+        update = update.flatten(-2)
+        return y + (update if mask is None else update * mask.update)
+
+    def drop_width(self) -> int:
+        """The rows of delta W, as LyCORIS drops them."""
+        return self.out_features
+
+    def tensors(self) -> dict[str, Tensor]:
+        # Where w2 is whole no reader scales; LyCORIS writes the rank for alpha then.
+        alpha = float(self.spec.rank if self.whole else self.spec.alpha)
+        return {**dict(self.named_parameters()), "alpha": torch.tensor(alpha)}
+
+
+def _mixed(rows: Tensor, w1: Tensor) -> Tensor:
+    """w1 (l, m) times rows (…, m, r) → (…, l, r), as one matmul over all of them."""
+    return linear(rows.transpose(-1, -2), w1).transpose(-1, -2)

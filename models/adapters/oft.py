@@ -1,0 +1,66 @@
+"""OFT: blocks of the output are turned (Qiu et al. 2023, arXiv 2306.07280), as LyCORIS's diag-oft."""
+
+import torch
+from torch import Tensor, nn
+
+from ...memory.frozen import FrozenLinear
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape
+
+
+class OftAdapter(Adapter):
+    """W' = diag(R_1 … R_k)ᵀ · W, R = (I + Q)·(I − Q)⁻¹ by Cayley's transform, Q = blocks − blocksᵀ. blocks: (k, b, b).
+
+    b, the size of a block, is the largest divisor of the output up to `rank`. With a `constraint` c > 0, Q is scaled so
+    that its norm over all blocks is at most c·out (COFT, section 3.3, in LyCORIS's form); a file carries c·out as
+    alpha, which is what ComfyUI takes it for. ComfyUI reads `rescale` but does not apply it, so there is none.
+
+    R − I = 2·Q·(I − Q)⁻¹ turns what the frozen layer gives, and is added to it: so small turns survive in bf16.
+    """
+
+    algorithm = "oft"
+    rank_drop_scaled = False  # what is scaled turns no more
+    oft_blocks: nn.Parameter
+
+    @classmethod
+    def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
+        size = block_size(out_features, spec.rank)
+        return {"oft_blocks": (out_features // size, size, size)}
+
+    def start(self, source: torch.Generator, read: ReadWeights) -> None:
+        """At zero: R = I."""
+
+    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
+        y = frozen._replace(bias=None).apply(x)
+        blocks = y.unflatten(-1, self.oft_blocks.shape[:2])
+        update = torch.einsum("...kn,knm->...km", blocks, self.turn().to(x.dtype))
+        if mask is not None:
+            update = update * mask.update.unsqueeze(-1)
+        y = y + update.flatten(-2)
+        return y if frozen.bias is None else y + frozen.bias
+
+    def turn(self) -> Tensor:
+        """R − I, (k, b, b)."""
+        q = self.oft_blocks - self.oft_blocks.transpose(1, 2)
+        if self.limit:
+            q = q * (self.limit / (torch.linalg.vector_norm(q) + 1e-8)).clamp(max=1.0)
+        eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+        # I − Q is never singular; unchecked, nothing waits for the device.
+        return 2 * q @ torch.linalg.inv_ex(eye - q).inverse
+
+    @property
+    def limit(self) -> float:
+        """The largest norm of Q, 0 where there is none."""
+        return self.spec.constraint * self.out_features
+
+    def drop_width(self) -> int:
+        """The blocks."""
+        return self.oft_blocks.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"oft_blocks": self.oft_blocks, "alpha": torch.tensor(self.limit)}
+
+
+def block_size(out_features: int, rank: int) -> int:
+    """The largest divisor of the output up to `rank`. LyCORIS's own cut ends near the square root of the output, where
+    a larger rank does nothing; readers take the size from the file."""
+    return next(size for size in range(min(rank, out_features), 0, -1) if out_features % size == 0)

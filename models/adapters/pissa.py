@@ -1,0 +1,83 @@
+"""PiSSA: a LoRA that begins at the largest singular parts of the weight (Meng et al. 2024, arXiv 2404.02948)."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...memory.frozen import FrozenLinear
+from .base import AdapterSpec, DropMask, ReadWeights
+from .lora import LoraAdapter
+
+_ITERATIONS = 8
+_OVERSAMPLING = 2
+
+
+class PissaAdapter(LoraAdapter):
+    """W' = (W − s·B₀·A₀) + s·B·A with s = alpha / rank, trained from A₀, B₀: eq. 2 to 4, s as in PEFT.
+
+    A = A₀ + `down` and B = B₀ + `up`, so that what is trained is the way from the start, which is zero there. With
+
+        s·(B·A − B₀·A₀) = s·(B₀·down + up·A)
+
+    W itself stays as it is stored, the first step starts from the model bit for bit, and in bf16 the small change is
+    not the difference of two large numbers. Gradients and steps are those of A and B; weight decay leads back to the
+    model. The file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the model itself.
+    """
+
+    down_start: Tensor
+    up_start: Tensor
+
+    def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
+        super().__init__(spec, out_features, in_features)
+        for name, shape in self.shapes(spec, out_features, in_features).items():
+            self.register_buffer(f"{name}_start", torch.zeros(shape))
+
+    @torch.no_grad()
+    def start(self, source: torch.Generator, read: ReadWeights) -> None:
+        """A₀ = √(S / s)·Vᵀ and B₀ = U·√(S / s) of the largest parts U·S·Vᵀ of W."""
+        frozen = read()
+        weight = frozen.weight.float() if frozen.scale is None else frozen.weight.float() * frozen.scale
+        left, sizes, right = largest_parts(weight, self.spec.rank, source)
+        root = (sizes / self.scale).sqrt()
+        self.up_start[:, : len(root)].copy_(left * root)
+        self.down_start[: len(root)].copy_(right * root[:, None])
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """down (2·rank, in) and up (out, 2·rank) of the same update."""
+        down = torch.cat((self.down, self.down_start + self.down))
+        return down, torch.cat((self.up_start, self.up), dim=1)
+
+    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
+        y = frozen.apply(x)
+        down, up = self.both()
+        hidden = linear(x, down.to(x.dtype)) * self.scale
+        if mask is not None:
+            # A rank is dropped from both halves.
+            kept = mask.update
+            hidden = hidden * (kept if kept.shape[-1] == 1 else torch.cat((kept, kept), dim=-1))
+        return y + linear(hidden, up.to(x.dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        down, up = self.both()
+        alpha = torch.tensor(2 * float(self.spec.alpha))
+        return {"lora_down.weight": down, "lora_up.weight": up, "alpha": alpha}
+
+    def structure(self) -> str:
+        return f"pissa {super().structure()}"
+
+
+def largest_parts(weight: Tensor, rank: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """U (out, r), S (r,), Vᵀ (r, in) of the largest singular parts, r = rank or as many as there are.
+
+    By subspace iteration from a random start (Halko, Martinsson & Tropp 2011, arXiv 0909.4061, algorithms 4.4 and 5.1);
+    the start is drawn from `source`, so that a run repeats it.
+    """
+    rows, columns = weight.shape
+    width = min(_OVERSAMPLING * rank, rows, columns)
+    basis = torch.randn(columns, width, generator=source).to(weight.device)
+    basis, _ = torch.linalg.qr(weight @ basis)
+    for _ in range(_ITERATIONS):
+        basis, _ = torch.linalg.qr(weight.T @ basis)
+        basis, _ = torch.linalg.qr(weight @ basis)
+    left, sizes, right = torch.linalg.svd(basis.T @ weight, full_matrices=False)
+    return (basis @ left)[:, :rank], sizes[:rank], right[:rank]

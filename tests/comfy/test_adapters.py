@@ -1,0 +1,149 @@
+"""One layer with each adapter: its weight is the formula's and what ComfyUI's reader makes of the file, it starts as
+the model, it keeps stored bytes only, and the rules that cut it are LyCORIS's."""
+
+from dataclasses import replace
+
+import comfy.lora
+import pytest
+import torch
+from comfy.weight_adapter.base import factorization
+from tessera.memory.frozen import FrozenLinear
+from tessera.models.adapters import Adapter, DropMask, adapter_kind
+from tessera.models.adapters.base import cut
+from tessera.train.formats import LoraModel, convert
+from tessera.train.network_plan import base_spec
+from tessera.train.options import NetworkOptions
+from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
+from torch._dynamo.utils import counters
+
+OUT, IN, NAME = 96, 64, "double_blocks.0.img_attn.proj"
+algorithms = pytest.mark.parametrize("options", [NetworkOptions(**o) for o in ALGORITHMS.values()], ids=ALGORITHMS)
+
+
+def random(*shape, seed=0, std=1.0):
+    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(options, frozen):
+    spec = base_spec(options)
+    adapter = adapter_kind(spec)(spec, *frozen.weight.shape)
+    adapter.start(torch.Generator().manual_seed(1), lambda: frozen)
+    return adapter
+
+
+def frozen_layer(dtype=torch.float32, scale=None):
+    return FrozenLinear(random(OUT, IN, std=0.2).to(dtype), scale, random(OUT, seed=1))
+
+
+def weight_of(adapter, frozen):
+    """W' (out, in), from what the layer makes of unit vectors."""
+    bare = frozen._replace(bias=None)
+    return adapter(torch.eye(IN)[None], bare, None)[0].T
+
+
+def formula(options, frozen, adapter):
+    with torch.no_grad():
+        return adapted_weight(options, frozen.weight.double(), numbers(adapter))
+
+
+@algorithms
+def test_a_new_adapter_is_the_model_and_a_moved_one_its_formula(options):
+    frozen = frozen_layer()
+    adapter = made(options, frozen)
+    torch.testing.assert_close(weight_of(adapter, frozen), frozen.weight, rtol=1e-6, atol=1e-7)
+    fill(adapter, 3, 0.2)
+    found, expected = weight_of(adapter, frozen).double(), formula(options, frozen, adapter)
+    moved = (expected - frozen.weight).norm()
+    assert moved > 0.01 * frozen.weight.norm()
+    assert (found - expected).norm() < 1e-5 * moved
+    x = random(2, 5, IN)
+    y = adapter(x, frozen, None).double()
+    torch.testing.assert_close(y, x.double() @ expected.T + frozen.bias.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["kohya", "comfyui"])
+@algorithms
+def test_comfyui_reads_every_key_and_makes_the_same_weight(options, layout, caplog):
+    frozen = frozen_layer()
+    adapter = made(options, frozen)
+    fill(adapter, 4, 0.2)
+    file = convert(LoraModel.from_tensors({NAME: adapter.tensors()}), layout)
+    prefix = {"kohya": "lora_unet_" + NAME.replace(".", "_"), "comfyui": f"diffusion_model.{NAME}"}[layout]
+    patches = comfy.lora.load_lora(file, {prefix: "weight"})
+    assert caplog.records == [] and list(patches) == ["weight"]
+    patched = comfy.lora.calculate_weight([(1.0, patches["weight"], 1.0, None, None)], frozen.weight.clone(), "weight")
+    expected = formula(options, frozen, adapter)
+    assert (patched - expected).norm() < 1e-5 * (expected - frozen.weight).norm()
+
+
+@algorithms
+def test_its_gradients_are_those_of_the_formula(options):
+    frozen = frozen_layer()
+    adapter = made(options, frozen)
+    fill(adapter, 5)
+    x, g = random(2, 5, IN).requires_grad_(), random(2, 5, OUT, seed=7)
+    adapter(x, frozen, None).backward(g)
+    masters = numbers(adapter)
+    x64 = x.detach().double().requires_grad_()
+    (x64 @ adapted_weight(options, frozen.weight.double(), masters).T).backward(g.double())
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)
+    for name, p in adapter.named_parameters():
+        assert (p.grad - masters[name].grad).norm() < 1e-5 * masters[name].grad.norm(), name
+
+
+@algorithms
+def test_a_stored_fp8_weight_waits_for_backward_as_it_is_stored(options):
+    """No dequantised copy among what autograd keeps, and the same result as on the weight that it stands for."""
+    frozen = frozen_layer(torch.float8_e4m3fn, torch.tensor(1.7))
+    whole = FrozenLinear(frozen.weight.float() * 1.7, None, frozen.bias)
+    adapter, other = made(options, frozen), made(options, whole)
+    fill(adapter, 6)
+    fill(other, 6)
+    x = random(1, 2, IN).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = adapter(x, frozen, None)
+    torch.testing.assert_close(y, other(x, whole, None), rtol=1e-5, atol=1e-5)
+    assert any(t.dtype == torch.float8_e4m3fn and t.shape == (OUT, IN) for t in kept)
+    assert all(t.numel() < OUT * IN for t in kept if t.dtype != torch.float8_e4m3fn)
+
+
+@algorithms
+def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    run = torch.compile(lambda adapter, *args: adapter(*args), backend="aot_eager", fullgraph=True, dynamic=False)
+    frozen, x, g = frozen_layer(), random(2, 5, IN), random(2, 5, OUT, seed=7)
+    structures = set()
+    for seed in (9, 10):
+        eager, compiled = made(options, frozen), made(options, frozen)
+        mask = DropMask(torch.tensor([1.0, 0.0]).reshape(2, 1, 1), None)
+        for adapter, call in ((eager, Adapter.__call__), (compiled, run)):
+            fill(adapter, seed)
+            call(adapter, x, frozen, mask).backward(g)
+        for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
+        structures.add(compiled.structure())
+    assert len(structures) == 1 and counters["stats"]["unique_graphs"] - before == 1
+    larger = made(replace(options, rank=2 * options.rank, constraint=2 * options.constraint), frozen)
+    assert larger.structure() not in structures or options.rank == 64  # whole LoKr, whatever the rank
+
+
+@pytest.mark.parametrize("features", [1, 7, 64, 127, 250, 360, 3072, 5120, 9216, 13824, 15360])
+def test_a_layer_is_cut_as_lycoris_cuts_it(features):
+    for factor in (-1, 2, 3, 4, 8, 12, 16, 1000):
+        assert cut(features, factor) == factorization(features, factor)
+
+
+def test_dropped_parts_add_nothing():
+    """A mask of zeros leaves the model as it is, whatever the algorithm; of ones, the adapter."""
+    frozen, x = frozen_layer(), random(2, 5, IN)
+    for options in ALGORITHMS.values():
+        adapter = made(NetworkOptions(**options), frozen)
+        fill(adapter, 8, 0.2)
+        width = adapter.drop_width()
+        for keep in (0.0, 1.0):
+            module = torch.full((2, 1, 1), keep) if adapter.replaces_output else None
+            y = adapter(x, frozen, DropMask(torch.full((2, 1, width), keep), module))
+            expected = adapter(x, frozen, None) if keep else frozen.apply(x)
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,41 @@
+"""What LoRA Network sets beside size and targets, in whole runs: it has its effect, goes on bit for bit, and is part of
+what a run is known by."""
+
+import json
+
+import pytest
+import torch
+from comfy.model_management import InterruptProcessingException
+from tiny.runs import Watcher, cancel_at, mixed_data, train
+
+PLUS = {"lora_plus_ratio": 8.0}
+NORMS = {"scale_weight_norms": 0.05}
+
+
+def whole_and_resumed(model, root, **changes):
+    """The result of a run of six steps, after seeing that one which is cancelled amid gives the same."""
+    data = mixed_data()
+    whole = train(model, data, root / "whole", **changes)
+    with pytest.raises(InterruptProcessingException):
+        train(model, data, root / "cancelled", cancel_at(3), **changes)
+    watcher = Watcher()
+    resumed = train(model, data, root / "cancelled", watcher, **changes)
+    assert "Resumed at step 3." in watcher.notes
+    assert resumed.loss == whole.loss and resumed.summary["key"] == whole.summary["key"]
+    assert all(torch.equal(resumed.lora[name], whole.lora[name]) for name in whole.lora)
+    return whole
+
+
+def test_lora_plus_and_max_norm_go_on_bit_for_bit_and_hold_the_norm(tiny_flux, tmp_path):
+    plain = train(tiny_flux, mixed_data(), tmp_path / "plain")
+    plus = whole_and_resumed(tiny_flux, tmp_path / "plus", network=PLUS)
+    norms = whole_and_resumed(tiny_flux, tmp_path / "norms", network=PLUS | NORMS)
+    assert len({result.summary["key"] for result in (plain, plus, norms)}) == 3
+    assert plus.loss[0] == plain.loss[0] and plus.loss[2] != plain.loss[2]
+    found = {name: float((m.scaled_up @ m.down).norm()) for name, m in norms.lora.modules().items()}
+    free = {name: float((m.scaled_up @ m.down).norm()) for name, m in plus.lora.modules().items()}
+    assert max(free.values()) > 0.1 and max(found.values()) < 0.05 * (1 + 1e-5)
+    at_limit = sum(norm > 0.05 * (1 - 1e-5) for norm in found.values())
+    assert norms.summary["modules_scaled"] == at_limit > len(found) // 2
+    assert norms.lora.metadata["ss_scale_weight_norms"] == "0.05"
+    assert json.loads(norms.lora.metadata["tessera"])["network"]["lora_plus_ratio"] == 8.0

@@ -1,0 +1,62 @@
+"""Dropout of an adapter. The masks are drawn outside of the blocks, so that a recompute of a block sees the same."""
+
+import torch
+from torch import Tensor
+
+from ..models.adapters import Adapter, DropMask
+from ..models.family import Block, ModelInputs
+from .draws import generator
+from .options import NetworkOptions
+
+
+def draw_masks(
+    options: NetworkOptions,
+    block: Block,
+    inputs: ModelInputs,
+    seed: int,
+    key: tuple[int | str, ...],
+    dtype: torch.dtype,
+) -> dict[str, DropMask]:
+    """The masks of one block by its Linears' names, from the draw `key`; empty without dropout.
+
+    dropout: elements of the rank activations. rank_dropout: for each sample whole ranks (for LoHa and LoKr rows of
+    delta W, for OFT blocks). Both scale what stays by 1 / (1 − p), OFT's apart. module_dropout: for each sample the
+    whole adapter, unscaled. As kohya's network_dropout, rank_dropout and module_dropout (sd-scripts, networks/lora.py)
+    and LyCORIS, but that a module is dropped for each sample by itself and not for the batch.
+    """
+    if not (options.dropout or options.rank_dropout or options.module_dropout):
+        return {}
+    rows, batch = block.lora_rows(inputs), len(inputs.tokens)
+    masks = {}
+    for name, linear in block.linears().items():
+        if linear.adapter is not None:
+            draw = _Draw(seed, (*key, name), linear.weight.device, dtype)
+            masks[name] = _mask(options, linear.adapter, draw, batch, rows[name])
+    return masks
+
+
+class _Draw:
+    def __init__(self, seed: int, key: tuple[int | str, ...], device: torch.device, dtype: torch.dtype):
+        self.seed, self.key, self.device, self.dtype = seed, key, device, dtype
+
+    def kept(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
+        """0 with the probability p, else 1 or 1 / (1 − p)."""
+        source = generator(self.seed, *self.key, *kind, device=self.device)
+        draw = torch.rand(shape, generator=source, device=self.device)
+        return ((draw >= p) / (1 - p if scaled else 1)).to(self.dtype)
+
+
+def _mask(options: NetworkOptions, adapter: Adapter, draw: _Draw, batch: int, rows: int) -> DropMask:
+    width = adapter.drop_width()
+    parts, module = [], None
+    if options.dropout:
+        parts.append(draw.kept(options.dropout, (batch, rows, width), True))
+    if options.rank_dropout:
+        parts.append(draw.kept(options.rank_dropout, (batch, 1, width), adapter.rank_drop_scaled, "rank"))
+    if options.module_dropout:
+        module = draw.kept(options.module_dropout, (batch, 1, 1), False, "module")
+        parts.append(module)
+    update = parts[0]
+    for part in parts[1:]:
+        update = update * part
+    return DropMask(update, module if adapter.replaces_output else None)

@@ -1,0 +1,197 @@
+"""Which layers get which adapter, told before any weight is read."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from ..models.adapters import ADAPTERS, AdapterSpec, LokrAdapter
+from ..models.adapters.oft import block_size
+from ..models.family import Family, linear_shapes
+from .options import NetworkOptions
+from .ranks import parse_rank_patterns
+from .targets import examples, match_targets
+
+Size = tuple[int, int]
+
+
+def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
+    """The Linears to train, by name; needs no weights, so that a wrong pattern ends before anything is loaded."""
+    shapes = linear_shapes(model)
+    targets = match_targets(list(shapes), options.include or family.default_targets, options.exclude)
+    specs = adapter_specs(options, targets)
+    if options.algorithm == "oft":
+        _check_oft(specs, shapes)
+    return targets
+
+
+def base_spec(options: NetworkOptions) -> AdapterSpec:
+    """What a layer has that no rank pattern matches."""
+    return AdapterSpec(options.algorithm, options.rank, options.alpha, options.factor, options.constraint, options.init)
+
+
+def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, AdapterSpec]:
+    """What each target is to have; where several rank patterns match, each changes what the ones before left.
+
+    Raises ValueError for a pattern that matches no target.
+    """
+    specs = dict.fromkeys(targets, base_spec(options))
+    for line in parse_rank_patterns(options.rank_patterns):
+        matching = [name for name in targets if fnmatchcase(name, line.pattern)]
+        if not matching:
+            raise ValueError(
+                f"The pattern {line.pattern!r} in rank_patterns matches no layer that is trained; they have names such "
+                f"as {examples(targets)}."
+            )
+        for name in matching:
+            spec = specs[name]
+            rank = spec.rank if line.rank is None else line.rank
+            alpha = spec.alpha * rank / spec.rank if line.alpha is None else line.alpha
+            specs[name] = replace(spec, rank=rank, alpha=alpha)
+    return specs
+
+
+def _check_oft(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> None:
+    for name, spec in specs.items():
+        if ADAPTERS["oft"].shapes(spec, *shapes[name])["oft_blocks"][1] == 1:
+            raise ValueError(
+                f"oft cannot cut {name}, whose output is {shapes[name][0]}, into blocks of at most rank {spec.rank}; "
+                "raise rank, or leave the layer out in targets."
+            )
+
+
+def trained_numbers(spec: AdapterSpec, size: Size) -> int:
+    return sum(prod(shape) for shape in ADAPTERS[spec.algorithm].shapes(spec, *size).values())
+
+
+def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
+    """What a user should know about these options on this model, a sentence each."""
+    specs, shapes = adapter_specs(options, targets), linear_shapes(model)
+    lists = tuple(f"{name}." for name in family.block_lists(model))
+    outside = [name for name in targets if not name.startswith(lists)]
+    notes = []
+    kinds = [kind for kind in ("dropout", "rank_dropout", "module_dropout") if getattr(options, kind)]
+    if kinds and outside:
+        works = "works" if len(kinds) == 1 else "work"
+        notes.append(
+            f"{' and '.join(kinds)} {works} within the blocks; {len(outside)} trained layers outside of them have none."
+        )
+    notes += _without_effect(options)
+    notes += _too_large(specs, shapes)
+    if options.rank_patterns.strip():
+        before = _block_kinds(family, model, dict.fromkeys(targets))
+        if (kinds_now := _block_kinds(family, model, specs)) > before:
+            notes.append(
+                f"rank_patterns make {kinds_now} kinds of blocks of {before}, and each is compiled by itself: "
+                f"{kinds_now} graphs for each token count and text length."
+            )
+    return notes
+
+
+def _without_effect(options: NetworkOptions) -> list[str]:
+    """The inputs that were changed and are not read."""
+    notes = []
+    if options.factor != -1 and options.algorithm != "lokr":
+        notes.append(f"factor is not used by {options.algorithm}; lokr reads it.")
+    if options.constraint and options.algorithm != "oft":
+        notes.append(f"constraint is not used by {options.algorithm}; oft reads it.")
+    if options.algorithm == "oft" and options.alpha != options.rank:
+        notes.append("alpha is not used by oft, whose update is a turn and is not scaled.")
+    return notes
+
+
+def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:
+    """Ranks that a layer cannot use."""
+    algorithm = next(iter(specs.values())).algorithm
+    if algorithm in ("lora", "dora"):
+        over = [n for n, spec in specs.items() if spec.rank > min(shapes[n])]
+        if over:
+            return [
+                f"rank {specs[over[0]].rank} is more than {len(over)} of the layers can use, such as {over[0]} of "
+                f"{shapes[over[0]][0]} × {shapes[over[0]][1]}."
+            ]
+    if algorithm == "loha":
+        over = [n for n, spec in specs.items() if spec.rank**2 > min(shapes[n])]
+        if over:
+            return [
+                f"loha of rank {specs[over[0]].rank} reaches rank {specs[over[0]].rank ** 2}, more than {len(over)} of "
+                f"the layers can use, such as {over[0]} of {shapes[over[0]][0]} × {shapes[over[0]][1]}; it takes the "
+                "time and the memory of a LoRA of that rank."
+            ]
+    if algorithm == "oft":
+        less = {n: size for n, spec in specs.items() if (size := block_size(shapes[n][0], spec.rank)) < spec.rank}
+        if less:
+            name, size = next(iter(less.items()))
+            return [
+                f"oft cuts {len(less)} of {len(specs)} layers into smaller blocks than rank {specs[name].rank}, such "
+                f"as {name} into blocks of {size}: the largest divisor of its {shapes[name][0]} outputs."
+            ]
+    if algorithm == "lokr":
+        whole = [n for n, spec in specs.items() if LokrAdapter.is_whole(spec, *shapes[n])]
+        if whole:
+            return [
+                f"lokr keeps its second matrix whole in {len(whole)} of {len(specs)} layers, as a pair of rank "
+                f"{specs[whole[0]].rank} would save little; rank and alpha are not used there."
+            ]
+    return []
+
+
+def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> int:
+    """How many different blocks there are, by what is on their layers."""
+    kinds = set()
+    for name, length in family.block_lists(model).items():
+        for index in range(length):
+            prefix = f"{name}.{index}."
+            own = frozenset((n.removeprefix(prefix), v) for n, v in of_target.items() if n.startswith(prefix))
+            kinds.add((name, own))
+    return len(kinds)
+
+
+def describe_network(options: NetworkOptions, family: Family, model: Any) -> str:
+    """What the options match on this model: layers, their number, trained numbers, size of the file.
+
+    Raises ValueError as `choose_targets` does.
+    """
+    targets, shapes = choose_targets(family, model, options), linear_shapes(model)
+    specs = adapter_specs(options, targets)
+    groups: dict[tuple[str, AdapterSpec, Size], list[int]] = {}
+    for name in targets:
+        index = re.search(r"\.(\d+)\.", name)
+        template = name if index is None else f"{name[: index.start()]}.{{}}.{name[index.end() :]}"
+        groups.setdefault((template, specs[name], shapes[name]), []).append(int(index.group(1)) if index else -1)
+    rows = []
+    for (template, spec, size), indices in groups.items():
+        name = template.replace("{}", _ranges(indices))
+        numbers = len(indices) * trained_numbers(spec, size)
+        rows.append((name, f"{len(indices)} ×", f"{size[0]}×{size[1]}", f"rank {spec.rank}", f"{numbers:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if c == 0 else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    total = sum(trained_numbers(specs[name], shapes[name]) for name in targets)
+    head = (
+        f"{options.algorithm} on {len(targets)} of {len(shapes)} layers of {family.title}: {total:,} trained numbers, "
+        f"{_size(4 * total * options.file_ranks)} as fp32, {_size(2 * total * options.file_ranks)} as bf16"
+    )
+    notes = network_notes(options, family, model, targets)
+    return "\n".join([head, "", *lines, *(["", *notes] if notes else [])])
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """0, 1, 2, 5 as 0-2,5."""
+    parts: list[list[int]] = []
+    for index in sorted(indices):
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
