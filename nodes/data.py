@@ -201,13 +201,21 @@ class TesseraLatentsToDataset(io.ComfyNode):
                     tooltip="The number of different token counts allowed; each is compiled once. Latents of more are "
                     "cropped. Raise it to crop less.",
                 ),
+                io.Boolean.Input(
+                    "masked_loss",
+                    default=False,
+                    optional=True,
+                    tooltip="On: of a latent with a noise mask (Set Latent Noise Mask, VAE Encode for Inpainting) only "
+                    "what the mask lets the sampler change is learnt, in parts where it is grey. Off: noise masks are "
+                    "left out.",
+                ),
             ],
             outputs=[TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on.")],
         )
 
     @classmethod
-    def execute(cls, latents, positive, max_graphs=(1,)) -> io.NodeOutput:
-        data = latents_to_data(latents, positive, max_graphs[0])
+    def execute(cls, latents, positive, max_graphs=(1,), masked_loss=(False,)) -> io.NodeOutput:
+        data = latents_to_data(latents, positive, max_graphs[0], masked_loss[0])
         return io.NodeOutput(data, ui={"tessera": [{"pictures": len(data.samples), "notes": list(data.notes)}]})
 
 

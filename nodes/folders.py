@@ -1,16 +1,21 @@
 """The nodes that read folders of pictures and clips."""
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from comfy_api.latest import io
 
 from ..train.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
 from ..train.extraction import EXTRACTIONS, HEAD, Extraction, parse_target_frames
+from ..train.options.captions import CaptionOptions
+from ..train.treatment import Treatment
+from . import picture_inputs
+from .caption_inputs import caption_inputs
+from .picture_inputs import NONE
 from .settings import list_film_folders, list_picture_folders, resolve_folder
 
 DatasetType = io.Custom("TESSERA_DATASET")
-
-NONE = "none"
 
 
 class TesseraImageFolder(io.ComfyNode):
@@ -70,21 +75,31 @@ class TesseraImageFolder(io.ComfyNode):
                     tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
                     "before the edit. a.jpg takes a.png there, or a_0.png, a_1.png, … for several.",
                 ),
+                picture_inputs.mask_folder("pictures"),
+                picture_inputs.alpha_mask(),
+                picture_inputs.unmasked_weight(),
+                *picture_inputs.views("picture"),
+                *picture_inputs.weight("pictures"),
+                *caption_inputs(),
+                *picture_inputs.preservation(),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
         )
 
     @classmethod
-    def validate_inputs(cls, folder, control_folder=NONE):
-        return _readable(folder, _chosen(control_folder))
+    def validate_inputs(cls, folder, control_folder=NONE, mask_folder=NONE):
+        return _readable(folder, _chosen(control_folder), _chosen(mask_folder))
 
     @classmethod
-    def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, **kwargs):
-        if None in (folder, caption_extension, control_folder):  # linked: not known yet, so taken as changed
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
+        if None in (folder, caption_extension, control_folder, mask_folder):  # linked: not known yet: taken as changed
             return float("nan")
         try:
             return folder_fingerprint(
-                resolve_folder(folder), caption_extension, control_folder=_control_folder(control_folder)
+                resolve_folder(folder),
+                caption_extension,
+                control_folder=_other_folder(control_folder),
+                mask_folder=_other_folder(mask_folder),
             )
         except ValueError as error:  # told to the user by execute
             return str(error)
@@ -98,13 +113,19 @@ class TesseraImageFolder(io.ComfyNode):
         trigger_words="",
         dataset: Dataset | None = None,
         control_folder=NONE,
+        mask_folder=NONE,
+        **chosen,
     ) -> io.NodeOutput:
+        treatment, captions = _of_the_folder(chosen)
         scanned = scan_folder(
             resolve_folder(folder),
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
-            control_folder=_control_folder(control_folder),
+            control_folder=_other_folder(control_folder),
+            mask_folder=_other_folder(mask_folder),
+            treatment=treatment,
+            captions=captions,
         )
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
@@ -216,20 +237,27 @@ class TesseraVideoFolder(io.ComfyNode):
                     tooltip="For full: the most frames of a clip; longer files lose their end. Lower it if memory is "
                     "short.",
                 ),
+                picture_inputs.mask_folder("clips"),
+                picture_inputs.unmasked_weight(),
+                *picture_inputs.views("clip"),
+                *picture_inputs.weight("clips"),
+                *caption_inputs(),
+                *picture_inputs.preservation(),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The clips and captions, not encoded yet.")],
         )
 
     @classmethod
-    def validate_inputs(cls, folder):
-        return _readable(folder)
+    def validate_inputs(cls, folder, mask_folder=NONE):
+        return _readable(folder, _chosen(mask_folder))
 
     @classmethod
-    def fingerprint_inputs(cls, folder, caption_extension=".txt", **kwargs):
-        if folder is None or caption_extension is None:  # linked: not known yet, so taken as changed
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
+        if None in (folder, caption_extension, mask_folder):  # linked: not known yet, so taken as changed
             return float("nan")
         try:
-            return folder_fingerprint(resolve_folder(folder), caption_extension, CLIPS)
+            masks = _other_folder(mask_folder)
+            return folder_fingerprint(resolve_folder(folder), caption_extension, CLIPS, mask_folder=masks)
         except ValueError as error:  # told to the user by execute
             return str(error)
 
@@ -247,25 +275,38 @@ class TesseraVideoFolder(io.ComfyNode):
         frame_stride=10,
         frame_sample=4,
         max_frames=81,
+        mask_folder=NONE,
+        **chosen,
     ) -> io.NodeOutput:
         frames, notes = parse_target_frames(target_frames)
+        treatment, captions = _of_the_folder(chosen)
         scanned = scan_films(
             resolve_folder(folder),
             Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
+            mask_folder=_other_folder(mask_folder),
+            treatment=treatment,
+            captions=captions,
         )
-        scanned = Dataset(scanned.entries, (*scanned.notes, *notes))
+        scanned = replace(scanned, notes=(*scanned.notes, *notes))
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
 
-def _chosen(control_folder: str | None) -> str | None:
-    return None if control_folder in (None, "", NONE) else control_folder
+def _of_the_folder(chosen: dict[str, Any]) -> tuple[Treatment, CaptionOptions]:
+    """What is chosen for all pictures of a folder, and for all its captions; each input has the name of its field."""
+    pictures = {field.name for field in fields(Treatment)} & chosen.keys()
+    captions = {name: value for name, value in chosen.items() if name not in pictures}
+    return Treatment(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
 
 
-def _control_folder(control_folder: str | None) -> Path | None:
-    chosen = _chosen(control_folder)
+def _chosen(folder: str | None) -> str | None:
+    return None if folder in (None, "", NONE) else folder
+
+
+def _other_folder(folder: str | None) -> Path | None:
+    chosen = _chosen(folder)
     return None if chosen is None else resolve_folder(chosen)
 
 

@@ -1,29 +1,35 @@
 """Makes one batch: draws noise and sigma for its samples and hands both sides of the loss over as tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..models.family import Family, ModelInputs, NoisySample
-from .data import Sample, SampleTensors
+from .data import Sample, SampleTensors, shown_per_epoch
 from .draws import generator
 from .objective import Strata, draw_noise, draw_sigma, noised, perturbed, stratum_of, velocity_target
 from .options import ObjectiveOptions
+from .preservation import Preserved
 from .run import TrainSettings
 
 
 @dataclass(frozen=True)
 class Batch:
     """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; sigma: (B,), fp32, the noise
-    levels; weights: (B, N), how much each token counts in the loss, or None where all count alike."""
+    levels; weights: (B, N), how much each token counts in the loss of its sample; loss_weights: (B,), what the losses
+    of the samples are multiplied by. Either is None where all count alike. kept: what is to stay as it was, if anything
+    is."""
 
     inputs: ModelInputs
     target: Tensor
     sigma: Tensor
     weights: Tensor | None
+    loss_weights: Tensor | None = None
+    kept: Preserved | None = None
 
 
 def make_batch(
@@ -40,9 +46,7 @@ def make_batch(
 
     strata: the draws of a step and of an epoch; without them each sigma is drawn for itself.
     """
-    noisy: list[NoisySample] = []
-    targets: list[Tensor] = []
-    sigmas: list[float] = []
+    drawn: list[_Drawn] = []
     for place, (sample, tensors) in enumerate(samples):
         size = sample.tokens // sample.grid[0]  # of one picture: what shifts by resolution go by
         latent = _model_space(patcher, tensors, device)
@@ -51,25 +55,75 @@ def make_batch(
         stratum = stratum_of(objective, seed, draw[0], number, strata) if strata else None
         sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), size, shift, stratum)
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place), objective.noise_offset)
-        shown = perturbed(noise, objective, generator(seed, "ip_noise", *draw, place)).to(device)
-        noise = noise.to(device)
+        shown = perturbed(noise, objective, generator(seed, "ip_noise", *draw, place))
+        drawn.append(_Drawn(sample, tensors, latent, noise, shown, sigma))
+    return _assemble(patcher, family, drawn, objective.guidance, device)
+
+
+def fixed_batch(
+    patcher: ModelPatcher,
+    family: Family,
+    rows: Sequence[tuple[Sample, SampleTensors, float]],
+    guidance: float,
+    device: torch.device,
+    seed: int,
+) -> Batch:
+    """A batch of samples at given sigmas. The noise depends on the seed and the sample's name alone."""
+    drawn: list[_Drawn] = []
+    for sample, tensors, sigma in rows:
+        latent = _model_space(patcher, tensors, device)
+        noise = draw_noise(latent.shape, generator(seed, "validation noise", sample.name))
+        drawn.append(_Drawn(sample, tensors, latent, noise, noise, sigma))
+    return _assemble(patcher, family, drawn, guidance, device)
+
+
+class _Drawn(NamedTuple):
+    """A sample with its clean latent in the model's space, its noise, the noise that the model is shown, its sigma."""
+
+    sample: Sample
+    tensors: SampleTensors
+    latent: Tensor
+    noise: Tensor
+    shown: Tensor
+    sigma: float
+
+
+def _assemble(
+    patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], guidance: float, device: torch.device
+) -> Batch:
+    noisy: list[NoisySample] = []
+    targets: list[Tensor] = []
+    for sample, tensors, latent, noise, shown, sigma in drawn:
         level = torch.tensor([sigma], dtype=torch.float32, device=device)
-        x_t = noised(latent[None], shown[None], level)[0]
+        x_t = noised(latent[None], shown.to(device)[None], level)[0]
         if sample.clean_frames:
             x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
-        targets.append(family.cut(velocity_target(latent, noise), sample.tokens).tokens)
-        sigmas.append(sigma)
-    levels = torch.tensor(sigmas, dtype=torch.float32, device=device)
-    inputs = family.inputs(patcher, noisy, levels, objective.guidance)
-    return Batch(inputs, torch.stack(targets), levels, _weights([sample for sample, _ in samples], device))
+        targets.append(family.cut(velocity_target(latent, noise.to(device)), sample.tokens).tokens)
+    levels = torch.tensor([one.sigma for one in drawn], dtype=torch.float32, device=device)
+    inputs = family.inputs(patcher, noisy, levels, guidance)
+    samples = [(one.sample, one.tensors) for one in drawn]
+    kept: Preserved | None = None
+    if any(tensors.of_class for _, tensors in samples):
+        of_class = [_of_class(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
+        there = torch.tensor([float(tensors.of_class is not None) for _, tensors in samples], device=device)
+        whole = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples], device)
+        kept = Preserved(family.inputs(patcher, of_class, levels, guidance), there, whole)
+    weights, loss_weights = _weights(samples, device), _loss_weights([sample for sample, _ in samples], device)
+    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, kept)
+
+
+def _of_class(sample: NoisySample, tensors: SampleTensors) -> NoisySample:
+    """The same with its class caption, if it has one."""
+    prompt = tensors.of_class
+    return sample if prompt is None else replace(sample, text=prompt.text, conditioning=prompt.conditioning)
 
 
 def strata_of(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
     """The draws of an optimizer step and of an epoch of this run."""
-    return Strata(settings.batch_size * settings.gradient_accumulation, sum(sample.repeats for sample in samples))
+    return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
 
 
 def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.device) -> Tensor:
@@ -80,11 +134,19 @@ def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.de
     return patcher.model.process_latent_in(latent[None])[0]
 
 
-def _weights(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """(B, N): 0 for the tokens of clean frames, which the model is given, 1 for all others."""
-    if not any(sample.clean_frames for sample in samples):
+def _weights(samples: Sequence[tuple[Sample, SampleTensors]], device: torch.device) -> Tensor | None:
+    """(B, N): what a mask says, 1 without one, and 0 for the tokens of clean frames, which the model is given."""
+    if not any(sample.clean_frames or tensors.weights is not None for sample, tensors in samples):
         return None
-    weights = torch.ones(len(samples), samples[0].tokens, device=device)
-    for row, sample in zip(weights, samples, strict=True):
+    weights = torch.ones(len(samples), samples[0][0].tokens, device=device)
+    for row, (sample, tensors) in zip(weights, samples, strict=True):
+        if tensors.weights is not None:
+            row.copy_(tensors.weights)
         row[: sample.clean_frames * sample.tokens // sample.grid[0]] = 0
     return weights
+
+
+def _loss_weights(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    if all(sample.loss_weight == 1 for sample in samples):
+        return None
+    return torch.tensor([sample.loss_weight for sample in samples], dtype=torch.float32, device=device)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..models.text import PLUS, CaptionTokens, QwenImageText, TextPolicy
-from .dataset import shortlist
+from .caption_forms import CaptionForms
 from .fingerprint import fingerprint, weights_fingerprint
 from .items import Item
 from .jobs import Interrupted, Job, Progress
+from .listing import shortlist
 from .picture_jobs import BYTES, VERSION, Cut
 
 # The area at which the text encoder sees control pictures, and the pixels of a token of it, as core's nodes have them.
@@ -25,11 +26,65 @@ _SEEN_TOKEN = 28 * 28
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption that may have to be encoded. longest: the most tokens that it may have; dropped: how many are over."""
+    """A caption that may have to be encoded. tokens: None where it is encoded together with control pictures, and has
+    its length once it is encoded."""
 
     job: Job
-    longest: int | None
-    dropped: int
+    tokens: CaptionTokens | None
+
+
+@dataclass(frozen=True)
+class CaptionKeys:
+    """Where the forms of a caption are in the cache, and the empty prompt; of_class: the class caption of each form
+    that has one."""
+
+    forms: tuple[str, ...]
+    empty: str | None = None
+    of_class: tuple[str | None, ...] = ()
+
+    def key(self, caption: int | None) -> str:
+        """Of the form that a Choice names."""
+        if caption is not None:
+            return self.forms[caption]
+        assert self.empty is not None
+        return self.empty
+
+    def class_key(self, caption: int | None) -> str | None:
+        """Of the class caption of that form; the empty prompt has none."""
+        return None if caption is None or not self.of_class else self.of_class[caption]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(key for key in (*self.forms, *self.of_class, self.empty) if key)
+
+
+@dataclass(frozen=True)
+class ItemCaptions:
+    """What an item's caption may be: its forms, and the empty prompt where that takes their place at times; of_class:
+    the class caption of each form that has one."""
+
+    forms: tuple[Caption, ...]
+    empty: Caption | None
+    of_class: tuple[Caption | None, ...] = ()
+
+    @property
+    def all(self) -> tuple[Caption, ...]:
+        return tuple(caption for caption in (*self.forms, *self.of_class, self.empty) if caption)
+
+    def keys(self) -> CaptionKeys:
+        of_class = tuple(caption.job.key if caption else None for caption in self.of_class)
+        empty = self.empty.job.key if self.empty else None
+        return CaptionKeys(tuple(form.job.key for form in self.forms), empty, of_class)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a form, as far as that is known."""
+        return max((caption.tokens.length or 0 for caption in self.all if caption.tokens), default=0)
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens were cut at the end of the longest form."""
+        return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
 
 
 def read_captions(
@@ -41,17 +96,20 @@ def read_captions(
     style: str,
     progress: Progress,
     interrupted: Interrupted,
-) -> list[Caption]:
-    """The caption of each item; those that are encoded alike are tokenised once and share a job.
+) -> list[ItemCaptions]:
+    """The captions of each item; those that are encoded alike are tokenised once and share a job.
 
-    controls: of each item. Qwen-Image's text encoder sees them, in the `style` of its edit model.
+    controls: of each item. Qwen-Image's text encoder sees them, in the `style` of its edit model. Where a family has
+    several lengths, all forms of an item take that of its longest one, so that they share its graphs.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
     sees = isinstance(policy, QwenImageText)
-    wanted = [(item.caption, of if sees else ()) for item, of in zip(items, controls, strict=True)]
+    forms = [item.caption_forms for item in items]
+    texts = [_texts(of) for of in forms]
+    wanted = [[(text, seen if sees else ()) for text in of] for of, seen in zip(texts, controls, strict=True)]
     made: dict[tuple[str, tuple[Cut, ...]], Caption] = {}
-    distinct = dict.fromkeys(wanted)
+    distinct = dict.fromkeys(one for of in wanted for one in of)
     stops: dict[str, str] = {}
     for index, (text, seen) in enumerate(distinct):
         interrupted()
@@ -61,23 +119,55 @@ def read_captions(
         if seen:
             assert isinstance(policy, QwenImageText)
             made[text, seen] = _seeing(clip, policy, text, seen, style, encoder)
-            continue
-        tokens = policy.tokenize(clip, text, max_length)
-        length = tokens.length or _tokens(tokens)
-        job = Job(
-            fingerprint("caption", VERSION, json.dumps(tokens.tokens), encoder),
-            policy.outputs(tokens.length),
-            length * policy.width(clip) * BYTES,
-            partial(encode_caption, clip, tokens, policy),
-            f"the caption {text[:40]!r}",
-        )
-        made[text, seen] = Caption(job, tokens.length, tokens.dropped)
+        else:
+            made[text, seen] = _read(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
     if stops:
+        named = [item.name for item, of in zip(items, texts, strict=True) if not stops.keys().isdisjoint(of)]
         raise ValueError(
-            f"The captions of {shortlist([item.name for item in items if item.caption in stops])} hold the text "
-            f"{next(iter(stops.values()))!r}, at which {policy.family}'s text encoder stops; remove it from them."
+            f"The captions of {shortlist(named)} hold the text {next(iter(stops.values()))!r}, at which "
+            f"{policy.family}'s text encoder stops; remove it from them."
         )
-    return [made[one] for one in wanted]
+    read = []
+    for form, of in zip(forms, wanted, strict=True):
+        captions = [made[one] for one in of]
+        if policy.lengths:
+            captions = _of_one_length(clip, policy, [text for text, _ in of], captions, encoder)
+        by_text = {text: caption for (text, _), caption in zip(of, captions, strict=True)}
+        of_class = tuple(None if text is None else by_text[text] for text in form.of_class)
+        own = tuple(by_text[text] for text in form.texts)
+        read.append(ItemCaptions(own, by_text[""] if form.dropout else None, of_class))
+    return read
+
+
+def _texts(forms: CaptionForms) -> tuple[str, ...]:
+    """All that is encoded of a caption, each once."""
+    of_class = (text for text in forms.of_class if text is not None)
+    return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout else []))))
+
+
+def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> Caption:
+    length = tokens.length or _tokens(tokens)
+    job = Job(
+        fingerprint("caption", VERSION, json.dumps(tokens.tokens), encoder),
+        policy.outputs(tokens.length),
+        length * policy.width(clip) * BYTES,
+        partial(encode_caption, clip, tokens, policy),
+        f"the caption {text[:40]!r}",
+    )
+    return Caption(job, tokens)
+
+
+def _of_one_length(
+    clip: Any, policy: TextPolicy, texts: Sequence[str], captions: Sequence[Caption], encoder: Any
+) -> list[Caption]:
+    """The captions of one item, all as long as the longest of them."""
+    tokens = [caption.tokens for caption in captions if caption.tokens]
+    assert len(tokens) == len(captions), texts
+    length = max(of.length or 0 for of in tokens)
+    return [
+        caption if of.length == length else _read(clip, policy, text, policy.lengthened(clip, of, length), encoder)
+        for text, caption, of in zip(texts, captions, tokens, strict=True)
+    ]
 
 
 @torch.inference_mode()
@@ -109,7 +199,7 @@ def _seeing(
     key = fingerprint("edit caption", VERSION, style, json.dumps(tokens.tokens), keys, encoder)
     shapes = policy.outputs(None)
     name = f"the caption {text[:40]!r}"
-    return Caption(Job(key, shapes, length * policy.width(clip) * BYTES, encode, name), None, 0)
+    return Caption(Job(key, shapes, length * policy.width(clip) * BYTES, encode, name), None)
 
 
 def _seen(picture: Tensor, style: str) -> Tensor:

@@ -1,6 +1,6 @@
 """What the trainer trains on: samples whose tensors are read when a batch needs them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,42 @@ GraphKey = tuple[int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Which form of a sample is shown, where it has several: the number of its picture and of its caption. A caption of
+    None is the empty prompt. class_caption: the class caption of that caption is read too."""
+
+    picture: int = 0
+    caption: int | None = 0
+    class_caption: bool = False
+
+
+PLAIN = Choice()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A caption as it was encoded, with all that goes with it: see `SampleTensors`."""
+
+    text: Tensor
+    conditioning: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class SampleTensors:
     """One sample on the host.
 
     latent: (C, H, W) or (C, T, H, W), as the VAE gives it, before the model's `process_latent_in`.
     text: (1, L, D), the `cond` of ComfyUI's conditioning.
     conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
+    weights: (tokens,) fp32, how much each kept token counts in the loss; None where all count alike.
+    of_class: the class caption, where the choice asked for it.
     """
 
     latent: Tensor
     text: Tensor
     conditioning: Mapping[str, Any]
+    weights: Tensor | None = None
+    of_class: Prompt | None = None
 
 
 @dataclass(frozen=True)
@@ -39,20 +64,36 @@ class Sample:
     references: the tokens of each reference picture.
     clean_frames: latent frames at the start that are given without noise and are no part of the loss.
     conditioning: what `SampleTensors.conditioning` carries.
-    load: reads the tensors.
+    load: reads the tensors; called without a Choice it gives the first form of each.
+    pictures, captions: how many forms there are to choose from; all have the sample's grid and text length.
+    loss_weight: what its loss is multiplied by. regularisation: it shows what the model is to keep; `repeats` counts
+        among samples like it.
+    class_caption: whether there is a caption that names the class in place of the trigger words.
+    file: the picture or film that it was taken from, where `name` says more than that.
+    caption_weights: how likely each form of the caption is, 1 in sum; without them all are alike. caption_dropout: how
+        likely the empty prompt takes the place of any of them.
     """
 
     name: str
     grid: tuple[int, int, int]
     tokens: int
     text_length: int
-    load: Callable[[], SampleTensors] = field(compare=False, repr=False)
+    load: Callable[..., SampleTensors] = field(compare=False, repr=False)
     repeats: int = 1
     references: tuple[int, ...] = ()
     clean_frames: int = 0
     conditioning: frozenset[str] = frozenset()
+    pictures: int = 1
+    captions: int = 1
+    loss_weight: float = 1.0
+    regularisation: bool = False
+    class_caption: bool = False
+    file: str = ""
+    caption_weights: tuple[float, ...] = ()
+    caption_dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        assert len(self.caption_weights) in (0, self.captions), (self.caption_weights, self.captions)
         frames, height, width = self.grid
         kept, rest = divmod(self.tokens, frames)
         assert rest == 0 and height * width - width < kept <= height * width, (self.grid, self.tokens)
@@ -70,12 +111,30 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Prepared data (TESSERA_TRAINING_DATA). `fingerprint` changes whenever a tensor, an order or a repeat changes."""
+    """Prepared data (TESSERA_TRAINING_DATA). `fingerprint` changes whenever a tensor, an order or a repeat changes.
+    made_with: what was set to make it, as plain values, for the LoRA's metadata."""
 
     samples: tuple[Sample, ...]
     fingerprint: str
     notes: tuple[str, ...] = ()
+    made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def graph_keys(self) -> list[GraphKey]:
         """The keys that occur: one compiled graph of each block kind for each."""
         return sorted({s.graph_key for s in self.samples})
+
+
+def shown_per_epoch(samples: Sequence[Sample]) -> int:
+    """How many showings an epoch has, repeats counted: beside each of a training sample there is one of a
+    regularisation sample, where there are any."""
+    training = sum(sample.repeats for sample in samples if not sample.regularisation)
+    return 2 * training if any(sample.regularisation for sample in samples) else training
+
+
+def check_something_is_learnt(regularisation: Iterable[bool]) -> None:
+    """ValueError where all samples are regularisation."""
+    if all(regularisation):
+        raise ValueError(
+            "Every picture of the data set is a regularisation picture, which leaves nothing to learn; chain a folder "
+            "with regularisation off."
+        )

@@ -124,20 +124,26 @@ def place(size: tuple[int, int], grid: Grid, tokens: int, pixels_per_token: int)
 
 
 def crop_box(
-    size: tuple[int, int], grid: Grid, pixels_per_token: int
+    size: tuple[int, int],
+    grid: Grid,
+    pixels_per_token: int,
+    zoom: float = 1.0,
+    at: tuple[float, float] = (0.5, 0.5),
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
     """Where to crop a picture and how large to make the crop.
 
     size: (height, width) of the picture in pixels.
-    Returns the box (left, top, right, bottom) in source pixels, as Pillow's `resize(box=…)` takes it: the largest
-    rectangle in the middle of the picture with the grid's exact aspect. It is fractional, since rounding it to whole
-    pixels would stretch the picture a little. And the (height, width) in pixels of the grid.
+    zoom: how much narrower the box is along a side than the largest with the grid's aspect, 1 or more.
+    at: where it stands in the room that it has, (across, down): 0 at the left and the top, 1 at the right and bottom.
+    Returns the box (left, top, right, bottom) in source pixels, as Pillow's `resize(box=…)` takes it: by default the
+    largest rectangle in the middle of the picture with the grid's exact aspect. It is fractional, since rounding it to
+    whole pixels would stretch the picture a little. And the (height, width) in pixels of the grid.
     """
     height, width = size
     target_height, target_width = grid.height * pixels_per_token, grid.width * pixels_per_token
     scale = max(target_height / height, target_width / width)
-    box_height, box_width = min(height, target_height / scale), min(width, target_width / scale)
-    left, top = (width - box_width) / 2, (height - box_height) / 2
+    box_height, box_width = min(height, target_height / scale) / zoom, min(width, target_width / scale) / zoom
+    left, top = (width - box_width) * at[0], (height - box_height) * at[1]
     return (left, top, left + box_width, top + box_height), (target_height, target_width)
 
 

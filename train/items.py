@@ -7,11 +7,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .caption_forms import CaptionForms
 from .clips import VideoFacts, inspect_video, load_clip
-from .dataset import Dataset, Film, Picture, shortlist
+from .dataset import Dataset, Film, Picture
 from .extraction import Extraction, whole_frames
 from .jobs import Interrupted, Progress
+from .listing import shortlist
+from .masks import Mask, check_alpha, mask_of
 from .pictures import inspect_picture, load_picture
+from .treatment import AS_IT_IS, Treatment
 
 Box = tuple[float, float, float, float]
 
@@ -42,18 +46,21 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class StillPixels:
+    """opaque: transparent parts show the colours that the file holds there, as alpha is a mask."""
+
     path: Path
     name: str
     digest: str
     size: tuple[int, int]
+    opaque: bool = False
     frames = 1
 
     @property
     def key(self) -> Any:
-        return self.digest
+        return (self.digest, "opaque") if self.opaque else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
-        return load_picture(self.path, box, height, width, digest=self.digest, name=self.name)
+        return load_picture(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)
 
     def first(self) -> Pixels:
         return self
@@ -87,13 +94,23 @@ class ClipPixels:
 
 @dataclass(frozen=True)
 class Item:
-    """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model."""
+    """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model; mask:
+    what of it counts; file: what it was taken from, where `name` says more; forms: of its caption, where there are
+    several."""
 
     name: str
     caption: str
     repeats: int
     pixels: Pixels
     controls: tuple[Pixels, ...] = ()
+    mask: Mask | None = None
+    treatment: Treatment = AS_IT_IS
+    file: str = ""
+    forms: CaptionForms | None = None
+
+    @property
+    def caption_forms(self) -> CaptionForms:
+        return self.forms or CaptionForms((self.caption,))
 
 
 def find_items(
@@ -129,22 +146,35 @@ def find_items(
         items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
     if short:
         raise ValueError(_too_short(short))
+    _check_alpha(dataset.entries)
     return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
 
 
 def _picture(picture: Picture) -> Item:
-    def pixels(path: Path, name: str) -> Pixels:
+    def pixels(path: Path, name: str, opaque: bool = False) -> StillPixels:
         facts = inspect_picture(path, name)
-        return StillPixels(path, name, facts.digest, facts.size)
+        return StillPixels(path, name, facts.digest, facts.size, opaque)
 
     controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
-    return Item(picture.name, picture.caption, picture.repeats, pixels(picture.path, picture.name), controls)
+    alpha = picture.treatment.alpha_mask
+    own = pixels(picture.path, picture.name, opaque=alpha)
+    mask = mask_of(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
+    treatment = picture.treatment
+    return Item(picture.name, picture.caption, picture.repeats, own, controls, mask, treatment, forms=picture.forms)
 
 
 def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
     of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
     name = f"{film.name}, {of}"
-    return Item(name, film.caption, film.repeats, ClipPixels(film.path, name, facts, tuple(stamps)))
+    mask = mask_of(film.path, film.mask, film.name, facts.size) if film.mask else None
+    pixels = ClipPixels(film.path, name, facts, tuple(stamps))
+    treatment, forms = film.treatment, film.forms
+    return Item(name, film.caption, film.repeats, pixels, (), mask, treatment, file=film.name, forms=forms)
+
+
+def _check_alpha(entries: Sequence[Picture | Film]) -> None:
+    masked = [entry for entry in entries if isinstance(entry, Picture) and entry.treatment.alpha_mask]
+    check_alpha([entry.name for entry in masked if not inspect_picture(entry.path, entry.name).alpha], len(masked))
 
 
 def _too_short(short: list[tuple[Film, int]]) -> str:

@@ -1,7 +1,7 @@
 """Latents and conditionings that core's nodes encoded, as training data."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
 from .clip_vision import seen_by, vision_output
-from .data import Sample, SampleTensors, TrainingData
-from .dataset import shortlist
+from .data import PLAIN, Choice, Sample, SampleTensors, TrainingData
 from .fingerprint import fingerprint
+from .latent_masks import mask_notes, weights_of
+from .listing import shortlist
 from .tokens import Grid, Placement, place_latents
 
 Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]
@@ -43,7 +44,10 @@ class _Latent:
 
 
 def latents_to_data(
-    latents: Sequence[Mapping[str, Any]], positive: Sequence[Conditioning], max_graphs: int
+    latents: Sequence[Mapping[str, Any]],
+    positive: Sequence[Conditioning],
+    max_graphs: int,
+    masked_loss: bool = False,
 ) -> TrainingData:
     """Training data from lists of ComfyUI's LATENT and CONDITIONING, as core's dataset nodes give them.
 
@@ -53,7 +57,8 @@ def latents_to_data(
         (core's WanImageToVideo) and what CLIP vision saw of them are kept.
     Latents of more than `max_graphs` token counts are cut in the middle to few counts, and an odd side loses one row or
     column of cells; notes say so. A noise mask that gives the first frames of a Wan 2.2 5B clip clean makes them so;
-    others are left out, with a note. Tensors are copied to the host so that they can be saved for backward.
+    others are how much each token counts with `masked_loss`, else left out, with a note. Tensors are copied to the host
+    so that they can be saved for backward.
     Raises ValueError where counts or shapes do not fit, and for values that are not finite.
     """
     batches = [_split(latent, index) for index, latent in enumerate(latents)]
@@ -74,6 +79,10 @@ def latents_to_data(
         whole += [latent.name] * references.whole
         known = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
         clean = latent.clean_frames(policy)
+        if masked_loss and latent.mask is not None and not clean:
+            height, width = latent.tensor.shape[-2:]
+            weights = weights_of(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
+            tensors = replace(tensors, weights=_own(weights))
         sample = Sample(
             name=latent.name,
             grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
@@ -86,16 +95,17 @@ def latents_to_data(
         )
         samples.append(sample)
         parts = (placement.tokens, references.tokens, clean)
-        names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts))
+        weighed = () if tensors.weights is None else (tensors.weights,)
+        names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts, *weighed))
     notes = (
-        *_mask_notes(given, samples),
+        *mask_notes([of.name for of in given if of.mask is not None and not of.clean_frames(policy)], masked_loss),
         *_reference_notes(samples, odd, whole, max_graphs),
         *_notes(given, grids, placements, samples, max_graphs, policy),
     )
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
 
-def _given(tensors: SampleTensors) -> SampleTensors:
+def _given(tensors: SampleTensors, choice: Choice = PLAIN) -> SampleTensors:
     return tensors
 
 
@@ -260,16 +270,6 @@ def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
         key: seen_by(value) if key == "clip_vision_output" and value is not None else value
         for key, value in conditioning.items()
     }
-
-
-def _mask_notes(latents: list[_Latent], samples: list[Sample]) -> Iterator[str]:
-    masked = [
-        latent.name
-        for latent, sample in zip(latents, samples, strict=True)
-        if latent.mask is not None and not sample.clean_frames
-    ]
-    if masked:
-        yield f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}."
 
 
 def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], max_graphs: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from .fingerprint import fingerprint, weights_fingerprint
 from .items import Box, Pixels
 from .jobs import Job
 from .tokens import Placement, crop_box
+from .views import PLAIN_VIEW, View
 
 # Part of every key: raise it when the same inputs give other tensors than before.
 VERSION = 2
@@ -28,22 +29,29 @@ _VISION_NUMBERS = 257 * WIDTH
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a file's frames that is trained on, at the size of its grid."""
+    """The part of a file's frames that is trained on, at the size of its grid. flip: mirrored left to right."""
 
     pixels: Pixels
     box: Box
     height: int
     width: int
+    flip: bool = False
 
     @property
     def key(self) -> Any:
-        return (self.pixels.key, self.box, self.height, self.width)
+        return (self.pixels.key, *self.place)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What of the frames is shown, in keys."""
+        return (self.box, self.height, self.width, *(("flipped",) if self.flip else ()))
 
     def load(self) -> Tensor:
-        return self.pixels.load(self.box, self.height, self.width)
+        frames = self.pixels.load(self.box, self.height, self.width)
+        return frames.flip(2) if self.flip else frames
 
     def first(self) -> "Cut":
-        return Cut(self.pixels.first(), self.box, self.height, self.width)
+        return replace(self, pixels=self.pixels.first())
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,15 @@ class PictureEncoder:
     vae: Any
     policy: LatentPolicy
 
-    def cut(self, pixels: Pixels, placement: Placement) -> Cut:
-        box, (height, width) = crop_box(pixels.size, placement.grid, self.policy.pixels_per_token)
-        return Cut(pixels, box, height, width)
+    def cut(self, pixels: Pixels, placement: Placement, view: View = PLAIN_VIEW) -> Cut:
+        pixels_per_token = self.policy.pixels_per_token
+        box, (height, width) = crop_box(pixels.size, placement.grid, pixels_per_token, view.zoom, view.at)
+        return Cut(pixels, box, height, width, view.flip)
 
     def latent(self, cut: Cut) -> Job:
         """{"latent": (C, h, w)}, or (C, T, h, w) of a VAE for video, which takes a picture as one frame."""
         kind = "picture" if cut.pixels.frames == 1 else "clip"
-        key = fingerprint(kind, VERSION, cut.pixels.key, cut.box, cut.height, cut.width, self._key)
+        key = fingerprint(kind, VERSION, cut.pixels.key, *cut.place, self._key)
         shape = (self.policy.channels, *self._cells(cut))
         return self._job(key, {"latent": shape}, partial(_encode_latent, self._whole, cut), cut)
 

@@ -40,10 +40,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """What planning needs of a picture file: a name for its bytes, and (height, width) in pixels when upright."""
+    """What planning needs of a picture file: a name for its bytes, (height, width) in pixels when upright, and whether
+    it may be transparent somewhere."""
 
     digest: str
     size: tuple[int, int]
+    alpha: bool = False
 
 
 def check_pillow(version: str = PIL.__version__) -> None:
@@ -75,7 +77,8 @@ def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> PictureFacts:
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
-    return PictureFacts(_digest(data), (height, width))
+            alpha = image.has_transparency_data
+    return PictureFacts(_digest(data), (height, width), alpha)
 
 
 def _digest(data: bytes) -> str:
@@ -99,12 +102,14 @@ def load_picture(
     *,
     digest: str | None = None,
     name: str | None = None,
+    opaque: bool = False,
 ) -> Tensor:
     """Decode a picture, cut it to `box` and scale that to `height` by `width`: float32, (1, H, W, 3), sRGB, 0 to 1.
 
     box: (left, top, right, bottom) in pixels of the upright picture, fractions allowed.
     digest: what `inspect_picture` called the bytes; a file that holds others by now is refused.
     name: what messages call the picture; its file name without one.
+    opaque: transparent parts show the colours that the file holds there.
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
     applied, an embedded colour profile is converted to sRGB, transparent parts show white, grey pictures become
     three equal channels, an animation gives its first frame. 16-bit grey keeps its 16 bits; of 16-bit colour Pillow
@@ -112,13 +117,9 @@ def load_picture(
     Raises ValueError, naming the file, if the picture can't be decoded or was changed.
     """
     name = name or path.name
-    with _named_errors(name, path):
-        data = path.read_bytes()
-    if digest is not None and _digest(data) != digest:
-        _inspect.cache_clear()  # it may hold the old bytes under the size and time of the new ones
-        raise ValueError(f"The picture {name!r} was changed while the data set was prepared; queue again.")
+    data = _read(path, name, digest)
     with _named_errors(name, path), Image.open(BytesIO(data)) as image:
-        planes = _planes(ImageOps.exif_transpose(image))
+        planes = _planes(ImageOps.exif_transpose(image), opaque)
         scaled = [
             np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
             for plane in planes
@@ -127,7 +128,35 @@ def load_picture(
     return torch.from_numpy(pixels)[None]
 
 
-def _planes(image: Image.Image) -> Iterator[np.ndarray]:
+def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str | None = None) -> np.ndarray:
+    """Decode a mask: float32, (H, W), 0 to 1, upright; the alpha channel of a picture, or how bright it is, where
+    transparent parts are black. digest, name, errors: as of `load_picture`."""
+    name = name or path.name
+    data = _read(path, name, digest)
+    with _named_errors(name, path), Image.open(BytesIO(data)) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if alpha:
+            return np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255
+        if image.mode.startswith("I"):
+            return np.asarray(image).astype(np.float32) / 65535
+        if image.mode == "F":
+            return np.nan_to_num(np.asarray(image), nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0)
+        bright = np.asarray(image.convert("RGB").convert("L"), dtype=np.float32) / 255
+        if not image.has_transparency_data:
+            return bright
+        return bright * np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255
+
+
+def _read(path: Path, name: str, digest: str | None) -> bytes:
+    with _named_errors(name, path):
+        data = path.read_bytes()
+    if digest is not None and _digest(data) != digest:
+        _inspect.cache_clear()  # it may hold the old bytes under the size and time of the new ones
+        raise ValueError(f"The picture {name!r} was changed while the data set was prepared; queue again.")
+    return data
+
+
+def _planes(image: Image.Image, opaque: bool) -> Iterator[np.ndarray]:
     """The one (grey) or three (red, green, blue) channels, 0 to 1, one at a time as they are large."""
     if image.mode.startswith("I"):  # 16-bit grey; "I" is what older Pillow opens it as
         yield np.asarray(image).astype(np.float32) / 65535
@@ -139,7 +168,7 @@ def _planes(image: Image.Image) -> Iterator[np.ndarray]:
     alpha = None
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        alpha = np.asarray(image.getchannel("A")).astype(np.float32) / 255
+        alpha = None if opaque else np.asarray(image.getchannel("A")).astype(np.float32) / 255
     if image.mode not in _PROFILE_SPACE:
         image = image.convert("RGB")
     image = _to_srgb(image, profile)

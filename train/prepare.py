@@ -6,21 +6,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..models.latents import WAN21, WAN22, latent_policy
 from ..models.text import PLUS, TextPolicy, check_pair, text_policy
 from .cache import Cache
-from .captions import read_captions
+from .caption_notes import encoded_note
+from .captions import CaptionKeys, read_captions
 from .clip_vision import SEEN, vision_output
 from .controls import place_controls
-from .data import Sample, SampleTensors, TrainingData
+from .data import (
+    PLAIN,
+    Choice,
+    Prompt,
+    Sample,
+    SampleTensors,
+    TrainingData,
+    check_something_is_learnt,
+    shown_per_epoch,
+)
 from .dataset import Dataset
-from .fingerprint import fingerprint
+from .fingerprint import changed_fields, fingerprint
 from .items import Item, find_items
-from .jobs import Interrupted, Job, Progress, check_space, encode, lacking
-from .picture_jobs import PictureEncoder, vision_job
+from .jobs import Interrupted, Progress, check_space, encode, lacking
+from .masks import TOKENS, mask_notes, token_weights
+from .picture_forms import PictureKeys, form_jobs, make_forms, read_masks
+from .picture_jobs import PictureEncoder
 from .plan_picture import describe_plan
-from .suitability import check_items, check_options, plan_notes, start_notes
+from .suitability import check_items, check_options, plan_notes, regularisation_notes, start_notes
 from .tokens import BucketPlan, Placement, plan_buckets
+from .treatment import AS_IT_IS
+from .views import view_notes
 
 
 @dataclass(frozen=True)
@@ -32,17 +48,6 @@ class PreparedData:
     plan: BucketPlan
     sizes: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Where the parts of one sample are in the cache."""
-
-    latent: str
-    text: str
-    references: tuple[str, ...] = ()
-    start: str | None = None
-    vision: str | None = None
 
 
 def prepare(
@@ -83,6 +88,7 @@ def prepare(
         raise ValueError("The data set is empty; connect Training Images or Training Clips.")
     items, item_notes = find_items(dataset, progress, interrupted)
     check_items(items, text, latents, image_to_video, edit_prompt)
+    check_something_is_learnt(item.treatment.regularisation for item in items)
     sizes = tuple(item.pixels.size for item in items)
     plan = plan_buckets(
         sizes,
@@ -94,55 +100,92 @@ def prepare(
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
     encoder = PictureEncoder(vae, latents)
-    cuts = [encoder.cut(item.pixels, placement) for item, placement in zip(items, plan.placements, strict=True)]
     control_plan = place_controls(
         items, plan, megapixels=megapixels, control_megapixels=control_megapixels, max_graphs=max_graphs
     )
     placed = control_plan.placements
-    controls = [
-        tuple(encoder.cut(pixels, placement) for pixels, placement in zip(item.controls, of, strict=True))
-        for item, of in zip(items, placed, strict=True)
-    ]
-    captions = read_captions(
-        items, controls, clip, text, max_text_length if text.lengths else None, edit_prompt, progress, interrupted
-    )
-
-    pictures = [encoder.latent(cut) for cut in cuts]
-    references = [[encoder.latent(cut) for cut in of] for of in controls]
-    starts = [encoder.start(cut) if image_to_video and latents is WAN21 else None for cut in cuts]
-    seen = [
-        vision_job(clip_vision, cut) if start and clip_vision else None for cut, start in zip(cuts, starts, strict=True)
-    ]
     cache = Cache(cache_dir)
-    vae_jobs = [*pictures, *(job for of in references for job in of), *(job for job in starts if job)]
+    forms, counted = read_masks(
+        items, plan.placements, make_forms(items, plan.placements, placed, encoder), cache, progress, interrupted
+    )
+    # A caption is encoded for each form of its control pictures where the text encoder sees those.
+    shown = [(item, form.controls) for item, of in zip(items, forms, strict=True) for form in of]
+    of_forms = iter(
+        read_captions(
+            [item for item, _ in shown],
+            [controls for _, controls in shown],
+            clip,
+            text,
+            max_text_length if text.lengths else None,
+            edit_prompt,
+            progress,
+            interrupted,
+        )
+    )
+    captions = [tuple(next(of_forms) for _ in of) for of in forms]
+
+    jobs = form_jobs(forms, encoder, image_to_video and latents is WAN21, clip_vision)
+    every = [one for of in jobs for one in of]
+    caption_jobs = [caption.job for of in captions for one in of for caption in one.all]
     work = [
-        (lacking(cache, vae_jobs), _what(items)),
-        (lacking(cache, [job for job in seen if job]), "start frames for CLIP vision"),
-        (lacking(cache, [caption.job for caption in captions]), "captions"),
+        (lacking(cache, [job for one in every for job in one.of_vae]), _what(items)),
+        (lacking(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
+        (lacking(cache, caption_jobs), "captions"),
     ]
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
-    for jobs, what in work:
-        encode(cache, jobs, what, progress, interrupted)
+    for lacked, what in work:
+        encode(cache, lacked, what, progress, interrupted)
 
-    keys = [
-        _Keys(latent.key, caption.job.key, tuple(job.key for job in of), _key(start), _key(vision))
-        for latent, caption, of, start, vision in zip(pictures, captions, references, starts, seen, strict=True)
-    ]
+    keys = [tuple(one.keys() for one in of) for of in jobs]
+    texts = [tuple(one.keys() for one in of) for of in captions]
     clean = image_to_video and latents is WAN22
     samples = tuple(
-        _sample(cache, item, placement, of, one, text, clean)
-        for item, placement, of, one in zip(items, plan.placements, placed, keys, strict=True)
+        _sample(cache, item, placement, of, one, words, text, clean)
+        for item, placement, of, one, words in zip(items, plan.placements, placed, keys, texts, strict=True)
     )
+    first = [of[0] for of in captions]
     notes = (
         *dataset.notes,
         *item_notes,
-        *plan_notes(items, captions, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
+        *plan_notes(items, first, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
         *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
+        *mask_notes(counted),
+        *regularisation_notes(items),
+        *view_notes(items, [[form.view for form in of] for of in forms]),
+        *encoded_note([item.caption_forms for item in items], {job.key: job.bytes for job in caption_jobs}),
     )
-    parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
-    data = TrainingData(samples, fingerprint([vars(one) for one in keys], parts), notes)
+    made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
+    made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
+    made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
+    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with)
     return PreparedData(data, plan, sizes, notes)
+
+
+def _fingerprint(
+    items: Sequence[Item],
+    samples: Sequence[Sample],
+    keys: Sequence[tuple[PictureKeys, ...]],
+    texts: Sequence[tuple[CaptionKeys, ...]],
+) -> str:
+    """What is left at its default is left out, so that a data set keeps its name when more can be set."""
+    plain = [
+        {"latent": of[0].latent, "text": words[0].forms[0], "references": of[0].references, "start": of[0].start}
+        | {"vision": of[0].vision}
+        for of, words in zip(keys, texts, strict=True)
+    ]
+    parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
+    more = [
+        (place, [changed_fields(one) for one in of], [one.forms[0] for one in words], changed_fields(item.treatment))
+        for place, (item, of, words) in enumerate(zip(items, keys, texts, strict=True))
+        if len(of) > 1 or of[0].mask or item.treatment != AS_IT_IS
+    ]
+    captions = [
+        (place, [changed_fields(one) for one in words], item.caption_forms.weights, item.caption_forms.dropout)
+        for place, (item, words) in enumerate(zip(items, texts, strict=True))
+        if not item.caption_forms.plain
+    ]
+    return fingerprint(plain, parts, *([more] if more else []), *(["captions", captions] if captions else []))
 
 
 def summary(prepared: PreparedData) -> str:
@@ -155,16 +198,12 @@ def summary(prepared: PreparedData) -> str:
     parts = " + control pictures" if any(sample.references for sample in samples) else ""
     return "\n".join(
         [
-            f"{contents}, seen per epoch with repeats: {sum(sample.repeats for sample in samples)}.",
+            f"{contents}, seen per epoch with repeats: {shown_per_epoch(samples)}.",
             describe_plan(prepared.plan),
             f"Each kind of block is compiled for {len(keys)} of (picture{parts} + caption) tokens: {shapes}.",
             *prepared.notes,
         ]
     )
-
-
-def _key(job: Job | None) -> str | None:
-    return None if job is None else job.key
 
 
 def _what(items: Sequence[Item]) -> str:
@@ -177,42 +216,69 @@ def _sample(
     item: Item,
     placement: Placement,
     controls: tuple[Placement, ...],
-    keys: _Keys,
+    keys: tuple[PictureKeys, ...],
+    texts: tuple[CaptionKeys, ...],
     text: TextPolicy,
     clean: bool,
 ) -> Sample:
     grid = placement.grid
-    encoded = cache.shapes(keys.text)
-    carried = {*(encoded.keys() - {"cond"})}
-    carried |= {"reference_latents"} if keys.references else set()
-    carried |= {"concat_latent_image", "concat_mask"} if keys.start else set()
-    carried |= {"clip_vision_output"} if keys.vision else set()
+    encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in texts for key in one.all)]
+    carried = {*(encoded[0].keys() - {"cond"})}
+    carried |= {"reference_latents"} if keys[0].references else set()
+    carried |= {"concat_latent_image", "concat_mask"} if keys[0].start else set()
+    carried |= {"clip_vision_output"} if keys[0].vision else set()
     return Sample(
         name=item.name,
         grid=(grid.frames, grid.height, grid.width),
         tokens=placement.tokens,
-        text_length=text.model_length(encoded["cond"][1]),
-        load=partial(_load, cache, item.name, keys),
+        text_length=text.model_length(max(shapes["cond"][1] for shapes in encoded)),
+        load=partial(_load, cache, item, placement, keys, texts),
         repeats=item.repeats,
         references=tuple(control.tokens for control in controls),
         clean_frames=1 if clean and grid.frames > 1 else 0,
         conditioning=frozenset(carried),
+        pictures=len(keys),
+        loss_weight=item.treatment.loss_weight,
+        regularisation=item.treatment.regularisation,
+        file=item.file,
+        captions=len(texts[0].forms),
+        caption_weights=item.caption_forms.weights,
+        caption_dropout=item.caption_forms.dropout,
+        class_caption=bool(item.caption_forms.of_class),
     )
 
 
-def _load(cache: Cache, name: str, keys: _Keys) -> SampleTensors:
+def _load(
+    cache: Cache,
+    item: Item,
+    placement: Placement,
+    forms: tuple[PictureKeys, ...],
+    texts: tuple[CaptionKeys, ...],
+    choice: Choice = PLAIN,
+) -> SampleTensors:
+    keys, words = forms[choice.picture], texts[choice.picture]
     try:
-        latent, text = cache.read(keys.latent)["latent"], cache.read(keys.text)
-        conditioning: dict[str, Any] = {part: tensor for part, tensor in text.items() if part != "cond"}
+        latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(choice.caption))
+        shown: dict[str, Any] = {}
         if keys.references:
-            conditioning["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
+            shown["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
         if keys.start:
-            conditioning |= cache.read(keys.start)
+            shown |= cache.read(keys.start)
         if keys.vision:
-            conditioning["clip_vision_output"] = vision_output(cache.read(keys.vision)[SEEN])
+            shown["clip_vision_output"] = vision_output(cache.read(keys.vision)[SEEN])
+        mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
+        class_key = words.class_key(choice.caption) if choice.class_caption else None
+        of_class = None if class_key is None else _prompt(cache.read(class_key), shown)
     except FileNotFoundError as error:
         raise ValueError(
-            f"The encoded data of {name!r} is gone from the cache folder; free ComfyUI's node cache (or restart it) "
-            f"and queue again, so that Prepare Dataset encodes it anew."
+            f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
+            f"it) and queue again, so that Prepare Dataset encodes it anew."
         ) from error
-    return SampleTensors(latent, text["cond"], conditioning)
+    weights = None if mask is None else token_weights(mask, placement, item.treatment.unmasked_weight)
+    own = _prompt(text, shown)
+    return SampleTensors(latent, own.text, own.conditioning, weights, of_class)
+
+
+def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:
+    """A caption with what a picture puts beside it."""
+    return Prompt(encoded["cond"], {part: tensor for part, tensor in encoded.items() if part != "cond"} | shown)

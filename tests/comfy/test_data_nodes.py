@@ -14,6 +14,7 @@ from tessera.nodes import data, settings
 from tessera.train.data import TrainingData
 from tessera.train.dataset import Dataset, Picture
 from tessera.train.extraction import Extraction
+from tessera.train.treatment import Treatment
 from tiny.films import write_film
 
 
@@ -220,6 +221,43 @@ def test_training_images_takes_control_pictures_and_notices_their_changes(home):
     assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != name
 
 
+def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_their_changes(home):
+    put_pictures(home / "input" / "own")
+    masks = put_pictures(home / "input" / "masks", captions=False)
+    inputs = {"folder": "input/own", "mask_folder": "input/masks"}
+    assert data.TesseraImageFolder.validate_inputs(**inputs) is True
+    chosen = {"unmasked_weight": 0.2, "flip": "horizontal", "crops": 3, "crop_zoom": 1.5, "loss_weight": 0.5}
+    given = inputs | chosen | {"trigger_words": "ohwx", "class_word": "man"}
+    (dataset,) = run(data.TesseraImageFolder, **given).result
+    assert [entry.mask for entry in dataset.entries] == [masks / "0.png", masks / "1.png"]
+    assert dataset.entries[0].treatment == Treatment(**chosen, class_word="man")
+    assert dataset.entries[1].forms.of_class == ("man, picture 1",)
+    (kept,) = run(data.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
+    assert kept.entries[0].treatment == Treatment(regularisation=True, alpha_mask=True)
+    name = data.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert name != data.TesseraImageFolder.fingerprint_inputs(folder="input/own")
+    os.utime(masks / "0.png", (1, 1))
+    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != name
+    for node in (data.TesseraImageFolder, data.TesseraVideoFolder):
+        (home / "input" / "own" / "a.mp4").write_bytes(b"1")
+        assert "may not be read" in node.validate_inputs(folder="input/own", mask_folder="/etc")
+        with pytest.raises(ValueError, match="may not be read"):
+            run(node, folder="input/own", mask_folder="input/../elsewhere")
+        changed = node.fingerprint_inputs(folder="input/own", mask_folder=None)
+        assert changed != changed
+
+
+def test_training_clips_take_one_mask_for_all_frames(home):
+    (home / "input" / "f").mkdir()
+    write_film(home / "input" / "f" / "film.mp4", 9, caption="running")
+    masks = put_pictures(home / "input" / "masks", sizes=((64, 48),), captions=False)
+    (masks / "0.png").rename(masks / "film.png")
+    given = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
+    (dataset,) = run(data.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
+    wanted = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
+    assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].treatment == Treatment(**wanted)
+
+
 def test_training_clips_chains_with_pictures_and_notices_changes(home):
     put_pictures(home / "input" / "a")
     write_film(home / "input" / "a.mp4", 3)  # above the folder, no part of it
@@ -294,9 +332,10 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
     assert outputs["prepare"]["tessera"][0]["summary"].startswith("Pictures: 2,")
     assert len(outputs["prepare"]["images"]) == 1
     linked = prompt | {"ending": {"class_type": "PrimitiveString", "inputs": {"value": ".txt"}}}
-    inputs = {"folder": "input/served", "caption_extension": ["ending", 0]}
+    inputs = {"folder": "input/served", "caption_extension": ["ending", 0], "caption_dropout": 0.1}
     linked["folder"] = {"class_type": "TesseraImageFolder", "inputs": inputs}
-    assert server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"].startswith("Pictures: 2,")
+    told = server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"]
+    assert told.startswith("Pictures: 2,") and "The empty prompt takes a caption's place in 10 % of showings." in told
     (server.base / "input" / "served" / "1.txt").unlink()
     with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
         server.run(prompt)

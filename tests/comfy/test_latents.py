@@ -109,7 +109,30 @@ def test_captions_of_several_lengths_are_named_as_graphs():
 def test_a_noise_mask_is_named_as_left_out():
     masked = latent(2, 16, 8, 8) | {"noise_mask": torch.ones(1, 64, 64)}
     data = latents_to_data([latent(16, 8, 8), masked, latent(16, 8, 8) | {"noise_mask": None}], [[entry(1)]], 1)
-    assert data.notes == ("The noise mask is left out, as training takes whole pictures, of latent 2, latent 3.",)
+    (note,) = data.notes
+    assert note.startswith("The noise mask is left out, as training takes whole pictures, of latent 2, latent 3;")
+    assert all(sample.load().weights is None for sample in data.samples)
+
+
+def test_a_noise_mask_is_how_much_each_token_counts_with_masked_loss():
+    mask = torch.rand(1, 96, 64, generator=torch.Generator().manual_seed(4))
+    pictures = [latent(16, 8, 12) | {"noise_mask": mask}, latent(16, 12, 6), latent(16, 7, 12)]
+    data = latents_to_data(pictures, [[entry(1)]], 1, masked_loss=True)
+    wide, tall, odd = data.samples
+    assert tall.load().weights is None is odd.load().weights and data.notes[0].startswith("Cut to whole tokens")
+    # 24 tokens of 24 x 10.67 pixels are cut to the 18 of the others, in the middle.
+    _, height, width = wide.grid
+    fine = mask[0].repeat_interleave(3, dim=1)
+    means = fine.reshape(4, 24, 6, 32).mean(dim=(1, 3))
+    top, left = (4 - height) // 2, (6 - width) // 2
+    expected = means[top : top + height, left : left + width].flatten()[: wide.tokens]
+    torch.testing.assert_close(wide.load().weights, expected)
+    other = latents_to_data([pictures[0] | {"noise_mask": 1 - mask}, *pictures[1:]], [[entry(1)]], 1, masked_loss=True)
+    assert other.fingerprint != data.fingerprint
+    with pytest.raises(ValueError, match="noise mask of latent 1 is 0 all over"):
+        latents_to_data([pictures[0] | {"noise_mask": 0 * mask}], [[entry(1)]], 1, masked_loss=True)
+    (note,) = latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1, masked_loss=True).notes
+    assert note.startswith("masked_loss has no effect")
 
 
 def test_the_fingerprint_follows_every_tensor_and_the_order():

@@ -211,6 +211,8 @@ def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, 
     )
     assert {sample.text_length for sample in prepared.data.samples} == {256}
     assert prepared.notes[0] in summary(prepared)
+    said = prepared.data.made_with
+    assert said["max_text_length"] == 256 and [of["repeats"] for of in said["folders"]] == [2]
 
 
 def test_a_picture_that_changes_between_planning_and_encoding_is_refused_and_not_cached(

@@ -9,7 +9,7 @@ from tessera.train.data import Sample
 
 # (tokens, text length) of each sample and its repeats: two shapes share 12 tokens.
 SAMPLES = [
-    Sample(f"s{i}", (1, height, width), height * width, length, lambda: None, repeats)
+    Sample(f"s{i}", (1, height, width), height * width, length, lambda *_: None, repeats)
     for i, (height, width, length, repeats) in enumerate(
         [(3, 4, 256, 1), (4, 3, 256, 2), (2, 6, 256, 1), (3, 4, 512, 3), (5, 5, 256, 1), (5, 5, 256, 1), (1, 7, 256, 1)]
     )

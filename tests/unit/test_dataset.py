@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 from tessera.train.dataset import CLIPS, Dataset, Film, folder_fingerprint, scan_films, scan_folder
 from tessera.train.extraction import Extraction
+from tessera.train.options.captions import CaptionOptions
+from tessera.train.treatment import Treatment
 
 
 @pytest.fixture
@@ -253,3 +255,13 @@ def test_missing_and_doubled_control_pictures_are_told(folder):
         scan_folder(after, control_folder=before)
     with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
         scan_folder(after, control_folder=after)
+
+
+def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
+    path = folder({"a.png": None, "a.txt": "a fox", "b.png": None, "b.txt": "an owl"})
+    options = {"captions": CaptionOptions(caption_dropout=0.1), "treatment": Treatment(flip="horizontal")}
+    both = scan_folder(path, repeats=2, trigger_words="zwx", **options) + scan_folder(path)
+    first, second = both.folders
+    assert (first["files"], first["repeats"], first["trigger_words"]) == (2, 2, "zwx")
+    assert first["captions"]["caption_dropout"] == 0.1 and first["treatment"]["flip"] == "horizontal"
+    assert second["captions"]["caption_dropout"] == 0.0 and str(path.name) not in str(both.folders)

@@ -1,0 +1,61 @@
+"""Regularisation samples take every second showing, whatever their number, and each comes as often as its repeats."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from tessera.train.batches import batch_order
+from tessera.train.data import Sample, check_something_is_learnt, shown_per_epoch
+
+
+def make(training, regularisation):
+    """Samples with these repeats each, of one shape."""
+
+    def one(name, repeats, kept):
+        return Sample(name, (1, 4, 4), 16, 256, lambda *_: None, repeats, regularisation=kept)
+
+    return [
+        *(one(f"t{i}", n, False) for i, n in enumerate(training)),
+        *(one(f"r{i}", n, True) for i, n in enumerate(regularisation)),
+    ]
+
+
+def drawn(samples, count, seed=0, size=1):
+    return [samples[i].name for batch in islice(batch_order(samples, size, seed), count) for i in batch]
+
+
+@pytest.mark.parametrize("regularisation", [[1], [1, 1, 2], [1] * 40])
+def test_an_epoch_shows_as_many_of_them_as_of_all_others(regularisation):
+    samples = make([2, 1, 3], regularisation)
+    assert shown_per_epoch(samples) == 12
+    names = drawn(samples, 12 * 10)
+    for start in range(0, len(names), 12):
+        epoch = Counter(names[start : start + 12])
+        assert {name: epoch[name] for name in ("t0", "t1", "t2")} == {"t0": 2, "t1": 1, "t2": 3}
+
+
+def test_each_comes_as_often_as_its_repeats_and_none_is_left_out_where_they_are_many():
+    few, many = make([4], [1, 2]), make([4], [1] * 40)
+    kept = [name for name in drawn(few, 8 * 30) if name[0] == "r"]
+    assert Counter(kept) == {"r0": 40, "r1": 80}
+    kept = [name for name in drawn(many, 8 * 20) if name[0] == "r"]
+    assert Counter(kept) == {f"r{i}": 2 for i in range(40)}
+    assert sorted(kept[:40]) == sorted(kept[40:]) and kept[:40] != kept[40:]  # two turns, in two orders
+
+
+def test_the_order_is_a_function_of_the_seed_and_without_them_it_is_that_of_before():
+    samples = make([2, 1, 3], [1, 1])
+    assert drawn(samples, 50, seed=1) == drawn(samples, 50, seed=1) != drawn(samples, 50, seed=2)
+    assert drawn(samples, 25, size=2) == drawn(samples, 50)
+    plain = make([2, 1, 3], [])
+    assert shown_per_epoch(plain) == 6
+    # Written down from the order that runs had before there were any, so that their states go on alike.
+    assert drawn(plain, 12, seed=7) == "t1 t2 t0 t2 t2 t0 t0 t0 t2 t2 t2 t1".split()
+
+
+def test_nothing_but_regularisation_is_refused():
+    samples = make([1], [1])
+    check_something_is_learnt(sample.regularisation for sample in samples)
+    with pytest.raises(ValueError, match="leaves nothing to learn; chain a folder with regularisation off"):
+        check_something_is_learnt(replace(sample, regularisation=True).regularisation for sample in samples)

@@ -1,0 +1,64 @@
+"""Which form of a sample is shown: each as often as it should be, and a function of the seed and the step alone."""
+
+from collections import Counter
+
+import pytest
+from scipy.stats import binomtest, chisquare
+from tessera.train.choices import choose
+from tessera.train.data import PLAIN, Choice, Sample
+
+DRAWS = 4000
+
+
+def sample(**changes):
+    return Sample("a", (1, 2, 2), 4, 16, lambda *_: None, **changes)
+
+
+def drawn(of, seed=5, batch=2):
+    """The choices of the first steps, for each place of a batch of two."""
+    return [choose(of, seed, (step, 0), place) for step in range(DRAWS // batch) for place in range(batch)]
+
+
+def captions(**changes):
+    return Counter(choice.caption for choice in drawn(sample(**changes)))
+
+
+def test_a_sample_of_one_form_is_shown_as_it_is():
+    assert choose(sample(), 5, (3, 0), 1) is PLAIN
+    assert choose(sample(caption_weights=(1.0,)), 5, (3, 0), 1) is PLAIN
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.1,) * 10, (0.25, 0.5, 0.25)])
+def test_each_form_of_a_caption_is_shown_as_often_as_its_weight_says(weights):
+    found = captions(captions=len(weights), caption_weights=weights)
+    counts = [found[index] for index in range(len(weights))]
+    assert sum(counts) == DRAWS and chisquare(counts, [weight * DRAWS for weight in weights]).pvalue > 0.001
+
+
+def test_without_weights_all_forms_are_alike():
+    found = captions(captions=4)
+    assert chisquare([found[index] for index in range(4)]).pvalue > 0.001 and found.total() == DRAWS
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 1.0])
+def test_the_empty_prompt_is_shown_as_often_as_dropout_says_whatever_the_other_forms(dropout):
+    for forms in ({}, {"captions": 2, "caption_weights": (0.75, 0.25)}):
+        found = captions(caption_dropout=dropout, **forms)
+        assert binomtest(found[None], DRAWS, dropout).pvalue > 0.001
+        if forms and dropout < 1:
+            assert binomtest(found[1], found[0] + found[1], 0.25).pvalue > 0.001
+
+
+def test_picture_and_caption_are_drawn_apart():
+    both = Counter(drawn(sample(pictures=2, captions=2, caption_weights=(0.5, 0.5))))
+    counts = [both[Choice(picture, caption)] for picture in (0, 1) for caption in (0, 1)]
+    assert chisquare(counts).pvalue > 0.001 and sum(counts) == DRAWS
+
+
+def test_choices_are_a_function_of_seed_step_and_place():
+    of = sample(captions=50, caption_dropout=0.2)
+    assert drawn(of) == drawn(of) != drawn(of, seed=6)
+    assert choose(of, 5, (700, 0), 1) == drawn(of)[1401]
+    # Every epoch draws anew, and so does every place.
+    assert len({choose(of, 5, (step, 0), 0) for step in range(40)}) > 15
+    assert len({choose(of, 5, (0, micro), place) for micro in range(8) for place in range(8)}) > 15

@@ -1,0 +1,54 @@
+"""The forms that a picture is shown in: which windows, how large, mirrored or not."""
+
+import pytest
+from tessera.train.grids import Grid, crop_box, place
+from tessera.train.treatment import Treatment
+from tessera.train.views import PLAIN_VIEW, View, views_of
+
+WIDE = (160, 640)  # height, width
+GRID = Grid(8, 8)
+
+
+def views(size, **treatment):
+    return views_of("key", size, place(size, GRID, 64, 16), 16, Treatment(**treatment))
+
+
+def boxes(size, found):
+    return [crop_box(size, GRID, 16, view.zoom, view.at)[0] for view in found]
+
+
+def test_without_options_there_is_one_view_the_one_of_before():
+    assert views(WIDE) == (PLAIN_VIEW,)
+    assert boxes(WIDE, views(WIDE)) == [crop_box(WIDE, GRID, 16)[0]] == [(240, 0, 400, 160)]
+
+
+def test_crops_spread_over_what_is_cropped_from_end_to_end():
+    assert boxes(WIDE, views(WIDE, crops=3)) == [(0, 0, 160, 160), (240, 0, 400, 160), (480, 0, 640, 160)]
+    assert boxes((640, 160), views((640, 160), crops=2)) == [(0, 0, 160, 160), (0, 480, 160, 640)]
+
+
+def test_crops_are_a_token_apart_at_least():
+    assert views((160, 160), crops=4) == (PLAIN_VIEW,)  # nothing is cropped
+    assert len(views((160, 205), crops=9)) == 3  # 45 pixels, a token takes 20
+
+
+def test_zoomed_crops_stay_within_the_picture_and_its_own_pixels():
+    size = (400, 640)
+    found = views(size, crops=40, crop_zoom=8.0)
+    most = 400 / 128  # the grid has 128 pixels a side
+    assert found[0] == PLAIN_VIEW and len(set(found)) == 40
+    assert 1 <= min(v.zoom for v in found) and most * 0.8 < max(v.zoom for v in found) <= most
+    for left, top, right, bottom in boxes(size, found):
+        assert 0 <= left and right <= 640 and 0 <= top and bottom <= 400
+        assert right - left == pytest.approx(bottom - top) and right - left >= 128 - 1e-9
+    assert found == views(size, crops=40, crop_zoom=8.0)
+    assert views_of("other", size, place(size, GRID, 64, 16), 16, Treatment(crops=2, crop_zoom=8.0))[1] != found[1]
+    assert max(v.zoom for v in views(size, crops=40, crop_zoom=1.5)) <= 1.5
+    assert views((100, 100), crops=3, crop_zoom=4.0) == (PLAIN_VIEW,)  # smaller than the grid
+
+
+def test_a_flip_doubles_the_windows_and_the_first_is_not_mirrored():
+    found = views(WIDE, crops=2, flip="horizontal")
+    assert [view.flip for view in found] == [False, False, True, True]
+    assert [view.at for view in found[:2]] == [view.at for view in found[2:]]
+    assert views(WIDE, flip="horizontal") == (PLAIN_VIEW, View(flip=True))

@@ -1,0 +1,74 @@
+"""Captions of tags: which of them stay in their place, and the orders and selections of the others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from math import comb, factorial
+
+import torch
+
+
+@dataclass(frozen=True)
+class TagRules:
+    """shuffle: free tags come in any order. dropout: how likely each of them is left out. keep: how many tags at the
+    start stay there; separator: stands in captions between the tags that stay first, the free ones and, where it stands
+    a second time, those that stay last. Such captions have no need of `keep`."""
+
+    shuffle: bool = False
+    dropout: float = 0.0
+    keep: int = 0
+    separator: str = "|||"
+
+    @property
+    def on(self) -> bool:
+        return self.shuffle or self.dropout > 0
+
+
+@dataclass(frozen=True)
+class Tags:
+    """A caption's tags: those that stay first, the free ones, those that stay last."""
+
+    first: tuple[str, ...]
+    free: tuple[str, ...]
+    last: tuple[str, ...] = ()
+
+    def text(self, free: tuple[str, ...]) -> str:
+        return ", ".join((*self.first, *free, *self.last))
+
+    def count(self, rules: TagRules) -> int:
+        """How many forms there are, counted as if all tags differed."""
+        free = len(self.free)
+        kept = range(free + 1) if rules.dropout else (free,)
+        return sum(comb(free, k) * (factorial(k) if rules.shuffle else 1) for k in kept)
+
+    def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
+        """Every form's text, the caption as it stands first, with how likely it is."""
+        free = len(self.free)
+        for kept in range(free, -1 if rules.dropout else free - 1, -1):
+            likely = (1 - rules.dropout) ** kept * rules.dropout ** (free - kept)
+            for some in combinations(self.free, kept):
+                orders = permutations(some) if rules.shuffle else (some,)
+                share = likely / (factorial(kept) if rules.shuffle else 1)
+                for order in orders:
+                    yield self.text(order), share
+
+    def draw(self, rules: TagRules, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
+        """One form, drawn: the numbers of the free tags in it, in their order, and its text."""
+        free = len(self.free)
+        order = torch.randperm(free, generator=generator).tolist() if rules.shuffle else range(free)
+        drawn = torch.rand(free, generator=generator, dtype=torch.float64).tolist() if rules.dropout else [1.0] * free
+        kept = tuple(index for index in order if drawn[index] >= rules.dropout)
+        return kept, self.text(tuple(self.free[index] for index in kept))
+
+
+def split_tags(caption: str, rules: TagRules) -> Tags:
+    """The tags between the caption's commas, without empty ones."""
+    if rules.separator and rules.separator in caption:
+        first, free, *last = caption.split(rules.separator, 2)
+        return Tags(_tags(first), _tags(free), _tags(last[0]) if last else ())
+    tags = _tags(caption)
+    return Tags(tags[: rules.keep], tags[rules.keep :])
+
+
+def _tags(text: str) -> tuple[str, ...]:
+    return tuple(tag for part in text.split(",") if (tag := part.strip()))

@@ -1,0 +1,64 @@
+"""How the pictures of one folder are shown, and how much they count."""
+
+from dataclasses import dataclass
+
+FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is set for a whole folder.
+
+    alpha_mask: the pictures' own alpha channel is their mask.
+    unmasked_weight: how much what a mask leaves out counts, 0 to 1.
+    flip: 'horizontal' shows each picture mirrored as well.
+    crops: how many parts of each picture are shown, all of its one grid; crop_zoom: how much narrower than the largest
+        they may be along a side, 1 or more (see `views.views_of`).
+    loss_weight: what the loss of each is multiplied by.
+    regularisation: they show what the model is to keep (see `batches.batch_order` for how often).
+    class_word: what stands in place of the trigger words where the model is to stay as it is (see `class_captions`);
+    blank_prompt_preservation: the empty prompt does, in place of whole captions.
+    """
+
+    alpha_mask: bool = False
+    unmasked_weight: float = 0.0
+    flip: str = OFF
+    crops: int = 1
+    crop_zoom: float = 1.0
+    loss_weight: float = 1.0
+    regularisation: bool = False
+    class_word: str = ""
+    blank_prompt_preservation: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.unmasked_weight <= 1:
+            raise ValueError(f"unmasked_weight is {self.unmasked_weight}; set it between 0 (left out) and 1 (as all).")
+        if self.flip not in FLIPS:
+            raise ValueError(f"flip is {self.flip!r}; choose one of {', '.join(FLIPS)}.")
+        if self.crops < 1:
+            raise ValueError(f"crops is {self.crops}; set it to 1 or more.")
+        if not 1 <= self.crop_zoom <= 8:
+            raise ValueError(f"crop_zoom is {self.crop_zoom}; set it between 1 (no zoom) and 8.")
+        if not 0 < self.loss_weight <= 100:
+            raise ValueError(
+                f"loss_weight is {self.loss_weight}; set it above 0 and to at most 100 (1 is as all others), or leave "
+                f"the folder out."
+            )
+        if self.blank_prompt_preservation and self.class_word.strip():
+            raise ValueError(
+                f"class_word is {self.class_word.strip()!r} and blank_prompt_preservation is on; what is preserved is "
+                f"one of them: leave class_word empty, or switch blank_prompt_preservation off."
+            )
+        if self.regularisation and self.blank_prompt_preservation:
+            raise ValueError(
+                "blank_prompt_preservation and regularisation are both on; preservation is for the pictures that are "
+                "learnt: switch blank_prompt_preservation off for regularisation pictures."
+            )
+        if self.regularisation and self.class_word.strip():
+            raise ValueError(
+                f"class_word is {self.class_word.strip()!r} and regularisation is on, whose captions name the class "
+                f"already; leave class_word empty there."
+            )
+
+
+AS_IT_IS = Treatment()

@@ -1,0 +1,99 @@
+"""Which parts of a picture are shown, and whether they are mirrored."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .draws import generator
+from .fingerprint import fingerprint
+from .listing import shortlist
+from .tokens import Placement, crop_box
+from .treatment import HORIZONTAL, Treatment
+
+if TYPE_CHECKING:
+    from .items import Item
+
+_SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to show a picture on its grid.
+
+    zoom: how much narrower its window is along a side than the largest that has the grid's aspect.
+    at: where the window stands in the room that it has, (0, 0) at the left and the top, (1, 1) at the right and the
+        bottom. flip: mirrored left to right.
+    """
+
+    zoom: float = 1.0
+    at: tuple[float, float] = (0.5, 0.5)
+    flip: bool = False
+
+
+PLAIN_VIEW = View()
+
+
+def views_of(
+    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, treatment: Treatment
+) -> tuple[View, ...]:
+    """The forms that a picture of `size` is shown in; the first is not mirrored. key: names its content, by which
+    windows are drawn: the same picture is cropped alike in every run.
+
+    With crop_zoom 1 the windows are the largest of the grid's aspect, spread evenly over what has to be cropped, no two
+    nearer than a token: a picture that loses nothing has one. Above it, the first is the largest in the middle; of each
+    other the zoom is drawn evenly from 1 to crop_zoom, but for what would enlarge the picture beyond its own pixels,
+    and its place evenly from the room that it has.
+    """
+    windows = _windows(key, size, placement, pixels_per_token, treatment)
+    if treatment.flip != HORIZONTAL:
+        return windows
+    return (*windows, *(replace(window, flip=True) for window in windows))
+
+
+def _windows(
+    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, treatment: Treatment
+) -> tuple[View, ...]:
+    most = min(treatment.crop_zoom, 1 / placement.scale)
+    if treatment.crops > 1 and most > 1:
+        name = fingerprint(key)
+        drawn = (
+            torch.rand(3, dtype=torch.float64, generator=generator(0, "crop", name, index)).tolist()
+            for index in range(1, treatment.crops)
+        )
+        return (PLAIN_VIEW, *(View(1 + (most - 1) * zoom, (x, y)) for zoom, x, y in drawn))
+    (left, top, right, bottom), _ = crop_box(size, placement.grid, pixels_per_token)
+    room = max(size[1] - (right - left), size[0] - (bottom - top)) * placement.scale / pixels_per_token
+    count = min(treatment.crops, 1 + int(room + 1e-9))
+    if count == 1:
+        return (PLAIN_VIEW,)
+    # Only along one side is there room; along the other the place is of no effect.
+    return tuple(View(at=(index / (count - 1),) * 2) for index in range(count))
+
+
+def view_notes(items: Sequence["Item"], views: Sequence[Sequence[View]]) -> Iterator[str]:
+    """What a user may not expect of the forms."""
+    several = [len(of) for of in views if len(of) > 1]
+    if several:
+        yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")
+    mirrored = [item for item in items if item.treatment.flip == HORIZONTAL]
+    named = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_forms.texts))]
+    if named:
+        yield (
+            f"Captions that say left or right, of pictures that are shown mirrored too: {shortlist(named)}; set flip "
+            f"to off for them, or take the words out."
+        )
+    wanted = [item for item in items if item.treatment.crops > 1]
+    whole = [
+        item.name for item, of in zip(items, views, strict=True) if item in wanted and len({v.at for v in of}) == 1
+    ]
+    if whole:
+        yield (
+            f"Shown in one crop, as hardly anything of them is cropped: {shortlist(whole)}; set crop_zoom above 1 to "
+            f"show parts of them that are smaller."
+        )
+    still = [item.name for item in items if item.treatment.crop_zoom > 1 and item.treatment.crops == 1]
+    if still:
+        yield f"crop_zoom has no effect with crops 1, for: {shortlist(still)}."

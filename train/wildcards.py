@@ -1,0 +1,95 @@
+"""Wildcards in captions, by ComfyUI's rule for prompts: `a {red|blue} fox` is `a red fox` or `a blue fox`.
+
+Braces may stand within braces, an alternative may be empty, and `\\{`, `\\}` and `\\|` are the signs themselves
+(Comfy-Org/ComfyUI_frontend, formatUtil.ts: processDynamicPrompt).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import torch
+
+DEEPEST = 50  # braces within braces
+
+_SIGN = re.compile(r"\\.|[{}|]|[^\\{}|]+|\\", re.DOTALL)
+_ESCAPED = ("\\{", "\\}", "\\|")
+
+
+class WildcardError(ValueError):
+    """What is wrong with a text's braces, and at which place in it, counted from 0."""
+
+    def __init__(self, place: int, wrong: str) -> None:
+        super().__init__(wrong)
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Wildcards:
+    """A text with wildcards. parts: plain text, and the alternatives of a pair of braces, each as likely as the
+    others."""
+
+    parts: tuple["str | tuple[Wildcards, ...]", ...]
+
+    @cached_property
+    def count(self) -> int:
+        """How many ways there are to choose, equal texts counted as often as they can be chosen."""
+        return prod(sum(one.count for one in part) for part in self.parts if not isinstance(part, str))
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether each way is as likely as the others: not so for `{a|{b|c}}`, where a is half of all."""
+        choices = [part for part in self.parts if not isinstance(part, str)]
+        return all(len({one.count for one in part}) == 1 and all(one.even for one in part) for part in choices)
+
+    def all(self) -> Iterator[tuple[str, float]]:
+        """Every way's text, with how likely it is."""
+        options = [
+            [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for one in part for t, p in one.all()]
+            for part in self.parts
+        ]
+        for way in product(*options):
+            yield "".join(text for text, _ in way), prod(likely for _, likely in way)
+
+    def draw(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
+        """One way, drawn: the numbers of the alternatives that were taken, and the text."""
+        taken: list[int] = []
+        text = ""
+        for part in self.parts:
+            if isinstance(part, str):
+                text += part
+                continue
+            chosen = int(torch.randint(len(part), (), generator=generator))
+            inner, more = part[chosen].draw(generator)
+            taken += (chosen, *inner)
+            text += more
+        return tuple(taken), text
+
+
+def parse_wildcards(text: str) -> Wildcards:
+    """Raises WildcardError for a brace without its partner."""
+    levels: list[list[list[str | tuple[Wildcards, ...]]]] = [[[]]]  # of each open brace its alternatives so far
+    opened: list[int] = []
+    for match in _SIGN.finditer(text):
+        sign, place = match.group(), match.start()
+        if sign == "{":
+            if len(opened) == DEEPEST:
+                raise WildcardError(place, f"a '{{' within {DEEPEST} others; use fewer")
+            levels.append([[]])
+            opened.append(place)
+        elif sign == "}":
+            if not opened:
+                raise WildcardError(place, "a '}' without a '{' before it; add one, or write \\} for the sign itself")
+            opened.pop()
+            alternatives = levels.pop()
+            levels[-1][-1].append(tuple(Wildcards(tuple(parts)) for parts in alternatives))
+        elif sign == "|" and opened:
+            levels[-1].append([])
+        else:
+            levels[-1][-1].append(sign[1] if sign in _ESCAPED else sign)
+    if opened:
+        raise WildcardError(opened[-1], "a '{' without a '}' after it; add one, or write \\{ for the sign itself")
+    return Wildcards(tuple(levels[0][0]))
