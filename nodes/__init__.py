@@ -7,7 +7,23 @@ import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
 from ..compile.cache import use_persistent_cache
-from . import compile, data, loaders, memory, objective, optimizer, options, output, swap, train, tune
+from . import (
+    average,
+    compare,
+    compile,
+    data,
+    loaders,
+    memory,
+    objective,
+    optimizer,
+    options,
+    output,
+    preview,
+    swap,
+    train,
+    tune,
+    validation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +37,12 @@ NODES: list[type[io.ComfyNode]] = [
     *optimizer.NODES,
     *objective.NODES,
     *memory.NODES,
+    *preview.NODES,
+    *validation.NODES,
     *train.NODES,
     *output.NODES,
+    *compare.NODES,
+    *average.NODES,
 ]
 
 

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import folder_paths
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from server import PromptServer
@@ -63,6 +64,15 @@ class ServerObserver:
     def saved(self, path: Path) -> None:
         log.info("Saved %s", path.name)
         self._send("saved", file=path.name)
+
+    def previewed(self, sheet: Path, step: int) -> None:
+        """The browser reads the sheet from ComfyUI's output folder."""
+        place = sheet.relative_to(folder_paths.get_output_directory())
+        self._send("preview", step=step, filename=place.name, subfolder=place.parent.as_posix(), type="output")
+
+    def validated(self, step: int, loss: float) -> None:
+        log.info("Validation loss %.5f at step %d", loss, step)
+        self._send("validation", step=step, loss=loss)
 
     def check_interrupted(self) -> None:
         throw_exception_if_processing_interrupted()

@@ -247,6 +247,18 @@ class TesseraObjective(io.ComfyNode):
                     "Shifts the noise of each channel as a whole by this much, so that very dark and very bright "
                     "pictures are learnt. 0 turns it off; flow models seldom need it.",
                 ),
+                io.Float.Input(
+                    "preservation_weight",
+                    default=ObjectiveOptions.preservation_weight,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=False,
+                    optional=True,
+                    tooltip="Differential output preservation: holds what the model makes of class_word (of Training "
+                    "Images) to what it made before. 0 is off. 1 keeps other people as they were while one person is "
+                    "learnt; a step takes about twice as long.",
+                ),
             ],
             outputs=[
                 ObjectiveType.Output(display_name="objective"),
@@ -282,6 +294,7 @@ class TesseraObjective(io.ComfyNode):
         ip_noise_gamma: float = ObjectiveOptions.ip_noise_gamma,
         ip_noise_gamma_random_strength: bool = ObjectiveOptions.ip_noise_gamma_random_strength,
         noise_offset: float = ObjectiveOptions.noise_offset,
+        preservation_weight: float = ObjectiveOptions.preservation_weight,
     ) -> io.NodeOutput:
         options = ObjectiveOptions(
             timestep_sampling=timestep_sampling,
@@ -309,6 +322,7 @@ class TesseraObjective(io.ComfyNode):
             ip_noise_gamma=ip_noise_gamma,
             ip_noise_gamma_random_strength=ip_noise_gamma_random_strength,
             noise_offset=noise_offset,
+            preservation_weight=preservation_weight,
         )
         return io.NodeOutput(options, image_tensor(draw_distribution(options)))
 

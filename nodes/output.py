@@ -1,8 +1,9 @@
 """The nodes that keep what a training run gave: the LoRA as a file, its loss as a picture."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 import torch
@@ -74,7 +75,7 @@ class TesseraLossPlot(io.ComfyNode):
             node_id="TesseraLossPlot",
             display_name="Loss Plot",
             category="Tessera/output",
-            description="Draws the loss of each training step and its moving average.",
+            description="Draws the loss of each training step, its moving average, and the validation loss.",
             search_aliases=["plot loss", "training chart"],
             is_output_node=True,
             inputs=[
@@ -99,11 +100,12 @@ class TesseraLossPlot(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, loss: Mapping[str, Sequence[float]], smoothing: float, log_scale: bool) -> io.NodeOutput:
+    def execute(cls, loss: Mapping[str, Any], smoothing: float, log_scale: bool) -> io.NodeOutput:
         series = loss.get("loss") if isinstance(loss, Mapping) else None
         if series is None:
             raise ValueError("loss has no series called 'loss'; connect the LOSS_MAP of a training node.")
-        picture = plot_loss([float(value) for value in series], smoothing, log_scale)
+        points = [(int(point["step"]), float(point["loss"])) for point in loss.get("validation", ())]
+        picture = plot_loss([float(value) for value in series], smoothing, log_scale, validation=points)
         image = image_tensor(picture)
         return io.NodeOutput(image, ui=ui.PreviewImage(image, cls=cls))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import folder_paths
 
-from ..train.dataset import is_film, is_picture
+from ..train.folder_files import is_film, is_picture
 
 SETTINGS_FILE = "tessera.json"
 # The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
@@ -166,6 +166,17 @@ def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
             if any(holds(name) for name in names):
                 found |= {folder.as_posix() for folder in (below, *below.parents)}
     return pictures, films
+
+
+def is_allowed_folder(text: str) -> bool:
+    """Whether this is an absolute folder, there or not, that the user's settings allow."""
+    if "\n" in text or not os.path.isabs(text):
+        return False
+    try:
+        roots = read_settings().allowed_folders
+    except ValueError:
+        return False
+    return any(_drive(str(root)) == _drive(text) and _is_within(Path(text), root) for root in roots)
 
 
 def _is_within(folder: Path, root: Path) -> bool:

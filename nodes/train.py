@@ -1,5 +1,6 @@
 """The node that trains."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,31 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
+from PIL import Image
+from torch import Tensor
 
-from ..compile.branch import branch_of
-from ..compile.settings import CompileSettings
-from ..models.swapped_model import swap_settings_of
+from ..models.registry import family_of
+from ..train.base_lora import with_base
 from ..train.data import TrainingData
 from ..train.events import Observer
 from ..train.experts import ExpertObserver, plan_experts
 from ..train.lora_model import LoraModel
-from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from ..train.preview import Partner, Preview, Previewer, check_previews
 from ..train.run import TrainSettings, list_states
 from ..train.train_lora import TrainResult, train_lora
 from .data import TrainingDataType
 from .events import ServerObserver
+from .images import image_tensor
 from .memory import MemoryType
 from .objective import ObjectiveType
 from .optimizer import OptimizerType
 from .options import NetworkType
 from .output import LoraModelType, LossMapType
+from .preview import PreviewType
+from .taken_over import for_training, memory_of, overridden, shared
+from .validation import ValidationType
+from .workflow_files import workflow_files
 
 
 def runs_folder() -> Path:
@@ -47,7 +55,7 @@ class TesseraTrainLora(io.ComfyNode):
             "output/loras/<name>-<key>; a run that was finished before with the same settings is returned at once.",
             search_aliases=["lora training", "fine-tune", "trainer"],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
                 io.Model.Input(
                     "model",
@@ -151,6 +159,37 @@ class TesseraTrainLora(io.ComfyNode):
                     "the other, each for all steps, on its side of the noise levels. Leave it empty for every other "
                     "model.",
                 ),
+                PreviewType.Input(
+                    "preview",
+                    optional=True,
+                    tooltip="From Training Preview: prompts that are sampled while it trains, shown on this node. They "
+                    "change nothing of what is trained.",
+                ),
+                ValidationType.Input(
+                    "validation",
+                    optional=True,
+                    tooltip="From Validation: the loss on pictures that are not trained on, and the best LoRA by it.",
+                ),
+                io.Int.Input(
+                    "save_every_epochs",
+                    default=TrainSettings.save_every_epochs,
+                    min=0,
+                    max=1_000_000,
+                    optional=True,
+                    tooltip="Saves each time that all pictures were shown this many times, repeats counted, in place "
+                    "of save_every, which has to be 0 then. 0 is off.",
+                    advanced=True,
+                ),
+                io.Int.Input(
+                    "keep_last",
+                    default=TrainSettings.keep_last,
+                    min=0,
+                    max=1_000_000,
+                    optional=True,
+                    tooltip="How many of the LoRAs that are saved on the way stay on disk, the newest; 0 keeps all. "
+                    "The finished and the best LoRA always stay. Average States needs all that it is to average.",
+                    advanced=True,
+                ),
             ],
             outputs=[
                 LoraModelType.Output(
@@ -167,6 +206,11 @@ class TesseraTrainLora(io.ComfyNode):
                     tooltip="The low noise expert's loss, with model_low_noise connected.",
                 ),
                 io.String.Output(display_name="path_low_noise", tooltip="Where the low noise expert's file lies."),
+                io.Image.Output(display_name="previews", tooltip="The sheet of the previews, with preview connected."),
+                io.Image.Output(
+                    display_name="previews_low_noise",
+                    tooltip="The sheet of the low noise expert's run, with preview and model_low_noise connected.",
+                ),
             ],
         )
 
@@ -196,6 +240,10 @@ class TesseraTrainLora(io.ComfyNode):
         objective: ObjectiveOptions | None = None,
         memory: MemoryOptions | None = None,
         model_low_noise: ModelPatcher | None = None,
+        preview: Sequence[Preview] = (),
+        validation: ValidationOptions | None = None,
+        save_every_epochs: int = TrainSettings.save_every_epochs,
+        keep_last: int = TrainSettings.keep_last,
     ) -> io.NodeOutput:
         settings = TrainSettings(
             output_name=output_name,
@@ -210,101 +258,83 @@ class TesseraTrainLora(io.ComfyNode):
             optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
             objective=objective or ObjectiveOptions(),
             memory=memory or MemoryOptions(),
+            save_every_epochs=save_every_epochs,
+            keep_last=keep_last,
+            validation=validation,
         )
         data = replace(data, notes=(*data.notes, *overridden(settings, rank, learning_rate)))
+        files = workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         with torch.inference_mode(False):
             if model_low_noise is None:
-                result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps))
+                result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps), files, preview)
                 nothing = ExecutionBlocker(
                     "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
                     "without that name."
                 )
-                return io.NodeOutput(*outputs(result), nothing, nothing, nothing, ui={"tessera": [shown(result)]})
+                values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
+                return io.NodeOutput(*values, ui=ui_of(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
             experts = plan_experts(model, model_low_noise, data, settings)
-            high, low = (
-                run(expert.model, data, expert.settings, ExpertObserver(observer, expert, number, len(experts)))
-                for number, expert in enumerate(experts)
-            )
-        return io.NodeOutput(*outputs(high), *outputs(low), ui={"tessera": [shown(high), shown(low)]})
+            data = replace(data, notes=(*data.notes, *shared(settings)))
+            for expert in experts:
+                check_previews(preview, family_of(expert.model), expert.model)
+            results: list[TrainResult] = []
+            for number, expert in enumerate(experts):
+                watching = ExpertObserver(observer, expert, number, len(experts))
+                other = experts[1 - number]
+                under = with_base(other.model, other.settings.network)
+                partner = Partner(under, other.side, results[0].lora if results else None)
+                results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
+        high, low = results
+        return io.NodeOutput(*outputs(high), *outputs(low), sheet_of(high), sheet_of(low), ui=ui_of(high, low))
 
 
-def run(model: ModelPatcher, data: TrainingData, settings: TrainSettings, observer: Observer) -> TrainResult:
-    """Trains one LoRA on one MODEL, with what is set on it."""
+def run(
+    model: ModelPatcher,
+    data: TrainingData,
+    settings: TrainSettings,
+    observer: Observer,
+    files: Mapping[str, str],
+    previews: Sequence[Preview] = (),
+    partner: Partner | None = None,
+) -> TrainResult:
+    """Trains one LoRA on one MODEL, with what is set on it. files: the graph, as `workflow_files` gives it. partner:
+    the other one of a pair of experts."""
+    watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
     memory, memory_notes = memory_of(model, settings.memory)
     compile_settings, compile_notes = for_training(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes))
-    return train_lora(model, data, replace(settings, memory=memory), runs_folder(), observer, compile_settings)
+    settings = replace(settings, memory=memory)
+    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
 
 
-def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[float]], str]:
-    """LORA_MODEL, LOSS_MAP and the path."""
-    return result.lora, {"loss": result.loss}, str(result.path)
+def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
+    """LORA_MODEL, LOSS_MAP (with the points of validation, where there are any) and the path."""
+    loss: dict[str, list[Any]] = {"loss": result.loss}
+    if result.validation:
+        loss["validation"] = result.validation
+    return result.lora, loss, str(result.path)
+
+
+def sheet_of(result: TrainResult) -> Tensor | ExecutionBlocker:
+    """The sheet of its previews as an IMAGE."""
+    sheet = result.sheet
+    if sheet is None:
+        return ExecutionBlocker("This run has no previews; connect a Training Preview to preview of Train LoRA.")
+    with Image.open(sheet) as picture:
+        return image_tensor(picture)
+
+
+def ui_of(*results: TrainResult) -> dict[str, Any]:
+    """What the node shows, and `/history` holds."""
+    sheets = [result.sheet.relative_to(runs_folder().parent) for result in results if result.sheet is not None]
+    images = [{"filename": s.name, "subfolder": s.parent.as_posix(), "type": "output"} for s in sheets]
+    return {"tessera": [shown(result) for result in results]} | ({"images": images} if images else {})
 
 
 def shown(result: TrainResult) -> dict[str, Any]:
     """The summary for `/history` and the node."""
     return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
-
-
-def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
-    """Which inputs of this node a connected options node has replaced, a sentence each."""
-    notes = []
-    if settings.network.rank != rank:
-        notes.append(f"rank is {settings.network.rank}, from the connected LoRA Network, not {rank}.")
-    if settings.optimizer.learning_rate != learning_rate:
-        notes.append(
-            f"learning_rate is {settings.optimizer.learning_rate:g}, from the connected Optimizer, "
-            f"not {learning_rate:g}."
-        )
-    return notes
-
-
-def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
-    """The memory options with the MODEL's block swap in them, and a sentence on where that comes from. A connected
-    Training Memory that swaps blocks itself wins."""
-    swap = swap_settings_of(model)
-    if swap is None or swap.blocks_to_swap == 0:
-        return options, []
-    if options.blocks_to_swap != 0:
-        return options, [
-            f"blocks_to_swap is {options.blocks_to_swap}, from the connected Training Memory, not "
-            f"{swap.blocks_to_swap} of the MODEL."
-        ]
-    taken = replace(
-        options,
-        blocks_to_swap=swap.blocks_to_swap,
-        prefetch_blocks=swap.prefetch_blocks,
-        pin_memory=swap.pin_memory,
-    )
-    return taken, [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
-
-
-def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
-    """What training takes of a Compile Model node in front, None without one, and a sentence on what it leaves out."""
-    branch = branch_of(model)
-    if branch is None:
-        return None, []
-    if compile == "off":
-        return None, ["compile is off, so the Compile Model node in front has no effect on training."]
-    asked = branch.settings
-    notes = []
-    left_out = {
-        f"dynamic {asked.dynamic}": asked.dynamic == "true",
-        f"cache_size_limit {asked.cache_size_limit}": asked.cache_size_limit != CompileSettings.cache_size_limit,
-        f"scope {asked.scope}": asked.scope != "blocks",
-        "overrides": bool(asked.overrides),
-    }
-    if unused := [name for name, there in left_out.items() if there]:
-        notes.append(
-            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
-            "compiles block by block, in whole graphs of planned sizes."
-        )
-    # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
-    how = asked.how().without_cuda_graphs()
-    if how != asked.how():
-        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}.")
-    return CompileSettings(how.backend, how.mode), notes
 
 
 NODES = [TesseraTrainLora]

@@ -4,6 +4,7 @@ A block is brought to the device through the slots of block swap, so measuring t
 plan. It runs eager, which keeps at least as much for backward as the compiled block does.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -137,7 +138,9 @@ def measure(
     trained = sum(p.numel() for p in network.parameters())
     # A number, its gradient, what the optimizer keeps of it, and its average.
     average = 4 if settings.optimizer.ema_decay else 0
-    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer] + average)
+    # While the adapters are switched off, what they hold is kept beside.
+    kept = 4 if settings.objective.preservation_weight else 0
+    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer] + average + kept) + network.buffer_bytes()
     for module in transformer.frozen_modules():
         module.release()
     return Measured(tuple(costs), sum(module.held_bytes() for module in outer) + lora + _total(probe.outside), machine)
@@ -161,10 +164,9 @@ class _Probe:
 
     def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, Any]:
         for linear in block.linears().values():
-            if linear.lora_down is not None and linear.lora_up is not None:
-                down, up = (nn.Parameter(p.detach().to(self.device)) for p in (linear.lora_down, linear.lora_up))
-                linear.add_lora(down, up, linear.lora_scale)
-        swap = BlockSwap([block], self.device, 1, False)
+            if linear.adapter is not None:
+                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
+        swap = BlockSwap([block], self.device, 1, False, as_they_lie=True)
         inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
         tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.draw_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)

@@ -24,7 +24,8 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class TrainingState:
     """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
-    apart from its length. average: the LoRA's moving average, empty where the run keeps none."""
+    apart from its length. average: the LoRA's moving average, empty where the run keeps none. validation: the points
+    so far (`validation.Validation`) and the name of what they were measured on, empty without."""
 
     step: int
     batches: int
@@ -36,6 +37,7 @@ class TrainingState:
     lineage: str
     machine: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -58,6 +60,8 @@ def save_state(path: Path, state: TrainingState) -> None:
         "machine": state.machine,
         "tree": tree,
     }
+    if state.validation:
+        plain["validation"] = state.validation
     metadata = {"tessera": json.dumps(plain, allow_nan=False)}
     write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, metadata=metadata))
 
@@ -82,6 +86,7 @@ def load_state(path: Path) -> TrainingState:
         lineage=plain["lineage"],
         machine=plain["machine"],
         average=moving.get("average", {}),
+        validation=plain.get("validation", {}),
     )
 
 

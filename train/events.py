@@ -39,6 +39,13 @@ class Observer(Protocol):
 
     def saved(self, path: Path) -> None: ...
 
+    def previewed(self, sheet: Path, step: int) -> None:
+        """sheet: the pictures so far, over the steps; the last column is of this step."""
+        ...
+
+    def validated(self, step: int, loss: float) -> None:
+        """The mean validation loss after that many steps."""
+
     def check_interrupted(self) -> None:
         """May raise, to end the run: what was trained is saved first."""
 
@@ -56,6 +63,12 @@ class Silent:
         return
 
     def saved(self, path: Path) -> None:
+        return
+
+    def previewed(self, sheet: Path, step: int) -> None:
+        return
+
+    def validated(self, step: int, loss: float) -> None:
         return
 
     def check_interrupted(self) -> None:

@@ -15,6 +15,7 @@ from ..models.registry import family_of
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
+from .options import ValidationOptions
 from .run import TrainSettings, place_of
 from .train_lora import TrainResult, check_run
 
@@ -81,8 +82,23 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
         settings,
         output_name=f"{settings.output_name}_{side}",
         objective=replace(objective, min_sigma=low, max_sigma=high, expert_boundary=0.0),
+        validation=_validation_of(side, settings.validation, boundary),
         resume=_resume(side, settings),
     )
+
+
+def _validation_of(side: str, options: ValidationOptions | None, boundary: float) -> ValidationOptions | None:
+    """An expert is measured at the noise levels that it is used for."""
+    if options is None:
+        return None
+    low, high = options.min_sigma, options.max_sigma
+    low, high = (max(low, boundary), high) if side == HIGH else (low, min(high, boundary))
+    if low >= high:
+        raise ValueError(
+            f"min_sigma {options.min_sigma:g} to max_sigma {options.max_sigma:g} of validation leave nothing to the "
+            f"{side.replace('_', ' ')} expert, as the two meet at {boundary:g}; widen them."
+        )
+    return replace(options, min_sigma=low, max_sigma=high)
 
 
 def _resume(side: str, settings: TrainSettings) -> str:
@@ -105,8 +121,9 @@ class ExpertObserver:
 
     def __init__(self, observer: Observer, expert: Expert, number: int, count: int):
         self._observer, self._title = observer, expert.title
-        self._number, self._count = number, count
+        self._number, self._count, self._steps = number, count, expert.settings.steps
         self.saved: Callable[[Path], None] = observer.saved
+        self.previewed: Callable[[Path, int], None] = observer.previewed
         self.check_interrupted = observer.check_interrupted
 
     def phase(self, text: str) -> None:
@@ -114,6 +131,9 @@ class ExpertObserver:
 
     def note(self, text: str) -> None:
         self._observer.note(f"{self._title}: {text}")
+
+    def validated(self, step: int, loss: float) -> None:
+        self._observer.validated(self._number * self._steps + step, loss)
 
     def step(self, report: StepReport) -> None:
         before = self._number * report.steps

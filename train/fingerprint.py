@@ -1,6 +1,7 @@
 """Names for weights and values: two things with one fingerprint hold the same numbers."""
 
 from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,23 @@ def fingerprint(*values: Any) -> str:
     digest = blake2b(digest_size=20)
     _feed(digest, values)
     return digest.hexdigest()
+
+
+def changed_fields(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default, with those of dataclasses in them likewise: a name that
+    is made of them stays when an option is added. A field without a default is always there."""
+    held = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
+    return {name: _plain(value) for name, (value, default) in held.items() if default is MISSING or value != default}
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return changed_fields(value)
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def weights_fingerprint(patcher: Any) -> str:

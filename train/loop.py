@@ -5,61 +5,44 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import comfy.model_management
-import psutil
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..compile.apply import cannot_compile
 from ..compile.settings import CompileSettings
-from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.frozen import unload_everything
-from ..memory.pinning import Pinning, choose_pinning, is_windows, not_pinned
-from ..memory.residency import Holder, ResidentWeights
 from ..memory.spill import SpillWatch
-from ..memory.swap_plan import choose_blocks
-from ..models.family import Family, ModelInputs, Transformer
+from ..models.family import Family
 from . import automatic, stopped
-from .automatic import AutomaticMemory
 from .batch import Batch, make_batch, strata_of
 from .batches import batch_order
-from .checkpoint import TrainingState, load_state, save_state, state_path
+from .choices import choose
 from .data import TrainingData
 from .events import Observer, StepReport
-from .formats import save_lora
-from .lora import LoraNetwork, build_network
+from .learner import Learner
 from .lora_model import LoraModel
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import training_loss
-from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
-from .optimizer_weights import LoraAverage, saved_weights
-from .reader import SampleReader
-from .run import RunFolder, TrainSettings, place_of
-from .runner import BlockRunner
+from .placed_model import PlacedModel
+from .preservation import preservation_loss, with_class_caption
+from .reader import SampleReader, Shown
+from .run import RunFolder, TrainSettings
+from .saving import Describe, Progress, Saver
+from .validation import Validation
+from .watcher import Watcher
 
 log = logging.getLogger(__name__)
 
-
-# (step, last loss, LoRA) → the metadata of its file.
-Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
-
-
-@dataclass
-class Progress:
-    """How far a run is. `whole` is False only while the optimizer moves the weights."""
-
-    step: int = 0
-    batches: int = 0
-    saved_step: int = 0
-    whole: bool = True
-    loss: list[float] = field(default_factory=list)
+MicroBatch = list[Shown]
+T = TypeVar("T")
 
 
 class Trainer:
@@ -77,134 +60,53 @@ class Trainer:
         lineage: str,
         describe: Describe,
         observer: Observer,
+        validation: TrainingData | None = None,
     ):
         self.patcher, self.family, self.data, self.settings = patcher, family, data, settings
-        self.folder, self.lineage, self.describe, self.observer = folder, lineage, describe, observer
-        self.progress = Progress()
-        self.machine = machine_facts(patcher.load_device, compile_settings)
+        self.observer = observer
         self.seconds: deque[float] = deque(maxlen=50)
+        self.preserved: deque[Tensor] = deque(maxlen=50)  # preservation's part of the loss
         self.strata = strata_of(settings, data.samples)
 
         observer.phase("Loading the model")
-        unload_everything()
         self.device = patcher.load_device
+        unload_everything()  # before, as the models of earlier nodes are no part of this run's peak
         forget_memory_peak(self.device)
         self.spill = SpillWatch(self.device)
-        self.dtype = patcher.model.get_dtype_inference()
-        self.memory = settings.memory
-        self.automatic: AutomaticMemory | None = None
-        self.compile_settings = compile_settings
+        self.copies = 0  # of swapped blocks, in the last step
+        placed: PlacedModel | None = None
         try:
-            self.set_up(targets)
+            whole = data if validation is None else replace(data, samples=data.samples + validation.samples)
+            placed = PlacedModel(patcher, family, whole, targets, settings, compile_settings, observer)
+            learner = Learner(placed.network, settings.optimizer, settings.steps, placed.dtype, self.device.type)
         except BaseException as error:
-            if (resident := getattr(self, "resident", None)) is not None:
-                resident.forget()
+            if placed is not None:
+                placed.forget()
             if not comfy.model_management.is_oom(error):
                 raise
             raise stopped.out_of_memory_while_loading() from error
-        self.tell_how_memory_is_used()
+        self.placed, self.learner, self.network = placed, learner, placed.network
+        machine = machine_facts(self.device, compile_settings)
+        self.saver = Saver(learner, settings, folder, lineage, machine, describe, observer, self.strata)
+        self.watchers: list[Watcher] = []
+        if settings.validation is not None and validation is not None:
+            self.watchers.append(Validation(settings.validation, validation, self.saver))
+        self.reader = SampleReader(data.samples)
+        if placed.runner.not_compiled:
+            self.train_eager(placed.runner.not_compiled)
+        placed.tell_how_memory_is_used()
 
-    def set_up(self, targets: list[str]) -> None:
-        """Everything that takes memory."""
-        settings = self.settings
-        if automatic.is_asked(self.memory):
-            self.choose_memory(targets)
-        self.build_what_fits()
-        self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
-        self.optimizer = build_optimizer(settings.optimizer, self.network.parameters())
-        self.scheduler = build_scheduler(settings.optimizer, self.optimizer, settings.steps)
-        decay = settings.optimizer.ema_decay
-        self.average = LoraAverage(decay, self.network.masters()) if decay else None
-        # fp16 gradients underflow; every other dtype has fp32's range.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.reader = SampleReader(self.data.samples)
-        self.runner = self.build_runner()
-        if self.runner.not_compiled:
-            self.train_eager(self.runner.not_compiled)
+    @property
+    def progress(self) -> Progress:
+        return self.saver.progress
 
-    # Where the weights lie.
+    def resume(self, path: Path) -> None:
+        """Goes on from a saved state, as if the run had never stopped."""
+        self.saver.resume(path)
 
-    def choose_memory(self, targets: list[str]) -> None:
-        """Measures one step and takes the fastest way through it that fits."""
-        self.observer.phase("Measuring one step")
-        measured = automatic.measure(self.patcher, self.family, self.data, targets, self.settings)
-        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order)
-        self.memory = self.automatic.options()
-        self.observer.note(self.automatic.plan.text)
-
-    def build_what_fits(self) -> None:
-        """`build`, with a smaller plan for as long as the memory does not suffice and there is one."""
-        while True:
-            try:
-                self.transformer, self.swap = self.build()
-                break
-            except Exception as error:
-                if not comfy.model_management.is_oom(error) or not self.step_down():
-                    raise
-            comfy.model_management.soft_empty_cache()
-        self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
-        self.resident = ResidentWeights(self.holders(), self.device, self.patcher.offload_device)
-
-    def step_down(self) -> bool:
-        """Takes the next smaller plan, which is said, where one was chosen automatically and there is one."""
-        less = self.automatic.step_down() if self.automatic else None
-        if self.automatic is None or less is None:
-            return False
-        self.memory = self.automatic.options()
-        self.observer.note(f"Out of memory at step {self.progress.step + 1}; it goes on with less. {less.text}")
-        return True
-
-    def build_again(self) -> None:
-        """Puts the weights where `memory` says; the LoRA, the optimizer and the graphs stay."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.runner.let_go()
-        self.resident.forget()
-        # The masters are held by ComfyUI's modules alone from here on, so that each is let go when it moves.
-        self.resident.modules, self.swap = (), None
-        comfy.model_management.soft_empty_cache()
-        self.build_what_fits()
-        self.network.attach(self.transformer.linears())
-        if self.runner.memory.checkpointing == self.memory.checkpointing:
-            self.runner.take_blocks(self.transformer.blocks())
-        else:
-            self.runner = self.build_runner()
-
-    def build_runner(self) -> BlockRunner:
-        graphs = len(self.data.graph_keys())
-        return BlockRunner(self.transformer.blocks(), self.memory, self.compile_settings, graphs, self.device)
-
-    def tell_how_memory_is_used(self) -> None:
-        if self.memory.offload_activations and self.runner.offload is None:
-            self.observer.note(
-                "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
-                f"'{self.memory.checkpointing}'."
-            )
-        if self.pinning is not None and not self.pinning.masters and self.device.type == "cuda":
-            self.observer.note(self.pinning.reason)
-        if self.swap is not None and self.pinning is not None and self.pinning.masters:
-            if (told := not_pinned(self.swap.ring.masters)) is not None:
-                self.observer.note(told)
-
-    def build(self) -> tuple[Transformer, BlockSwap | None]:
-        """The transformer with its weights on the device, and those of the swapped blocks on the host."""
-        memory, model = self.memory, self.patcher.model
-        self.pinning: Pinning | None = None
-        swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
-        transformer = self.family.build(self.patcher, self.device, self.dtype, memory.attention, swapped)
-        if not swapped:
-            return transformer, None
-        blocks = [block for name, block in transformer.blocks() if name in swapped]
-        needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
-        available = psutil.virtual_memory().available
-        self.pinning = choose_pinning(memory.pin_memory, self.device.type, needed, available, is_windows())
-        return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, self.pinning.masters)
-
-    def holders(self) -> list[Holder]:
-        """What holds the frozen weights on the device."""
-        if self.swap is None:
-            return list(self.transformer.frozen_modules())
-        swapped = {id(m) for block in self.swap.blocks for m in frozen_modules(block).values()}
-        return [*(m for m in self.transformer.frozen_modules() if id(m) not in swapped), self.swap]
+    def save_final(self) -> LoraModel:
+        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
+        return self.saver.save_final()
 
     # The recipe.
 
@@ -212,214 +114,151 @@ class Trainer:
         settings, progress = self.settings, self.progress
         order = batch_order(self.data.samples, settings.batch_size, settings.seed)
         batches = islice(order, progress.batches, None)
-        upcoming = self.draw(batches)
+        upcoming = self.draw(batches, progress.step)
         try:
+            self.between_steps()
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
                 started = time.perf_counter()
-                compiled_before = self.runner.report.counts()
-                drawn, upcoming = upcoming, self.draw(batches)
+                compiled_before = self.placed.runner.report.counts()
+                drawn, upcoming = upcoming, self.draw(batches, progress.step + 1)
                 self.reader.want(chain(*drawn, *upcoming))
-                learning_rate = float(self.scheduler.get_last_lr()[0])
+                learning_rate = self.learner.learning_rate
                 mean_loss = self.forward_backward(drawn)
                 self.check_finite(mean_loss)
                 self.optimizer_step()
                 progress.batches += len(drawn)
                 progress.step += 1
                 progress.loss.append(mean_loss)
-                if self.runner.report.counts() == compiled_before:
+                if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
                 if (spilled := self.spill.told()) is not None:
                     self.observer.note(spilled)
-                if settings.save_every and progress.step % settings.save_every == 0 and progress.step < settings.steps:
-                    self.save()
+                if self.saver.is_due():
+                    self.saver.save()
+                self.between_steps()
         except BaseException as error:
-            self.save_what_is_there()
-            step, saved = self.progress.step, self.progress.saved_step
-            if self.progress.whole:
-                left = stopped.kept(step, self.state_name(step))
+            self.saver.save_what_is_there()
+            step, saved = progress.step, progress.saved_step
+            if progress.whole:
+                left = stopped.kept(step, self.saver.state_name(step))
             else:
-                left = stopped.broken_off(saved, self.state_name(saved))
-            if (told := stopped.explained(error, step, left, self.runner.planned_graphs)) is None:
+                left = stopped.broken_off(saved, self.saver.state_name(saved))
+            if (told := stopped.explained(error, step, left, self.placed.runner.planned_graphs)) is None:
                 raise
             raise told from error
 
-    def draw(self, batches: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The micro-batches of one step, as sample indices."""
-        return [next(batches) for _ in range(self.settings.gradient_accumulation)]
+    def between_steps(self) -> None:
+        for watcher in self.watchers:
+            watcher.between_steps(self)
 
-    def forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
+    def draw(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
+        """The micro-batches of one step, each sample in the form that it is shown in."""
+        drawn = [next(batches) for _ in range(self.settings.gradient_accumulation)]
+        samples, seed = self.data.samples, self.settings.seed
+
+        def shown(index: int, micro: int, place: int) -> Shown:
+            choice = choose(samples[index], seed, (step, micro), place)
+            return index, with_class_caption(choice, samples[index], self.settings.objective)
+
+        return [
+            [shown(index, micro, place) for place, index in enumerate(indices)] for micro, indices in enumerate(drawn)
+        ]
+
+    def forward_backward(self, drawn: list[MicroBatch]) -> float:
         """The mean loss over the micro-batches; its gradients are left on the LoRA's masters."""
+        return self.attempt(lambda: self._forward_backward(drawn))
+
+    def attempt(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives. Where memory does not suffice for the plan, or compiling does not work, it is called
+        again with less, or eager."""
         try:
-            return self._forward_backward(drawn)
+            return compute()
         except Exception as error:
-            smaller = comfy.model_management.is_oom(error) and self.step_down()
-            cause = cannot_compile(error) if self.runner.planned_graphs and not smaller else None
+            smaller = comfy.model_management.is_oom(error) and self.placed.step_down(self.progress.step)
+            cause = cannot_compile(error) if self.placed.runner.planned_graphs and not smaller else None
             if cause is None and not smaller:
                 raise
             log.warning("A step failed and is tried again", exc_info=error)
         # Outside the handler, which holds the first try's activations. The draws depend on the step only.
         if cause is None:
-            self.build_again()
-            return self.forward_backward(drawn)
+            self.learner.zero_grad()
+            self.placed.build_again(self.progress.step)
+            return self.attempt(compute)
         self.train_eager(cause)
         comfy.model_management.soft_empty_cache()
-        return self._forward_backward(drawn)
+        return compute()
 
     def train_eager(self, cause: str) -> None:
         """From here on without torch.compile, which is said once."""
         self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
-        self.runner.fall_back_to_eager()
-        self.machine = machine_facts(self.device, None)
+        self.placed.runner.fall_back_to_eager()
+        self.saver.machine = machine_facts(self.device, None)
 
-    def _forward_backward(self, drawn: list[tuple[int, ...]]) -> float:
-        self.resident.ensure()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _forward_backward(self, drawn: list[MicroBatch]) -> float:
+        self.placed.ensure()
+        copies = self.placed.copies()
+        self.learner.zero_grad()
         total = torch.zeros((), device=self.device)
-        for micro, indices in enumerate(drawn):
-            samples = [(self.data.samples[i], self.reader.read(i)) for i in indices]
+        for micro, shown in enumerate(drawn):
+            samples = [(self.data.samples[one[0]], self.reader.read(one)) for one in shown]
             draw = (self.progress.step, micro)
             with torch.no_grad():
                 options, seed = self.settings.objective, self.settings.seed
                 batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, draw, self.strata)
-            loss = self.loss(batch, draw) / len(drawn)
-            with self.runner.watch_backward():
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
-        automatic.make_room_to_step(self.optimizer, self.settings.optimizer.optimizer, self.network.parameters())
+            for loss in self.losses(batch, draw):
+                with self.placed.runner.watch_backward():
+                    self.learner.backward(loss / len(drawn))
+                total += loss.detach() / len(drawn)
+        name = self.settings.optimizer.optimizer
+        automatic.make_room_to_step(self.learner.optimizer, name, self.network.parameters())
+        self.copies = self.placed.copies() - copies
         return float(total)
 
+    def losses(self, batch: Batch, draw: tuple[int, int]) -> Iterator[Tensor]:
+        """The terms of a batch's loss. Each is to go backward before the next is asked for, so that the activations of
+        one pass are held at a time."""
+        kept = batch.kept
+        without = None if kept is None else self.placed.velocity_without(kept.inputs)
+        yield self.loss(batch, draw)
+        if kept is not None and without is not None:
+            velocity = self.placed.velocity(kept.inputs, (*draw, "class"))
+            loss = self.settings.objective.preservation_weight * preservation_loss(velocity, without, kept)
+            self.preserved.append(loss.detach())
+            yield loss
+
     def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
-        velocity = self.velocity(batch.inputs, draw)
-        return training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights).mean()
-
-    def velocity(self, inputs: ModelInputs, draw: tuple[int, int]) -> Tensor:
-        """(B, N, C·patch) from the transformer with the LoRA on it."""
-
-        def run(block: Any, *args: Tensor) -> Any:
-            key = ("dropout", *draw, self.place[id(block)])
-            masks = self.network.draw_masks(block, inputs, self.settings.seed, key, self.dtype)
-            if self.swap is not None and id(block) in self.swap.number:
-                return self.swap.run(self.runner, block, *args, masks)
-            return self.runner(block, *args, masks)
-
-        return self.transformer.forward(run, inputs)
+        velocity = self.placed.velocity(batch.inputs, draw)
+        losses = training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights)
+        return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
     def optimizer_step(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        limit = self.settings.optimizer.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
-        if not self.scaler.is_enabled() and not torch.isfinite(norm):
-            raise stopped.not_finite("gradient", self.progress.step, self.state_name(self.progress.step))
+        if not self.learner.clip():
+            raise stopped.not_finite("gradient", self.progress.step, self.saver.state_name(self.progress.step))
         self.progress.whole = False
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.average is not None:
-            self.average.update()
-        self.scheduler.step()
+        self.learner.step()
         self.progress.whole = True
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise stopped.not_finite("loss", self.progress.step, self.state_name(self.progress.step))
-
-    # What is kept.
-
-    def state(self) -> TrainingState:
-        return TrainingState(
-            step=self.progress.step,
-            batches=self.progress.batches,
-            masters=self.network.masters(),
-            optimizer=state_of(self.optimizer),
-            scheduler=self.scheduler.state_dict(),
-            scaler=self.scaler.state_dict(),
-            loss=self.progress.loss,
-            lineage=self.lineage,
-            machine=self.machine,
-            average=self.average.state() if self.average is not None else {},
-        )
-
-    def state_name(self, step: int) -> str:
-        """The state of this step as the `resume` input names it."""
-        above = place_of(self.settings.output_name).parent
-        return (above / self.folder.path.name / state_path(self.folder.path, step).name).as_posix()
-
-    def resume(self, path: Path) -> None:
-        """Goes on from a saved state, as if the run had never stopped."""
-        state = load_state(path)
-        self.network.load_masters(state.masters)
-        restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
-        if self.average is not None:
-            self.average.load(state.average)
-            if not state.average:
-                self.observer.note(f"The state has no average of the LoRA, so it is taken from step {state.step} on.")
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state.scaler)
-        self.progress = Progress(state.step, state.batches, state.step, True, list(state.loss))
-        self.observer.note(f"Resumed at step {state.step}.")
-        if state.lineage != self.lineage:
-            self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
-        for name, value in self.machine.items():
-            if state.machine.get(name) != value:
-                self.observer.note(
-                    f"The state was saved with {name} = {state.machine.get(name)} and goes on with {value}, so the "
-                    "result may differ in its last bits from an uninterrupted run."
-                )
-
-    def snapshot(self) -> LoraModel:
-        """The LoRA as it stands, on the host, with its metadata."""
-        with saved_weights(self.network.masters(), self.optimizer, self.average):
-            lora = self.network.snapshot()
-        last = self.progress.loss[-1] if self.progress.loss else None
-        lora.metadata.update(self.describe(self.progress.step, last, lora))
-        return lora
-
-    def save(self) -> None:
-        """Writes the LoRA and the whole state. Not being able to save now does not end the run: there is time to free
-        some disk space before the next save."""
-        try:
-            self._write(self.folder.step_lora_path(self.progress.step))
-        except OSError as error:
-            self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
-
-    def save_final(self) -> LoraModel:
-        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
-        try:
-            return self._write(self.folder.lora_path)
-        except OSError as error:
-            raise stopped.TrainingStopped(error.strerror) from error
-
-    def _write(self, path: Path) -> LoraModel:
-        step, lora = self.progress.step, self.snapshot()
-        save_lora(path, lora, "kohya", "fp32")
-        save_state(state_path(self.folder.path, step), self.state())
-        self.progress.saved_step = step
-        self.folder.forget_old_states(step)
-        self.observer.saved(path)
-        return lora
-
-    def save_what_is_there(self) -> None:
-        """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
-        kept = self.progress.saved_step
-        if self.progress.whole and self.progress.step > kept:
-            try:
-                self._write(self.folder.step_lora_path(self.progress.step))
-            except Exception as error:  # what ended the run is what the user has to be told
-                log.warning("The state could not be saved", exc_info=error)
-                cause = getattr(error, "strerror", None) or "The state could not be saved."
-                self.observer.note(f"{cause} The last state that is kept is that of step {kept}.")
+            raise stopped.not_finite("loss", self.progress.step, self.saver.state_name(self.progress.step))
 
     def close(self) -> None:
         """Gives all memory back."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.learner.zero_grad()
         self.reader.close()
-        self.resident.forget()
-        del self.resident, self.runner, self.swap, self.transformer, self.network, self.optimizer, self.scheduler
-        del self.average
+        self.placed.close()
+        del self.placed, self.network, self.learner, self.saver.learner
         comfy.model_management.soft_empty_cache()
 
     # What is told.
+
+    def doing(self) -> str:
+        """What the next step does, for a progress display."""
+        runner = self.placed.runner
+        compiles = runner.planned_graphs and not runner.report.counts().graphs
+        return "Training; the first step compiles and takes longer" if compiles else "Training"
 
     def report(self, loss: float, learning_rate: float) -> StepReport:
         pace = median(self.seconds) if self.seconds else None
@@ -428,18 +267,16 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Numbers for the summary: graphs, seconds, memory."""
-        counts = self.runner.report.counts()
         return {
-            "graphs_planned": self.runner.planned_graphs,
-            "graphs_compiled": counts.graphs,
-            "graph_breaks": counts.graph_breaks,
-            "compile_seconds": round(counts.seconds, 2),
+            **self.placed.facts(),
+            "block_copies_per_step": self.copies,
+            **self.learner.facts(),
             "seconds_per_step": round(median(self.seconds), 4) if self.seconds else None,
-            "blocks_swapped": len(self.swap.blocks) if self.swap else 0,
-            "block_copies": self.swap.ring.copies if self.swap else 0,
-            "checkpointing": self.memory.checkpointing,
-            "memory_plan": self.automatic.plan.text if self.automatic else None,
-            "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
-            "compile_report": self.runner.report.facts(),
+            **self.preservation_facts(),
             **memory_peak(self.device),
         }
+
+    def preservation_facts(self) -> dict[str, float]:
+        """Preservation's part of the loss, in the mean of the last batches; the last of a run may not be finite."""
+        finite = [value for value in map(float, self.preserved) if math.isfinite(value)]
+        return {"preservation_loss": sum(finite) / len(finite)} if finite else {}

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 # Pillow's lines have hard edges: everything is drawn this many times larger and scaled down.
 _SUPERSAMPLING = 3
 _BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
-_RAW, _SMOOTH, _BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)
+_RAW, _SMOOTH, _BAD, _HELD_OUT = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
@@ -35,11 +35,13 @@ def plot_loss(
     width: int = 1024,
     height: int = 512,
     title: str = "Training loss",
+    validation: Sequence[tuple[int, float]] = (),
 ) -> Image.Image:
     """The loss of each step faint, its moving average strong, over steps 1 to n. Returns an RGB picture.
 
     Values that are not finite, and on a log scale those of 0 or less, are left out and marked at the foot.
-    Raises ValueError where nothing is left to draw.
+    validation: (steps done, loss) of each measurement, a line with a dot at each in a colour of its own; one before the
+    first step stands at 0. Raises ValueError where nothing is left to draw.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}; set it to 0 or more and below 1.")
@@ -53,15 +55,19 @@ def plot_loss(
         raise ValueError(f"loss has no value that can be drawn among its {len(values)}; {fix}.")
     values = np.where(drawable, values, np.nan)
     average = np.where(drawable & ((average > 0) | (not log_scale)), average, np.nan)
-    canvas = _Canvas(width, height, len(values), _value_range(values[drawable], log_scale), log_scale)
+    points = [(step, loss) for step, loss in validation if math.isfinite(loss) and (loss > 0 or not log_scale)]
+    shown = np.concatenate([values[drawable], [loss for _, loss in points]])
+    first = min([1, *(step for step, _ in points)])
+    canvas = _Canvas(width, height, first, len(values), _value_range(shown, log_scale), log_scale)
     canvas.axes(title)
     if smoothing > 0:
         canvas.curve(values, _RAW, 1.0)
         canvas.curve(average, _SMOOTH, 2.2)
     else:
         canvas.curve(values, _SMOOTH, 1.6)
+    canvas.points(points)
     canvas.marks(np.flatnonzero(~drawable))
-    canvas.legend(values, average, smoothing)
+    canvas.legend(values, average, smoothing, points)
     return canvas.picture()
 
 
@@ -112,10 +118,11 @@ def _labels(ticks: Sequence[float]) -> list[str]:
 class _Canvas:
     """The plot's area and scales; positions are in pixels of the finished picture."""
 
-    def __init__(self, width: int, height: int, steps: int, ends: tuple[float, float], log_scale: bool):
+    def __init__(self, width: int, height: int, first: int, steps: int, ends: tuple[float, float], log_scale: bool):
+        """first: the step at the left end, 1 or 0."""
         scale = _SUPERSAMPLING
         self.size = (width, height)
-        self.steps, self.ends, self.log_scale = steps, ends, log_scale
+        self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
         self.image = Image.new("RGB", (width * scale, height * scale), _BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
         self.unit = height / 512
@@ -127,7 +134,7 @@ class _Canvas:
 
     def x(self, step: float) -> float:
         """step: counted from 0. A single step stands in the middle."""
-        part = step / (self.steps - 1) if self.steps > 1 else 0.5
+        part = (step + 1 - self.first) / (self.steps - self.first) if self.steps > self.first else 0.5
         return self.left + part * (self.right - self.left)
 
     def y(self, value: float) -> float:
@@ -163,7 +170,7 @@ class _Canvas:
 
     def _step_ticks(self) -> list[int]:
         if self.steps == 1:
-            return [1]
+            return list(range(self.first, 2))
         inner = [int(tick) for tick in _round_ticks(1, self.steps, 10) if tick == int(tick) and tick >= 1]
         gap = (inner[1] - inner[0]) * 0.6 if len(inner) > 1 else 0
         first = [] if inner and inner[0] - 1 < gap else [1]
@@ -197,15 +204,27 @@ class _Canvas:
             kept += sorted({int(part[np.argmin(values[part])]), int(part[np.argmax(values[part])])})
         return kept
 
+    def points(self, points: Sequence[tuple[int, float]]) -> None:
+        """Validation: (steps done, loss)."""
+        places = [(self.x(step - 1), self.y(loss)) for step, loss in points]
+        if len(places) > 1:
+            self.line(places, _HELD_OUT, 2.2)
+        for place in places:
+            self.dot(*place, _HELD_OUT, 3.5)
+
     def marks(self, steps: np.ndarray) -> None:
         for step in steps[:: max(1, len(steps) // 2000)]:
             self.line([(self.x(step), self.bottom), (self.x(step), self.bottom - 12 * self.unit)], _BAD, 2)
 
-    def legend(self, values: np.ndarray, average: np.ndarray, smoothing: float) -> None:
+    def legend(
+        self, values: np.ndarray, average: np.ndarray, smoothing: float, points: Sequence[tuple[int, float]]
+    ) -> None:
         last = int(np.flatnonzero(~np.isnan(values))[-1])
         entries = [(_SMOOTH if smoothing == 0 else _RAW, f"each step (last {values[last]:.4g})")]
         if smoothing > 0 and not np.isnan(average[last]):
             entries.append((_SMOOTH, f"moving average {smoothing:g} (last {average[last]:.4g})"))
+        if points:
+            entries.append((_HELD_OUT, f"validation (last {points[-1][1]:.4g})"))
         if missing := int(np.isnan(values).sum()):
             entries.append((_BAD, f"left out: {missing:,}"))
         x, unit = self.right, self.unit

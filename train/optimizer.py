@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from .lora_plus import check_groups, flat
 from .optimizer_class import arguments, check_args, optimizer_class, parse_args
 from .optimizer_weights import is_schedule_free
 from .options import OptimizerOptions
@@ -42,8 +43,10 @@ CHOICES = {
 }
 
 
-def build_optimizer(options: OptimizerOptions, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The chosen optimizer over `params`, ready to step.
+def build_optimizer(
+    options: OptimizerOptions, params: Iterable[nn.Parameter | dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The chosen optimizer over `params`, or over groups of them with rates of their own, ready to step.
 
     Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
     """
@@ -59,7 +62,7 @@ def build_optimizer(options: OptimizerOptions, params: Iterable[nn.Parameter]) -
     values = {key: inputs[key] for key in choice.takes} | choice.fixed | given
     check_args(name, kind, values)
     if options.optimizer == "adamw8bit":
-        _try_a_step(kind, params[0].device)
+        _try_a_step(kind, flat(params)[0].device)
     try:
         optimizer = kind(params, lr=options.learning_rate, **values)
     except Exception as error:  # a library's own checks
@@ -116,6 +119,7 @@ def restore_optimizer(
         {name: value for name, value in g.items() if name in made_with - {"params"}} for g in optimizer.param_groups
     ]
     bases = list(scheduler.base_lrs)
+    check_groups(optimizer, optimizer_state["param_groups"])
     optimizer.load_state_dict(optimizer_state)
     scheduler.load_state_dict(scheduler_state)
     scheduler.base_lrs = bases

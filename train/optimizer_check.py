@@ -6,15 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..models.adapters import ADAPTERS, AdapterSpec, Shape
 from .draws import generator
+from .lora_plus import Params, check_ratio, flat, parameter_groups
 from .optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_class import parse_args
 from .optimizer_state import pack_state, unpack_state
 from .optimizer_weights import is_schedule_free
-from .options import OptimizerOptions
+from .options import NetworkOptions, OptimizerOptions
 from .schedule import INVERSE_SQRT_STEPS
 
 PRODIGY_USUAL_RATE = 0.1
+# What is no matrix.
+_NO_MATRIX = {"dora": "a vector of lengths for each layer too", "oft": "stacks of blocks"}
 _Running = tuple[torch.optim.Optimizer, LambdaLR]
 _SCHEDULE_INPUTS = {
     "lr_cycles": "cosine_with_restarts",
@@ -24,28 +28,41 @@ _SCHEDULE_INPUTS = {
 }
 
 
-def check_optimizer(options: OptimizerOptions, device: torch.device) -> tuple[str, ...]:
+def check_optimizer(
+    options: OptimizerOptions, device: torch.device, network: NetworkOptions | None = None
+) -> tuple[str, ...]:
     """Tries the optimizer on a small LoRA; what a user may not expect of it comes back, a sentence each.
 
     Raises ValueError where it cannot be made, cannot step from gradients alone, or cannot be saved.
     """
+    network = network or NetworkOptions()
+    check_ratio(ratio := network.lora_plus_ratio, options)
     if options.optimizer in ("adamw", "adamw8bit", "prodigy"):
         build_optimizer(options, [nn.Parameter(torch.zeros(1, device=device))])
         return optimizer_notes(options)
-    whole = _small_lora(device)
+    shapes = _small_adapter(network)
+    if options.optimizer == "muon" and any(len(shape) != 2 for shape in shapes.values()):
+        raise ValueError(
+            f"muon steps matrices only, and {network.algorithm} trains {_NO_MATRIX[network.algorithm]}; choose another "
+            "optimizer, such as adamw, or another algorithm."
+        )
+    whole = _small_weights(shapes, device, options.learning_rate, ratio)
     optimizer = build_optimizer(options, whole)
     if options.ema_decay and is_schedule_free(optimizer):
         raise _averages_itself(options)
+    if network.scale_weight_norms and is_schedule_free(optimizer):
+        raise _keeps_weights(options, network.scale_weight_norms)
     name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
     scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
     try:
         for k in range(3):
-            _step(whole, optimizer, scheduler, k)
+            _step(flat(whole), optimizer, scheduler, k)
         tensors, tree = pack_state({"optimizer": state_of(optimizer), "scheduler": scheduler.state_dict()})
     except Exception as error:  # whatever a library does where it wants a closure, sparse gradients or another machine
+        plus = "" if ratio == 1 else f" with lora_plus_ratio {ratio:g}"
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"The optimizer {name} cannot train a LoRA here ({type(error).__name__}: {' '.join(str(error).split())}); "
-            "choose another one, such as adamw."
+            f"The optimizer {name} cannot train a LoRA here{plus} ({told}); choose another one, such as adamw."
         ) from error
     notes = optimizer_notes(options)
     if not _goes_on_alike(options, whole, unpack_state(tensors, tree), (optimizer, scheduler)):
@@ -53,12 +70,17 @@ def check_optimizer(options: OptimizerOptions, device: torch.device) -> tuple[st
     return notes
 
 
-def _small_lora(device: torch.device) -> list[nn.Parameter]:
-    """A pair as a network has it; of a size that 8-bit moments take."""
-    shapes = ((16, 256), (256, 16))
-    return [
-        nn.Parameter(0.1 * torch.randn(s, generator=generator(0, "probe", i)).to(device)) for i, s in enumerate(shapes)
-    ]
+def _small_adapter(network: NetworkOptions) -> dict[str, Shape]:
+    """The masters' shapes of one layer, of a size that 8-bit moments take."""
+    spec = AdapterSpec(network.algorithm, 16, 16.0)
+    return {f"probe.{name}": shape for name, shape in ADAPTERS[spec.algorithm].shapes(spec, 256, 256).items()}
+
+
+def _small_weights(shapes: dict[str, Shape], device: torch.device, learning_rate: float, ratio: float) -> Params:
+    """Weights as a network has them, in LoRA+'s groups."""
+    draws = (torch.randn(s, generator=generator(0, "probe", i)) for i, s in enumerate(shapes.values()))
+    weights = {name: nn.Parameter(0.1 * draw.to(device)) for name, draw in zip(shapes, draws, strict=True)}
+    return parameter_groups(weights, learning_rate, ratio)
 
 
 def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, k: int) -> None:
@@ -68,20 +90,29 @@ def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, schedule
     scheduler.step()
 
 
-def _goes_on_alike(
-    options: OptimizerOptions, whole: list[nn.Parameter], state: dict[str, Any], running: _Running
-) -> bool:
+def _goes_on_alike(options: OptimizerOptions, whole: Params, state: dict[str, Any], running: _Running) -> bool:
     """Whether a step after a resume moves the weights as the same step without one."""
-    resumed = [nn.Parameter(p.detach().clone()) for p in whole]
+    resumed = _copied(whole)
     optimizer = build_optimizer(options, resumed)
     scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
     try:
         restore_optimizer(optimizer, scheduler, state["optimizer"], state["scheduler"])
-        _step(resumed, optimizer, scheduler, 3)
+        _step(flat(resumed), optimizer, scheduler, 3)
     except Exception:  # a library that cannot load what it saved
         return False
-    _step(whole, *running, k=3)
-    return all(_same(a, b) for a, b in zip(whole, resumed, strict=True))
+    _step(flat(whole), *running, k=3)
+    return all(_same(a, b) for a, b in zip(flat(whole), flat(resumed), strict=True))
+
+
+def _copied(params: Params) -> Params:
+    """The same groups over copies."""
+
+    def copy(p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(p.detach().clone())
+
+    return [
+        one | {"params": [copy(p) for p in one["params"]]} if isinstance(one, dict) else copy(one) for one in params
+    ]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -92,6 +123,14 @@ def _averages_itself(options: OptimizerOptions) -> ValueError:
     return ValueError(
         f"ema_decay is {options.ema_decay} and {options.optimizer_class} averages the weights by itself; set ema_decay "
         "to 0, or choose another optimizer."
+    )
+
+
+def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
+    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    return ValueError(
+        f"scale_weight_norms is {limit:g} and {name} keeps a second copy of the weights, which would not be scaled; "
+        "set scale_weight_norms to 0, or choose another optimizer."
     )
 
 

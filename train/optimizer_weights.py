@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
+def decay_at(update: int, decay: float) -> float:
+    """d of `LoraAverage` at this update, counted from 1."""
+    return min(decay, (1 + update) / (10 + update))
+
+
 class LoraAverage:
     """The exponential moving average of a LoRA's masters.
 
@@ -25,7 +30,7 @@ class LoraAverage:
     def update(self) -> None:
         """Takes the masters in as they are after a step."""
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        decay = decay_at(self.updates, self.decay)
         get_ema_multi_avg_fn(decay)(list(self.masters.values()), list(self.sources.values()), None)
 
     def state(self) -> dict[str, Any]:

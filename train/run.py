@@ -7,14 +7,14 @@ A run's folder lies where ComfyUI lists LoRAs, so that each saved LoRA can be pi
 import contextlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX, read_header
-from .fingerprint import fingerprint
-from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from .fingerprint import changed_fields, fingerprint
+from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
 from .schedule import ENDLESS_SCHEDULERS
 
 STATES_KEPT = 2
@@ -26,8 +26,9 @@ _PLAIN_NAME = re.compile(r"[\w\-. +()]+")
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` 0 saves at the end only;
-    `resume` is 'off', 'latest' or a state's path below the LoRA folder."""
+    """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` counts steps,
+    `save_every_epochs` how often all samples were shown, and with both at 0 it saves at the end only; of these LoRAs
+    the newest `keep_last` stay, with 0 all; `resume` is 'off', 'latest' or a state's path below the LoRA folder."""
 
     output_name: str
     steps: int
@@ -41,6 +42,9 @@ class TrainSettings:
     optimizer: OptimizerOptions
     objective: ObjectiveOptions
     memory: MemoryOptions
+    save_every_epochs: int = 0
+    keep_last: int = 0
+    validation: ValidationOptions | None = None
 
     def __post_init__(self) -> None:
         check_output_name(self.output_name)
@@ -49,22 +53,32 @@ class TrainSettings:
                 raise ValueError(f"{name} is {value}; set it to 1 or more.")
         if self.save_every < 0:
             raise ValueError(f"save_every is {self.save_every}; set it to 0 (at the end only) or more.")
+        if self.save_every_epochs < 0:
+            raise ValueError(f"save_every_epochs is {self.save_every_epochs}; set it to 0 (off) or more.")
+        if self.save_every and self.save_every_epochs:
+            raise ValueError(
+                f"save_every is {self.save_every} steps and save_every_epochs is {self.save_every_epochs}; set one of "
+                "them to 0."
+            )
+        if self.keep_last < 0:
+            raise ValueError(f"keep_last is {self.keep_last}; set it to 0 (keep all) or more.")
         if self.compile not in ("auto", "off"):
             raise ValueError(f"compile is {self.compile!r}; choose 'auto' or 'off'.")
 
     def lineage(self, data: str, model: str) -> str:
         """Runs of one lineage go through the same steps; they may differ in how memory is used, and in length where
-        the learning rate does not depend on it."""
+        the learning rate does not depend on it. Options at their default are left out, so that runs keep their names
+        when more can be set."""
         same = {
             "data": data,
             "model": model,
             "batch_size": self.batch_size,
             "gradient_accumulation": self.gradient_accumulation,
             "seed": self.seed,
-            "network": asdict(self.network),
-            "optimizer": asdict(self.optimizer),
+            "network": changed_fields(self.network),
+            "optimizer": changed_fields(self.optimizer),
             # Where the experts meet is in the range of each.
-            "objective": {k: v for k, v in asdict(self.objective).items() if k != "expert_boundary"},
+            "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},
         }
         if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
             same["steps"] = self.steps
@@ -75,9 +89,14 @@ class TrainSettings:
         whole = {
             "lineage": lineage,
             "steps": self.steps,
-            "memory": asdict(self.memory),
+            "memory": changed_fields(self.memory),
             "compile": self.compile,
         }
+        if self.validation is not None:
+            default = ValidationOptions().facts()
+            whole["validation"] = {
+                k: v for k, v in self.validation.facts().items() if k not in default or v != default[k]
+            }
         return fingerprint(whole)
 
 
@@ -114,6 +133,22 @@ class RunFolder:
     def step_lora_path(self, step: int) -> Path:
         return self.path / f"{self.name}-step{step:06d}.safetensors"
 
+    @property
+    def best_path(self) -> Path:
+        return self.path / f"{self.name}-best.safetensors"
+
+    def step_loras(self) -> dict[int, Path]:
+        """The LoRAs that were saved on the way, by their step, the first one first."""
+        return step_loras(self.path, self.name)
+
+    def forget_old_loras(self, step: int, keep: int) -> None:
+        """Keeps the newest of those up to `step`, `keep` of them. Later ones are of a run that went on from there
+        before: they stay."""
+        until = [path for at, path in self.step_loras().items() if at <= step]
+        for path in until[:-keep]:
+            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+                path.unlink(missing_ok=True)
+
     def states(self) -> list[Path]:
         """Saved states, oldest first."""
         return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
@@ -138,6 +173,10 @@ class RunFolder:
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
 
+    def write_beside(self, ending: str, text: str) -> None:
+        """A text file beside the LoRA: `<name>.<ending>`."""
+        write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary, indent=1, allow_nan=False)
         write_atomically(self.path / "summary.json", lambda beside: _write_text(beside, text))
@@ -148,6 +187,13 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
+
+
+def step_loras(folder: Path, name: str) -> dict[int, Path]:
+    """`<name>-step<number>.safetensors` in a folder by their number, the least first."""
+    pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
+    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def _write_text(path: Path, text: str) -> None:

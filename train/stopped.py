@@ -35,6 +35,13 @@ def not_finite(what: str, step: int, state: str) -> TrainingStopped:
     )
 
 
+def not_unloaded(step: int, state: str) -> TrainingStopped:
+    return TrainingStopped(
+        f"ComfyUI could not take the model off the device after the preview at step {step}, so its weights can't be "
+        f"trained on any more; restart ComfyUI. {kept(step, state)}"
+    )
+
+
 def explained(error: BaseException, step: int, left: str, planned_graphs: int) -> TrainingStopped | None:
     """The error as one sentence, where we know what it means. step: the last whole one; left: what `kept` says."""
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):

@@ -5,10 +5,10 @@ from typing import Any
 
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
-from .captions import Caption
+from .captions import ItemCaptions
 from .clip_vision import check_vision
-from .dataset import shortlist
 from .items import Item
+from .listing import shortlist
 from .tokens import RAGGED_EDGE, BucketPlan
 
 
@@ -70,7 +70,7 @@ def check_items(
 
 def plan_notes(
     items: Sequence[Item],
-    captions: Sequence[Caption],
+    captions: Sequence[ItemCaptions],
     plan: BucketPlan,
     text: TextPolicy,
     max_graphs: int,
@@ -109,3 +109,15 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
     still = [item.name for item in items if item.pixels.frames == 1]
     if still:
         yield f"Trained without a start picture, being one frame: {shortlist(still)}."
+
+
+def regularisation_notes(items: Sequence[Item]) -> Iterator[str]:
+    kept = [item for item in items if item.treatment.regularisation]
+    if not kept:
+        return
+    learnt = sum(item.repeats for item in items if not item.treatment.regularisation)
+    shown = sum(item.repeats for item in kept)
+    yield (
+        f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "
+        f"{learnt / shown:.3g} times all of them with their repeats."
+    )

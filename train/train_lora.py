@@ -1,6 +1,6 @@
 """From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,32 +17,51 @@ from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
+from .base_lora import put_under
 from .batch import strata_of
 from .clip_vision import seen_by
-from .data import TrainingData
+from .data import TrainingData, check_something_is_learnt, shown_per_epoch
+from .data_facts import data_facts
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
+from .held_out import hold_out, validation_notes
 from .loop import Trainer
-from .lora import choose_targets, network_notes
 from .lora_model import LoraModel
+from .lora_start import StartLora, read_start
 from .metadata import RunFacts, metadata_for
+from .network_plan import choose_targets, network_notes
 from .objective import check_range, objective_notes
 from .optimizer_check import check_optimizer
+from .preservation import check_preservation
+from .preview_files import FOLDER as PREVIEWS
+from .preview_files import SHEET
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .schedule import lr_factor
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .version import VERSION
+from .watcher import Watcher
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """lora: fp32, kohya keys; loss: one value per step; path: the saved file; summary: finite numbers and text only."""
+    """lora: fp32, kohya keys; loss: one value per step; path: the saved file; summary: finite numbers and text only;
+    validation: the points of `validation.Validation`."""
 
     lora: LoraModel
     loss: list[float]
     path: Path
     summary: dict[str, Any]
+
+    @property
+    def sheet(self) -> Path | None:
+        """The sheet of its previews, if it has one."""
+        sheet = self.path.parent / PREVIEWS / SHEET
+        return sheet if self.summary.get("previews") and sheet.is_file() else None
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        return list(self.summary.get("validation", {}).get("points", ()))
 
 
 class _Recorder:
@@ -53,7 +72,9 @@ class _Recorder:
         self.notes: list[str] = []
         self.files: list[str] = []
         self.phase = observer.phase
+        self.previewed = observer.previewed
         self.check_interrupted = observer.check_interrupted
+        self.validated = observer.validated
         for text in notes:
             self.note(text)
 
@@ -66,7 +87,8 @@ class _Recorder:
         self._observer.step(report)
 
     def saved(self, path: Path) -> None:
-        self.files.append(path.name)
+        if path.name not in self.files:
+            self.files.append(path.name)
         self._observer.saved(path)
 
 
@@ -77,13 +99,16 @@ def train_lora(
     root: Path,
     observer: Observer,
     compile_settings: CompileSettings | None = None,
+    watchers: Sequence[Watcher] = (),
+    workflow: Mapping[str, str] | None = None,
 ) -> TrainResult:
     """Trains a LoRA on `model`, which is left as it came. root: the folder that runs are kept in.
 
-    compile_settings: how blocks are compiled where `settings.compile` is 'auto'; None takes inductor's default. A
-    finished run of the same key is returned from disk. Raises ValueError for bad input before anything is loaded, and
-    TrainingStopped where a run cannot go on; whatever ends it, what was trained is saved first. Call it outside
-    inference mode.
+    compile_settings: how blocks are compiled where `settings.compile` is 'auto'; None takes inductor's default.
+    watchers: what looks at the run between its steps. workflow: text files to lie beside the LoRA, by what follows its
+    name. A finished run of the same key is returned from disk. Raises
+    ValueError for bad input before anything is loaded, and TrainingStopped where a run cannot go on; whatever ends it,
+    what was trained is saved first. Call it outside inference mode.
     """
     assert not torch.is_inference_mode_enabled()
     checked = check_run(model, data, settings)
@@ -109,12 +134,21 @@ def train_lora(
     started = _now()
     with torch.enable_grad():
         describe = _describer(settings, family, patcher, data, started)
-        trainer = Trainer(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder)
+        trainer = Trainer(
+            *(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder),
+            validation=checked.validation,
+        )
+        trainer.watchers += watchers
+        trainer.saver.beside = dict(workflow or {})
         outcome = "failed"
         try:
             if state is not None:
                 trainer.resume(state)
-            recorder.phase("Training" if chosen is None else "Training; the first step compiles and takes longer")
+            elif checked.start is not None:
+                for note in trainer.learner.begin_from(checked.start):
+                    recorder.note(note)
+            checked = replace(checked, start=None)  # it may be as large as what is trained
+            recorder.phase(trainer.doing())
             trainer.run()
             lora = trainer.save_final()
             outcome = "finished"
@@ -133,13 +167,15 @@ def train_lora(
                 "ended": _now(),
                 "loss": list(trainer.progress.loss),
                 "notes": recorder.notes,
-                "files": recorder.files,
+                "files": [name for name in recorder.files if (folder.path / name).exists()],
                 "targets": len(targets),
                 "parameters": sum(p.numel() for p in trainer.network.parameters()),
                 "compile": chosen is not None,
             }
             try:
                 summary |= trainer.facts()
+                for watcher in trainer.watchers:
+                    summary |= watcher.facts()
             finally:
                 trainer.close()
                 _write_summary(folder, summary, recorder)
@@ -155,6 +191,8 @@ class CheckedRun:
     data: TrainingData
     targets: list[str]
     notes: tuple[str, ...]
+    start: StartLora | None = None
+    validation: TrainingData | None = None
 
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
@@ -162,22 +200,37 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     family = family_of(model)
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
+    base_notes = put_under(patcher, settings.network, family)
+    start, start_notes = read_start(settings.network, family, patcher.model, targets)
     lr_factor(settings.optimizer, settings.steps)
-    optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device)
+    optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
+    measured: TrainingData | None = None
+    if settings.validation is not None:
+        data, measured = hold_out(data, settings.validation)
+        try:
+            _check_data(family, patcher, measured)
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from error
+        measured = _with_text_lengths(family, patcher, measured)
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
         check_range(settings.objective, size, family.shift(patcher.model, size))
     notes = (
         *patch_notes,
+        *check_preservation(settings.objective, data.samples),
         *optimizer_notes,
+        *base_notes,
+        *start_notes,
         *network_notes(settings.network, family, patcher.model, targets),
         *objective_notes(settings.objective, strata_of(settings, data.samples)),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
     )
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
     padded = _with_text_lengths(family, patcher, data)
-    return CheckedRun(family, patcher, padded, targets, notes)
+    if settings.validation is not None and measured is not None:
+        notes += tuple(validation_notes(padded, measured, settings.validation))
+    return CheckedRun(family, patcher, padded, targets, notes, start, measured)
 
 
 def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:
@@ -209,6 +262,7 @@ def _describer(
     source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
     _, height, width = data.samples[0].grid
     pixels = family.latents(patcher.model).pixels_per_token
+    facts_of_data = data_facts(data)
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
         facts = RunFacts(
@@ -226,13 +280,17 @@ def _describer(
             objective=settings.objective,
             memory=settings.memory,
             resolution=f"{width * pixels}x{height * pixels}",
-            samples=sum(s.repeats for s in data.samples),
+            samples=shown_per_epoch(data.samples),
             started=started,
             finished=_now(),
             final_loss=loss,
             tessera_version=VERSION,
             comfyui_version=comfyui_version.__version__,
             torch_version=torch.__version__,
+            data=facts_of_data,
+            validation=settings.validation.facts() if settings.validation else None,
+            saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
+            compile=settings.compile,
         )
         return metadata_for(facts, lora)
 
@@ -249,6 +307,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
     if not data.samples:
         raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
+    check_something_is_learnt(sample.regularisation for sample in data.samples)
     for sample in data.samples:
         family.check(patcher.model, sample.facts())
     tensors = data.samples[0].load()

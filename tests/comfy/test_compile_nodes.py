@@ -12,7 +12,7 @@ from tessera.compile.branch import branch_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.compile import TesseraCompileModel, TesseraCompileReport
-from tessera.nodes.train import for_training
+from tessera.nodes.taken_over import for_training
 from tessera.train.fingerprint import weights_fingerprint
 from tiny.runs import Watcher, mixed_data, train
 

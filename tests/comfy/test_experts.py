@@ -160,3 +160,16 @@ def test_dropout_is_said_to_work_within_the_blocks(experts):
         "dropout works within the blocks; 1 trained layers outside of them have none."
         in check_run(high, clips(), run_settings(network=network)).notes
     )
+
+
+def test_each_expert_is_measured_at_the_noise_levels_that_it_is_used_for(experts, tmp_path):
+    watcher = Watcher()
+    high, low = run_both(experts, tmp_path, watcher, steps=2, validation={"part": 0.3})
+    assert [(point["step"], point["sigmas"][0], point["sigmas"][-1]) for point in high.validation] == [
+        (step, pytest.approx(0.8875), pytest.approx(0.9875)) for step in (0, 2)
+    ]
+    assert low.validation[0]["sigmas"] == pytest.approx([0.0875 * k for k in range(1, 10)])
+    assert high.summary["validation"]["samples"] == low.summary["validation"]["samples"]
+    assert [step for step, _ in watcher.validations] == [0, 2, 2, 4]
+    with pytest.raises(ValueError, match="min_sigma 0.9 to max_sigma 1 of validation leave nothing to the low noise"):
+        planned(experts, validation={"min_sigma": 0.9})

@@ -90,11 +90,7 @@ def in_model_space(latent: Tensor) -> Tensor:
 def reference_gradients(trainer: Any, tensors: dict[str, Tensor], batch: int) -> tuple[float, dict[str, Tensor]]:
     """The loss and its gradients written out in fp64: mean over samples of mean((v − (noise − x0))²)."""
     settings = trainer.settings
-    lora, masters = {}, {}
-    for name, (down, up) in trainer.network.pairs.items():
-        pair = [p.detach().double().requires_grad_() for p in (down, up)]
-        masters[f"{name}.down"], masters[f"{name}.up"] = pair
-        lora[name] = (*pair, settings.network.alpha / settings.network.rank)
+    lora, masters = tiny.reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
     for place in range(batch):
         sample = trainer.data.samples[place]
@@ -122,7 +118,7 @@ def check(load: Any, file: Path, data: Any, folder: Path, batch: int, bound: flo
     memory = MemoryOptions(checkpointing=settings.pop("mode", "none"), blocks_to_swap=settings.pop("swap", 0))
     trainer = tiny.make_trainer(model, data, folder, batch_size=batch, memory=memory, **settings)
     tiny.fill_up_matrices(trainer)
-    loss = trainer.forward_backward([tuple(range(batch))])
+    loss = trainer.forward_backward([tiny.shown(*range(batch))])
     pairs = trainer.network.pairs.items()
     found = {f"{n}.{side}": gradient(p) for n, pair in pairs for side, p in zip(("down", "up"), pair, strict=True)}
     expected_loss, expected = reference_gradients(trainer, load_file(file), batch)

@@ -43,8 +43,15 @@ def mixed_data(family: str) -> Any:
     return training_data(*samples)
 
 
+REST = [("flux", "full"), ("flux2", "none"), ("flux2", "full")]
+
+
 @pytest.mark.parametrize(
-    ("family", "mode"), [("flux", "full"), *(("flux2", mode) for mode in ("none", "selective", "full"))]
+    ("family", "mode"),
+    [
+        ("flux2", "selective"),
+        *(pytest.param(family, mode, marks=pytest.mark.slow) for family, mode in REST),
+    ],
 )
 def test_two_epochs_of_mixed_samples_compile_each_graph_once(tiny_files, tmp_path, family, mode):
     torch._dynamo.reset()
@@ -60,7 +67,7 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(tiny_files, tmp_pat
         model, data, tmp_path, backend="aot_eager", batch_size=BATCH, steps=steps, memory=memory
     )
     counts, keys = [], []
-    velocity = trainer.velocity
+    velocity = trainer.placed.velocity
 
     def recorded(inputs: Any, draw: Any) -> Any:
         keys.append((inputs.image_tokens, inputs.text_tokens))
@@ -70,10 +77,10 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(tiny_files, tmp_pat
         def step(self, report: Any) -> None:
             counts.append(graphs())
 
-    trainer.velocity, trainer.observer = recorded, Watching()
+    trainer.placed.velocity, trainer.observer = recorded, Watching()
     trainer.run()
     assert counts == [KINDS * len(set(keys[: n + 1])) for n in range(len(keys))]
-    assert counts[-1] == KINDS * len(data.graph_keys()) == trainer.runner.planned_graphs
+    assert counts[-1] == KINDS * len(data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert sum(counters["graph_break"].values()) == breaks
 
 
@@ -135,7 +142,7 @@ def test_swapped_equals_resident_bit_for_bit(deep, tmp_path, family, checkpointi
         swapped = trained(deep[family], tmp_path / f"{count} {prefetch}", family, **memory)
         assert_same_run(swapped, plain)
         slots = min(prefetch + 1, count)
-        assert swapped.swap.ring.copies == 3 * 2 * (count - slots) + slots
+        assert swapped.placed.swap.ring.copies == 3 * 2 * (count - slots) + slots
 
 
 @pytest.mark.parametrize("family", ["flux", "flux2"])
@@ -155,7 +162,7 @@ def core_loss(model: Any, sample: Any, sigma: float) -> float:
     read = sample.load()
     noise = torch.randn(read.latent.shape, generator=torch.Generator().manual_seed(9))
     noisy = replace(read, latent=(1 - sigma) * read.latent + sigma * noise)
-    velocity = core_velocity(model, replace(sample, load=lambda: noisy), sigma)
+    velocity = core_velocity(model, replace(sample, load=lambda *_: noisy), sigma)
     return float((velocity - (noise - read.latent).flatten(1).T).square().mean())
 
 
@@ -183,6 +190,7 @@ def quiet_klein(tmp_path) -> Any:
     return tiny.load_flux2(path)
 
 
+@pytest.mark.slow
 def test_training_on_one_edit_lowers_its_loss_and_makes_the_sampler_draw_it(quiet_klein, tmp_path):
     """The picture is of one colour."""
     sample = flux_sample("the picture", 2, 2, references=[(2, 2)])

@@ -31,11 +31,7 @@ def reference_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and its gradients written out in fp64: mean over samples of mean((v − (noise − x0))²)."""
     settings, data = trainer.settings, trainer.data
-    lora, masters = {}, {}
-    for name, (down, up) in trainer.network.pairs.items():
-        pair = [p.detach().double().requires_grad_() for p in (down, up)]
-        masters[f"{name}.down"], masters[f"{name}.up"] = pair
-        lora[name] = (*pair, settings.network.alpha / settings.network.rank)
+    lora, masters = tiny.reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
     for place, index in enumerate(batch):
         sample = data.samples[index]
@@ -74,7 +70,7 @@ def to_tokens(latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradients(trainer: Any, batch: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
-    loss = trainer.forward_backward([batch])
+    loss = trainer.forward_backward([tiny.shown(*batch)])
     found = {}
     for name, pair in trainer.network.pairs.items():
         for side, p in zip(("down", "up"), pair, strict=True):
@@ -145,7 +141,7 @@ def test_the_comparison_fails_on_comfyuis_own_block_forward(tiny_flux, tmp_path,
     data = tiny.make_data(GRIDS, [16, 16, 16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, memory=MemoryOptions(checkpointing=mode))
     tiny.fill_up_matrices(trainer)
-    ours = trainer.transformer.double_blocks[1]
+    ours = trainer.placed.transformer.double_blocks[1]
     ours.forward = core_forward(tiny_flux.model.diffusion_model.double_blocks[1], ours)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(trainer, (0,))
@@ -209,5 +205,5 @@ def test_the_forward_equals_comfyuis_on_the_same_weights_and_tokens(tiny_flux, t
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path)
     samples = [NoisySample(r.latent, r.text, r.conditioning, tokens, r.text.shape[1]) for r in loaded]
     with torch.no_grad():
-        found = trainer.velocity(family.inputs(trainer.patcher, samples, sigma, 3.5), (0, 0))
+        found = trainer.placed.velocity(family.inputs(trainer.patcher, samples, sigma, 3.5), (0, 0))
     assert torch.allclose(found, torch.cat(expected), rtol=1e-4, atol=1e-5)

@@ -103,7 +103,7 @@ def test_the_data_has_the_shapes_that_are_to_be_counted(mixed_data):
     assert len({s.tokens for s in mixed_data.samples}) == 1
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_flux, tmp_path, checkpointing):
     torch._dynamo.reset()
     counted = Counted()
@@ -114,7 +114,7 @@ def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_f
     graphs, keys = graphs_after_each_step(trainer, counted)
     assert len(graphs) == 2 * STEPS_PER_EPOCH
     assert graphs == expected_graphs(keys)
-    assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.runner.planned_graphs
+    assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert counted.breaks == 0
     assert trainer.facts()["graphs_compiled"] == graphs[-1]
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path)
     }
     first = tiny.make_trainer(tiny_flux, mixed_data, tmp_path, **settings)
     first.run()
-    state = first.folder.states()[0]
+    state = first.saver.folder.states()[0]
     whole_loss = list(first.progress.loss)
     torch._dynamo.reset()
     counted = Counted()
@@ -144,8 +144,12 @@ def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path)
 def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp_path):
     data = tiny.make_data([(4, 4), (4, 5), (4, 6)], [16, 16, 16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=6)
-    trainer.runner = type(trainer.runner)(
-        trainer.transformer.blocks(), trainer.settings.memory, trainer.runner.compile_settings, 1, trainer.device
+    trainer.placed.runner = type(trainer.placed.runner)(
+        trainer.placed.transformer.blocks(),
+        trainer.settings.memory,
+        trainer.placed.runner.compile_settings,
+        1,
+        trainer.device,
     )
     with pytest.raises(RuntimeError, match="More graphs were needed than the 2 planned"):
         trainer.run()
@@ -160,7 +164,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     counted = Counted()
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=2, network=network)
     trainer.run()
-    assert counted.graphs == trainer.runner.planned_graphs == 3
+    assert counted.graphs == trainer.placed.runner.planned_graphs == 3
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, monkeypatch):

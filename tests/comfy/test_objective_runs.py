@@ -91,10 +91,10 @@ def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_p
     samples = [(s, s.load()) for s in data.samples]
     made = make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 3, (0, 0))
     with torch.no_grad():
-        error = (trainer.velocity(made.inputs, (0, 0)) - made.target).double().abs().mean(dim=(1, 2))
+        error = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs().mean(dim=(1, 2))
     weights = [min((1 - s) ** 2, 5 * s**2) for s in made.sigma.double().tolist()]
     expected = sum(float(e) * w for e, w in zip(error, weights, strict=True)) / 2
-    assert trainer.forward_backward([(0, 1)]) == pytest.approx(expected, rel=1e-5)
+    assert trainer.forward_backward([tiny.shown(0, 1)]) == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainer.network.parameters())
     trainer.close()
 
@@ -107,7 +107,7 @@ def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
     weights = torch.rand(1, 16, generator=generator(1))
     masked = batches.Batch(made.inputs, made.target, made.sigma, weights)
     with torch.no_grad():
-        e = (trainer.velocity(made.inputs, (0, 0)) - made.target).double().abs()
+        e = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs()
         each = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
         expected = float((each * weights).sum() / weights.sum()) / float(made.sigma) ** 2
         assert float(trainer.loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)

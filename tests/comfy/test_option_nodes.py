@@ -8,25 +8,34 @@ from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.objective import TesseraObjective
 from tessera.nodes.optimizer import TesseraOptimizer
 from tessera.nodes.options import TesseraLoraNetwork
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from tessera.nodes.validation import TesseraValidation
+from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
 
 NODES = {
     TesseraLoraNetwork: NetworkOptions,
     TesseraOptimizer: OptimizerOptions,
     TesseraObjective: ObjectiveOptions,
     TesseraMemory: MemoryOptions,
+    TesseraValidation: ValidationOptions,
 }
 # Texts that are read, and what a choice cannot do without.
 TEXTS = {"lr_curve": "0:1, 100:0.5", "sigma_curve": "0:1, 1:2"}
+TEXTS |= {"rank_patterns": "single_blocks.*: rank=8"}
 TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
 TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
+FILES = ("start_from", "base_lora")
 pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
 
 
-def inputs(node) -> dict[str, tuple[str, dict]]:
+def every_input(node) -> dict[str, tuple[str, dict]]:
     """name: (type or choices, settings), as the server gives them to the frontend."""
     shown = node.INPUT_TYPES()
     return {name: entry for kind in ("required", "optional") for name, entry in shown.get(kind, {}).items()}
+
+
+def inputs(node) -> dict[str, tuple[str, dict]]:
+    """Those that have a widget; what files there are on this machine is shown elsewhere."""
+    return {n: entry for n, entry in every_input(node).items() if "default" in entry[1] and n not in FILES}
 
 
 def run(node, **values):
@@ -95,9 +104,13 @@ def test_targets_are_parsed():
 
 
 def test_ids_inputs_and_outputs_are_the_contract():
-    surface = {node.GET_SCHEMA().node_id: (list(inputs(node)), node.RETURN_TYPES) for node in NODES}
+    surface = {node.GET_SCHEMA().node_id: (list(every_input(node)), node.RETURN_TYPES) for node in NODES}
     assert surface == {
-        "TesseraLoraNetwork": (["algorithm", "rank", "alpha", "targets", "dropout"], ["TESSERA_NETWORK"]),
+        "TesseraLoraNetwork": (
+            "algorithm rank alpha targets dropout lora_plus_ratio scale_weight_norms start_from start_lora base_lora "
+            "base_strength rank_dropout module_dropout rank_patterns factor constraint model init".split(),
+            ["TESSERA_NETWORK", "STRING"],
+        ),
         "TesseraOptimizer": (
             "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm "
             "weight_decay beta1 beta2 eps min_lr_ratio "
@@ -108,13 +121,17 @@ def test_ids_inputs_and_outputs_are_the_contract():
             "timestep_sampling shift loss guidance logit_mean logit_std "
             "min_sigma max_sigma sigma_range expert_boundary sigmoid_scale mode_scale logsnr_mean logsnr_std "
             "beta_alpha beta_beta sigma_curve stratified weighting min_snr_gamma huber_c huber_schedule "
-            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset".split(),
+            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset preservation_weight".split(),
             ["TESSERA_OBJECTIVE", "IMAGE"],
         ),
         "TesseraMemory": (
             "checkpointing attention activation_budget "
             "blocks_to_swap prefetch_blocks pin_memory offload_activations".split(),
             ["TESSERA_MEMORY"],
+        ),
+        "TesseraValidation": (
+            "part every_n_steps at_start keep_best seed min_sigma max_sigma data".split(),
+            ["TESSERA_VALIDATION"],
         ),
     }
 

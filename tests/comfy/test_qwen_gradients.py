@@ -44,11 +44,7 @@ def reference_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and its gradients written out in fp64: mean over samples of mean((v − (noise − x0))²)."""
     settings = trainer.settings
-    lora, masters = {}, {}
-    for name, (down, up) in trainer.network.pairs.items():
-        pair = [p.detach().double().requires_grad_() for p in (down, up)]
-        masters[f"{name}.down"], masters[f"{name}.up"] = pair
-        lora[name] = (*pair, settings.network.alpha / settings.network.rank)
+    lora, masters = tiny.reference_masters(trainer)
     format = trainer.patcher.model.latent_format
     mean, std = (x.double().reshape(16, 1, 1) for x in (format.latents_mean, format.latents_std))
     total = torch.zeros((), dtype=torch.float64)
@@ -81,7 +77,7 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def gradients(trainer: Any, batch: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
-    loss = trainer.forward_backward([batch])
+    loss = trainer.forward_backward([tiny.shown(*batch)])
     pairs = trainer.network.pairs.items()
     return loss, {f"{n}.{s}": _gradient(p) for n, pair in pairs for s, p in zip(("down", "up"), pair, strict=True)}
 
@@ -190,8 +186,8 @@ def of_one_sample(
     read = [data.samples[i].load() for i in batch]
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, text_length) for r in read]
     sigma = torch.tensor([0.2, 0.5, 0.9])[list(batch)]
-    velocity = trainer.velocity(trainer.family.inputs(trainer.patcher, samples, sigma, 1.0), (0, 0))
-    trainer.optimizer.zero_grad()
+    velocity = trainer.placed.velocity(trainer.family.inputs(trainer.patcher, samples, sigma, 1.0), (0, 0))
+    trainer.learner.optimizer.zero_grad()
     (velocity[place] * direction[place]).sum().backward()
     pairs = trainer.network.pairs.items()
     return {f"{n}.{s}": _gradient(p) for n, pair in pairs for s, p in zip(("down", "up"), pair, strict=True)}

@@ -40,7 +40,14 @@ def edit(tmp_path):
 
 
 # Dynamo's graphs and guards are those of every backend; "eager" generates nothing, so that six graphs take seconds.
-@pytest.mark.parametrize(("mode", "backend"), [("none", "eager"), ("selective", "aot_eager"), ("full", "eager")])
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        ("none", "eager"),
+        pytest.param("selective", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("full", "eager", marks=pytest.mark.slow),
+    ],
+)
 def test_two_epochs_of_mixed_samples_compile_each_graph_once(edit, tmp_path, mode, backend):
     torch._dynamo.reset()
     graphs, breaks = Graphs(), sum(counters["graph_break"].values())
@@ -51,7 +58,7 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(edit, tmp_path, mod
         edit, data, tmp_path, backend=backend, batch_size=BATCH, steps=len(data.samples), memory=memory
     )
     counts, keys = [], []
-    velocity = trainer.velocity
+    velocity = trainer.placed.velocity
 
     def recorded(inputs: Any, draw: Any) -> Any:
         keys.append((inputs.image_tokens, inputs.text_tokens))
@@ -61,10 +68,10 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(edit, tmp_path, mod
         def step(self, report: Any) -> None:
             counts.append(graphs())
 
-    trainer.velocity, trainer.observer = recorded, Watching()
+    trainer.placed.velocity, trainer.observer = recorded, Watching()
     trainer.run()
     assert counts == [len(set(keys[: n + 1])) for n in range(len(keys))]
-    assert counts[-1] == len(data.graph_keys()) == trainer.runner.planned_graphs
+    assert counts[-1] == len(data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert sum(counters["graph_break"].values()) == breaks
 
 

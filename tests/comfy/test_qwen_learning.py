@@ -34,7 +34,9 @@ def sampled(model, tensors):
     )[0]
 
 
-@pytest.mark.parametrize("timestep_zero", [False, True], ids=["qwen-image", "2511"])
+@pytest.mark.parametrize(
+    "timestep_zero", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["qwen-image", "2511"]
+)
 def test_training_on_one_edit_lowers_its_loss_and_makes_the_sampler_draw_it(tmp_path, timestep_zero):
     model = tiny.load_qwen_image(
         tiny.write_qwen_image(tmp_path / "qwen.safetensors", layers=1, timestep_zero=timestep_zero)

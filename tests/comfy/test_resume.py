@@ -174,7 +174,7 @@ def breaking(data, failing, error):
         tensors = sample.load()
         conditioning = BreakingConditioning(tensors.conditioning, reads, failing, error)
         tensors = replace(tensors, conditioning=conditioning)
-        return replace(sample, load=lambda: tensors)
+        return replace(sample, load=lambda *_: tensors)
 
     return replace(data, samples=tuple(broken(s) for s in data.samples))
 

@@ -1,5 +1,7 @@
 """Files of every stored dtype train as they lie: the forward is ComfyUI's, and only stored bytes wait for backward."""
 
+from itertools import product
+
 import comfy.model_management
 import pytest
 import tiny
@@ -9,7 +11,8 @@ from tessera.memory.frozen import dequantised_notes, unload_everything
 from tessera.models.flux import Flux, FluxInputs
 from tessera.models.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
-from tessera.train.lora import LoraNetwork, choose_targets
+from tessera.train.lora import LoraNetwork
+from tessera.train.network_plan import choose_targets
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tessera.train.runner import BlockRunner
 from tiny.runs import mixed_data, train
@@ -127,15 +130,20 @@ def saved_bytes(run):
     return result, kept
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("kind", ["double", "single"])
-@pytest.mark.parametrize("name", ["kept fp8", "scaled fp8"])
-def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast_copy(name, kind, backend, tmp_path):
+BLOCKS = [(*case, "lora") for case in product(["kept fp8", "scaled fp8"], ["double", "single"], [None, "aot_eager"])]
+BLOCKS += [("scaled fp8", "single", None, algorithm) for algorithm in ("loha", "lokr", "dora", "oft")]
+BLOCKS += [("kept fp8", "single", "aot_eager", "dora")]
+
+
+@pytest.mark.parametrize(("name", "kind", "backend", "algorithm"), BLOCKS)
+def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast_copy(
+    name, kind, backend, algorithm, tmp_path
+):
     model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", **FILES[name]), KEPT.get(name))
     compute = torch.bfloat16
     transformer = built(model, compute)
-    names = choose_targets(Flux(), model.model, NetworkOptions())
-    network = LoraNetwork(NetworkOptions(rank=4), names, transformer.linears(), seed=0)
+    names, options = choose_targets(Flux(), model.model, NetworkOptions()), NetworkOptions(algorithm, rank=4)
+    network = LoraNetwork(options, names, transformer.linears(), seed=0)
     settings = CompileSettings(backend) if backend else None
     torch._dynamo.reset()
     runner = BlockRunner(transformer.blocks(), MemoryOptions(checkpointing="none"), settings, 1, torch.device("cpu"))
@@ -165,7 +173,7 @@ def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast
     loss = sum(part.float().square().mean() for part in (result if isinstance(result, tuple) else (result,)))
     loss.backward()
     assert all(state.grad.isfinite().all() and state.grad.abs().max() > 0 for state in states)
-    assert any(up.grad is not None and up.grad.abs().max() > 0 for _, up in network.pairs.values())
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in network.parameters())
 
 
 def test_an_ordinary_cast_would_keep_a_copy_where_this_linear_keeps_the_stored_weight(tmp_path):

@@ -86,11 +86,7 @@ def reference_gradients(trainer: Any, tensors: dict[str, Tensor], variant: str, 
     """The loss and its gradients written out in fp64: the mean over samples of mean((v − (noise − x0))²), which leaves
     out the tokens of clean frames."""
     settings, data = trainer.settings, trainer.data
-    lora, masters = {}, {}
-    for name, (down, up) in trainer.network.pairs.items():
-        pair = [p.detach().double().requires_grad_() for p in (down, up)]
-        masters[f"{name}.down"], masters[f"{name}.up"] = pair
-        lora[name] = (*pair, settings.network.alpha / settings.network.rank)
+    lora, masters = tiny.reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
     for place, index in enumerate(batch):
         sample = data.samples[index]
@@ -118,7 +114,7 @@ def check(path: Path, variant: str, folder: Path, batch: int, bound: float, **se
         model.model.manual_cast_dtype = dtype
     trainer = tiny.make_trainer(model, data, folder, batch_size=batch, **settings)
     tiny.fill_up_matrices(trainer)
-    loss = trainer.forward_backward([BATCHES[batch]])
+    loss = trainer.forward_backward([tiny.shown(*BATCHES[batch])])
     found = {
         f"{name}.{side}": p.grad.double()
         for name, pair in trainer.network.pairs.items()

@@ -50,7 +50,7 @@ def clip_of(name, variant, scale):
     )
     read = sample.load()
     same = dataclasses.replace(read, latent=read.latent[:, :1, :1, :1].expand_as(read.latent).contiguous())
-    return dataclasses.replace(sample, load=lambda: same)
+    return dataclasses.replace(sample, load=lambda *_: same)
 
 
 # scale: the latents' deviation, so much above that of noise that a clip is known when the part of it is.

@@ -27,7 +27,7 @@ from .qwen_image import QWEN_TEXT_WIDTH, load_qwen_image, write_qwen_image
 from .sampling import INPUTS, conditioning, empty_latent, sample
 from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .taesd import load_vae, write_taesd
-from .training import fill_up_matrices, make_data, make_trainer
+from .training import fill_up_matrices, make_data, make_trainer, reference_masters, shown
 from .wan import WAN_CHANNELS, load_wan, write_wan
 from .wan_data import wan_sample
 from .wan_vae import write_wan_vae
@@ -60,7 +60,9 @@ __all__ = [
     "load_wan_clip",
     "make_data",
     "make_trainer",
+    "reference_masters",
     "sample",
+    "shown",
     "tiny_detection",
     "wan_sample",
     "write_clip_l",

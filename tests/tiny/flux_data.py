@@ -46,7 +46,7 @@ def flux_sample(
         (1, height, width),
         tokens or height * width,
         max(least, text),
-        lambda: tensors,
+        lambda *_: tensors,
         repeats,
         references=tuple(-(-h // patch) * -(-w // patch) for h, w in references),
         conditioning=frozenset(conditioning),

@@ -40,7 +40,7 @@ def qwen_sample(
         (1, height, width),
         tokens or height * width,
         padded_length(text_length),
-        lambda: tensors,
+        lambda *_: tensors,
         references=tuple(-(-h // 2) * -(-w // 2) for h, w in references),
         conditioning=frozenset(conditioning),
     )

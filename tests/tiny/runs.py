@@ -26,7 +26,7 @@ def sample(name: str, height: int, width: int, text_length: int = 16, repeats: i
         torch.randn(1, text_length, T5_WIDTH, generator=generator),
         {"pooled_output": torch.randn(1, CLIP_WIDTH, generator=generator)},
     )
-    return Sample(name, (1, height, width), height * width, text_length, lambda: tensors, repeats)
+    return Sample(name, (1, height, width), height * width, text_length, lambda *_: tensors, repeats)
 
 
 def training_data(*samples: Any) -> Any:
@@ -53,6 +53,8 @@ def run_settings(**changes: Any) -> Any:
     base["memory"] = options.MemoryOptions(checkpointing="none")
     values = {"output_name": "tiny", "steps": 6, "batch_size": 1, "gradient_accumulation": 1, "seed": 3}
     values |= {"compile": "off", "save_every": 2, "resume": "latest"}
+    if isinstance(changes.get("validation"), dict):
+        values["validation"] = options.ValidationOptions(**changes.pop("validation"))
     given = {k: replace(base[k], **v) if k in chosen else v for k, v in changes.items()}
     return TrainSettings(**(base | values | given))
 
@@ -69,6 +71,8 @@ class Watcher:
         self.losses: list[float] = []
         self.learning_rates: list[float] = []
         self.files: list[str] = []
+        self.sheets: list[tuple[int, Path]] = []
+        self.validations: list[tuple[int, float]] = []
         self.done = 0
 
     def phase(self, text: str) -> None:
@@ -88,6 +92,12 @@ class Watcher:
 
     def saved(self, path: Path) -> None:
         self.files.append(path.name)
+
+    def previewed(self, sheet: Path, step: int) -> None:
+        self.sheets.append((step, sheet))
+
+    def validated(self, step: int, loss: float) -> None:
+        self.validations.append((step, loss))
 
     def check_interrupted(self) -> None:
         if self.before_step:

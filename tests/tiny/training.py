@@ -17,14 +17,17 @@ def make_data(grids: Sequence[tuple[int, int]], text_lengths: Sequence[int], tok
     return training_data(*(replace(s, tokens=tokens or s.tokens) for s in samples))
 
 
-def make_trainer(model: Any, data: Any, folder: Path, *, backend: str | None = None, **changes: Any) -> Any:
-    """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings."""
+def make_trainer(
+    model: Any, data: Any, folder: Path, *, backend: str | None = None, held_out: Any = None, **changes: Any
+) -> Any:
+    """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings; `held_out` is what
+    its `validation` measures on."""
     from tessera.compile.settings import CompileSettings
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
     from tessera.train.events import Silent
     from tessera.train.loop import Trainer
-    from tessera.train.lora import choose_targets
+    from tessera.train.network_plan import choose_targets
     from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
     from tessera.train.run import RunFolder, TrainSettings
 
@@ -48,7 +51,15 @@ def make_trainer(model: Any, data: Any, folder: Path, *, backend: str | None = N
     targets = choose_targets(family, patcher.model, settings.network)
     chosen = CompileSettings(backend) if backend else None
     run = RunFolder(folder, "test")
-    return Trainer(patcher, family, data, targets, settings, chosen, run, "lineage", lambda *_: {}, Silent())
+    given = (patcher, family, data, targets, settings, chosen, run, "lineage", lambda *_: {}, Silent())
+    return Trainer(*given, validation=held_out)
+
+
+def shown(*indices: int) -> list[Any]:
+    """The first form of these samples: a micro-batch as the trainer draws them."""
+    from tessera.train.data import PLAIN
+
+    return [(index, PLAIN) for index in indices]
 
 
 def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:
@@ -56,3 +67,15 @@ def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:
     with torch.no_grad():
         for index, (_, up) in enumerate(trainer.network.pairs.values()):
             up.copy_(size * torch.randn(up.shape, generator=torch.Generator().manual_seed(index)))
+
+
+def reference_masters(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A LoRA's numbers in fp64, for a reference: (down, up, scale) of each layer, and the leaves by their state's
+    names."""
+    scale = trainer.settings.network.alpha / trainer.settings.network.rank
+    lora, masters = {}, {}
+    for name, (down, up) in trainer.network.pairs.items():
+        pair = [p.detach().double().requires_grad_() for p in (down, up)]
+        masters[f"{name}.down"], masters[f"{name}.up"] = pair
+        lora[name] = (*pair, scale)
+    return lora, masters

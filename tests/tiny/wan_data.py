@@ -51,7 +51,7 @@ def wan_sample(
         grid,
         frames * (keep or height * width),
         text_length,
-        lambda: tensors,
+        lambda *_: tensors,
         repeats,
         clean_frames=clean_frames,
         conditioning=frozenset(conditioning),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from tessera.models.registry import FAMILIES as KNOWN
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -131,13 +132,13 @@ def test_the_copies_of_the_dry_run_are_those_of_a_step(
     )
     try:
         copies = CountedCopies(trainer)
-        for drawn in ([(0,)], [(1,)]):
-            trainer.forward_backward(drawn)
+        for index in (0, 1):
+            trainer.forward_backward([tiny.shown(index)])
             trainer.optimizer_step()
         first = copies.since(2)
-        trainer.forward_backward([(0,)])
+        trainer.forward_backward([tiny.shown(0)])
         step = copies.since(1)
-        assert len(trainer.swap.blocks) == counted.blocks
+        assert len(trainer.placed.swap.blocks) == counted.blocks
     finally:
         trainer.close()
     assert step == {"copies": counted.copies, "copied_bytes": counted.bytes}

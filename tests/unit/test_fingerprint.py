@@ -2,11 +2,15 @@
 
 import uuid
 from collections import namedtuple
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tessera.train.fingerprint import fingerprint, weights_fingerprint
+from tessera.train.fingerprint import changed_fields, fingerprint, weights_fingerprint
+from tessera.train.lora_source import LoraSource
+from tessera.train.options import ValidationOptions
+from tiny.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]
 
@@ -130,3 +134,57 @@ def test_quantised_weights_count_with_their_scales():
     again._params.scale.mul_(2)
     assert fingerprint(again) != name
     assert fingerprint(quantised.dequantize()) != name
+
+
+def test_an_option_that_is_added_at_its_default_leaves_the_name_and_any_that_is_set_changes_it():
+    @dataclass(frozen=True)
+    class Inner:
+        name: str
+        size: int = 1
+
+    @dataclass(frozen=True)
+    class Before:
+        rank: int = 16
+        inner: Inner | None = None
+
+    @dataclass(frozen=True)
+    class After(Before):
+        more: float = 0.5
+        listed: tuple[Inner, ...] = field(default_factory=tuple)
+
+    names = {fingerprint(changed_fields(After()))}
+    assert names == {fingerprint(changed_fields(Before()))}
+    for other in (
+        After(rank=8),
+        After(more=0.0),
+        After(inner=Inner("a")),
+        After(inner=Inner("b")),
+        After(inner=Inner("a", 2)),
+        After(listed=(Inner("a"),)),
+        After(listed=(Inner("a", 2),)),
+    ):
+        names.add(fingerprint(changed_fields(other)))
+    assert len(names) == 8
+    assert changed_fields(After(inner=Inner("a"))) == {"inner": {"name": "a"}}
+
+
+def test_a_run_is_named_by_what_is_set():
+    """Each option set to another value makes another run; an option at its default is in no name."""
+    made = run_settings()
+
+    def key(settings):
+        return settings.key(settings.lineage("data", "model"))
+
+    names = {key(made), key(replace(made, validation=ValidationOptions()))}
+    others = {
+        "network": {"rank": 8, "dropout": 0.1, "algorithm": "loha", "start_from": LoraSource("a", "b")},
+        "optimizer": {"learning_rate": 1.0, "warmup_steps": 1, "optimizer": "lion"},
+        "objective": {"shift": 3.0, "stratified": "batch"},
+        "memory": {"blocks_to_swap": 3, "checkpointing": "full"},
+    }
+    for part, values in others.items():
+        for name, value in values.items():
+            names.add(key(replace(made, **{part: replace(getattr(made, part), **{name: value})})))
+    for name, value in {"part": 0.2, "seed": 1, "data": training_data()}.items():
+        names.add(key(replace(made, validation=replace(ValidationOptions(), **{name: value}))))
+    assert len(names) == 2 + sum(map(len, others.values())) + 3

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tessera.train.loss_plot import plot_loss, smoothed
 
+ORANGE = (217, 119, 6)
 RAW, SMOOTH, BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)
 PLOT = (slice(60, 458), slice(90, 990))
 
@@ -102,3 +103,17 @@ def test_an_empty_or_wholly_broken_series_is_refused():
         plot_loss([math.nan, math.inf])
     with pytest.raises(ValueError, match="smoothing is 1"):
         plot_loss([1.0], smoothing=1)
+
+
+def test_the_validation_loss_is_drawn_beside_the_training_loss_at_its_steps():
+    loss = [1.0] * 200
+    plain, both = plot_loss(loss), plot_loss(loss, validation=[(0, 1.5), (100, 2.0), (200, 0.5)])
+    assert len(pixels(plain, ORANGE)) == 0 and len(pixels(both, SMOOTH)) > 500
+    found = pixels(both, ORANGE)
+    top = found[found[:, 0] == found[:, 0].min(), 1].mean()
+    assert top + 90 == pytest.approx((84 + 1024 - 28) / 2, abs=3)  # step 100 of 200 in the middle
+    left, right = (found[np.abs(found[:, 1] - column) < 8, 0].mean() for column in (0, 899))
+    train = pixels(both, SMOOTH)[:, 0].mean()
+    assert found[:, 0].min() < left < train < right
+    gone = plot_loss(loss, log_scale=True, validation=[(100, 0.0), (200, math.nan)])
+    assert len(pixels(gone, ORANGE)) == 0

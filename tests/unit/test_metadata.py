@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from tessera.models.family import Origin
 from tessera.train.formats import LoraModel, LowRank, save_lora
-from tessera.train.metadata import RunFacts, metadata_for
+from tessera.train.metadata import RunFacts, for_file, metadata_for
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
 
 FACTS = RunFacts(
@@ -109,6 +109,27 @@ def test_absolute_paths_are_cut_to_the_file_name():
         metadata = metadata_for(dataclasses.replace(FACTS, base_model=path, output_name=path, network=network), lora())
         assert "ann" not in json.dumps(metadata)
         assert metadata["ss_sd_model_name"] == metadata["modelspec.title"] == "flux.safetensors"
+
+
+def test_paths_inside_of_text_are_cut_too_and_other_text_stays():
+    lines = ("path='/home/ann (b), c/y.bin'", r"disk='C:\\Users\\ann b\\z.bin'", r"nas='\\\\nas\\ann\\n'", "n=(1)")
+    args = "\n".join((*lines, "list=['~/ann/k', '/ann/l/m']", "r='a/b'"))
+    optimizer = OptimizerOptions(optimizer="custom", optimizer_class="torch.optim.Adam", optimizer_args=args)
+    metadata = metadata_for(dataclasses.replace(FACTS, optimizer=optimizer), lora())
+    assert "ann" not in json.dumps(metadata)
+    cut = "path='y.bin'\ndisk='z.bin'\nnas='n'\nn=(1)\nlist=['k', 'm']\nr='a/b'"
+    assert json.loads(metadata["tessera"])["optimizer"]["optimizer_args"] == cut
+    assert metadata["ss_optimizer_args"] == cut.replace("\n", ", ")
+    others = {
+        "prose": "see /ann/b/c, x=/ann b/d, 1/2 and/or https://a.b/c/d and </p> / x",
+        "json": json.dumps({"a": ["/ann/x/y"], "b": 'a "q"\nb'}),
+        "text": json.dumps({"a": 'f(1)\nb "c"'}, indent=2),
+        "modelspec.thumbnail": "data:image/jpeg;base64,/9j/4AAQ/ann+",
+    }
+    header = for_file(others, lora(), "kohya")
+    assert header["prose"] == "see c, x=d, 1/2 and/or https://a.b/c/d and </p> / x"
+    assert json.loads(header["json"]) == {"a": ["y"], "b": 'a "q"\nb'}
+    assert all(header[name] == others[name] for name in ("text", "modelspec.thumbnail"))
 
 
 def test_a_loss_that_is_no_number_still_gives_valid_json():

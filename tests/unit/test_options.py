@@ -9,7 +9,42 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("options", "values", "sentence"),
     [
-        (NetworkOptions, {"algorithm": "loha"}, "algorithm is 'loha'; choose one of lora."),
+        (NetworkOptions, {"algorithm": "ia3"}, "algorithm is 'ia3'; choose one of lora, loha, lokr, dora, oft."),
+        (NetworkOptions, {"rank_dropout": 1.0}, "rank_dropout is 1.0; set it to 0 or more and below 1."),
+        (NetworkOptions, {"module_dropout": -1.0}, "module_dropout is -1.0; set it to 0 or more and below 1."),
+        (
+            NetworkOptions,
+            {"algorithm": "lokr", "dropout": 0.1},
+            "dropout is 0.1 and lokr has no rank activations to drop; set it to 0, or use rank_dropout or "
+            "module_dropout.",
+        ),
+        (
+            NetworkOptions,
+            {"algorithm": "oft", "lora_plus_ratio": 4.0},
+            "lora_plus_ratio is 4 and oft has no two matrices A and B; set lora_plus_ratio to 1, or algorithm to lora.",
+        ),
+        (
+            NetworkOptions,
+            {"algorithm": "dora", "scale_weight_norms": 1.0},
+            "scale_weight_norms is 1, which is for lora, and algorithm is dora; set scale_weight_norms to 0.",
+        ),
+        (NetworkOptions, {"factor": 0}, "factor is 0; set it to -1 (near the square root) or to 2 or more."),
+        (NetworkOptions, {"constraint": -0.1}, "constraint is -0.1; set it to 0 (none) or above."),
+        (
+            NetworkOptions,
+            {"rank_patterns": "a.*: rank=4\nb.* rank=4"},
+            "Line 2 of rank_patterns is 'b.* rank=4'; write it as in 'single_blocks.*: rank=8 alpha=4'.",
+        ),
+        (
+            NetworkOptions,
+            {"rank_patterns": "a.*: rank=four"},
+            "Line 1 of rank_patterns has the rank 'four'; give a whole number from 1.",
+        ),
+        (
+            NetworkOptions,
+            {"rank_patterns": "a.*: alpha=-1"},
+            "Line 1 of rank_patterns has the alpha '-1'; give a number above 0.",
+        ),
         (NetworkOptions, {"rank": 0}, "rank is 0; set it to 1 or more (16 suits most LoRAs)."),
         (NetworkOptions, {"alpha": 0.0}, "alpha is 0.0; set it above 0 (equal to rank keeps the update unscaled)."),
         (NetworkOptions, {"alpha": INF}, "alpha is inf; give a finite number."),

@@ -6,6 +6,7 @@ const PADDING = 6
 const MARGIN = 10 // the frontend's own, around every DOM widget
 const MOST_LINES = 12
 const MOST_LINES_OF_A_TABLE = 30
+const MOST_PIXELS_OF_A_PICTURE = 360
 
 function reportOf(node) {
   const found = node.widgets?.find((widget) => widget.name === WIDGET)
@@ -36,12 +37,31 @@ export function monospaced(text) {
   return element
 }
 
+/** A picture as wide as the node; `loaded` is called when its size is known. */
+export function picture(url, text, loaded) {
+  const image = document.createElement('img')
+  Object.assign(image, { src: url, alt: text, onload: loaded })
+  Object.assign(image.style, {
+    display: 'block', maxWidth: '100%', maxHeight: `${MOST_PIXELS_OF_A_PICTURE}px`, margin: '0 auto',
+  })
+  return image
+}
+
+function pictureHeight(node, image) {
+  if (!image.naturalWidth) return 0
+  const width = Math.min(image.naturalWidth, node.size[0] - 2 * (PADDING + MARGIN))
+  return Math.min(MOST_PIXELS_OF_A_PICTURE, (width * image.naturalHeight) / image.naturalWidth)
+}
+
 function height(node, element) {
   const letters = Math.max(20, Math.floor((node.size[0] - 40) / 6))
   const folded = (text) => text.split('\n').reduce((sum, line) => sum + Math.ceil((line.length || 1) / letters), 0)
-  const most = element.children.length ? MOST_LINES_OF_A_TABLE : MOST_LINES
-  const lines = [...element.childNodes].reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
-  return Math.min(lines, most) * LINE_HEIGHT + 2 * (PADDING + MARGIN)
+  const pictures = [...element.querySelectorAll(':scope > img')]
+  const shown = pictures.reduce((sum, image) => sum + pictureHeight(node, image), 0)
+  const most = element.children.length > pictures.length ? MOST_LINES_OF_A_TABLE : MOST_LINES
+  const texts = [...element.childNodes].filter((part) => !pictures.includes(part))
+  const lines = texts.reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
+  return Math.min(lines, most) * LINE_HEIGHT + shown + 2 * (PADDING + MARGIN)
 }
 
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */

@@ -3,11 +3,12 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
-import { monospaced, show } from './report_widget.js'
+import { monospaced, picture, show } from './report_widget.js'
 
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [`${pictures} pictures`, ...notes],
+  TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
   TesseraSaveLora: ({ filename, subfolder, format, dtype }) => [
     `Saved: output/${subfolder ? `${subfolder}/` : ''}${filename}`,
@@ -20,7 +21,7 @@ const describe = {
   TesseraTuneCompile: ({ text }) => [monospaced(text)],
 }
 
-const leastWidth = { TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
+const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
 function describeRun(run) {
   const lines = [`Saved: output/${run.path}`]
@@ -33,9 +34,14 @@ function describeRun(run) {
   }
   if (run.seconds_per_step != null) lines.push(`${run.seconds_per_step} s per step`)
   if (run.compile) lines.push(`${run.graphs_compiled} graphs compiled in ${run.compile_seconds} s${backend(run)}`)
+  if (run.blocks_swapped) {
+    lines.push(`${run.blocks_swapped} blocks streamed, ${run.block_copies_per_step} copies in the last step`)
+  }
   if (run.peak_memory_mib != null) {
     lines.push(`Peak memory of the ${run.peak_memory_of}: ${(run.peak_memory_mib / 1024).toFixed(2)} GiB`)
   }
+  const previews = run.previews?.files.length
+  if (previews) lines.push(`${previews} preview${previews > 1 ? 's' : ''}: output/${run.path.replace(/[^/]*$/, 'previews')}`)
   return [...lines, ...(run.notes ?? [])]
 }
 
@@ -55,7 +61,20 @@ function nodeAt(path) {
   return node
 }
 
-const liveLines = { note: ({ text }) => text, saved: ({ file }) => `Saved: ${file}` }
+/** The previews so far, under the lines: the file is written anew each time, under one name. */
+function showPreviews(node, { filename, subfolder, type, step }) {
+  const place = new URLSearchParams({ filename, subfolder, type, step })
+  const again = () => node.tesseraSheet === sheet && show(node, [...(node.tesseraLines ?? []), sheet])
+  const sheet = picture(api.apiURL(`/view?${place}`), `Previews up to step ${step}`, again)
+  node.tesseraSheet = sheet
+  again()
+}
+
+const liveLines = {
+  note: ({ text }) => text,
+  saved: ({ file }) => `Saved: ${file}`,
+  validation: ({ step, loss }) => `Validation loss after ${step} steps: ${loss.toFixed(5)}`
+}
 
 app.registerExtension({
   name: 'tessera.reports',
@@ -63,9 +82,11 @@ app.registerExtension({
     api.addEventListener('tessera.train', ({ detail }) => {
       const line = liveLines[detail.kind]?.(detail)
       const node = nodeAt(detail.node)
-      if (!line || !node) return
+      if (!node) return
+      if (detail.kind === 'preview') showPreviews(node, detail)
+      if (!line) return
       node.tesseraLines = [...(node.tesseraLines ?? []), line]
-      show(node, node.tesseraLines)
+      show(node, [...node.tesseraLines, node.tesseraSheet])
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
       const node = nodeAt(detail.node)
@@ -79,10 +100,12 @@ app.registerExtension({
     nodeType.prototype.onExecutionStart = function (...rest) {
       onExecutionStart?.apply(this, rest)
       this.tesseraLines = []
+      this.tesseraSheet = undefined
     }
     nodeType.prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
       const payloads = output?.tessera ?? []
+      this.tesseraSheet = undefined // at the end the frontend itself shows the sheet
       if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
     }
   },

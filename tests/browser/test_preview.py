@@ -1,0 +1,51 @@
+"""Training Preview in ComfyUI's own frontend: the sheet so far stands on the training node while it trains."""
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+
+def graph(encoders):
+    node = lambda kind, **inputs: {"class_type": kind, "inputs": inputs}  # noqa: E731
+    size = {"width": 64, "height": 64}
+    return {
+        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
+        "2": node("TesseraTinyClipLoader", **encoders),
+        "3": node("VAELoader", vae_name="ae.safetensors"),
+        "4": node("EmptySD3LatentImage", **size, batch_size=1),
+        "5": node("CLIPTextEncode", clip=["2", 0], text="a fox"),
+        "6": node("TesseraLatentsToDataset", latents=["4", 0], positive=["5", 0], max_graphs=1),
+        "7": node(
+            "TesseraPreview", vae=["3", 0], positive=["5", 0], every_n_steps=2, at_start=True, **size, steps=1, cfg=1.0,
+            sampler_name="euler", scheduler="simple", seed=3, seeds=1, frames=1, label="a fox", fps=16.0, use_ema=True,
+        ),
+        "8": node(
+            "TesseraTrainLora", model=["1", 0], data=["6", 0], output_name="watched", steps=100000, learning_rate=1e-3,
+            rank=4, batch_size=1, gradient_accumulation=1, seed=0, compile="off", save_every=0, resume="off",
+            preview=["7", 0],
+        ),
+    }  # fmt: skip
+
+
+def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui):
+    """100000 steps would take hours: what is seen is seen before the end."""
+    page = frontend.page
+    page.evaluate("prompt => app.loadApiJson(prompt, 'watched')", graph(frontend.ENCODERS))
+    page.wait_for_function("app.graph.nodes.length === 8")
+    with page.expect_response(lambda r: r.url.endswith("/prompt") and r.request.method == "POST") as answer:
+        page.get_by_test_id("queue-button").first.click()
+    prompt_id = answer.value.json()["prompt_id"]
+    try:
+        sheet = page.locator(".tessera-report img")
+        playwright.expect(sheet).to_be_visible(timeout=60_000)
+        page.wait_for_function("document.querySelector('.tessera-report img')?.naturalWidth > 64", timeout=30_000)
+        first = sheet.get_attribute("alt")
+        page.wait_for_function(
+            "alt => document.querySelector('.tessera-report img')?.alt !== alt", arg=first, timeout=30_000
+        )
+        assert first.startswith("Previews up to step ")
+        height = page.evaluate("() => document.querySelector('.tessera-report img').getBoundingClientRect().height")
+        assert height > 20
+    finally:
+        comfyui.cancel(prompt_id)
+    assert frontend.faults() == {} and frontend.crashes == []

@@ -1,0 +1,135 @@
+"""Compare LoRAs: each picture is that of core's nodes, under its name; what can't be compared is told at once."""
+
+from pathlib import Path
+
+import comfy.model_management
+import folder_paths
+import nodes as core
+import numpy as np
+import pytest
+import torch
+from tessera.nodes.compare import TesseraCompareLoras, named, read_strengths, runs
+from tessera.nodes.preview import TesseraPreview
+from tessera.train import compare as module
+from tessera.train.formats import save_lora
+from tessera.train.lora_model import LoraModel, LowRank
+from tessera.train.sheet import draw_sheet, to_picture
+from tiny.sampling import conditioning
+
+RUN = "film-1a2b3c4d"
+SAMPLER = {"width": 64, "height": 48, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "seed": 4}
+
+
+def lora_of(seed, name="double_blocks.0.img_attn.qkv", size=(384, 128)):
+    draw = torch.Generator().manual_seed(seed)
+    pair = torch.randn(4, size[1], generator=draw), 0.2 * torch.randn(size[0], 4, generator=draw)
+    return LoraModel.from_modules({name: LowRank(*pair, 4.0)}, {"ss_output_name": "fresh"})
+
+
+@pytest.fixture(scope="module")
+def files():
+    """A run with two saves and its end, and a LoRA of Wan, where ComfyUI lists LoRAs."""
+    folder = Path(folder_paths.get_folder_paths("loras")[0])
+    ends = ["-step000100", "-step000020", ""]
+    for seed, end in enumerate(ends):
+        save_lora(folder / RUN / f"film{end}.safetensors", lora_of(seed))
+    save_lora(folder / "of_wan.safetensors", lora_of(9, "blocks.0.self_attn.q", (128, 128)))
+    folder_paths.filename_list_cache.clear()
+    return [f"{RUN}/film{end}.safetensors" for end in ("-step000020", "-step000100", "")]
+
+
+def run(model, vae, **changes):
+    inputs = {"loras": "", "run": "none", "strengths": "1", "without_lora": True, **SAMPLER, "seeds": 1, **changes}
+    with torch.inference_mode():
+        made = TesseraCompareLoras.execute(model, vae, conditioning("flux", 16), **inputs)
+    return made.result
+
+
+def of_core(model, vae, name, strength, seed, text=0):
+    with torch.inference_mode():
+        if name is not None:
+            (model,) = core.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)
+        positive = conditioning("flux", 16, text)
+        (latent,) = core.EmptyLatentImage().generate(64, 48)
+        (sampled,) = core.KSampler().sample(model, seed, 2, 1.0, "euler", "simple", positive, positive, latent)
+        return core.VAEDecode().decode(vae, sampled)[0]
+
+
+def test_every_picture_is_that_of_core_s_nodes_and_stands_in_the_grid_under_its_name(
+    tiny_flux, tiny_vae, files, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(module, "draw_sheet", lambda *args: drawn.append(args) or draw_sheet(*args))
+    sampler = {**SAMPLER, "width": 64, "height": 48, "seeds": 1}
+    more = TesseraPreview.execute(tiny_vae, conditioning("flux", 16, 3), 5, True, **sampler, label="a fox").result[0]
+    grid, pictures = run(
+        tiny_flux, tiny_vae, loras=f"{RUN}/film", run=RUN, strengths="1, 0.5", seeds=2, more_prompts=more
+    )
+    columns = [(None, 0.0)] + [(name, s) for name in (files[2], files[0], files[1]) for s in (1.0, 0.5)]
+    rows = [(4, 0), (5, 0), (4, 3)]
+    expected = [of_core(tiny_flux, tiny_vae, *column, *row) for row in rows for column in columns]
+    assert len(pictures) == len(expected) == 21
+    assert all(torch.equal(one, other) for one, other in zip(pictures, expected, strict=True))
+    assert len({one.numpy().tobytes() for one in expected}) == 21
+
+    ((titles, names, cells, _),) = drawn
+    assert titles == ["prompt 1, seed 4", "prompt 1, seed 5", "a fox, seed 4"]
+    assert names[:3] == ["without LoRA", "film x 1", "film x 0.5"] and names[-1] == "film-step000100 x 0.5"
+    assert np.array_equal(np.asarray(cells[2, 6]), np.asarray(to_picture(expected[-1][0])))
+    assert grid.shape[0] == 1 and grid.shape[2] > 7 * 64 and grid.shape[1] > 3 * 48
+    wide, whole = np.asarray(cells[0, 0]), (255 * grid[0].numpy()).round().astype(np.uint8)
+    # The first picture stands in its place, pixel by pixel.
+    places = [(y, x) for y in range(whole.shape[0] - 48) for x in range(16)]
+    assert sum(np.array_equal(whole[y : y + 48, x : x + 64], wide) for y, x in places) == 1
+
+
+def test_a_lora_of_the_graph_is_compared_too_and_the_model_is_as_it_was(tiny_flux, tiny_vae, files):
+    patches = dict(tiny_flux.patches)
+    lora = lora_of(0)
+    _, pictures = run(tiny_flux, tiny_vae, without_lora=False, lora_models={"lora0": lora, "lora1": None})
+    assert len(pictures) == 1
+    assert torch.equal(pictures[0], of_core(tiny_flux, tiny_vae, f"{RUN}/film-step000100.safetensors", 1.0, 4))
+    assert tiny_flux.patches == patches
+    comfy.model_management.unload_all_models()
+
+
+def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(files):
+    assert runs() == [RUN] and named("", RUN) == files
+    assert named(f"{RUN}/film\n\n{RUN}/*", "none") == [files[2], files[0], files[1]]
+    assert named(f"{RUN}\\film-step000100.safetensors", "none") == [files[1]]
+    assert read_strengths("0.6, 1;-1 1") == [0.6, 1.0, -1.0]
+    fingerprint = TesseraCompareLoras.fingerprint_inputs
+    before = fingerprint(loras=f"{RUN}/*", run="none")
+    assert before == fingerprint(loras=f"{RUN}/*", run="none") != fingerprint(loras=f"{RUN}/film", run="none")
+    assert TesseraCompareLoras.validate_inputs(run=RUN) is True
+    assert "there is no run 'gone' any more" in TesseraCompareLoras.validate_inputs(run="gone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({}, "loras is empty; name LoRAs, choose a run"),
+        ({"loras": "../secret"}, "loras: '../secret' is the name of no LoRA that ComfyUI lists"),
+        ({"loras": "/etc/*"}, "is the name of no LoRA that ComfyUI lists"),
+        ({"loras": "of_wan"}, "loras: of_wan.safetensors changes no weight of this model"),
+        ({"run": RUN, "strengths": "0"}, "strengths is '0'; give one or more numbers other than 0"),
+        ({"run": RUN, "strengths": "strong"}, "strengths is 'strong'"),
+        ({"run": RUN, "height": 44}, "height is 44; the model takes multiples of 8, such as 40"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_before_anything_is_sampled(
+    tiny_flux, tiny_vae, files, changes, match, monkeypatch
+):
+    monkeypatch.setattr(module, "sample_latent", lambda *_: pytest.fail("sampled"))
+    with pytest.raises(ValueError, match=match):
+        run(tiny_flux, tiny_vae, **changes)
+
+
+def test_long_names_are_cut_in_their_middle_and_empty_places_stay_empty():
+    picture = to_picture(torch.full((32, 48, 3), 0.5))
+    sheet = draw_sheet(["a row", "another"], ["x" * 400, "b"], {(0, 0): picture, (1, 1): picture})
+    pixels = np.asarray(sheet)
+    assert (pixels == 127).all(-1).sum() == 2 * 32 * 48
+    assert sheet.width < 200 and sheet.height < 300
+    many = {(0, column): picture.resize((1024, 1024)) for column in range(40)}
+    assert max(draw_sheet(["a row"], [str(column) for column in range(40)], many).size) <= 8192

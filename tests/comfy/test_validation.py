@@ -1,0 +1,256 @@
+"""The validation loss is what it says, changes nothing of the training, and picks the best LoRA."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tessera.train.draws import generator
+from tessera.train.loop import Trainer
+from tessera.train.objective import draw_noise
+from tessera.train.options import MemoryOptions, NetworkOptions, OptimizerOptions, ValidationOptions
+from tessera.train.validation import Validation
+from tiny.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+
+HERE = Path(__file__).parent
+flux_forward = runpy.run_path(str(HERE.parent / "reference" / "flux.py"))["flux_forward"]
+SIGMAS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+
+def to_tokens(latent):
+    channels, height, width = latent.shape
+    h, w = height // 2, width // 2
+    tokens = latent.reshape(channels, h, 2, w, 2).permute(1, 3, 0, 2, 4).reshape(1, h * w, 4 * channels)
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    return tokens, torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(1, h * w, 3)
+
+
+def reference_losses(data, weights, lora, seed):
+    """Written out in fp64: at each sigma the mean over the samples of mean((v − (noise − x0))²)."""
+    tensors = {name: tensor.double() for name, tensor in weights.items()}
+    means = []
+    for sigma in SIGMAS:
+        losses = []
+        for one in data.samples:
+            read = one.load()
+            x0 = (read.latent.double() - 0.1159) * 0.3611
+            noise = draw_noise(x0.shape, generator(seed, "validation noise", one.name)).double()
+            at = float(torch.tensor(sigma, dtype=torch.float32))
+            tokens, ids = to_tokens((1 - at) * x0 + at * noise)
+            target, _ = to_tokens(noise - x0)
+            text, pooled = read.text.double(), read.conditioning["pooled_output"].double()
+            level, guidance = torch.tensor([at], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+            velocity = flux_forward(tensors, tokens, ids, text, pooled, level, guidance, num_heads=1, lora=lora)
+            losses.append(float((velocity - target).square().mean()))
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+def held_out():
+    return training_data(sample("unseen a", 4, 4), sample("unseen b", 6, 4), sample("unseen c", 2, 8))
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)], ids=str)
+def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_path):
+    """With dropout, which is off here, with swapped blocks, and in batches of which the last is short."""
+    held = held_out()
+    options = ValidationOptions(data=held, seed=7)
+    network, memory = NetworkOptions(rank=4, alpha=8.0, dropout=0.5), MemoryOptions("none", blocks_to_swap=2)
+    settings = {"validation": options, "network": network, "memory": memory, "batch_size": 2}
+    data = tiny.make_data([(4, 4)], [16])
+    trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend=backend, held_out=held, **settings)
+    tiny.fill_up_matrices(trainer)
+    lora = {n: (down.detach().double(), up.detach().double(), 2.0) for n, (down, up) in trainer.network.pairs.items()}
+    expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7)
+    assert trainer.watchers[0].losses(trainer) == pytest.approx(expected, rel=1e-4)
+    assert all(p.grad is None for p in trainer.network.parameters())
+    trainer.close()
+
+
+def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_path):
+    held = held_out()
+    settings = {"validation": ValidationOptions(data=held), "optimizer": OptimizerOptions(ema_decay=0.9)}
+    settings["optimizer"] = replace(settings["optimizer"], learning_rate=1e-2)
+    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path, held_out=held, **settings)
+    trainer.run()
+    (first, last) = trainer.progress.validation
+    assert (first["step"], last["step"]) == (0, 4)
+    average = trainer.learner.average
+    trainer.learner.average = None
+    assert trainer.watchers[0].losses(trainer) != pytest.approx(last["losses"], rel=1e-7)
+    with torch.no_grad():
+        for name, tensor in trainer.network.masters().items():
+            tensor.copy_(average.masters[name])
+    assert trainer.watchers[0].losses(trainer) == last["losses"]
+    trainer.close()
+
+
+def test_runs_of_other_objectives_are_measured_at_the_same_sigmas_with_the_same_noise(tiny_flux, tmp_path):
+    data, points = mixed_data(), []
+    for objective in ({}, {"timestep_sampling": "uniform", "shift": 3.0, "loss": "l1", "noise_offset": 0.1}):
+        options = {"objective": objective, "steps": 2, "validation": {"part": 0.4}, "save_every": 0}
+        points.append(train(tiny_flux, data, tmp_path, **options).validation)
+    assert points[0][0] == points[1][0] and points[0][0]["sigmas"] == SIGMAS
+    assert points[0][1]["losses"] != points[1][1]["losses"]
+    other = train(tiny_flux, data, tmp_path, steps=2, validation={"part": 0.4, "seed": 1}).validation
+    assert other[0]["loss"] != points[0][0]["loss"]
+
+
+def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
+    options = {"batch_size": 2, "network": {"dropout": 0.2}, "optimizer": {"optimizer": "adamw_schedulefree"}}
+    plain = train(tiny_flux, mixed_data(), tmp_path / "plain", **options)
+    watched = train(
+        tiny_flux, mixed_data(), tmp_path / "watched", **options, validation={"every_n_steps": 1, "data": held_out()}
+    )
+    assert watched.loss == plain.loss
+    assert all(torch.equal(watched.lora[name], plain.lora[name]) for name in plain.lora)
+    assert [point["step"] for point in watched.validation] == [0, 1, 2, 3, 4, 5, 6]
+    assert "validation" not in plain.summary
+    part = train(tiny_flux, mixed_data(), tmp_path / "part", **options, validation={"part": 0.4})
+    left = [one for one in mixed_data().samples if one.name not in part.summary["validation"]["samples"]]
+    without = train(tiny_flux, training_data(*left), tmp_path / "without", **options)
+    assert len(left) == 3 and part.loss == without.loss
+    assert all(torch.equal(part.lora[name], without.lora[name]) for name in without.lora)
+
+
+def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
+    clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
+    clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
+    drawn, draw = [], Trainer.draw
+
+    def spy(self, *args):
+        found = draw(self, *args)
+        drawn.extend(self.data.samples[index].file for micro in found for index, _ in micro)
+        return found
+
+    monkeypatch.setattr(Trainer, "draw", spy)
+    result = train(tiny_flux, training_data(*clips), tmp_path, steps=20, validation={"part": 0.3, "every_n_steps": 20})
+    names = result.summary["validation"]["samples"]
+    held = {clip.file for clip in clips if clip.name in names}
+    assert len(held) == 1 and len(names) == 2
+    assert set(drawn) == {f"film {n}" for n in range(4)} - held | {""}
+
+
+def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tmp_path):
+    """Its own size is one graph of each block kind more; sizes that training has, none."""
+    torch._dynamo.reset()
+    held = training_data(sample("as trained", 2, 8), sample("of its own", 4, 5))
+    options = ValidationOptions(data=held, every_n_steps=2)
+    before, graphs = counters["stats"]["unique_graphs"], []
+    network = NetworkOptions(rank=4, dropout=0.3)
+    trainer = tiny.make_trainer(
+        *(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path),
+        **{"backend": "eager", "steps": 4, "batch_size": 2, "network": network},
+        **{"validation": options, "held_out": held},
+    )
+    trainer.observer.validated = lambda *_: graphs.append(counters["stats"]["unique_graphs"] - before)
+    trainer.run()
+    assert trainer.placed.runner.planned_graphs == 2 * 2
+    assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"
+    assert trainer.facts()["graphs_compiled"] == 2 * 2 and trainer.facts()["graph_breaks"] == 0
+    trainer.close()
+
+
+def best_of(folder):
+    (file,) = folder.glob("*-best.safetensors")
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["tessera_best"]), load_file(file)
+
+
+def run_folder(root):
+    (folder,) = root.iterdir()
+    return folder
+
+
+def test_a_resumed_run_has_the_earlier_points_and_the_same_best(tiny_flux, tmp_path, monkeypatch):
+    losses = Validation.losses
+
+    def least_at_4(self, trainer):
+        return [loss - 2 * (trainer.progress.step == 4) for loss in losses(self, trainer)]
+
+    monkeypatch.setattr(Validation, "losses", least_at_4)
+    options = {"steps": 7, "validation": {"part": 0.2, "every_n_steps": 2, "min_sigma": 0.5}, "save_every": 3}
+    whole = train(tiny_flux, mixed_data(), tmp_path / "whole", watcher := Watcher(), **options)
+    assert [step for step, _ in watcher.validations] == [0, 2, 4, 6, 7]
+    least = min(whole.validation, key=lambda point: point["loss"])
+    assert least["step"] == 4
+    assert whole.summary["validation"]["best"]["step"] == least["step"]
+    for step in (4, 5):
+        with pytest.raises(InterruptProcessingException):
+            train(tiny_flux, mixed_data(), tmp_path / str(step), cancel_at(step), **options)
+        again = train(tiny_flux, mixed_data(), tmp_path / str(step), **options)
+        assert again.validation == whole.validation and again.loss == whole.loss
+        assert again.summary["validation"]["best"] == whole.summary["validation"]["best"]
+        (said, tensors), (expected, kept) = (best_of(run_folder(tmp_path / name)) for name in (str(step), "whole"))
+        assert said == expected and said["loss"] == least["loss"]
+        assert all(torch.equal(tensors[name], kept[name]) for name in kept)
+
+
+def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):
+    told = "At no step was the validation loss below that of the start"
+    for lowest in (1.5, 0.5):
+        given = iter((1.0, 2.0, lowest))
+        monkeypatch.setattr(Validation, "losses", lambda *_, given=given: [next(given)] * 9)
+        options = {"steps": 2, "validation": {"data": held_out(), "every_n_steps": 1}}
+        result = train(tiny_flux, mixed_data(), tmp_path / str(lowest), watcher := Watcher(), **options)
+        best = result.summary["validation"]["best"]
+        assert (best["step"], best["loss"]) == (2, lowest)
+        assert any(note.startswith(told) for note in watcher.notes) == (lowest > 1)
+
+
+def test_a_run_that_goes_on_elsewhere_takes_the_best_with_it(tiny_flux, tmp_path):
+    options = {"validation": {"data": held_out(), "every_n_steps": 2}, "optimizer": {"learning_rate": 0.1}}
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, mixed_data(), tmp_path, cancel_at(4), **options)
+    first = run_folder(tmp_path)
+    before, kept = best_of(first)
+    resume = f"{first.name}/state-000004.tessera"
+    result = train(tiny_flux, mixed_data(), tmp_path, **options, resume=resume, steps=5, output_name="other")
+    after, tensors = best_of(result.path.parent)
+    assert result.path.parent != first and result.summary["validation"]["best"]["file"] == "other-best.safetensors"
+    least = min(result.validation, key=lambda point: point["loss"])
+    assert after["step"] == least["step"]
+    assert after["step"] != before["step"] or all(torch.equal(tensors[name], kept[name]) for name in kept)
+
+
+def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
+    data = training_data(sample("only one", 4, 4))
+    with pytest.raises(ValueError, match="holds out 1 of the 1 files of data, which leaves nothing to train on"):
+        train(tiny_flux, data, tmp_path, validation={"part": 0.5})
+    with pytest.raises(ValueError, match="holds out 4 of the 4 files"):
+        train(tiny_flux, training_data(*mixed_data().samples[:4]), tmp_path, validation={"part": 0.9})
+    with pytest.raises(ValueError, match="part is 0 and data is not connected"):
+        ValidationOptions(part=0.0)
+    with pytest.raises(ValueError, match="^validation: data holds no sample"):
+        train(tiny_flux, data, tmp_path, validation={"data": training_data()})
+    with pytest.raises(ValueError, match="min_sigma must be the smaller one"):
+        ValidationOptions(min_sigma=0.5, max_sigma=0.5)
+    with pytest.raises(ValueError, match="every_n_steps is 0"):
+        ValidationOptions(every_n_steps=0)
+    assert not any(tmp_path.iterdir())
+
+
+def test_where_compiling_does_not_work_it_is_found_out_here_and_the_run_goes_on_eager(tiny_flux, tmp_path, monkeypatch):
+    """The measurement at the start is the first thing that compiles."""
+    calls, losses = [], Validation.losses
+
+    def fails_once(self, trainer):
+        calls.append(trainer.placed.runner.planned_graphs)
+        if len(calls) == 1:
+            raise TorchDynamoException("no compiler")
+        return losses(self, trainer)
+
+    monkeypatch.setattr(Validation, "losses", fails_once)
+    watcher = Watcher()
+    options = {"steps": 1, "validation": {"data": held_out()}}
+    result = train(tiny_flux, mixed_data(), tmp_path, watcher, **options, compile="auto")
+    assert calls[0] > 0 and calls[1:] == [0, 0] and len(result.validation) == 2
+    assert sum("does not work on this machine" in note for note in watcher.notes) == 1

@@ -1,0 +1,114 @@
+"""The adapter to train."""
+
+from dataclasses import dataclass
+
+from ...models.adapters import ADAPTERS, DROPOUTS, INITS
+from ..lora_source import LoraSource
+from ..ranks import parse_rank_patterns
+from .checks import finite, one_of
+
+ALGORITHMS = tuple(ADAPTERS)
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """The adapter to train (TESSERA_NETWORK).
+
+    `include` and `exclude` are glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty
+    `include` stands for the default targets of the model family. `alpha` scales the update by alpha / rank.
+    `dropout` is the probability that an element of the rank activations (after the down projection) is dropped.
+    `lora_plus_ratio` is the learning rate of up over that of down (see `lora_plus.parameter_groups`). Above 0,
+    `scale_weight_norms` is the largest norm of a module's update (see `max_norm.MaxNorm`). `start_from` is a LoRA that
+    training begins from (see `lora_start`), `base_lora` one that stays frozen beneath it, at `base_strength`.
+    `rank_dropout` is the probability that a rank is dropped for a sample, `module_dropout` that a layer goes without
+    its adapter for a sample. `rank_patterns`: see `ranks.parse_rank_patterns`. `factor` and `constraint`: of LoKr and
+    of OFT, see `models.adapters`. `init` is what a LoRA begins from.
+    """
+
+    algorithm: str = "lora"
+    rank: int = 16
+    alpha: float = 16.0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dropout: float = 0.0
+    lora_plus_ratio: float = 1.0
+    scale_weight_norms: float = 0.0
+    start_from: LoraSource | None = None
+    base_lora: LoraSource | None = None
+    base_strength: float = 1.0
+    rank_dropout: float = 0.0
+    module_dropout: float = 0.0
+    rank_patterns: str = ""
+    factor: int = -1
+    constraint: float = 0.0
+    init: str = "kaiming"
+
+    @property
+    def file_ranks(self) -> int:
+        """How many times the rank a file of it has: PiSSA's holds where it began, too."""
+        return 2 if self.init == "pissa" else 1
+
+    def __post_init__(self) -> None:
+        finite(self)
+        one_of("algorithm", self.algorithm, ALGORITHMS)
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; set it to 1 or more (16 suits most LoRAs).")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha is {self.alpha}; set it above 0 (equal to rank keeps the update unscaled).")
+        for name in DROPOUTS:
+            self._check_dropout(name, getattr(self, name))
+        if self.lora_plus_ratio <= 0:
+            raise ValueError(
+                f"lora_plus_ratio is {self.lora_plus_ratio:g}; set it above 0 (1 is off, 4 to 16 is usual)."
+            )
+        if self.scale_weight_norms < 0:
+            raise ValueError(
+                f"scale_weight_norms is {self.scale_weight_norms:g}; set it to 0 (off) or more (1 is usual)."
+            )
+        if self.scale_weight_norms and self.algorithm != "lora":
+            raise ValueError(
+                f"scale_weight_norms is {self.scale_weight_norms:g}, which is for lora, and algorithm is "
+                f"{self.algorithm}; set scale_weight_norms to 0."
+            )
+        if self.lora_plus_ratio != 1 and self.algorithm not in ("lora", "dora"):
+            raise ValueError(
+                f"lora_plus_ratio is {self.lora_plus_ratio:g} and {self.algorithm} has no two matrices A and B; set "
+                "lora_plus_ratio to 1, or algorithm to lora."
+            )
+        if self.base_lora is not None and self.base_strength == 0:
+            raise ValueError("base_strength is 0, at which base_lora has no effect; set another, or base_lora to none.")
+        parse_rank_patterns(self.rank_patterns)
+        if self.factor != -1 and self.factor < 1:
+            raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 2 or more.")
+        if self.constraint < 0:
+            raise ValueError(f"constraint is {self.constraint:g}; set it to 0 (none) or above.")
+
+        self._check_init()
+
+    def _check_init(self) -> None:
+        one_of("init", self.init, INITS)
+        suits = {"kaiming": ALGORITHMS, "gaussian": ("lora", "dora"), "pissa": ("lora",)}[self.init]
+        if self.algorithm not in suits:
+            raise ValueError(
+                f"init is {self.init}, which is for {' and '.join(suits)}, and algorithm is {self.algorithm}; set init "
+                "to kaiming."
+            )
+        if self.init == "pissa" and self.start_from is not None:
+            raise ValueError(
+                f"start_from is {self.start_from.name} and init is pissa, which begins from the model's own weights; "
+                "set init to kaiming, or start_from to none."
+            )
+        if self.init == "pissa" and self.scale_weight_norms:
+            raise ValueError(
+                f"scale_weight_norms is {self.scale_weight_norms:g} and init is pissa, whose matrices are not small; "
+                "set scale_weight_norms to 0, or init to kaiming."
+            )
+
+    def _check_dropout(self, name: str, value: float) -> None:
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}; set it to 0 or more and below 1.")
+        if value and name not in (kinds := ADAPTERS[self.algorithm].drops):
+            raise ValueError(
+                f"{name} is {value:g} and {self.algorithm} has no rank activations to drop; set it to 0, or use "
+                f"{' or '.join(kinds)}."
+            )

@@ -1,0 +1,218 @@
+"""Pictures and clips as ComfyUI's own nodes make them: Load LoRA, KSampler, VAE Decode."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.lora
+import comfy.lora_convert
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import numpy as np
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+Conditioning = list[list[Any]]
+MOST_SEED = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """One prompt and how it is sampled, once for each seed. label: what sheets call it, empty: by its number.
+
+    negative: None is the positive one with zeros for its text. width, height: pixels; frames: of a clip, 1 is a
+    picture; latent_image: core's LATENT, which stands in place of the three. fps: of a clip's file.
+    """
+
+    vae: Any
+    positive: Conditioning
+    negative: Conditioning | None = None
+    width: int = 1024
+    height: int = 1024
+    frames: int = 1
+    steps: int = 20
+    cfg: float = 1.0
+    sampler_name: str = "euler"
+    scheduler: str = "simple"
+    seed: int = 0
+    seeds: int = 1
+    latent_image: Mapping[str, Any] | None = None
+    label: str = ""
+    fps: float = 16.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "height", "frames", "steps", "seeds"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}; set it to 1 or more.")
+        if self.fps <= 0:
+            raise ValueError(f"fps is {self.fps:g}; set it above 0.")
+        if self.sampler_name not in comfy.samplers.KSampler.SAMPLERS:
+            raise ValueError(f"sampler_name is {self.sampler_name!r}, which this ComfyUI does not have.")
+        if self.scheduler not in comfy.samplers.KSampler.SCHEDULERS:
+            raise ValueError(f"scheduler is {self.scheduler!r}, which this ComfyUI does not have.")
+        if self.latent_image is not None:
+            _check_latent(self.latent_image)
+
+    def all_seeds(self) -> list[int]:
+        return [(self.seed + i) % (MOST_SEED + 1) for i in range(self.seeds)]
+
+    def facts(self) -> dict[str, Any]:
+        """The settings in plain numbers and texts, without the seed."""
+        size = None if self.latent_image is None else list(self.latent_image["samples"].shape)
+        return {
+            **({"width": self.width, "height": self.height, "frames": self.frames} if size is None else {}),
+            **({"latent_image": size} if size is not None else {}),
+            "steps": self.steps,
+            "cfg": self.cfg,
+            "sampler_name": self.sampler_name,
+            "scheduler": self.scheduler,
+        }
+
+
+def titled(samplings: Sequence[Sampling]) -> list[tuple[str, Sampling, int]]:
+    """(title, prompt, seed) of each row of a sheet: every prompt with each of its seeds."""
+    labels = [sampling.label or f"prompt {number}" for number, sampling in enumerate(samplings, 1)]
+    pairs = zip(labels, samplings, strict=True)
+    return [(f"{label}, seed {seed}", sampling, seed) for label, sampling in pairs for seed in sampling.all_seeds()]
+
+
+def _check_latent(latent: Mapping[str, Any]) -> None:
+    samples = latent["samples"]
+    if getattr(samples, "is_nested", False) or samples.ndim not in (4, 5):
+        raise ValueError("latent_image is no latent of a picture or a clip; connect an empty latent of the model.")
+    if len(samples) != 1:
+        raise ValueError(f"latent_image holds {len(samples)} latents; make it of batch size 1 and raise seeds.")
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The model that samples, or Wan 2.2's two: `model` down to the sigma `boundary`, `low_noise` below it."""
+
+    model: ModelPatcher
+    low_noise: ModelPatcher | None = None
+    boundary: float = 0.0
+
+
+def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
+    """A clone of the MODEL with the LoRA on it, as Load LoRA makes it, and how many of its weights it changes."""
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(dict(lora)), keys)
+    clone = model.clone()
+    return clone, len(clone.add_patches(loaded, strength))
+
+
+def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
+    """Raises ValueError where the VAE or the latent is of another model, or the size is none that the model takes."""
+    format, vae = model.get_model_object("latent_format"), sampling.vae
+    if (channels := getattr(vae, "latent_channels", None)) not in (None, format.latent_channels):
+        raise ValueError(
+            f"vae decodes latents of {channels} channels and the model makes {format.latent_channels}; connect the "
+            "model's own VAE."
+        )
+    if sampling.latent_image is not None:
+        samples = sampling.latent_image["samples"]
+        if torch.count_nonzero(samples) and samples.shape[1] != format.latent_channels:
+            raise ValueError(
+                f"latent_image has {samples.shape[1]} channels and the model makes {format.latent_channels}; connect a "
+                "latent of the model."
+            )
+        return
+    cell = format.spacial_downscale_ratio
+    for name in ("width", "height"):
+        if (value := getattr(sampling, name)) % cell:
+            low = max(cell, value - value % cell)
+            raise ValueError(f"{name} is {value}; the model takes multiples of {cell}, such as {low}.")
+    if sampling.frames > 1 and format.latent_dimensions != 3:
+        raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
+    if rest := (sampling.frames - 1) % format.temporal_downscale_ratio:
+        raise ValueError(
+            f"frames is {sampling.frames}; the model takes 1 more than a multiple of "
+            f"{format.temporal_downscale_ratio}, such as {sampling.frames - rest}."
+        )
+
+
+def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:
+    """The latent that KSampler gives, or two KSampler (Advanced) that share the steps. tell: called after each step,
+    may raise. Call it under inference mode, as the nodes run."""
+    model, latent = stages.model, dict(sampling.latent_image or _empty_latent(stages.model, sampling))
+    samples = comfy.sample.fix_empty_latent_channels(
+        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
+    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    negative = sampling.negative if sampling.negative is not None else zeroed(sampling.positive)
+
+    def run(model: ModelPatcher, noise: Tensor, samples: Tensor, **part: Any) -> Tensor:
+        return comfy.sample.sample(
+            model,
+            noise,
+            sampling.steps,
+            sampling.cfg,
+            sampling.sampler_name,
+            sampling.scheduler,
+            sampling.positive,
+            negative,
+            samples,
+            noise_mask=latent.get("noise_mask"),
+            callback=lambda *_: tell(),
+            disable_pbar=True,
+            seed=seed,
+            **part,
+        )
+
+    if stages.low_noise is None:
+        return run(model, noise, samples)
+    met = _steps_above(model, sampling, stages.boundary)
+    if met in (0, sampling.steps):
+        return run(model if met else stages.low_noise, noise, samples)
+    half = run(model, noise, samples, start_step=0, last_step=met, force_full_denoise=False)
+    still = torch.zeros_like(noise)
+    last = {"start_step": met, "last_step": sampling.steps, "force_full_denoise": True, "disable_noise": True}
+    return run(stages.low_noise, still, half, **last)
+
+
+def _steps_above(model: ModelPatcher, sampling: Sampling, boundary: float) -> int:
+    """How many steps begin at or above this sigma."""
+    names = sampling.sampler_name, sampling.scheduler
+    sampler = comfy.samplers.KSampler(model, sampling.steps, model.load_device, *names, 1.0, model.model_options)
+    return int((sampler.sigmas[:-1] >= boundary).sum())
+
+
+def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
+    """What core's empty latent node of the model gives."""
+    format = model.get_model_object("latent_format")
+    time = ((sampling.frames - 1) // format.temporal_downscale_ratio + 1,) if format.latent_dimensions == 3 else ()
+    cell = format.spacial_downscale_ratio
+    return {"samples": torch.zeros(1, format.latent_channels, *time, sampling.height // cell, sampling.width // cell)}
+
+
+def zeroed(conditioning: Conditioning) -> Conditioning:
+    """Zeros for the text and what is pooled of it, as Conditioning Zero Out gives."""
+    return [
+        [
+            torch.zeros_like(text),
+            {k: torch.zeros_like(v) if k == "pooled_output" and v is not None else v for k, v in extra.items()},
+        ]
+        for text, extra in conditioning
+    ]
+
+
+def decode(vae: Any, latent: Tensor) -> Tensor:
+    """(frames, H, W, 3), 0 to 1: what VAE Decode gives."""
+    pictures = vae.decode(latent)
+    return pictures.reshape(-1, *pictures.shape[-3:])
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """ComfyUI's sampler seeds the global generators; after it they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

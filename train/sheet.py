@@ -1,0 +1,97 @@
+"""Pictures in rows and columns with their names, drawn with Pillow."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+MOST_PIXELS = 8192  # a side of a sheet
+_PAPER, _INK, _SOFT, _GAP = (253, 253, 252), (32, 33, 36), (224, 227, 231), (244, 245, 246)
+_SPACE = 8
+_MOST_LINES = 3
+# One name of a row stands over it, of a column over it in the head.
+Cell = tuple[int, int]
+
+
+def to_picture(pixels: Tensor) -> Image.Image:
+    """(H, W, 3), 0 to 1 → 8 bits, rounded as core's Save Image does."""
+    return Image.fromarray(np.clip(255.0 * pixels.float().cpu().numpy(), 0, 255).astype(np.uint8))
+
+
+def middle(clip: Tensor) -> Tensor:
+    """The frame of a clip (frames, H, W, 3) that stands for it on a sheet: the middle one, of a picture itself."""
+    return clip[len(clip) // 2]
+
+
+def draw_sheet(
+    rows: Sequence[str], columns: Sequence[str], cells: Mapping[Cell, Image.Image], most_side: int = MOST_PIXELS
+) -> Image.Image:
+    """cells: by (row, column); where there is none the place stays empty. most_side: of a picture on the sheet, in
+    pixels; all are made smaller by one factor where they or the sheet would be larger."""
+    sizes = [_largest(cells[at].size for at in cells if at[0] == row) for row in range(len(rows))]
+    factor = _factor(sizes, len(columns), most_side)
+    heights = [max(1, int(height * factor)) for _, height in sizes]
+    widths = [max(1, int(width * factor)) for width, _ in sizes]
+    width = max([*widths, 48])
+    size = min(24, max(11, width // 16))
+    font, line = ImageFont.load_default(size), round(1.35 * size)
+    total = _SPACE + (width + _SPACE) * len(columns)
+    heads = [_wrapped(name, font, width) for name in columns]
+    head = line * max(len(lines) for lines in heads)
+    names = [_wrapped(name, font, total - 2 * _SPACE) for name in rows]
+    tall = head + 2 * _SPACE + sum(line * len(n) + h + 2 * _SPACE for n, h in zip(names, heights, strict=True))
+    sheet = Image.new("RGB", (total, tall), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for column, lines in enumerate(heads):
+        for number, text in enumerate(lines):
+            centre = _SPACE + column * (width + _SPACE) + width / 2
+            draw.text((centre, _SPACE + number * line), text, _INK, font, "ma")
+    top = head + 2 * _SPACE
+    for row, lines in enumerate(names):
+        draw.line([(0, top - _SPACE / 2), (total, top - _SPACE / 2)], _SOFT)
+        for number, text in enumerate(lines):
+            draw.text((_SPACE, top + number * line), text, _INK, font)
+        top += line * len(lines)
+        for column in range(len(columns)):
+            left = _SPACE + column * (width + _SPACE)
+            picture = cells.get((row, column))
+            if picture is None:
+                draw.rectangle([(left, top), (left + width - 1, top + heights[row] - 1)], _GAP)
+                continue
+            if factor < 1:
+                small = (max(1, int(picture.width * factor)), max(1, int(picture.height * factor)))
+                picture = picture.resize(small, Image.Resampling.LANCZOS)
+            sheet.paste(picture.convert("RGB"), (left + (width - picture.width) // 2, top))
+        top += heights[row] + 2 * _SPACE
+    return sheet
+
+
+def _largest(sizes) -> tuple[int, int]:
+    found = list(sizes) or [(64, 64)]
+    return max(w for w, _ in found), max(h for _, h in found)
+
+
+def _factor(sizes: Sequence[tuple[int, int]], columns: int, most_side: int) -> float:
+    wide, tall = max(w for w, _ in sizes), sum(h for _, h in sizes)
+    side = max(max(size) for size in sizes)
+    room = MOST_PIXELS - _SPACE * (columns + 1)
+    return min(1.0, most_side / side, room / (wide * columns), MOST_PIXELS / tall)
+
+
+def _wrapped(text: str, font, width: float) -> list[str]:
+    """The text in lines of at most this width, broken where it has to be; what is too long loses its middle."""
+    lines: list[str] = []
+    rest = " ".join(text.split()) or " "
+    while rest and len(lines) < _MOST_LINES:
+        length = next((n for n in range(len(rest), 1, -1) if font.getlength(rest[:n]) <= width), 1)
+        if length < len(rest):
+            if len(lines) == _MOST_LINES - 1:
+                keep = max(1, length // 2 - 1)
+                rest = f"{rest[:keep]}...{rest[-keep:]}"
+                length = len(rest)
+            elif (space := rest.rfind(" ", 1, length + 1)) > length // 2:
+                length = space
+        lines.append(rest[:length].strip())
+        rest = rest[length:].strip()
+    return lines

@@ -1,0 +1,119 @@
+"""The loss on pictures that are not trained on, at fixed noise levels with fixed noise."""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import fixed_batch
+from .data import GraphKey, SampleTensors, TrainingData
+from .fingerprint import fingerprint
+from .objective import velocity_loss
+from .options import ValidationOptions
+from .saving import Saver
+
+if TYPE_CHECKING:
+    from .loop import Trainer
+
+log = logging.getLogger(__name__)
+
+Row = tuple[int, int]
+"""(a sample's number, a sigma's number)."""
+
+
+def sigmas_of(options: ValidationOptions) -> tuple[float, ...]:
+    """The nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1, 0.2, …, 0.9 by default.
+
+    They are those of no objective, so that runs with different timestep samplings are measured at the same ones.
+    """
+    low, high = options.min_sigma, options.max_sigma
+    return tuple(low + (high - low) * k / 10 for k in range(1, 10))
+
+
+class Validation:
+    """Watches a run: measures it when that is due, and keeps the points with its progress.
+
+    A point is `{"step", "loss", "sigmas", "losses"}`: at each sigma the mean over the samples of the mean square error
+    of the velocity, and the mean of these nine. Weights are those that would be saved, and nothing is dropped. The
+    forward is that of training, in the same compiled graphs and batch size, with the gradient left unused.
+    """
+
+    def __init__(self, options: ValidationOptions, data: TrainingData, saver: Saver):
+        self.options, self.samples, self.saver = options, data.samples, saver
+        self.sigmas = sigmas_of(options)
+        saver.measured = fingerprint(data.fingerprint, options.seed, list(self.sigmas))
+
+    def between_steps(self, trainer: "Trainer") -> None:
+        progress = self.saver.progress
+        if not self._is_due(progress.step, trainer.settings.steps):
+            return
+        if any(point["step"] == progress.step for point in progress.validation):
+            return
+        trainer.observer.phase(f"Validating at step {progress.step}")
+        losses = trainer.attempt(lambda: self.losses(trainer))
+        loss = math.fsum(losses) / len(losses)
+        if not math.isfinite(loss):
+            trainer.observer.note(f"The validation loss at step {progress.step} is not finite and is left out.")
+            return
+        point = {"step": progress.step, "loss": loss, "sigmas": list(self.sigmas), "losses": losses}
+        progress.validation.append(point)
+        trainer.observer.validated(progress.step, loss)
+        if self.options.keep_best and progress.step:  # before the first step there is nothing to keep
+            self.saver.keep_best(loss)
+        start = progress.validation[0]
+        if progress.step == trainer.settings.steps and start["step"] == 0:
+            if all(later["loss"] >= start["loss"] for later in progress.validation[1:]):
+                trainer.observer.note(
+                    "At no step was the validation loss below that of the start; train on more pictures, or lower "
+                    "learning_rate."
+                )
+
+    def _is_due(self, step: int, steps: int) -> bool:
+        if step == 0:
+            return self.options.at_start
+        return step % self.options.every_n_steps == 0 or step == steps
+
+    def losses(self, trainer: "Trainer") -> list[float]:
+        """The mean loss at each sigma."""
+        sums: dict[int, list[float]] = defaultdict(list)
+        read: dict[int, SampleTensors] = {}
+        trainer.placed.ensure()
+        with trainer.learner.as_saved():
+            for rows in self._batches(trainer.settings.batch_size):
+                trainer.observer.check_interrupted()
+                read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
+                for (_, place), loss in zip(rows, self._batch_losses(trainer, rows, read), strict=False):
+                    sums[place].append(loss)
+        return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
+
+    def _batches(self, size: int) -> Iterator[list[Row]]:
+        """Every sample at every sigma; what shares a batch has one graph."""
+        keys: dict[GraphKey, list[Row]] = defaultdict(list)
+        for number, sample in enumerate(self.samples):
+            keys[sample.graph_key] += [(number, place) for place in range(len(self.sigmas))]
+        for rows in keys.values():
+            yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+    def _batch_losses(self, trainer: "Trainer", rows: list[Row], read: Mapping[int, SampleTensors]) -> list[float]:
+        """One loss a row. A graph has one batch size, so that a batch that is short is filled up with its last row."""
+        rows = rows + rows[-1:] * (trainer.settings.batch_size - len(rows))
+        given = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
+        guidance, seed = trainer.settings.objective.guidance, self.options.seed
+        with torch.no_grad():
+            batch = fixed_batch(trainer.patcher, trainer.family, given, guidance, trainer.device, seed)
+        velocity = trainer.placed.velocity(batch.inputs, None).detach()
+        trainer.placed.runner.let_go()
+        return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
+
+    def facts(self) -> dict[str, Any]:
+        told = {
+            "samples": [sample.name for sample in self.samples],
+            "sigmas": list(self.sigmas),
+            "points": list(self.saver.progress.validation),
+            "best": asdict(self.saver.best) if self.saver.best else None,
+        }
+        return {"validation": told}
