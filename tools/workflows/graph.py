@@ -88,8 +88,10 @@ class Graph:
         return [node for column in self.columns for row in column.nodes for node in row]
 
     def _inputs(self, kind: str) -> list[tuple[str, list[Any]]]:
+        """All inputs but those that grow: the frontend adds their places itself."""
         found = self.info[kind]["input"]
-        return [*found.get("required", {}).items(), *found.get("optional", {}).items()]
+        listed = [*found.get("required", {}).items(), *found.get("optional", {}).items()]
+        return [(name, spec) for name, spec in listed if spec[0] != "COMFY_AUTOGROW_V3"]
 
     def _is_widget(self, spec: Sequence[Any]) -> bool:
         options = spec[1] if len(spec) > 1 else {}
