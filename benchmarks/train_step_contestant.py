@@ -28,7 +28,7 @@ ENDLESS = 10**6  # steps; the parent ends the run
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
     """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
     options, run = import_module("tessera.train.options"), import_module("tessera.train.run")
-    loop, lora = import_module("tessera.train.loop"), import_module("tessera.train.lora")
+    loop, plan = import_module("tessera.train.loop"), import_module("tessera.train.network_plan")
     events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
@@ -54,7 +54,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         patcher,
         family,
         data,
-        lora.choose_targets(family, patcher.model, network),
+        plan.choose_targets(family, patcher.model, network),
         settings,
         apply.CompileSettings() if spec["compiled"] else None,
         run.RunFolder(folder, "benchmark"),
@@ -81,9 +81,9 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
         loss = trainer.loss(batch, (0, 0))
     del loss
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
-    if trainer.runner.planned_graphs:
+    if trainer.placed.runner.planned_graphs:
         return result  # hooks would be part of what a compiled graph is guarded on
-    own = {t.untyped_storage().data_ptr() for m in trainer.transformer.frozen_modules() for t in m.buffers()}
+    own = {t.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for t in m.buffers()}
     own |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
     kept: dict[int, int] = {}
 
@@ -103,7 +103,7 @@ class CountedCopies:
     """What block swap copies in a step, by the engine's own count."""
 
     def __init__(self, trainer: Any):
-        self.ring = trainer.swap.ring
+        self.ring = trainer.placed.swap.ring
         self.before = (0, 0)
 
     def since(self, steps: int) -> dict[str, float]:
@@ -118,10 +118,10 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link
     assert importable_without_nodes()
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         trainer = make_trainer(spec, patcher, data, Path(folder))
-        copies = CountedCopies(trainer) if trainer.swap is not None else None
+        copies = CountedCopies(trainer) if trainer.placed.swap is not None else None
 
         def facts() -> dict[str, Any]:
-            assert bool(trainer.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
+            assert bool(trainer.placed.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
             told = trainer.facts()
             shown = {k: told[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")}
             return shown if copies is None else {**shown, **copies.since(len(turns.seconds)), "link": link}

@@ -36,7 +36,7 @@ def _sample(family: Any, model: Any, picture: Picture, name: str, generator: tor
         grid,
         grid[0] * grid[1] * grid[2],
         family.text_length(model, picture.length),
-        lambda: tensors,
+        lambda *_: tensors,
         conditioning=frozenset(conditioning),
     )
     family.check(model, sample.facts())

@@ -79,13 +79,13 @@ class CountedStep:
         )
 
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
-        lora, options = import_module("tessera.train.lora"), import_module("tessera.train.options")
+        plan, options = import_module("tessera.train.network_plan"), import_module("tessera.train.options")
+        adapters = import_module("tessera.models.adapters")
         network = options.NetworkOptions(rank=rank, alpha=float(rank), include=include)
         linears = self.transformer.linears()
-        for name in lora.choose_targets(self.family, self.patcher.model, network):
-            out, into = linears[name].weight.shape
-            pair = (torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((rank, into), (out, rank)))
-            linears[name].add_lora(*pair, scale=1.0)
+        for name in plan.choose_targets(self.family, self.patcher.model, network):
+            spec = adapters.AdapterSpec("lora", rank, float(rank))
+            linears[name].adapter = adapters.LoraAdapter(spec, *linears[name].weight.shape).to("meta")
 
     def _inputs(self) -> Any:
         """The sample as the family hands it to its transformer."""

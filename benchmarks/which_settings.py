@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from train_step_figures import markdown_table
 
 GB = 2**30
@@ -76,16 +76,15 @@ SHAPES = {
 
 
 def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
-    flux, weights = pack("models.flux"), MetaWeights(pack, stored)
+    flux, adapters, weights = pack("models.flux"), pack("models.adapters"), MetaWeights(pack, stored)
     norm = SimpleNamespace(query_norm=SimpleNamespace(eps=1e-6))
     side = SimpleNamespace(norm=norm)
     native = SimpleNamespace(num_heads=HEADS, norm=norm, img_attn=side, txt_attn=side)
     block = (flux.DoubleBlock if kind == "double" else flux.SingleBlock)(weights, "block", native, attend)
     for name, linear in block.linears().items():
         if not name.endswith("mod"):
-            (out, into), device = linear.weight.shape, "meta"
-            down, up = torch.empty(rank, into, device=device), torch.empty(out, rank, device=device)
-            linear.add_lora(nn.Parameter(down), nn.Parameter(up), 1.0)
+            spec = adapters.AdapterSpec("lora", rank, float(rank))
+            linear.adapter = adapters.LoraAdapter(spec, *linear.weight.shape).to("meta")
     return block
 
 
