@@ -12,8 +12,8 @@ from tessera.train.dropout import draw_masks
 from tessera.train.network_plan import network_notes
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tiny.adapters import ALGORITHMS, fill
+from tiny.compiling import Graphs
 from tiny.runs import Watcher, cancel_at, mixed_data, train
-from torch._dynamo.utils import counters
 
 DROPOUTS = {"rank_dropout": 0.3, "module_dropout": 0.2}
 
@@ -63,15 +63,15 @@ def test_every_kind_of_dropout_keeps_the_planned_graphs_and_its_note_counts_them
     torch._dynamo.reset()
     patterns = "single_blocks.0.*: rank=2\ndouble_blocks.*.img_mlp.*: rank=8"
     network = NetworkOptions("dora", 4, 8.0, dropout=0.1, rank_patterns=patterns, **DROPOUTS)
-    before = counters["stats"]["unique_graphs"]
+    graphs = Graphs()
     data = tiny.make_data([(4, 4), (2, 8)], [16, 16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=4, network=network)
     trainer.run()
     family = Flux()
     notes = network_notes(network, family, tiny_flux.model, list(trainer.network.adapters))
     assert "rank_patterns make 3 kinds of blocks of 2, and each is compiled by itself: 3 graphs for each" in notes[-1]
-    assert counters["stats"]["unique_graphs"] - before == trainer.placed.runner.planned_graphs == 3
-    assert not sum(counters["graph_break"].values())
+    assert graphs() == trainer.placed.runner.planned_graphs == 3
+    assert graphs.breaks == 0
     ranks = {n: a.spec.rank for n, a in trainer.network.adapters.items()}
     assert ranks["single_blocks.0.linear1"] == 2 and ranks["single_blocks.1.linear1"] == 4
     assert ranks["double_blocks.1.img_mlp.2"] == 8 and ranks["double_blocks.1.txt_mlp.2"] == 4

@@ -12,7 +12,7 @@ from tessera.train.data import TrainingData
 from tessera.train.dataset import Dataset, Picture
 from tessera.train.options import MemoryOptions
 from tessera.train.prepare import prepare
-from torch._dynamo.utils import counters
+from tiny.compiling import Graphs
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]
 PICTURES = 40
@@ -50,23 +50,7 @@ def mixed_data(tmp_path_factory: pytest.TempPathFactory, tiny_files: dict[str, P
     return prepared.data
 
 
-class Counted:
-    """Counts what dynamo did since it was made."""
-
-    def __init__(self) -> None:
-        self.graphs_before = counters["stats"]["unique_graphs"]
-        self.breaks_before = sum(counters["graph_break"].values())
-
-    @property
-    def graphs(self) -> int:
-        return counters["stats"]["unique_graphs"] - self.graphs_before
-
-    @property
-    def breaks(self) -> int:
-        return sum(counters["graph_break"].values()) - self.breaks_before
-
-
-def graphs_after_each_step(trainer: Any, counted: Counted) -> tuple[list[int], list[tuple[int, int]]]:
+def graphs_after_each_step(trainer: Any, counted: Graphs) -> tuple[list[int], list[tuple[int, int]]]:
     """Trains to the end; the number of graphs after each step, and the (tokens, text length) of each step."""
     from tessera.train import loop
 
@@ -76,7 +60,7 @@ def graphs_after_each_step(trainer: Any, counted: Counted) -> tuple[list[int], l
 
     class Watching(type(trainer.observer)):
         def step(self, report: Any) -> None:
-            graphs.append(counted.graphs)
+            graphs.append(counted())
 
     def recording(*args: Any) -> Any:
         batch = made(*args)
@@ -106,7 +90,7 @@ def test_the_data_has_the_shapes_that_are_to_be_counted(mixed_data):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_flux, tmp_path, checkpointing):
     torch._dynamo.reset()
-    counted = Counted()
+    counted = Graphs()
     memory = MemoryOptions(checkpointing=checkpointing)
     trainer = tiny.make_trainer(
         tiny_flux, mixed_data, tmp_path, backend="aot_eager", batch_size=BATCH, steps=2 * STEPS_PER_EPOCH, memory=memory
@@ -131,7 +115,7 @@ def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path)
     state = first.saver.folder.states()[0]
     whole_loss = list(first.progress.loss)
     torch._dynamo.reset()
-    counted = Counted()
+    counted = Graphs()
     second = tiny.make_trainer(tiny_flux, mixed_data, tmp_path, **settings)
     second.resume(state)
     graphs, keys = graphs_after_each_step(second, counted)
@@ -161,10 +145,10 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     network = NetworkOptions(rank=2, alpha=2.0, include=("double_blocks.0.*", "single_blocks.*"))
     data = tiny.make_data([(4, 4)], [16])
     torch._dynamo.reset()
-    counted = Counted()
+    counted = Graphs()
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="aot_eager", steps=2, network=network)
     trainer.run()
-    assert counted.graphs == trainer.placed.runner.planned_graphs == 3
+    assert counted() == trainer.placed.runner.planned_graphs == 3
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, monkeypatch):

@@ -22,9 +22,9 @@ from tessera.train.preview import Preview, Previewer
 from tessera.train.sampling import Sampling, zeroed
 from tessera.train.stopped import TrainingStopped
 from tessera.train.train_lora import train_lora
+from tiny.compiling import Graphs
 from tiny.runs import Watcher, run_settings, sample, training_data
 from tiny.sampling import conditioning
-from torch._dynamo.utils import counters
 
 SIZE = {"width": 64, "height": 48, "steps": 2}
 
@@ -141,13 +141,14 @@ class Notes(Watcher):
 
     def __init__(self, model):
         super().__init__(at_step=self.look)
+        self.counted = Graphs()
         self.model, self.loaded, self.graphs, self.parameters = model, [], [], []
 
     def look(self, step):
         self.loaded.append([type(e.model).__name__ for e in comfy.model_management.current_loaded_models])
         branch = branch_of(self.model)
         in_preview = branch.report().counts().graphs if branch else 0
-        self.graphs.append((counters["stats"]["unique_graphs"], in_preview))
+        self.graphs.append((self.counted(), in_preview))
         gc.collect()
         self.parameters.append(sum(isinstance(o, torch.nn.Parameter) for o in gc.get_objects()))
 
@@ -156,7 +157,6 @@ def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, ti
     model = TesseraCompileModel.execute(tiny_flux, "eager").args[0]
     weights = {name: (t.data_ptr(), t.clone()) for name, t in model.model.state_dict().items()}
     torch._dynamo.reset()
-    counters.clear()  # which `reset` leaves: other tests have compiled too
     watcher, sampled, while_sampled = Notes(model), module.sample_latent, []
 
     def sample_latent(*args):

@@ -16,9 +16,9 @@ from tessera.train.loop import Trainer
 from tessera.train.objective import draw_noise
 from tessera.train.options import MemoryOptions, NetworkOptions, OptimizerOptions, ValidationOptions
 from tessera.train.validation import Validation
+from tiny.compiling import Graphs
 from tiny.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 
 HERE = Path(__file__).parent
 flux_forward = runpy.run_path(str(HERE.parent / "reference" / "flux.py"))["flux_forward"]
@@ -144,14 +144,14 @@ def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tm
     torch._dynamo.reset()
     held = training_data(sample("as trained", 2, 8), sample("of its own", 4, 5))
     options = ValidationOptions(data=held, every_n_steps=2)
-    before, graphs = counters["stats"]["unique_graphs"], []
+    counted, graphs = Graphs(), []
     network = NetworkOptions(rank=4, dropout=0.3)
     trainer = tiny.make_trainer(
         *(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path),
         **{"backend": "eager", "steps": 4, "batch_size": 2, "network": network},
         **{"validation": options, "held_out": held},
     )
-    trainer.observer.validated = lambda *_: graphs.append(counters["stats"]["unique_graphs"] - before)
+    trainer.observer.validated = lambda *_: graphs.append(counted())
     trainer.run()
     assert trainer.placed.runner.planned_graphs == 2 * 2
     assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"

@@ -12,13 +12,22 @@ from torch._dynamo.utils import counters
 
 
 class Graphs:
-    """Counts the graphs that dynamo made since this was made."""
+    """Counts the graphs that dynamo made since this was made, and their breaks. Dynamo's own counters are never reset:
+    they hold what every test before has compiled."""
 
     def __init__(self) -> None:
-        self._before = counters["stats"]["unique_graphs"]
+        self._graphs, self._breaks = self._counted()
+
+    @staticmethod
+    def _counted() -> tuple[int, int]:
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     def __call__(self) -> int:
-        return counters["stats"]["unique_graphs"] - self._before
+        return self._counted()[0] - self._graphs
+
+    @property
+    def breaks(self) -> int:
+        return self._counted()[1] - self._breaks
 
 
 def compiled(model: Any, **settings: Any) -> tuple[Any, Any]:
