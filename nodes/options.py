@@ -102,7 +102,7 @@ class TesseraLoraNetwork(io.ComfyNode):
                     advanced=True,
                     tooltip="The largest size (Frobenius norm) that the change of a layer may have: after each step "
                     "what is larger is scaled down to it. 0 is off, 1 is usual. It keeps a few layers from dominating, "
-                    "so that LoRAs mix better; lower it if pictures look burnt.",
+                    "so that LoRAs mix better; lower it if pictures look burnt. For lora, loha and lokr.",
                 ),
                 io.Combo.Input(
                     "start_from",

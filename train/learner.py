@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.adapters import LoraAdapter
 from .checkpoint import TrainingState
 from .lora import LoraNetwork
 from .lora_model import LoraModel
 from .lora_plus import parameter_groups
 from .lora_start import StartLora
-from .max_norm import MaxNorm, Pair
+from .max_norm import MaxNorm
 from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_weights import LoraAverage, is_schedule_free, saved_weights
 from .options import OptimizerOptions
@@ -30,7 +29,7 @@ class Learner:
         self.scheduler = build_scheduler(options, self.optimizer, steps)
         self.average = LoraAverage(options.ema_decay, network.masters()) if options.ema_decay else None
         limit = network.options.scale_weight_norms
-        self.max_norm = MaxNorm(limit, _pairs(network)) if limit else None
+        self.max_norm = MaxNorm(limit, network.adapters.values()) if limit else None
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
@@ -110,7 +109,3 @@ class Learner:
         if state.average:
             return []
         return [f"The state has no average of the LoRA, so it is taken from step {state.step} on."]
-
-
-def _pairs(network: LoraNetwork) -> list[Pair]:
-    return [(a.down, a.up, a.scale) for a in network.adapters.values() if isinstance(a, LoraAdapter)]

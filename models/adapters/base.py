@@ -50,13 +50,15 @@ class Adapter(nn.Module):
 
     drops: the kinds of dropout that mean something for it. rank_drop_scaled: whether what stays after rank dropout is
     scaled up, so that the update is the same on average. replaces_output: whether without it the layer is another even
-    where the update is zero, so that module dropout needs a mask of its own.
+    where the update is zero, so that module dropout needs a mask of its own. has_norm: whether the update is the
+    product of all its masters, times a constant: `norm` gives its size.
     """
 
     algorithm: ClassVar[str]
     drops: ClassVar[tuple[str, ...]] = ("rank_dropout", "module_dropout")
     rank_drop_scaled: ClassVar[bool] = True
     replaces_output: ClassVar[bool] = False
+    has_norm: ClassVar[bool] = False
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__()
@@ -84,6 +86,10 @@ class Adapter(nn.Module):
         """How many parts of it rank dropout drops one by one."""
         raise AssertionError(f"{type(self).__name__} has no drop_width")
 
+    def norm(self) -> Tensor:
+        """‖delta W‖ (Frobenius), fp32 and without a dimension, where `has_norm`; delta W is not made for it."""
+        raise AssertionError(f"{type(self).__name__} has no norm")
+
     def tensors(self) -> dict[str, Tensor]:
         """What a LoRA file holds of it, by the suffix of its key in kohya's names; no copies."""
         raise AssertionError(f"{type(self).__name__} has no tensors")
@@ -106,6 +112,11 @@ def kaiming_uniform(into: Tensor, source: torch.Generator) -> None:
     bound = into.shape[-1] ** -0.5
     with torch.no_grad():
         into.uniform_(-bound, bound, generator=source)
+
+
+def norm_of_product(up: Tensor, down: Tensor) -> Tensor:
+    """‖up·down‖ (Frobenius) from the Gram matrices, ‖up·down‖² = ⟨upᵀ·up, down·downᵀ⟩: the product is never made."""
+    return ((up.T @ up).double() * (down @ down.T)).sum().clamp(min=0).sqrt().float()
 
 
 def cut(features: int, factor: int) -> tuple[int, int]:

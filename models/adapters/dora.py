@@ -29,6 +29,7 @@ class DoraAdapter(LoraAdapter):
 
     algorithm = "dora"
     replaces_output = True
+    has_norm = False  # the lengths of its columns are numbers of their own
     magnitude: nn.Parameter
     lengths: Tensor
     """(in,): ‖W‖ of each column, fp32."""

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.frozen import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
+
+# A slice of delta W, in numbers: 16 MB in fp32.
+_SLICE = 2**22
 
 
 class LohaAdapter(Adapter):
@@ -21,6 +24,7 @@ class LohaAdapter(Adapter):
     """
 
     algorithm = "loha"
+    has_norm = True
     hada_w1_a: nn.Parameter
     hada_w1_b: nn.Parameter
     hada_w2_a: nn.Parameter
@@ -51,6 +55,16 @@ class LohaAdapter(Adapter):
         a = (self.hada_w1_a.unsqueeze(2) * self.hada_w2_a.unsqueeze(1)).flatten(1)
         b = (self.hada_w1_b.unsqueeze(1) * self.hada_w2_b.unsqueeze(0)).flatten(0, 1)
         return a, b
+
+    def norm(self) -> Tensor:
+        """From the Gram matrices of A and B, (rank², rank²) each, while these are quicker to make than delta W; else
+        from delta W, some rows at a time."""
+        if 4 * self.spec.rank**2 <= min(self.out_features, self.in_features):
+            return self.scale * norm_of_product(*self.factors())
+        rows = max(1, _SLICE // self.in_features)
+        pairs = zip(self.hada_w1_a.split(rows), self.hada_w2_a.split(rows), strict=True)
+        slices = [((w1_a @ self.hada_w1_b) * (w2_a @ self.hada_w2_b)).norm() for w1_a, w2_a in pairs]
+        return self.scale * torch.stack(slices).norm()
 
     def drop_width(self) -> int:
         """The rows of delta W, as LyCORIS drops them."""

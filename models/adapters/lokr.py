@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.frozen import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, cut, kaiming_uniform
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, cut, kaiming_uniform, norm_of_product
 
 
 class LokrAdapter(Adapter):
@@ -18,6 +18,7 @@ class LokrAdapter(Adapter):
     """
 
     algorithm = "lokr"
+    has_norm = True
     lokr_w1: nn.Parameter
     lokr_w2: nn.Parameter
     lokr_w2_a: nn.Parameter
@@ -63,6 +64,11 @@ class LokrAdapter(Adapter):
     def drop_width(self) -> int:
         """The rows of delta W, as LyCORIS drops them."""
         return self.out_features
+
+    def norm(self) -> Tensor:
+        """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖: every entry of one is multiplied by every entry of the other."""
+        w2 = self.lokr_w2.norm() if self.whole else norm_of_product(self.lokr_w2_a, self.lokr_w2_b)
+        return self.scale * self.lokr_w1.norm() * w2
 
     def tensors(self) -> dict[str, Tensor]:
         # Where w2 is whole no reader scales; LyCORIS writes the rank for alpha then.

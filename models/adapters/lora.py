@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.frozen import FrozenLinear
-from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape
+from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
 
 
 class LoraAdapter(Adapter):
@@ -15,6 +15,7 @@ class LoraAdapter(Adapter):
 
     algorithm = "lora"
     drops = DROPOUTS
+    has_norm = True
     down: nn.Parameter
     up: nn.Parameter
 
@@ -43,6 +44,9 @@ class LoraAdapter(Adapter):
     def drop_width(self) -> int:
         """The ranks."""
         return self.spec.rank
+
+    def norm(self) -> Tensor:
+        return self.scale * norm_of_product(self.up, self.down)
 
     def tensors(self) -> dict[str, Tensor]:
         alpha = torch.tensor(float(self.spec.alpha))

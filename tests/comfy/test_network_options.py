@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
+from tessera.train.lora_dense import delta_of
+from tiny.adapters import ALGORITHMS
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 
 PLUS = {"lora_plus_ratio": 8.0}
@@ -39,3 +41,17 @@ def test_lora_plus_and_max_norm_go_on_bit_for_bit_and_hold_the_norm(tiny_flux, t
     assert norms.summary["modules_scaled"] == at_limit > len(found) // 2
     assert norms.lora.metadata["ss_scale_weight_norms"] == "0.05"
     assert json.loads(norms.lora.metadata["tessera"])["network"]["lora_plus_ratio"] == 8.0
+
+
+@pytest.mark.parametrize("name", ["loha", "lokr", "lokr whole"])
+def test_the_norm_of_a_product_of_more_is_held_and_goes_on_bit_for_bit(tiny_flux, tmp_path, name):
+    network = ALGORITHMS[name]
+    free = train(tiny_flux, mixed_data(), tmp_path / "free", network=network)
+    held = whole_and_resumed(tiny_flux, tmp_path / "held", network=network | NORMS)
+    sizes, limited = (
+        [float(delta_of(parts, torch.device("cpu")).norm()) for parts in result.lora.parts().values()]
+        for result in (free, held)
+    )
+    assert max(sizes) > 0.1 and max(limited) < 0.05 * (1 + 1e-5)
+    at_limit = sum(size > 0.05 * (1 - 1e-5) for size in limited)
+    assert held.summary["modules_scaled"] == at_limit > 0

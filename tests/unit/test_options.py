@@ -26,7 +26,14 @@ NAN, INF = float("nan"), float("inf")
         (
             NetworkOptions,
             {"algorithm": "dora", "scale_weight_norms": 1.0},
-            "scale_weight_norms is 1, which is for lora, and algorithm is dora; set scale_weight_norms to 0.",
+            "scale_weight_norms is 1 and dora trains the lengths of a layer's columns apart from its matrices, whose "
+            "size does not limit them; set scale_weight_norms to 0, or algorithm to lora, loha or lokr.",
+        ),
+        (
+            NetworkOptions,
+            {"algorithm": "oft", "scale_weight_norms": 0.5},
+            "scale_weight_norms is 0.5 and oft turns what a layer gives, which leaves its size as it is; set "
+            "scale_weight_norms to 0 (constraint limits the turn), or algorithm to lora, loha or lokr.",
         ),
         (NetworkOptions, {"factor": 0}, "factor is 0; set it to -1 (near the square root) or to 2 or more."),
         (NetworkOptions, {"constraint": -0.1}, "constraint is -0.1; set it to 0 (none) or above."),

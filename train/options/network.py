@@ -8,6 +8,12 @@ from ..ranks import parse_rank_patterns
 from .checks import finite, one_of
 
 ALGORITHMS = tuple(ADAPTERS)
+_WITHOUT_NORM = {
+    "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
+    "scale_weight_norms to 0",
+    "oft": "oft turns what a layer gives, which leaves its size as it is; set scale_weight_norms to 0 (constraint "
+    "limits the turn)",
+}
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,10 @@ class NetworkOptions:
             raise ValueError(
                 f"scale_weight_norms is {self.scale_weight_norms:g}; set it to 0 (off) or more (1 is usual)."
             )
-        if self.scale_weight_norms and self.algorithm != "lora":
+        if self.scale_weight_norms and self.algorithm in _WITHOUT_NORM:
             raise ValueError(
-                f"scale_weight_norms is {self.scale_weight_norms:g}, which is for lora, and algorithm is "
-                f"{self.algorithm}; set scale_weight_norms to 0."
+                f"scale_weight_norms is {self.scale_weight_norms:g} and {_WITHOUT_NORM[self.algorithm]}, or "
+                "algorithm to lora, loha or lokr."
             )
         if self.lora_plus_ratio != 1 and self.algorithm not in ("lora", "dora"):
             raise ValueError(
