@@ -42,6 +42,10 @@ class FrozenLinear(NamedTuple):
         """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
         return frozen_linear(x, self.weight, self.scale, self.bias)
 
+    def full(self) -> Tensor:
+        """(out, in): the weight in fp32; shared where it is stored so."""
+        return _dequantise(self.weight, self.scale, torch.float32)
+
     def apply_transposed(self, rows: Tensor) -> Tensor:
         """rows: (n, out) → (n, in), rows · W, without a gradient."""
         if self.weight.dtype == rows.dtype and self.scale is None:

@@ -1,10 +1,15 @@
 """A frozen LoRA beneath the one that is trained: it is a part of the weights, as one that stands on the MODEL is."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.utils
 from comfy.model_patcher import ModelPatcher
 
 from ..models.family import Family, linear_shapes
 from ..models.registry import family_of
-from .lora_reader import DoesNotFit, check_shape, read_patches
+from .lora_patches import DoesNotFit, Patch
+from .lora_reader import Patches, layer_of, name_of, read_patches
 from .options import NetworkOptions
 
 
@@ -16,26 +21,48 @@ def put_under(patcher: ModelPatcher, options: NetworkOptions, family: Family) ->
             return ["base_strength has no effect without base_lora."]
         return []
     name = options.base_lora.name
-    patches, unknown = read_patches(options.base_lora.tensors(), family, patcher.model)
-    if not patches:
+    try:
+        patches, unknown = read_patches(options.base_lora.tensors(), family, patcher.model)
+        missing = list(_check_patches(patches, patcher.model))
+    except DoesNotFit as error:
+        raise ValueError(
+            f"base_lora: {name} does not fit this model ({error}); choose a LoRA of this model."
+        ) from error
+    if len(missing) == len(patches):
         raise ValueError(
             f"base_lora: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
         )
-    shapes = linear_shapes(patcher.model)
-    for target, patch in patches.items():
-        try:
-            check_shape(target, patch, shapes)
-        except DoesNotFit as error:
-            raise ValueError(
-                f"base_lora: {name} does not fit this model ({error}); choose a LoRA of this model."
-            ) from error
     patcher.add_patches(patches, options.base_strength)
     notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA holds what is new."]
     if options.algorithm in ("dora", "oft"):
         notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
+    if missing:
+        notes.append(f"base_lora also changes what this model does not have, such as {missing[0]}; it is left out.")
     if unknown:
         notes.append(f"base_lora has {len(unknown)} keys of no layer of this model, such as {unknown[0]}.")
     return notes
+
+
+def _check_patches(patches: Patches, model: Any) -> Iterator[str]:
+    """The weights that are patched and that the model has not. Raises DoesNotFit where ComfyUI would leave one that is
+    there as it is, and only log it."""
+    linears = linear_shapes(model)
+    for target, content in patches.items():
+        key, patch = Patch.of(target, content)
+        linear = linears.get(layer_of(key)) if key.endswith(".weight") else None
+        if (shape := linear or _shape(model, key)) is None:
+            yield name_of(key)
+            continue
+        patch.check(layer_of(key), shape)
+
+
+def _shape(model: Any, key: str) -> tuple[int, ...] | None:
+    """The shape of a weight of the model; None where it has none of that name."""
+    try:
+        weight = comfy.utils.get_attr(model, key)
+    except AttributeError:
+        return None
+    return None if weight is None else tuple(weight.shape)
 
 
 def with_base(model: ModelPatcher, options: NetworkOptions) -> ModelPatcher:

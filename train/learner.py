@@ -1,6 +1,7 @@
 """What a training step moves: the LoRA's weights, the optimizer's state, the schedule and the average."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,9 +34,10 @@ class Learner:
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
-    def begin_from(self, start: StartLora) -> list[str]:
-        """Takes the weights of another LoRA for the start; what of it is lost, a sentence each."""
-        notes = start.put_on(self.network.adapters)
+    def begin_from(self, start: StartLora, read: Callable[[str], Tensor]) -> list[str]:
+        """Takes the weights of another LoRA for the start; what of it is lost, a sentence each. read: gives a layer's
+        frozen weight in fp32."""
+        notes = start.put_on(self.network.adapters, read)
         if self.average is not None:
             self.average.load({})
         return notes

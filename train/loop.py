@@ -29,6 +29,7 @@ from .data import TrainingData
 from .events import Observer, StepReport
 from .learner import Learner
 from .lora_model import LoraModel
+from .lora_start import StartLora
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective import training_loss
 from .placed_model import PlacedModel
@@ -103,6 +104,11 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Goes on from a saved state, as if the run had never stopped."""
         self.saver.resume(path)
+
+    def begin_from(self, start: StartLora) -> list[str]:
+        """Takes the weights of another LoRA for the start; what of it is lost, a sentence each."""
+        linears = self.placed.transformer.linears()
+        return self.learner.begin_from(start, lambda name: linears[name].read_on_device().full())
 
     def save_final(self) -> LoraModel:
         """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""

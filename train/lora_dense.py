@@ -1,48 +1,40 @@
-"""Updates that are no product of two thin matrices, LoHa's and LoKr's, and what a LoRA can take of them."""
+"""Updates that are no product of two thin matrices, and what a LoRA can take of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..models.adapters.pissa import largest_parts
-from .lora_model import ALPHA
+from .lora_patches import Patch
 
 EMPTY = 1e-6  # a singular part this small beside the largest is none
-DENSE = ("loha", "lokr")
+_ROUNDING = 1e-6  # a change of W this small beside W is what fp32 rounds
 
 
-def delta_of(parts: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """delta W (out, in), fp32, of one module's tensors by suffix.
+def delta_of(
+    patches: Sequence[Patch], shape: tuple[int, int], device: torch.device, read: Callable[[], Tensor]
+) -> Tensor:
+    """delta W (out, in), fp32 on `device`: what ComfyUI's reader makes of a weight by these patches, less the weight.
 
-    LoHa: s·(w1_a·w1_b) ∘ (w2_a·w2_b) (arXiv 2108.06098); LoKr: s·w1 ⊗ w2, each whole or a product (arXiv 2212.10650),
-    with s = alpha / rank, which is 1 where nothing has a rank, as ComfyUI reads them.
+    read: gives W, fp32, which is only asked for where delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole
+    weight); else the patches go on zeros, so that nothing is rounded to W's size. Raises ValueError where the reader
+    leaves a patch out, and where the numbers overflow.
     """
-    at = {suffix: tensor.to(device) for suffix, tensor in parts.items() if suffix != ALPHA}
-    if "hada_w1_a" in at:
-        rank: int | None = len(at["hada_w1_b"])
-        full = (at["hada_w1_a"] @ at["hada_w1_b"]) * (at["hada_w2_a"] @ at["hada_w2_b"])
-    else:
-        rank = next((len(at[b]) for b in ("lokr_w2_b", "lokr_w1_b") if b in at), None)
-        one, two = (at[w] if w in at else at[f"{w}_a"] @ at[f"{w}_b"] for w in ("lokr_w1", "lokr_w2"))
-        full = torch.kron(one, two)
-    return full * (float(parts[ALPHA]) / rank) if rank and ALPHA in parts else full
-
-
-def size_of(parts: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """(out, in) of `delta_of`; None where the tensors are of another layout."""
-    plain = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", ALPHA}
-    plain |= {f"lokr_{w}{part}" for w in ("w1", "w2") for part in ("", "_a", "_b")}
-    if not parts.keys() <= plain or any(tensor.dim() != 2 for name, tensor in parts.items() if name != ALPHA):
-        return None
-    if "hada_w1_a" in parts:
-        return len(parts["hada_w1_a"]), parts["hada_w1_b"].shape[1]
-    rows, columns = 1, 1
-    for w in ("lokr_w1", "lokr_w2"):
-        rows *= len(parts[w if w in parts else f"{w}_a"])
-        columns *= parts[w if w in parts else f"{w}_b"].shape[1]
-    return rows, columns
+    weight = read().to(device) if any(patch.needs_weight for patch in patches) else None
+    delta = torch.zeros(shape, device=device) if weight is None else weight.clone()
+    for patch in patches:
+        delta, applied = patch.apply(delta)
+        if not applied:
+            raise ValueError(f"ComfyUI could not apply its {patch.form}; ComfyUI's log says why")
+    if weight is not None:
+        delta -= weight
+        if delta.norm() <= _ROUNDING * weight.norm():
+            delta.zero_()
+    if not delta.isfinite().all():
+        raise ValueError("its update is NaN or infinite on the weights of this model")
+    return delta
 
 
 def cut_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:

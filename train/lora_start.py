@@ -1,8 +1,14 @@
-"""A run that begins from an existing LoRA: its updates, fitted to the network's layers and rank."""
+"""A run that begins from an existing LoRA: its updates, fitted to the network's layers and rank.
+
+A network of another algorithm than lora begins from a file of its own kind and size only. A LoRA begins from whatever
+ComfyUI reads: what is low-rank is taken as it is, of anything else the best approximation of the network's rank.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +17,10 @@ from torch import Tensor
 from ..models.adapters import ADAPTERS, Adapter, AdapterSpec, LoraAdapter
 from ..models.family import Family, linear_shapes
 from .draws import generator
-from .lora_dense import DENSE, EMPTY, cut_to_rank, delta_of, size_of
+from .lora_dense import EMPTY, cut_to_rank, delta_of
 from .lora_model import ALPHA, LowRank, low_rank
-from .lora_reader import DORA, DoesNotFit, Parts, ReadLora, read_lora
+from .lora_patches import DoesNotFit, Patch
+from .lora_reader import Parts, ReadLora, read_lora
 from .network_plan import adapter_specs
 from .options import NetworkOptions
 
@@ -67,13 +74,17 @@ def fit(update: LowRank, start: Tensor, scale: float) -> Fitted:
 
 @dataclass(frozen=True)
 class StartLora:
-    """Updates that a run begins from, by native module name, of layers that it trains."""
+    """Updates that a run begins from, by native module name, of layers that it trains. name: of the LoRA. modules: in
+    the form of the adapters or low-rank. dense: for a LoRA, of any other form."""
 
+    name: str
     modules: Mapping[str, Parts]
+    dense: Mapping[str, Sequence[Patch]]
 
     @torch.no_grad()
-    def put_on(self, adapters: Mapping[str, Adapter]) -> list[str]:
-        """Fills the adapters' masters; what of the LoRA is lost by a lower rank comes back as a sentence."""
+    def put_on(self, adapters: Mapping[str, Adapter], read: Callable[[str], Tensor]) -> list[str]:
+        """Fills the adapters' masters, layer by layer; what of the LoRA is lost by a lower rank comes back as a
+        sentence. read: gives a layer's frozen weight (out, in), fp32, with all that stands on the model."""
         lost = {}
         for name, parts in self.modules.items():
             adapter = adapters[name]
@@ -84,16 +95,14 @@ class StartLora:
                 adapter.up.copy_(fitted.up)
                 if update.rank > len(adapter.down):
                     lost[name] = fitted.lost
-                continue
-            if isinstance(adapter, LoraAdapter) and _algorithm(parts) in DENSE:
-                full = delta_of(parts, adapter.down.device)
-                down, up, left_out = cut_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
-                adapter.down[: len(down)].copy_(down)
-                adapter.up[:, : len(down)].copy_(up)
-                if left_out > NOTICEABLE:
-                    lost[name] = left_out
-                continue
-            adapter.load(parts)
+            else:
+                adapter.load(parts)
+        for name, patches in self.dense.items():
+            adapter = adapters[name]
+            assert isinstance(adapter, LoraAdapter), name
+            left_out = self._take_dense(name, patches, adapter, partial(read, name))
+            if left_out > NOTICEABLE:
+                lost[name] = left_out
         if not lost:
             return []
         worst = max(lost, key=lambda name: lost[name])
@@ -102,6 +111,21 @@ class StartLora:
             f"start_from has a higher rank than the network in {len(lost)} layers; of their update {mean:.1%} is left "
             f"out (most in {worst}: {lost[worst]:.1%}). Raise rank to keep it whole."
         ]
+
+    def _take_dense(
+        self, name: str, patches: Sequence[Patch], adapter: LoraAdapter, read: Callable[[], Tensor]
+    ) -> float:
+        """Takes the largest singular parts of a layer's update; what part of it is left out."""
+        try:
+            full = delta_of(patches, (adapter.out_features, adapter.in_features), adapter.down.device, read)
+        except ValueError as error:
+            raise ValueError(
+                f"start_from: {self.name} cannot be begun from ({name}: {error}); choose another LoRA."
+            ) from error
+        down, up, left_out = cut_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
+        adapter.down[: len(down)].copy_(down)
+        adapter.up[:, : len(down)].copy_(up)
+        return left_out
 
 
 def read_start(
@@ -120,46 +144,73 @@ def read_start(
         raise ValueError(
             f"start_from: {name} does not fit this model ({error}); choose a LoRA that was trained on this model."
         ) from error
-    if not found.modules and found.others:
+    if not found.patches and found.others:
         raise ValueError(
-            f"start_from: {name} changes {_some(found.others)} in a way that no adapter here begins from; choose a "
-            "LoRA, LoHa, LoKr, DoRA or OFT, or put it on the MODEL with a LoRA loader."
+            f"start_from: {name} changes {_some(found.others)} in a way that no adapter here begins from; choose one "
+            "that changes the weights of Linear layers, or put it on the MODEL with a LoRA loader."
         )
-    if not found.modules:
+    if not found.patches:
         raise ValueError(
             f"start_from: {name} has no update for a layer of {family.title}; choose a LoRA that was trained on this "
             "model."
         )
     specs = adapter_specs(options, targets)
-    for layer, parts in found.modules.items():
-        if layer not in specs:
-            continue  # it is left out, which is said below
-        algorithm = _algorithm(parts)
-        if algorithm != options.algorithm and not (options.algorithm == "lora" and algorithm in DENSE):
-            raise ValueError(
-                f"start_from: {name} is a {algorithm} ({layer} has {', '.join(sorted(parts))}) and the network trains "
-                f"{options.algorithm}; set algorithm to {algorithm}, or choose another LoRA."
-            )
-        if not all(tensor.isfinite().all() for tensor in parts.values()):
-            raise ValueError(
-                f"start_from: {name} holds NaN or infinite values ({layer}); choose an earlier save of it."
-            )
-        if (wrong := _misfit(specs[layer], parts, *shapes[layer])) is not None:
-            raise ValueError(
-                f"start_from: {name} does not fit this model and network ({layer}: {wrong}); choose a LoRA of this "
-                "model, or set rank and alpha as it was trained with."
-            )
-    taken = {layer: parts for layer, parts in found.modules.items() if layer in specs}
+    taken = {layer: own for layer, own in found.patches.items() if layer in specs}
     if not taken:
         raise ValueError(
-            f"start_from: {name} has updates only for layers that are not trained ({_some(list(found.modules))}); add "
+            f"start_from: {name} has updates only for layers that are not trained ({_some(list(found.patches))}); add "
             "them to targets."
         )
-    return StartLora(taken), list(_start_notes(found, taken, targets))
+    for layer, own in taken.items():
+        _check_layer(name, layer, own, found.modules.get(layer), specs[layer], shapes[layer])
+    modules = {layer: parts for layer in taken if (parts := found.modules.get(layer)) is not None}
+    if options.algorithm == "lora":
+        modules = {layer: parts for layer, parts in modules.items() if low_rank(parts) is not None}
+    dense = {layer: own for layer, own in taken.items() if layer not in modules}
+    return StartLora(name, modules, dense), list(_start_notes(found, taken, dense, targets))
 
 
-def _start_notes(found: ReadLora, taken: Mapping[str, Parts], targets: Sequence[str]) -> Iterator[str]:
-    left = [layer for layer in found.modules if layer not in taken]
+def _check_layer(
+    name: str, layer: str, patches: Sequence[Patch], parts: Parts | None, spec: AdapterSpec, size: tuple[int, int]
+) -> None:
+    """Raises ValueError where the adapter of a layer (out, in) cannot begin from these patches. parts: their tensors,
+    where they are those of one adapter."""
+    kind = _form(patches)
+    if spec.algorithm != "lora" and (parts is None or kind != spec.algorithm):
+        held = ", ".join(sorted({suffix for patch in patches for suffix in patch.tensors()}))
+        own = kind if kind in ADAPTERS and parts is not None else "lora"
+        raise ValueError(
+            f"start_from: {name} is a {kind} ({layer} has {held}) and the network trains {spec.algorithm}; set "
+            f"algorithm to {own}, or choose another LoRA."
+        )
+    if not all(tensor.float().isfinite().all() for patch in patches for tensor in patch.tensors().values()):
+        raise ValueError(f"start_from: {name} holds NaN or infinite values ({layer}); choose an earlier save of it.")
+    try:
+        if spec.algorithm != "lora" and parts is not None:
+            _check_same(spec, layer, parts, *size)
+        else:
+            for patch in patches:
+                patch.check(layer, size)
+    except DoesNotFit as error:
+        instead = "" if spec.algorithm == "lora" else ", or set rank and alpha as it was trained with"
+        raise ValueError(
+            f"start_from: {name} does not fit this model and network ({error}); choose a LoRA of this model{instead}."
+        ) from error
+
+
+def _start_notes(
+    found: ReadLora, taken: Mapping[str, Any], dense: Mapping[str, Sequence[Patch]], targets: Sequence[str]
+) -> Iterator[str]:
+    if dense:
+        forms = Counter(_form(own) for own in dense.values())
+        told = ", ".join(f"{form} in {count} layer{'s' if count > 1 else ''}" for form, count in forms.items())
+        (first, *more) = forms
+        whole = first in ADAPTERS and not more and dense.keys() == taken.keys() <= found.modules.keys()
+        yield (
+            f"start_from is {told}; the lora begins from the largest singular parts of what it changes of each weight."
+            + (f" With algorithm {first}, at its own rank and alpha, it would go on as it is." if whole else "")
+        )
+    left = [layer for layer in found.patches if layer not in taken]
     if left:
         yield (
             f"start_from also has updates for {len(left)} layers that are not trained, which are left out: "
@@ -175,19 +226,13 @@ def _start_notes(found: ReadLora, taken: Mapping[str, Parts], targets: Sequence[
         yield f"{len(anew)} of the {len(targets)} trained layers are not in start_from and begin anew: {_some(anew)}."
 
 
-def _algorithm(parts: Parts) -> str:
-    marks = {"oft_blocks": "oft", "hada_w1_a": "loha", "lokr_w1": "lokr", "lokr_w1_a": "lokr", DORA: "dora"}
-    return next((algorithm for mark, algorithm in marks.items() if mark in parts), "lora")
+def _form(patches: Sequence[Patch]) -> str:
+    return " and ".join(dict.fromkeys(patch.form for patch in patches))
 
 
-def _misfit(spec: AdapterSpec, parts: Parts, rows: int, columns: int) -> str | None:
-    """What of the tensors does not suit a layer (rows, columns) and its adapter; None where all does."""
-    if spec.algorithm == "lora":
-        update = low_rank(parts)
-        there = size_of(parts) if update is None else (len(update.up), update.down.shape[1])
-        if there is None:
-            return f"it has {', '.join(sorted(parts))}"
-        return None if there == (rows, columns) else f"{there[0]} x {there[1]} there, {rows} x {columns} here"
+def _check_same(spec: AdapterSpec, layer: str, parts: Parts, rows: int, columns: int) -> None:
+    """Raises DoesNotFit where the tensors are not those of an adapter of this size and alpha on a layer (rows,
+    columns)."""
     with torch.device("meta"):
         adapter = ADAPTERS[spec.algorithm](spec, rows, columns)
     own = adapter.tensors()
@@ -195,14 +240,13 @@ def _misfit(spec: AdapterSpec, parts: Parts, rows: int, columns: int) -> str | N
         own.pop(ALPHA, None)  # no reader uses it where both are whole
         parts = {suffix: tensor for suffix, tensor in parts.items() if suffix != ALPHA}
     if own.keys() != parts.keys():
-        return f"{', '.join(sorted(parts))} there, {', '.join(sorted(own))} here"
+        raise DoesNotFit(f"{layer}: {', '.join(sorted(parts))} there, {', '.join(sorted(own))} here")
     for suffix, tensor in own.items():
         if suffix == ALPHA:
             if float(parts[ALPHA]) != float(tensor):
-                return f"alpha {float(parts[ALPHA]):g} there, {float(tensor):g} here"
+                raise DoesNotFit(f"{layer}: alpha {float(parts[ALPHA]):g} there, {float(tensor):g} here")
         elif tensor.shape != parts[suffix].shape:
-            return f"{suffix} {tuple(parts[suffix].shape)} there, {tuple(tensor.shape)} here"
-    return None
+            raise DoesNotFit(f"{layer}: {suffix} {tuple(parts[suffix].shape)} there, {tuple(tensor.shape)} here")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ def train_lora(
             if state is not None:
                 trainer.resume(state)
             elif checked.start is not None:
-                for note in trainer.learner.begin_from(checked.start):
+                for note in trainer.begin_from(checked.start):
                     recorder.note(note)
             checked = replace(checked, start=None)  # it may be as large as what is trained
             recorder.phase(trainer.doing())

@@ -36,9 +36,7 @@ class PissaAdapter(LoraAdapter):
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
         """A₀ = √(S / s)·Vᵀ and B₀ = U·√(S / s) of the largest parts U·S·Vᵀ of W."""
-        frozen = read()
-        weight = frozen.weight.float() if frozen.scale is None else frozen.weight.float() * frozen.scale
-        left, sizes, right = largest_parts(weight, self.spec.rank, source)
+        left, sizes, right = largest_parts(read().full(), self.spec.rank, source)
         root = (sizes / self.scale).sqrt()
         self.up_start[:, : len(root)].copy_(left * root)
         self.down_start[: len(root)].copy_(right * root[:, None])

@@ -107,11 +107,11 @@ def test_each_algorithm_begins_where_its_file_ended(name, tiny_flux, tmp_path):
     for key, tensor in first.lora.items():
         exactly = "dora_scale" not in key
         torch.testing.assert_close(second.lora[key], tensor, rtol=0 if exactly else 1e-6, atol=1e-20 if exactly else 0)
-    other = {"algorithm": "lora", "rank": 4, "alpha": 4.0, "start_from": LoraSource.of_model(file)}
-    if network["algorithm"] in ("oft", "dora"):
-        told = f"is a {network['algorithm']} .* and the network trains lora; set algorithm"
-        with pytest.raises(ValueError, match=told):
-            train(tiny_flux, data, tmp_path, network=other)
+    kind = network["algorithm"]
+    other = {"algorithm": "oft" if kind == "loha" else "loha", "rank": 4, "start_from": LoraSource.of_model(file)}
+    told = f"is a {kind} .* and the network trains {other['algorithm']}; set algorithm to {kind}, or choose"
+    with pytest.raises(ValueError, match=told):
+        train(tiny_flux, data, tmp_path, network=other)
 
 
 @pytest.mark.parametrize("name", ["loha", "lokr", "lokr whole"])
