@@ -22,7 +22,7 @@ MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops
 
 
 def _matmul_ops() -> set[Any]:
-    return MATMUL_OPS | {torch.ops.tessera.stored_linear.default}
+    return MATMUL_OPS | {torch.ops.tessera.stored_linear.default, torch.ops.tessera.quantised_linear.default}
 
 
 def _attention_ops() -> set[Any]:

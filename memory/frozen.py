@@ -1,21 +1,20 @@
-"""The frozen weights of a MODEL as plain tensors on the training device, and the linear layer that reads them.
+"""The frozen weights of a MODEL as plain tensors on the training device.
 
 ComfyUI keeps the master copy. On the device that holds it a weight is shared without a copy, elsewhere it is copied
 once. Nothing here is ever written back.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .masters import Place, leave_flat, over_parts, parts_of, places_of
+from .quantised import format_of
+from .stored_linear import FrozenLinear
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -29,28 +28,6 @@ def share_outside_inference_mode(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
         shared = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return shared.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-class FrozenLinear(NamedTuple):
-    """weight: (out, in) as stored or in the compute dtype; scale: fp32 scalar of a scaled fp8 weight; bias: (out,)."""
-
-    weight: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
-        return frozen_linear(x, self.weight, self.scale, self.bias)
-
-    def full(self) -> Tensor:
-        """(out, in): the weight in fp32; shared where it is stored so."""
-        return _dequantise(self.weight, self.scale, torch.float32)
-
-    def apply_transposed(self, rows: Tensor) -> Tensor:
-        """rows: (n, out) → (n, in), rows · W, without a gradient."""
-        if self.weight.dtype == rows.dtype and self.scale is None:
-            return rows @ self.weight
-        return stored_linear_input_grad(rows, self.weight, self.scale)
 
 
 class FrozenWeights:
@@ -142,30 +119,33 @@ class FrozenWeights:
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-        weight, scale = self._stored(f"{name}.weight"), None
+        weight = self._stored(f"{name}.weight")
         assert weight is not None, name
-        if isinstance(weight, QuantizedTensor):
-            weight, scale = self._plain(weight, getattr(module, "pre_quant_scale", None), self._home(name))
+        quantised = isinstance(weight, QuantizedTensor)
+        frozen = self._quantised(weight, self._home(name)) if quantised else FrozenLinear(weight, None, None)
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
-        return FrozenLinear(weight, scale, bias)
+        smoothed = getattr(module, "pre_quant_scale", None) is not None
+        smoothing = self.tensor(f"{name}.pre_quant_scale") if smoothed else None
+        return frozen._replace(bias=bias, pre_quant_scale=smoothing)
 
-    def _plain(
-        self, weight: QuantizedTensor, input_scale: Tensor | None, home: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """A quantised weight as (stored, scale) where it is fp8 with one scale, else dequantised once."""
+    def _quantised(self, weight: QuantizedTensor, home: torch.device) -> FrozenLinear:
+        """A quantised weight as it is stored, or dequantised once where it cannot stay so."""
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
-            stored, scale = weight._qdata, weight._params.scale
-            if _stays_stored(weight, input_scale):
-                stored = share_outside_inference_mode(stored)
-                return stored, share_outside_inference_mode(scale).to(home, torch.float32).reshape(())
-            full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
-            return full if input_scale is None else full * input_scale.to(full), None
+            if _is_fp8_with_one_scale(weight):
+                scale = share_outside_inference_mode(weight._params.scale).to(home, torch.float32).reshape(())
+                return FrozenLinear(share_outside_inference_mode(weight._qdata), scale, None)
+            stored = format_of(weight)
+            if stored is None:
+                full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
+                return FrozenLinear(full, None, None)
+            tensors = (weight._qdata, *(getattr(weight._params, name) for name in stored.tensors))
+            data, *parts = (share_outside_inference_mode(tensor) for tensor in tensors)
+            return FrozenLinear(data, None, None, tuple(parts), stored.text())
 
 
-def _stays_stored(weight: QuantizedTensor, input_scale: Tensor | None) -> bool:
-    """fp8 with one scale."""
-    return input_scale is None and weight._layout_cls.startswith("TensorCoreFP8") and weight._params.scale.numel() == 1
+def _is_fp8_with_one_scale(weight: QuantizedTensor) -> bool:
+    return weight._layout_cls.startswith("TensorCoreFP8") and weight._params.scale.numel() == 1
 
 
 def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
@@ -173,9 +153,7 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
     formats, held = set(), 0
     for module in model.modules():
         for weight in module._parameters.values():
-            if not isinstance(weight, QuantizedTensor) or _stays_stored(
-                weight, getattr(module, "pre_quant_scale", None)
-            ):
+            if not isinstance(weight, QuantizedTensor) or _is_fp8_with_one_scale(weight) or format_of(weight):
                 continue
             formats.add(weight._layout_cls.removeprefix("TensorCore").removesuffix("Layout"))
             held += weight.numel() * compute_dtype.itemsize
@@ -183,7 +161,7 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
         return []
     return [
         f"Weights that the file holds as {', '.join(sorted(formats))} are held as {str(compute_dtype)[6:]} while it "
-        f"trains, {held / 2**30:.2f} GiB of them; fp8 with one scale for each layer stays as it is stored."
+        f"trains, {held / 2**30:.2f} GiB of them; all others stay as they are stored."
     ]
 
 
@@ -194,70 +172,6 @@ def _to_host(places: Sequence[Place]) -> None:
         tensor = place.tensor()
         if tensor is not None and tensor.device.type != "cpu":
             place.table[place.attribute] = over_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
-
-
-def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    full = weight.to(dtype)
-    return full if scale is None else full * scale.to(dtype)
-
-
-@torch.library.custom_op("tessera::stored_linear", mutates_args=())
-def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """`linear` on a weight stored in another dtype than x.
-
-    Opaque on purpose: a plain cast followed by a matmul makes autograd, and the partitioner of a compiled graph, keep
-    the cast weight for backward, which for an fp8 model is a full-size copy of it among the activations. This op saves
-    the stored weight and casts again in backward.
-    """
-    return torch.nn.functional.linear(x, _dequantise(weight, scale, x.dtype), bias)
-
-
-@torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
-def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of `stored_linear` with respect to x."""
-    return grad @ _dequantise(weight, scale, grad.dtype)
-
-
-@stored_linear.register_fake
-def _(x, weight, scale, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@stored_linear_input_grad.register_fake
-def _(grad, weight, scale):
-    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
-
-
-def _save_stored(ctx, inputs, output) -> None:
-    _, weight, scale, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(weight, scale)
-
-
-def _stored_linear_backward(ctx, grad):
-    if grad is None:  # what comes of it goes nowhere
-        return None, None, None, None
-    weight, scale = ctx.saved_tensors
-    return stored_linear_input_grad(grad, weight, scale), None, None, None
-
-
-def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
-    """2·rows·in·out, as for a plain matmul. The partitioner weighs by it what to keep and what to compute again; an op
-    without a formula counts as free."""
-    return 2 * math.prod(x_shape) * (math.prod(weight_shape) // x_shape[-1])
-
-
-register_flop_formula(torch.ops.tessera.stored_linear)(_flops)
-register_flop_formula(torch.ops.tessera.stored_linear_input_grad)(_flops)
-
-stored_linear.register_autograd(_stored_linear_backward, setup_context=_save_stored)
-
-
-def frozen_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
-    if weight.dtype == x.dtype and scale is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    return stored_linear(x, weight, scale, bias)
 
 
 def unload_everything() -> None:

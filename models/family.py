@@ -56,10 +56,11 @@ class Block(nn.Module):
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
 
     def structure(self) -> str:
-        """Blocks of equal structure share one compiled graph: the kind, and which Linears carry what kind of adapter of
-        what rank."""
-        adapters = {name: linear.adapter for name, linear in self.linears().items()}
-        return f"{self.kind}:" + ";".join(f"{name} {own.structure()}" for name, own in adapters.items() if own)
+        """Blocks of equal structure share one compiled graph: the kind, how each Linear is stored, and which carry what
+        kind of adapter of what rank."""
+        linears = self.linears().items()
+        adapters = (f"{name} {linear.adapter.structure()}" for name, linear in linears if linear.adapter)
+        return f"{self.kind}:" + ";".join((*adapters, *(f"{name} {linear.storage}" for name, linear in linears)))
 
 
 class Transformer(Protocol):

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ..memory.frozen import FrozenLinear, FrozenWeights
+from ..memory.quantised import read_format
 from ..memory.residency import FrozenModule
 from .adapters import Adapter, DropMask
 
@@ -10,12 +11,14 @@ from .adapters import Adapter, DropMask
 class LoraLinear(FrozenModule):
     """y = x·Wᵀ + b, and what its adapter makes of it, a LoRA or another one, where it has one.
 
-    The frozen weight may be stored in a narrower dtype than x.
+    The frozen weight may be stored in a narrower dtype than x, or quantised. shape: (out, in) of the weight that is
+    stored; storage: how it is, in words that are equal where the graph can be.
     """
 
     weight: Tensor
     weight_scale: Tensor | None
     bias: Tensor | None
+    pre_quant_scale: Tensor | None
 
     def __init__(self, weights: FrozenWeights, name: str):
         super().__init__()
@@ -25,9 +28,14 @@ class LoraLinear(FrozenModule):
 
     def take(self) -> None:
         frozen = self.read()
-        self.register_buffer("weight", frozen.weight, persistent=False)
-        self.register_buffer("weight_scale", frozen.scale, persistent=False)
-        self.register_buffer("bias", frozen.bias, persistent=False)
+        self.layout, self.shape = frozen.layout, frozen.shape
+        names = () if frozen.layout is None else read_format(frozen.layout).tensors
+        self._parts = tuple(f"weight_{name}" for name in names)
+        held = {"weight": frozen.weight, "weight_scale": frozen.scale, "bias": frozen.bias}
+        held |= dict(zip(self._parts, frozen.parts, strict=True)) | {"pre_quant_scale": frozen.pre_quant_scale}
+        for name, tensor in held.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.storage = frozen.layout or f"{str(frozen.weight.dtype)[6:]}{' scaled' * (frozen.scale is not None)}"
 
     def read(self) -> FrozenLinear:
         """The weights from the MODEL itself, where they lie."""
@@ -36,15 +44,23 @@ class LoraLinear(FrozenModule):
 
     def read_on_device(self) -> FrozenLinear:
         """The weights on the training device, also where the buffers are slots that hold another block."""
-        device = self._source[0].device
-        return FrozenLinear(*(None if t is None else t.to(device) for t in self.read()))  # type: ignore[arg-type]
+        return self.read().to(self._source[0].device)
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         weights, own = self._source
-        return name == "weight_scale" or weights.moved(f"{own}.{name}", source, moved)
+        if name == "weight_scale" and self.layout is None:
+            return True
+        return weights.moved(f"{own}.{'weight' if name in self._parts else name}", source, moved)
+
+    def frozen(self) -> FrozenLinear:
+        """The weights that the buffers hold."""
+        if self.layout is None:
+            return FrozenLinear(self.weight, self.weight_scale, self.bias, pre_quant_scale=self.pre_quant_scale)
+        parts = tuple(getattr(self, name) for name in self._parts)
+        return FrozenLinear(self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale)
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
-        frozen = FrozenLinear(self.weight, self.weight_scale, self.bias)
+        frozen = self.frozen()
         return frozen.apply(x) if self.adapter is None else self.adapter(x, frozen, mask)
 
 

@@ -27,7 +27,7 @@ class LoraNetwork:
         self.adapters: dict[str, Adapter] = {}
         for name, spec in adapter_specs(options, targets).items():
             linear = linears[name]
-            adapter = adapter_kind(spec)(spec, *linear.weight.shape)
+            adapter = adapter_kind(spec)(spec, *linear.shape)
             adapter.start(generator(seed, "lora", name), linear.read_on_device)
             self.adapters[name] = adapter.to(linear.weight.device)
         self.attach(linears)

@@ -78,7 +78,10 @@ class DoraAdapter(LoraAdapter):
 
 
 def column_lengths(frozen: FrozenLinear, rows: int = 1024) -> Tensor:
-    """(in,): the length of each column of a weight, fp32; `rows` are widened at a time."""
+    """(in,): the length of each column of a weight, fp32; `rows` are widened at a time, but for a quantised one."""
+    if frozen.layout is not None:
+        return torch.linalg.vector_norm(frozen.full(), dim=0)
     parts = frozen.weight.split(rows)
     squares = sum((part.float().square().sum(dim=0) for part in parts), torch.zeros(()).to(frozen.weight.device))
-    return squares.sqrt() if frozen.scale is None else squares.sqrt() * frozen.scale.abs()
+    lengths = squares.sqrt() if frozen.scale is None else squares.sqrt() * frozen.scale.abs()
+    return lengths if frozen.pre_quant_scale is None else lengths * frozen.pre_quant_scale.float().abs()

@@ -84,7 +84,7 @@ class FluxTransformer:
         if self.guidance_in is not None and inputs.guidance is not None:
             vec = vec + self.guidance_in(timestep_embedding(inputs.guidance).to(self.dtype))[:, None]
         if self.vector_in is not None:
-            width = self.vector_in.in_layer.weight.shape[1]
+            width = self.vector_in.in_layer.shape[1]
             pooled = inputs.pooled
             vec = vec + self.vector_in(vec.new_zeros(len(vec), width) if pooled is None else pooled[:, :width])[:, None]
         txt = self.txt_in(inputs.text)

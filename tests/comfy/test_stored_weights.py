@@ -15,6 +15,7 @@ from tessera.train.lora import LoraNetwork
 from tessera.train.network_plan import choose_targets
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tessera.train.runner import BlockRunner
+from tiny.flux import QUANTISED
 from tiny.runs import mixed_data, train
 
 # Where a device computes in fp32, core widens plain files as it loads them; a weight_dtype keeps them as they are.
@@ -29,6 +30,8 @@ FILES = {
     "kept fp8": {"dtype": torch.float8_e4m3fn},
     "scaled fp8": {"dtype": torch.bfloat16, "fp8": True},
 }
+LAYOUTS = tuple(name for name in QUANTISED if name != "fp8")
+FILES |= {name: {"dtype": torch.bfloat16, "quantised": name} for name in LAYOUTS}
 HIDDEN, HEIGHT, WIDTH, TEXT = 128, 4, 6, 10
 TOKENS = HEIGHT * WIDTH
 

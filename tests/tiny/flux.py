@@ -51,16 +51,58 @@ def flux_shapes(
     return shapes
 
 
-def quantise_blocks(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Turns the block matrices into fp8 with one scale each, in place; returns the metadata that says so."""
-    layers = {}
-    for name in [n for n in tensors if n.endswith(".weight") and "_blocks." in n]:
+# By name: ComfyUI's format, what its layer's description says beside it, and what its layout is told to quantise with.
+QUANTISED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "fp8": ("float8_e4m3fn", {}, {}),
+    "fp8 by rows": ("float8_e4m3fn", {}, {}),
+    "nvfp4": ("nvfp4", {}, {}),
+    "nvfp4 smoothed": ("nvfp4", {}, {}),
+    "mxfp8": ("mxfp8", {}, {}),
+    "int8": ("int8_tensorwise", {}, {}),
+    "int8 by rows": ("int8_tensorwise", {}, {"per_channel": True}),
+    "int8 turned": (
+        "int8_tensorwise",
+        {"convrot": True, "convrot_groupsize": 64},
+        {"per_channel": True, "convrot": True, "convrot_groupsize": 64},
+    ),
+    "int4 turned": ("convrot_w4a4", {"convrot_groupsize": 64}, {"convrot_groupsize": 64}),
+}
+
+
+def quantise_layer(weight: Tensor, how: str, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A weight as a file of `how` (one of QUANTISED) holds it: (its tensors by what follows the layer's name, the
+    layer's description)."""
+    kind, described, settings = QUANTISED[how]
+    conf = {"format": kind, **described}
+    if kind == "float8_e4m3fn":
+        scale = weight.abs().amax(dim=1, keepdim=True) if how == "fp8 by rows" else weight.abs().max()
+        scale = (scale / FP8_MAX).float()
+        return {".weight": (weight / scale).to(torch.float8_e4m3fn), ".weight_scale": scale}, conf
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    held = {}
+    if how == "nvfp4 smoothed":
+        source = torch.Generator().manual_seed(seed)
+        held[".pre_quant_scale"] = 0.5 + torch.rand(weight.shape[1], generator=source)
+        weight = weight / held[".pre_quant_scale"]
+    quantised = QuantizedTensor.from_float(weight, QUANT_ALGOS[kind]["comfy_tensor_layout"], **settings)
+    return held | {f".weight{name}": _bytes_of(t) for name, t in quantised.state_dict().items()}, conf
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Exponents are written as bytes, as the files in use have them."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
+
+
+def quantised_blocks(tensors: dict[str, Tensor], how: str, inside: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(what stands for the block matrices in a file of `how`, the metadata that says so). inside: for those whose names
+    have this."""
+    held, layers = {}, {}
+    for number, name in enumerate(n for n in tensors if n.endswith(".weight") and "_blocks." in n and inside in n):
         layer = name.removesuffix(".weight")
-        scale = tensors[name].abs().max() / FP8_MAX
-        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
-        tensors[f"{layer}.weight_scale"] = scale.float()
-        layers[layer] = {"format": "float8_e4m3fn"}
-    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+        made, layers[layer] = quantise_layer(tensors[name], how, number)
+        held.update({f"{layer}{suffix}": tensor for suffix, tensor in made.items()})
+    return held, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
 def write_flux(
@@ -74,25 +116,26 @@ def write_flux(
     guidance: bool = True,
     dtype: torch.dtype = torch.float32,
     fp8: bool = False,
+    quantised: str | None = None,
+    quantised_inside: str = "",
     denoiser: bool = False,
     seed: int = 0,
 ) -> Path:
     """Writes a FLUX.1 checkpoint: dev-like, or schnell-like with `guidance=False`.
 
     `dtype` is stored for every tensor (torch.float8_e4m3fn gives a plain fp8 file). `fp8` gives ComfyUI's scaled fp8:
-    the block matrices in fp8 with a scale each, the rest in `dtype`. `denoiser` gives a model that removes noise and
-    has only pictures to learn, in place of a random one.
+    the block matrices in fp8 with a scale each, the rest in `dtype`; `quantised` another of QUANTISED, for those of them
+    whose names have `quantised_inside`. `denoiser` gives a model that removes noise and has only pictures to learn, in
+    place of a random one.
     """
     tensors = fill(flux_shapes(hidden, depth, depth_single, context_dim, vec_dim, guidance), seed)
     if denoiser:
         make_denoiser(tensors)
     metadata = {"format": "pt"}
-    if fp8:
-        metadata |= quantise_blocks(tensors)
-    kept = (torch.float8_e4m3fn,) if fp8 else ()
-    stored = {
-        name: t if t.dtype in kept or name.endswith(".weight_scale") else t.to(dtype) for name, t in tensors.items()
-    }
+    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if fp8 or quantised:
+        held, described = quantised_blocks(tensors, quantised or "fp8", quantised_inside)
+        stored, metadata = stored | held, metadata | described
     save_file(stored, path, metadata)
     return path
 
