@@ -15,6 +15,8 @@ from tessera.train.network_plan import base_spec
 from tessera.train.options import NetworkOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.compiling import Graphs
+from tiny.flux import QUANTISED
+from tiny.quantised import stored_layer
 
 OUT, IN, NAME = 96, 64, "double_blocks.0.img_attn.proj"
 algorithms = pytest.mark.parametrize("options", [NetworkOptions(**o) for o in ALGORITHMS.values()], ids=ALGORITHMS)
@@ -26,7 +28,7 @@ def random(*shape, seed=0, std=1.0):
 
 def made(options, frozen):
     spec = base_spec(options)
-    adapter = adapter_kind(spec)(spec, *frozen.weight.shape)
+    adapter = adapter_kind(spec)(spec, *frozen.shape)
     adapter.start(torch.Generator().manual_seed(1), lambda: frozen)
     return adapter
 
@@ -92,10 +94,12 @@ def test_its_gradients_are_those_of_the_formula(options):
 
 
 @algorithms
-def test_a_stored_fp8_weight_waits_for_backward_as_it_is_stored(options):
+@pytest.mark.parametrize("how", QUANTISED)
+def test_a_stored_weight_waits_for_backward_as_it_is_stored(how, options):
     """No dequantised copy among what autograd keeps, and the same result as on the weight that it stands for."""
-    frozen = frozen_layer(torch.float8_e4m3fn, torch.tensor(1.7))
-    whole = FrozenLinear(frozen.weight.float() * 1.7, None, frozen.bias)
+    frozen, core = stored_layer(how, random(OUT, IN, std=0.2), random(OUT, seed=1))
+    smoothing = 1.0 if frozen.pre_quant_scale is None else frozen.pre_quant_scale
+    whole = FrozenLinear(core * smoothing, None, frozen.bias)
     adapter, other = made(options, frozen), made(options, whole)
     fill(adapter, 6)
     fill(other, 6)
@@ -104,8 +108,9 @@ def test_a_stored_fp8_weight_waits_for_backward_as_it_is_stored(options):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = adapter(x, frozen, None)
     torch.testing.assert_close(y, other(x, whole, None), rtol=1e-5, atol=1e-5)
-    assert any(t.dtype == torch.float8_e4m3fn and t.shape == (OUT, IN) for t in kept)
-    assert all(t.numel() < OUT * IN for t in kept if t.dtype != torch.float8_e4m3fn)
+    stored = {part.data_ptr() for part in (frozen.weight, *frozen.parts)}
+    assert frozen.weight.data_ptr() in {t.data_ptr() for t in kept}
+    assert all(t.numel() < OUT * IN for t in kept if t.data_ptr() not in stored)
 
 
 @algorithms

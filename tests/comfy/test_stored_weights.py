@@ -8,6 +8,7 @@ import tiny
 import torch
 from tessera.compile.settings import CompileSettings
 from tessera.memory.frozen import dequantised_notes, unload_everything
+from tessera.memory.masters import parts_of
 from tessera.models.flux import Flux, FluxInputs
 from tessera.models.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
@@ -15,7 +16,6 @@ from tessera.train.lora import LoraNetwork
 from tessera.train.network_plan import choose_targets
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tessera.train.runner import BlockRunner
-from tiny.flux import QUANTISED
 from tiny.runs import mixed_data, train
 
 # Where a device computes in fp32, core widens plain files as it loads them; a weight_dtype keeps them as they are.
@@ -30,8 +30,8 @@ FILES = {
     "kept fp8": {"dtype": torch.float8_e4m3fn},
     "scaled fp8": {"dtype": torch.bfloat16, "fp8": True},
 }
-LAYOUTS = tuple(name for name in QUANTISED if name != "fp8")
-FILES |= {name: {"dtype": torch.bfloat16, "quantised": name} for name in LAYOUTS}
+# Where core widens them here too; every layout stands in test_quantised_weights.
+FILES |= {name: {"dtype": torch.bfloat16, "quantised": name} for name in ("nvfp4 smoothed", "mxfp8")}
 HIDDEN, HEIGHT, WIDTH, TEXT = 128, 4, 6, 10
 TOKENS = HEIGHT * WIDTH
 
@@ -51,9 +51,8 @@ def built(model, dtype=None):
     return Flux().build(patcher, device, dtype or patcher.model.get_dtype_inference(), "auto")
 
 
-def core_weight(model, name):
-    weight = model.model.get_submodule(f"diffusion_model.{name}").weight
-    return getattr(weight, "_qdata", weight)
+def core_parts(model, name):
+    return parts_of(model.model.get_submodule(f"diffusion_model.{name}").weight)
 
 
 def test_the_forward_of_every_stored_dtype_is_comfyuis_own(stored):
@@ -99,7 +98,7 @@ def test_losses_on_a_stored_file_come_near_those_on_the_fp32_file(stored, tiny_f
     name, model = stored
     result = train(model, mixed_data(), tmp_path / "stored", batch_size=2)
     reference = train(tiny_flux, mixed_data(), tmp_path / "fp32", batch_size=2)
-    close = 1e-6 if name == "fp32" else 0.2 if "fp8" in name else 0.02
+    close = 1e-6 if name == "fp32" else 0.2 if "fp8" in name or "fp4" in name else 0.02
     assert result.loss == pytest.approx(reference.loss, rel=close)
 
 
@@ -111,10 +110,14 @@ def test_weights_on_the_training_device_are_shared_without_a_copy(stored):
     linears = {n: lin for n, lin in transformer.linears().items() if "_blocks." in n}
     assert len(linears) == 2 * 10 + 2 * 3
     for layer, linear in linears.items():
-        master = core_weight(model, layer)
+        master = core_parts(model, layer)[0]
         assert linear.weight.data_ptr() == master.data_ptr() and linear.weight.dtype == master.dtype, layer
         assert not linear.weight.is_inference()
-        assert (linear.weight_scale is not None) == (name == "scaled fp8")
+        quantised = core_parts(model, layer)[1:]
+        assert [part.data_ptr() for part in linear.frozen().parts] == [
+            part.data_ptr() for part in quantised if name != "scaled fp8"
+        ]
+        assert (linear.weight_scale is not None) == bool(quantised)
         if name in KEPT:
             assert linear.weight.dtype == KEPT[name]
 
@@ -136,10 +139,12 @@ def saved_bytes(run):
 BLOCKS = [(*case, "lora") for case in product(["kept fp8", "scaled fp8"], ["double", "single"], [None, "aot_eager"])]
 BLOCKS += [("scaled fp8", "single", None, algorithm) for algorithm in ("loha", "lokr", "dora", "oft")]
 BLOCKS += [("kept fp8", "single", "aot_eager", "dora")]
+BLOCKS += [("nvfp4 smoothed", kind, backend, "lora") for kind, backend in (("double", None), ("single", "aot_eager"))]
+BLOCKS += [("nvfp4 smoothed", "single", None, "dora"), ("mxfp8", "double", None, "lora")]
 
 
 @pytest.mark.parametrize(("name", "kind", "backend", "algorithm"), BLOCKS)
-def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast_copy(
+def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_cast_copy(
     name, kind, backend, algorithm, tmp_path
 ):
     model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", **FILES[name]), KEPT.get(name))
@@ -162,13 +167,14 @@ def test_a_block_of_an_fp8_model_keeps_its_stored_bytes_for_backward_and_no_cast
 
     result, kept = saved_bytes(lambda: runner(block, *states, vec, pe, {}))
     # Nothing upstream of the modulation is trained, so autograd may let its weight go.
-    needed = {n: lin.weight for n, lin in block.linears().items() if not n.endswith("mod")}
-    places = {weight.untyped_storage().data_ptr() for weight in needed.values()}
-    assert {weight.dtype for weight in needed.values()} == {torch.float8_e4m3fn}
-    assert sum(nbytes for place, (nbytes, _) in kept.items() if place in places) == sum(
-        w.numel() for w in needed.values()
-    )
-    shapes_of_weights = {tuple(weight.shape) for weight in needed.values()}
+    needed = {n: lin.frozen() for n, lin in block.linears().items() if not n.endswith("mod")}
+    stored = [part for frozen in needed.values() for part in (frozen.weight, *frozen.parts)]
+    places = {part.untyped_storage().data_ptr() for part in stored}
+    assert {frozen.weight.dtype for frozen in needed.values()} == {
+        torch.uint8 if "fp4" in name else torch.float8_e4m3fn
+    }
+    assert sum(nbytes for place, (nbytes, _) in kept.items() if place in places) == sum(part.nbytes for part in stored)
+    shapes_of_weights = {frozen.shape for frozen in needed.values()}
     shapes_of_weights |= {shape[::-1] for shape in shapes_of_weights}
     others = [tuple(tensor.shape) for place, (_, tensor) in kept.items() if place not in places]
     assert len(others) > 5 and not shapes_of_weights.intersection(others), others
@@ -199,8 +205,9 @@ def test_weights_that_training_cannot_keep_quantised_are_named_with_their_size(s
     name, model = stored
     transformer = model.model.diffusion_model
     assert dequantised_notes(transformer, torch.bfloat16) == []
-    if name == "scaled fp8":
+    if name == "mxfp8":
         linear = transformer.double_blocks[0].img_mlp[0]
-        linear.pre_quant_scale = torch.ones(1)
+        count = linear.weight.numel()
+        linear.weight = torch.nn.Parameter(linear.weight.t(), requires_grad=False)
         (note,) = dequantised_notes(transformer, torch.bfloat16)
-        assert "as FP8" in note and f"{linear.weight.numel() * 2 / 2**30:.2f} GiB" in note
+        assert "as MXFP8 are held as bfloat16" in note and f"{count * 2 / 2**30:.2f} GiB" in note

@@ -56,6 +56,7 @@ FILES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "flux with a LoRA": ("flux", {}, None),
     "flux in fp8": ("flux", {"dtype": FP8}, FP8),
     "flux in scaled fp8": ("flux", {"dtype": torch.bfloat16, "fp8": True}, None),
+    "flux in nvfp4": ("flux", {"dtype": torch.bfloat16, "quantised": "nvfp4 smoothed"}, None),
     "wan": ("wan", {}, None),
     "wan in fp8": ("wan", {"dtype": FP8}, FP8),
     "qwen_image": ("qwen_image", {}, None),
@@ -103,7 +104,8 @@ def dirty(path: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", FILES)
+# ComfyUI copies a layout's scales as it makes a parameter of a quantised weight, and nvfp4's are an eighth of it.
+@pytest.mark.parametrize("name", [name for name in FILES if "nvfp4" not in name])
 def test_pictures_are_those_of_masters_in_memory(name: str, tmp_path: Path, ram: Any) -> None:
     path = write(name, tmp_path)
     written = path.read_bytes()

@@ -124,9 +124,9 @@ def write_flux(
     """Writes a FLUX.1 checkpoint: dev-like, or schnell-like with `guidance=False`.
 
     `dtype` is stored for every tensor (torch.float8_e4m3fn gives a plain fp8 file). `fp8` gives ComfyUI's scaled fp8:
-    the block matrices in fp8 with a scale each, the rest in `dtype`; `quantised` another of QUANTISED, for those of them
-    whose names have `quantised_inside`. `denoiser` gives a model that removes noise and has only pictures to learn, in
-    place of a random one.
+    the block matrices in fp8 with a scale each, the rest in `dtype`; `quantised` another of QUANTISED, for those whose
+    names have `quantised_inside`. `denoiser` gives a model that removes noise and has only pictures to learn, in place
+    of a random one.
     """
     tensors = fill(flux_shapes(hidden, depth, depth_single, context_dim, vec_dim, guidance), seed)
     if denoiser:
