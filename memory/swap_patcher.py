@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from .stand_ins import Patching, SwappedBlocks
+from .swap_plan import all_on_device
 
 KEY = "tessera.swapped_blocks"
 EVERYTHING = 1e32  # what core passes for "no limit"
@@ -219,9 +220,6 @@ def swap_model(
     clone.patches_uuid = uuid4()
     if prefetch < 1:
         swap.say(f"prefetch_blocks is {prefetch}; one block has to be copied ahead, so 1 is taken.")
-    elif prefetch >= len(blocks):
-        swap.say(
-            f"prefetch_blocks is {prefetch} with {len(blocks)} swapped: all of them have a place on the GPU, so "
-            "nothing is saved; choose a smaller prefetch_blocks or more blocks_to_swap."
-        )
+    elif (told := all_on_device(prefetch, len(blocks))) is not None:
+        swap.say(told)
     return clone

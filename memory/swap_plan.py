@@ -27,6 +27,16 @@ def check_count(count: int, total: int) -> None:
         raise ValueError(f"blocks_to_swap is {count}; this model has {total} blocks, so choose 0 to {total}.")
 
 
+def all_on_device(prefetch: int, swapped: int) -> str | None:
+    """What is to be said where so many blocks are copied ahead that each of those that are swapped has a slot."""
+    if prefetch + 1 < swapped:
+        return None
+    return (
+        f"prefetch_blocks is {prefetch} with {swapped} swapped: all of them have a place on the GPU, so nothing is "
+        "saved; choose a smaller prefetch_blocks or more blocks_to_swap."
+    )
+
+
 def spread(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
     """`count` of the names: all of the first groups, and of the last one that is used some that are spread evenly, so
     that each copy has resident blocks to hide behind."""

@@ -10,6 +10,8 @@ from ..models.swapped_model import swap_settings_of
 from ..train.options import MemoryOptions
 from ..train.run import TrainSettings
 
+_MEMORY = MemoryOptions()
+
 
 def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
     """Which inputs of this node a connected options node has replaced, a sentence each."""
@@ -51,7 +53,15 @@ def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOption
         prefetch_blocks=swap.prefetch_blocks,
         pin_memory=swap.pin_memory,
     )
-    return taken, [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
+    left = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != getattr(_MEMORY, name)]
+    notes = [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
+    if left and any(getattr(options, name) != getattr(taken, name) for name in left):
+        are = "is" if len(left) == 1 else "are"
+        notes.append(
+            f"{' and '.join(left)} of the connected Training Memory {are} not used: block swap is set on the MODEL; "
+            "set blocks_to_swap on Training Memory too, or change it there."
+        )
+    return taken, notes
 
 
 def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:

@@ -20,7 +20,7 @@ from ..train.events import Observer
 from ..train.experts import ExpertObserver, plan_experts
 from ..train.lora_model import LoraModel
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
-from ..train.preview import Partner, Preview, Previewer, check_previews
+from ..train.preview import Partner, Preview, Previewer, check_previews, preview_notes
 from ..train.run import TrainSettings, list_states
 from ..train.train_lora import TrainResult, train_lora
 from .data import TrainingDataType
@@ -303,7 +303,7 @@ def run(
     watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
     memory, memory_notes = memory_of(model, settings.memory)
     compile_settings, compile_notes = for_training(model, settings.compile)
-    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes))
+    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
     return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
 

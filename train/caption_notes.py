@@ -51,6 +51,8 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
         yield f"caption_per_line has no effect on {folder!r}, where no caption file has a second line."
     if options.wildcards and not any("{" in text for text in texts):
         yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
+    if rules.on and rules.keep and captions and all(rules.separator and rules.separator in line for line in captions):
+        yield f"keep_tokens has no effect on {folder!r}, where {rules.separator!r} in each caption says what stays."
     free = max((len(split_tags(line, rules).free) for line in captions), default=0)
     if rules.shuffle and free < 2:
         yield f"shuffle_tags has no effect on {folder!r}, where no caption has two tags, with a comma between, to move."

@@ -13,6 +13,7 @@ from .class_captions import check_class_captions, read_class_word
 from .extraction import Extraction
 from .fingerprint import fingerprint
 from .folder_files import VIDEO_EXTENSIONS, files_in, listed, name_below, picture_files, state_of
+from .folder_notes import extraction_notes, folder_notes
 from .options.captions import CaptionOptions
 from .pictures import EXTENSIONS, UNREAD_EXTENSIONS
 from .treatment import AS_IT_IS, Treatment
@@ -116,7 +117,7 @@ def scan_folder(
         with_controls = (replace(picture, controls=of) for picture, of in zip(pictures, controls, strict=True))
         found = Dataset(tuple(with_controls), found.notes + notes)
     others = {"controls": control_folder is not None, "masks": mask_folder is not None}
-    return _described(found, repeats, trigger_words, treatment, captions, others)
+    return _described(found, folder, repeats, trigger_words, treatment, captions, others)
 
 
 def scan_films(
@@ -138,21 +139,25 @@ def scan_films(
     found = _scan(folder, CLIPS, make, caption_extension, repeats, trigger_words, captions)
     others = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
     found = _with_masks(_with_class(found, folder, treatment, trigger_words), mask_folder, treatment)
-    return _described(found, repeats, trigger_words, treatment, captions, others)
+    found = replace(found, notes=(*found.notes, *extraction_notes(extraction)))
+    return _described(found, folder, repeats, trigger_words, treatment, captions, others)
 
 
 def _described(
     found: Dataset,
+    folder: Path,
     repeats: int,
     trigger_words: str,
     treatment: Treatment,
     captions: CaptionOptions | None,
     others: Mapping[str, Any],
 ) -> Dataset:
-    """With what was set for the folder."""
+    """With what was set for the folder, and what of it has no effect."""
+    masked = others["masks"] or treatment.alpha_mask
+    notes = (*found.notes, *folder_notes(folder.name, treatment, trigger_words, masked))
     said = {"files": len(found.entries), "repeats": repeats, "trigger_words": trigger_words, **others}
     said |= {"treatment": asdict(treatment), "captions": asdict(captions or CaptionOptions())}
-    return replace(found, folders=(said,))
+    return replace(found, notes=notes, folders=(said,))
 
 
 def caption_file(picture: Path, extension: str) -> Path:

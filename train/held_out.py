@@ -52,12 +52,15 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
         names = sorted({_file(sample) for sample in held.samples})
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         notes.append(f"Held out for validation and not trained on: {shown}.")
-    elif same := {_file(s) for s in data.samples} & {_file(s) for s in held.samples}:
-        first = sorted(same)[0]
-        notes.append(
-            f"{len(same)} of the validation's files have the names of files that are trained on (such as {first}); if "
-            "they are the same pictures, the validation loss says nothing about new ones."
-        )
+    else:
+        if options.part != ValidationOptions.part:
+            notes.append("part of Validation is not used: data is connected to it, and all of that is measured on.")
+        if same := {_file(s) for s in data.samples} & {_file(s) for s in held.samples}:
+            first = sorted(same)[0]
+            notes.append(
+                f"{len(same)} of the validation's files have the names of files that are trained on (such as {first}); "
+                "if they are the same pictures, the validation loss says nothing about new ones."
+            )
     if more := len(set(held.graph_keys()) - set(data.graph_keys())):
         notes.append(f"Validation adds {more} to the sizes that are compiled: training has no sample of its sizes.")
     return notes

@@ -1,17 +1,18 @@
 """Which layers get which adapter, told before any weight is read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 from ..models.adapters import ADAPTERS, AdapterSpec, LokrAdapter
+from ..models.adapters.base import cut
 from ..models.adapters.oft import block_size
 from ..models.family import Family, linear_shapes
 from .options import NetworkOptions
-from .ranks import parse_rank_patterns
+from .ranks import RankPattern, parse_rank_patterns
 from .targets import examples, match_targets
 
 Size = tuple[int, int]
@@ -37,8 +38,12 @@ def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, 
 
     Raises ValueError for a pattern that matches no target.
     """
-    specs = dict.fromkeys(targets, base_spec(options))
-    for line in parse_rank_patterns(options.rank_patterns):
+    return _with_patterns(dict.fromkeys(targets, base_spec(options)), parse_rank_patterns(options.rank_patterns))
+
+
+def _with_patterns(specs: dict[str, AdapterSpec], lines: Sequence[RankPattern]) -> dict[str, AdapterSpec]:
+    specs, targets = dict(specs), list(specs)
+    for line in lines:
         matching = [name for name in targets if fnmatchcase(name, line.pattern)]
         if not matching:
             raise ValueError(
@@ -78,7 +83,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
         notes.append(
             f"{' and '.join(kinds)} {works} within the blocks; {len(outside)} trained layers outside of them have none."
         )
-    notes += _without_effect(options)
+    notes += _without_effect(options, targets)
     notes += _too_large(specs, shapes)
     if options.rank_patterns.strip():
         before = _block_kinds(family, model, dict.fromkeys(targets))
@@ -90,16 +95,36 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
     return notes
 
 
-def _without_effect(options: NetworkOptions) -> list[str]:
+def _without_effect(options: NetworkOptions, targets: Sequence[str]) -> list[str]:
     """The inputs that were changed and are not read."""
     notes = []
     if options.factor != -1 and options.algorithm != "lokr":
         notes.append(f"factor is not used by {options.algorithm}; lokr reads it.")
     if options.constraint and options.algorithm != "oft":
         notes.append(f"constraint is not used by {options.algorithm}; oft reads it.")
-    if options.algorithm == "oft" and options.alpha != options.rank:
+    alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
+    if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
         notes.append("alpha is not used by oft, whose update is a turn and is not scaled.")
-    return notes
+    if options.base_strength != NetworkOptions.base_strength and options.base_lora is None:
+        notes.append("base_strength is not used: base_lora is none.")
+    return [*notes, *_lines_without_effect(options, targets)]
+
+
+def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:
+    """Lines of rank_patterns that could be left out."""
+    plain, lines = dict.fromkeys(targets, base_spec(options)), parse_rank_patterns(options.rank_patterns)
+    specs = _read_by(options.algorithm, _with_patterns(plain, lines))
+    for number, line in enumerate(lines):
+        if _read_by(options.algorithm, _with_patterns(plain, [*lines[:number], *lines[number + 1 :]])) == specs:
+            yield (
+                f"The line of {line.pattern!r} in rank_patterns changes nothing: its layers have that already, or "
+                "later lines set it anew."
+            )
+
+
+def _read_by(algorithm: str, specs: Mapping[str, AdapterSpec]) -> dict[str, AdapterSpec]:
+    """Without what the algorithm does not read."""
+    return {n: replace(spec, alpha=0.0) for n, spec in specs.items()} if algorithm == "oft" else dict(specs)
 
 
 def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:
@@ -129,13 +154,31 @@ def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
                 f"as {name} into blocks of {size}: the largest divisor of its {shapes[name][0]} outputs."
             ]
     if algorithm == "lokr":
-        whole = [n for n, spec in specs.items() if LokrAdapter.is_whole(spec, *shapes[n])]
-        if whole:
-            return [
-                f"lokr keeps its second matrix whole in {len(whole)} of {len(specs)} layers, as a pair of rank "
-                f"{specs[whole[0]].rank} would save little; rank and alpha are not used there."
-            ]
+        return [*_other_factors(specs, shapes), *_whole(specs, shapes)]
     return []
+
+
+def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
+    """Layers that LoKr's factor does not divide."""
+    cuts = {n: {cut(size, spec.factor)[0] for size in shapes[n]} for n, spec in specs.items()}
+    other = {n: found for n, spec in specs.items() if spec.factor > 0 and (found := cuts[n] - {spec.factor})}
+    if other:
+        name, found = next(iter(other.items()))
+        yield (
+            f"lokr cuts {len(other)} of {len(specs)} layers otherwise than by factor {specs[name].factor}, such as "
+            f"{name} of {shapes[name][0]} × {shapes[name][1]} by {' and '.join(map(str, sorted(found)))}: the largest "
+            "divisor up to it."
+        )
+
+
+def _whole(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
+    """Layers whose second matrix LoKr keeps whole."""
+    whole = [n for n, spec in specs.items() if LokrAdapter.is_whole(spec, *shapes[n])]
+    if whole:
+        yield (
+            f"lokr keeps its second matrix whole in {len(whole)} of {len(specs)} layers, as a pair of rank "
+            f"{specs[whole[0]].rank} would save little; rank and alpha are not used there."
+        )
 
 
 def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> int:

@@ -65,6 +65,8 @@ def check_optimizer(
             f"The optimizer {name} cannot train a LoRA here{plus} ({told}); choose another one, such as adamw."
         ) from error
     notes = optimizer_notes(options)
+    if options.optimizer == "custom" and is_schedule_free(optimizer) and options.lr_scheduler != "constant":
+        notes += (_needs_no_schedule(name, options.lr_scheduler),)
     if not _goes_on_alike(options, whole, unpack_state(tensors, tree), (optimizer, scheduler)):
         notes += (f"{name} does not save all that it has learnt, so a resumed run goes on a little differently.",)
     return notes
@@ -145,10 +147,14 @@ def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
     elif name == "lion" and rate >= 1e-4:
         notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
     if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
-        notes.append(f"adamw_schedulefree needs no schedule; constant is usual, and {options.lr_scheduler} slows it.")
+        notes.append(_needs_no_schedule(name, options.lr_scheduler))
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
     return (*notes, *_without_effect(options))
+
+
+def _needs_no_schedule(name: str, scheduler: str) -> str:
+    return f"{name} needs no schedule; constant is usual, and {scheduler} slows it."
 
 
 def _without_effect(options: OptimizerOptions) -> list[str]:
@@ -161,6 +167,8 @@ def _without_effect(options: OptimizerOptions) -> list[str]:
     notes = []
     if scheduler in ("constant", "curve") and options.min_lr_ratio > 0:
         notes.append(f"min_lr_ratio is not used by the {scheduler} schedule.")
+    elif options.min_lr_ratio == 1:
+        notes.append(f"lr_scheduler {scheduler} has no effect: min_lr_ratio 1 keeps the rate where it is.")
     for key, reader in _SCHEDULE_INPUTS.items():
         if scheduler != reader and changed(key):
             notes.append(f"{key} is not used by the {scheduler} schedule; {reader} reads it.")

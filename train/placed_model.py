@@ -139,11 +139,14 @@ class PlacedModel:
             )
         if self.from_file is not None:
             self.observer.note(self.from_file)
-        elif self.pinning is not None and not self.pinning.masters and self.device.type == "cuda":
+        elif self.pinning is not None and not self.pinning.masters and self._told_of_pinning():
             self.observer.note(self.pinning.reason)
         if self.swap is not None and self.pinning is not None and self.pinning.masters:
             if (told := not_pinned(self.swap.ring.masters)) is not None:
                 self.observer.note(told)
+
+    def _told_of_pinning(self) -> bool:
+        return self.device.type == "cuda" or self.memory.pin_memory == "on"
 
     # What runs.
 

@@ -21,7 +21,17 @@ from . import stopped
 from .experts import HIGH
 from .formats import convert
 from .preview_files import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
-from .sampling import Sampling, Stages, check_fits, decode, random_state_kept, sample_latent, titled, with_lora
+from .sampling import (
+    Sampling,
+    Stages,
+    check_fits,
+    decode,
+    random_state_kept,
+    sample_latent,
+    sampling_notes,
+    titled,
+    with_lora,
+)
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -95,6 +105,13 @@ def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatc
             check_fits(preview.sampling, model)
         except ValueError as error:
             raise ValueError(f"preview: {error}") from None
+
+
+def preview_notes(previews: Sequence[Preview], model: ModelPatcher) -> list[str]:
+    """What is set for a prompt and has no effect, a sentence each."""
+    numbered = [(n, preview.sampling) for n, preview in enumerate(previews, 1)]
+    told = [(f"preview: prompt {n}: ", note) for n, sampling in numbered for note in sampling_notes(sampling, model)]
+    return [f"{where}{note}" for where, note in told]
 
 
 class Previewer:

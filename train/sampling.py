@@ -1,5 +1,6 @@
 """Pictures and clips as ComfyUI's own nodes make them: Load LoRA, KSampler, VAE Decode."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
+
+from .listing import joined
 
 Conditioning = list[list[Any]]
 MOST_SEED = 0xFFFFFFFFFFFFFFFF
@@ -133,6 +136,22 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
             f"frames is {sampling.frames}; the model takes 1 more than a multiple of "
             f"{format.temporal_downscale_ratio}, such as {sampling.frames - rest}."
         )
+
+
+def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
+    """The inputs that are set and not read, a sentence each."""
+    defaults = {name: getattr(Sampling, name) for name in ("width", "height", "frames")}
+    unread = [name for name, default in defaults.items() if getattr(sampling, name) != default]
+    latent = sampling.latent_image
+    if latent is not None and unread:
+        yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image says the size."
+    # Samplers of CFG++ take the negative prompt's part at any cfg; so does what other nodes put on the MODEL.
+    both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
+    if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not both:
+        yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
+    frames = sampling.frames if latent is None else latent["samples"].shape[2] if latent["samples"].ndim == 5 else 1
+    if sampling.fps != Sampling.fps and frames == 1:
+        yield "fps is not used: the prompt is sampled as a picture."
 
 
 def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:

@@ -16,8 +16,8 @@ Curve = tuple[tuple[float, float], ...]
 def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], float]:
     """What the learning rate is multiplied by at a step, counted from 0. total_steps: of the whole run.
 
-    Warm-up of w steps: (step + 1) / w, so that the first step moves already. After it, with p from 0 to 1,
-    (step − w) / (total − w), the factor is r + (1 − r)·f(p), where r = `min_lr_ratio` and f is
+    Warm-up of w steps: (step + 1) / w of what the schedule begins at, so that the first step moves already. After it,
+    with p from 0 to 1, (step − w) / (total − w), the factor is r + (1 − r)·f(p), where r = `min_lr_ratio` and f is
 
     - linear: 1 − p
     - cosine: (1 + cos(π·p)) / 2 (Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5)
@@ -31,7 +31,7 @@ def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], 
     (transformers' get_inverse_sqrt_schedule, after Vaswani et al. 2017, arXiv 1706.03762, eq. 3); curve: the points of
     `lr_curve`, straight lines between them.
 
-    Raises ValueError where the warm-up is as long as the run.
+    Raises ValueError where the warm-up is as long as the run, or leads to a curve's 0.
     """
     warmup, low, kind = options.warmup_steps, options.min_lr_ratio, options.lr_scheduler
     if warmup >= total_steps:
@@ -40,10 +40,16 @@ def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], 
         )
     falling = _falling(options)
     curve = parse_curve(options.lr_curve) if kind == "curve" else ()
+    begins_at = _on_curve(curve, 0.0) if curve else 1.0
+    if warmup and begins_at == 0:
+        raise ValueError(
+            f"warmup_steps is {warmup} and lr_curve begins at 0, to which there is nothing to warm up; set "
+            "warmup_steps to 0 and draw the warm-up, such as '0:0, 5:1, 100:0.1'."
+        )
 
     def factor(step: int) -> float:
         if step < warmup:
-            return (step + 1) / warmup
+            return (step + 1) / warmup * begins_at
         if kind == "constant":
             return 1.0
         if kind == "inverse_sqrt":

@@ -37,6 +37,7 @@ from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .schedule import lr_factor
+from .settings_notes import guidance_notes, memory_notes, saving_notes
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .version import VERSION
@@ -119,7 +120,10 @@ def train_lora(
     key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, key):
         observer.note("This run was finished before with the same data, model and settings; its files are returned.")
-        return read_finished(finished)
+        result = read_finished(finished)
+        if watchers and not result.summary.get("previews"):
+            observer.note("It was trained without previews; change output_name or seed to train it again with them.")
+        return result
 
     state = find_state(root, settings, lineage)
     folder = open_folder(root, settings, key, state)
@@ -216,6 +220,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
         check_range(settings.objective, size, family.shift(patcher.model, size))
+    strata = strata_of(settings, data.samples)
     notes = (
         *patch_notes,
         *check_preservation(settings.objective, data.samples),
@@ -223,7 +228,10 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *base_notes,
         *start_notes,
         *network_notes(settings.network, family, patcher.model, targets),
-        *objective_notes(settings.objective, strata_of(settings, data.samples)),
+        *objective_notes(settings.objective, strata),
+        *guidance_notes(family, patcher.model, settings.objective, data.samples),
+        *saving_notes(settings, strata),
+        *memory_notes(settings.memory),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
     )
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))

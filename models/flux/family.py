@@ -43,6 +43,9 @@ class FluxFamily:
     def expert_boundary(self, model: Any) -> float | None:
         return None
 
+    def takes_guidance(self, model: Any) -> bool:
+        return bool(model.diffusion_model.params.guidance_embed)
+
     def text_width(self, model: Any) -> int:
         """The width of the text encoder's output that the model takes."""
         return model.diffusion_model.txt_in.in_features

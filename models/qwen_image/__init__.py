@@ -60,6 +60,9 @@ class QwenImage:
     def expert_boundary(self, model: Any) -> float | None:
         return None
 
+    def takes_guidance(self, model: Any) -> bool:
+        return False
+
     def text_width(self, model: Any) -> int:
         return model.diffusion_model.txt_in.in_features
 

@@ -83,6 +83,9 @@ class Wan:
         """Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py: `boundary`."""
         return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(self.variant(model))
 
+    def takes_guidance(self, model: Any) -> bool:
+        return False
+
     def text_width(self, model: Any) -> int:
         return model.diffusion_model.text_embedding[0].in_features
 

@@ -227,6 +227,11 @@ def test_pictures_carry_the_forms_of_their_captions(folder):
         (["a"], {"caption_variants": 9}, "caption_variants has no effect on 'photos', as neither shuffle_tags, tag_d"),
         (["a\n\n", "b"], {"caption_per_line": True}, "caption_per_line has no effect on 'photos', where no caption fi"),
         (["a"], {"wildcards": True}, "wildcards has no effect on 'photos', where no caption has a {."),
+        (
+            ["a ||| b, c", "d ||| e, f ||| g"],
+            {"shuffle_tags": True, "keep_tokens": 1},
+            "keep_tokens has no effect on 'photos', where '|||' in each caption says what stays.",
+        ),
         (["a, b", ""], {"shuffle_tags": True, "keep_tokens": 1}, "shuffle_tags has no effect on 'photos', where no"),
         (
             ["a fox in snow. It runs, fast", "a, b, 1.5 m, Mr. ", f"a, {'word ' * 12}", f"a, {'word ' * 11}"],

@@ -167,6 +167,15 @@ def test_what_an_optimizer_cannot_take_ends_before_anything_is_loaded(options, s
     assert "\n" not in str(raised.value)
 
 
+def test_a_schedule_on_a_class_that_needs_none_is_named():
+    told = "schedulefree.SGDScheduleFree needs no schedule; constant is usual, and cosine slows it."
+    assert told in check_optimizer(custom("schedulefree.SGDScheduleFree", lr_scheduler="cosine"), CPU)
+    assert told not in check_optimizer(custom("schedulefree.SGDScheduleFree"), CPU)
+    assert not any(
+        "schedule;" in note for note in check_optimizer(custom("torch.optim.SGD", lr_scheduler="cosine"), CPU)
+    )
+
+
 def test_an_argument_that_has_to_be_given_is_named(monkeypatch):
     class Needy(torch.optim.SGD):
         def __init__(self, params, lr, horizon):

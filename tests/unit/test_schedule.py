@@ -30,7 +30,7 @@ def settings(kind: str, warmup: int = 0, low: float = 0.0) -> OptimizerOptions:
 
 def expected_rate(kind: str, step: int, total: int, warmup: int, low: float) -> float:
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup * (0.5 if kind == "curve" else 1)
     p = min(1, (step - warmup) / (total - warmup))
     fall = {
         "linear": 1 - p,
@@ -105,6 +105,16 @@ def test_a_warm_up_as_long_as_the_run_is_refused(kind, warmup):
     with pytest.raises(ValueError) as raised:
         lr_factor(settings(kind, warmup), 10)
     assert str(raised.value) == (f"warmup_steps is {warmup} and the run has 10 steps; set warmup_steps below 10.")
+
+
+def test_a_warm_up_to_a_curve_s_0_is_refused():
+    options = OptimizerOptions(lr_scheduler="curve", warmup_steps=2, lr_curve="0:0, 50:1")
+    with pytest.raises(ValueError) as raised:
+        lr_factor(options, 10)
+    assert str(raised.value) == (
+        "warmup_steps is 2 and lr_curve begins at 0, to which there is nothing to warm up; set warmup_steps to 0 and "
+        "draw the warm-up, such as '0:0, 5:1, 100:0.1'."
+    )
 
 
 def test_a_curve_is_read_with_or_without_percent_signs_and_on_lines():
