@@ -58,6 +58,15 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two weights are the same bytes, read in the same way."""
+    return _lies(one) == _lies(other)
+
+
+def _lies(tensor: Tensor) -> list[Any]:
+    return [(p.device, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in parts_of(tensor)]
+
+
 def over_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
     """The same kind of tensor over other parts.
 

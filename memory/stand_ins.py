@@ -25,7 +25,17 @@ from torch import Tensor, nn
 
 from .flat import Layout, Pieces
 from .in_file import WeightsInFile
-from .masters import Place, as_they_lie, into_flat, over_parts, parts_of, places_of, plain_tensors, shared_flat
+from .masters import (
+    Place,
+    as_they_lie,
+    into_flat,
+    over_parts,
+    parts_of,
+    places_of,
+    plain_tensors,
+    same_memory,
+    shared_flat,
+)
 from .pinning import not_pinned
 from .slot_ring import SlotRing
 
@@ -289,21 +299,42 @@ class SwappedBlocks:
 
     @contextmanager
     def in_slot(self, j: int) -> Iterator[None]:
-        """Block j has the weights of its slot, which hold what the master holds, patched."""
+        """Block j has the weights of its slot, which hold what the master holds, patched.
+
+        Raises RuntimeError where a weight is neither the master nor what an object patch has put there: it would run as
+        it is, without its LoRA, and on the host.
+        """
         assert self.ring is not None
+        found = [
+            self._swapped_now(place, master) for place, master in zip(self.places[j], self._masters[j], strict=True)
+        ]
         self.ring.forward(j)
         self.running.add(j)
-        placed = []
-        for place, master, slot in zip(self.places[j], self._masters[j], self._slots[j], strict=True):
-            if place.tensor() is master:  # else it is another node's
-                place.table[place.attribute] = slot
-                placed.append((place, master))
         try:
+            for place, tensor, slot in zip(self.places[j], found, self._slots[j], strict=True):
+                if tensor is not None:
+                    place.table[place.attribute] = slot
             yield
         finally:
-            for place, master in placed:
-                place.table[place.attribute] = master
+            for place, tensor in zip(self.places[j], found, strict=True):
+                if tensor is not None:
+                    place.table[place.attribute] = tensor
             self.running.discard(j)
+
+    def _swapped_now(self, place: Place, master: Tensor | None) -> Tensor | None:
+        """The tensor that stands there, in whose place the slot's comes; None for what an object patch has put there.
+
+        Over the same memory it may be another object: what compiles a block exchanges those of inference mode.
+        """
+        tensor = place.tensor()
+        if tensor is master or (tensor is not None and master is not None and same_memory(tensor, master)):
+            return tensor
+        if place.key in self._patching.replaced:
+            return None
+        raise RuntimeError(
+            f"Another node has put a weight of its own in the place of {place.key} while its block streams from the "
+            "host; put Block Swap behind that node, or leave it out."
+        )
 
     def forget(self) -> None:
         """Every block has to be copied and patched again."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
 from tessera.memory.flat import Pieces
+from tessera.memory.host_copies import host_copies_kept
 from tessera.memory.in_file import FileMaps, StayInFile, WeightsInFile, bytes_in_file, settle, stream_from_file
 from tessera.memory.masters import parts_of, places_of
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
 from tessera.train.options import MemoryOptions
+from tiny.compiling import compiled, make_lora, with_lora
 from tiny.qwen_data import qwen_sample
 from tiny.runs import training_data
 from tiny.sampling import conditioning, sample
@@ -244,6 +248,46 @@ def test_load_diffusion_model_goes_by_the_free_memory(node: Any, ram: Any) -> No
     ram(4 * GB)
     model, _ = node(blocks_to_swap=0)
     assert not bytes_in_file(model.model.parameters())
+
+
+@pytest.mark.parametrize("where", ["in the file", "in memory, for a preview", "in flat buffers"])
+def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any, ram: Any, where: str) -> None:
+    """The loader's weights are of inference mode, and compiling exchanges those for others over the same memory."""
+    ram(64 * GB)
+    plain, _ = node(blocks_to_swap=0)
+    lora = make_lora(plain, inside="_blocks.")
+    bare, want = sample(plain, "flux"), sample(with_lora(plain, lora, 0.7), "flux")
+    assert not torch.equal(bare, want)
+    mm.unload_all_models()
+    ram(1 if where == "in the file" else 64 * GB)
+    model, _ = node(blocks_to_swap=4)
+    weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
+    assert all(weight.is_inference() for weight in weights)
+    on_top = with_lora(compiled(model)[0], lora, 0.7)
+    with host_copies_kept(model) if where == "in memory, for a preview" else nullcontext():
+        for _ in range(2):
+            assert torch.equal(sample(on_top, "flux"), want)
+            masters = model.swap.ring.masters
+            assert all(isinstance(master, Pieces) is (where != "in flat buffers") for master in masters)
+            assert model.swap.ring.copies > 0 and torch.equal(sample(model, "flux"), bare)
+            with torch.inference_mode():
+                mm.unload_all_models()
+
+
+def test_a_weight_of_another_node_in_a_block_that_streams_is_refused(node: Any, ram: Any) -> None:
+    ram(64 * GB)
+    model, _ = node(blocks_to_swap=4)
+    layer = model.model.diffusion_model.double_blocks[1].img_attn.proj
+
+    def replace(executor: Any, *args: Any, **kwargs: Any) -> Any:  # when the model is loaded already
+        layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+        return executor(*args, **kwargs)
+
+    model.add_wrapper(WrappersMP.APPLY_MODEL, replace)
+    with pytest.raises(RuntimeError, match=r"in the place of diffusion_model.double_blocks.1.img_attn.proj.weight"):
+        sample(model, "flux")
+    assert not model.swap.running
+    mm.unload_all_models()
 
 
 def test_a_model_under_dynamic_vram_streams_from_its_file_too(tiny_files: dict[str, Path], ram: Any) -> None:
