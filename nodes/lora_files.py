@@ -7,8 +7,8 @@ import folder_paths
 from torch import Tensor
 
 from ..train.lora_source import LoraSource
+from ..train.options import NONE, SAME
 
-NONE = "none"
 _ENDINGS = (".safetensors", ".sft")
 
 
@@ -17,20 +17,30 @@ def lora_files() -> list[str]:
     return [name for name in folder_paths.get_filename_list("loras") if name.lower().endswith(_ENDINGS)]
 
 
-def lora_source(told: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | None:
+def lora_source(
+    told: str, name: str, connected: Mapping[str, Tensor] | None = None, unset: str = NONE
+) -> LoraSource | None:
     """The LoRA of this name, or the one that is connected; None where there is none. told: the input, for messages.
+    unset: what it has to be where one is connected.
 
     Raises ValueError for a name that is not on the list, both at once, and a file that is not whole.
     """
     if connected is not None:
-        if name != NONE:
+        if name != unset:
             raise ValueError(
-                f"{told} is {name!r} and a LORA_MODEL is connected too; set {told} to none, or disconnect it."
+                f"{told} is {name!r} and a LORA_MODEL is connected too; set {told} to {unset}, or disconnect it."
             )
-        return LoraSource.of_model(connected)
+        return LoraSource.of_model(connected, told)
     if name == NONE:
         return None
     return LoraSource.of_file(_path(told, name), told)
+
+
+def low_noise_source(told: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | str:
+    """The LoRA of Wan 2.2's low noise expert likewise; SAME and NONE stay what they are."""
+    if connected is None and name == SAME:
+        return SAME
+    return lora_source(told, name, connected, unset=SAME) or NONE
 
 
 def lora_file_fingerprint(*names: str | None) -> object:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..models.registry import family_of
 from ..train.network_plan import describe_network
-from ..train.options import ALGORITHMS, INITS, NetworkOptions
+from ..train.options import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
 from ..train.targets import parse_targets
-from .lora_files import NONE, lora_file_fingerprint, lora_files, lora_source
+from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source
 from .output import LoraModelType
 
 NetworkType = io.Custom("TESSERA_NETWORK")
@@ -213,6 +213,44 @@ class TesseraLoraNetwork(io.ComfyNode):
                     "small random numbers, the usual one. gaussian: larger ones, as PEFT has it. pissa: the strongest "
                     "directions of each layer, which learns faster in few steps; its file has twice the rank.",
                 ),
+                io.Combo.Input(
+                    "start_from_low_noise",
+                    options=[SAME, NONE, *lora_files()],
+                    default=SAME,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For Wan 2.2 with model_low_noise connected to Train LoRA: the LoRA that the low noise "
+                    "expert begins from, such as the one that ends in _low_noise, with its partner at start_from. same "
+                    "takes start_from for both.",
+                ),
+                LoraModelType.Input(
+                    "start_lora_low_noise",
+                    optional=True,
+                    tooltip="The same from the graph: a LORA_MODEL, such as lora_low_noise of another Train LoRA. "
+                    "Leave start_from_low_noise at same.",
+                ),
+                io.Combo.Input(
+                    "base_lora_low_noise",
+                    options=[SAME, NONE, *lora_files()],
+                    default=SAME,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For Wan 2.2 with model_low_noise connected: the LoRA that stays frozen beneath the low "
+                    "noise expert's new one, as base_lora does beneath the high noise expert's. same takes base_lora "
+                    "and base_strength for both.",
+                ),
+                io.Float.Input(
+                    "base_strength_low_noise",
+                    default=NetworkOptions.base_strength_low_noise,
+                    min=-10.0,
+                    max=10.0,
+                    step=0.05,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How strongly base_lora_low_noise is applied while training, as in a LoRA loader. Not used "
+                    "while that is same or none.",
+                ),
             ],
             outputs=[
                 NetworkType.Output(display_name="network"),
@@ -225,8 +263,15 @@ class TesseraLoraNetwork(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, start_from: str | None = NONE, base_lora: str | None = NONE, **_: Any) -> object:
-        return lora_file_fingerprint(start_from, base_lora)
+    def fingerprint_inputs(
+        cls,
+        start_from: str | None = NONE,
+        base_lora: str | None = NONE,
+        start_from_low_noise: str | None = SAME,
+        base_lora_low_noise: str | None = SAME,
+        **_: Any,
+    ) -> object:
+        return lora_file_fingerprint(start_from, base_lora, start_from_low_noise, base_lora_low_noise)
 
     @classmethod
     def execute(
@@ -249,6 +294,10 @@ class TesseraLoraNetwork(io.ComfyNode):
         constraint: float = NetworkOptions.constraint,
         model: ModelPatcher | None = None,
         init: str = NetworkOptions.init,
+        start_from_low_noise: str = SAME,
+        start_lora_low_noise: Mapping[str, Tensor] | None = None,
+        base_lora_low_noise: str = SAME,
+        base_strength_low_noise: float = NetworkOptions.base_strength_low_noise,
     ) -> io.NodeOutput:
         include, exclude = parse_targets(targets)
         options = NetworkOptions(
@@ -269,6 +318,9 @@ class TesseraLoraNetwork(io.ComfyNode):
             factor=factor,
             constraint=constraint,
             init=init,
+            start_from_low_noise=low_noise_source("start_from_low_noise", start_from_low_noise, start_lora_low_noise),
+            base_lora_low_noise=low_noise_source("base_lora_low_noise", base_lora_low_noise),
+            base_strength_low_noise=base_strength_low_noise,
         )
         if model is None:
             return io.NodeOutput(options, NO_MODEL)

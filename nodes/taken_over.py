@@ -7,7 +7,7 @@ from comfy.model_patcher import ModelPatcher
 from ..compile.branch import branch_of
 from ..compile.settings import CompileSettings
 from ..models.swapped_model import swap_settings_of
-from ..train.options import MemoryOptions
+from ..train.options import SAME, MemoryOptions
 from ..train.run import TrainSettings
 
 _MEMORY = MemoryOptions()
@@ -27,13 +27,21 @@ def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list
 
 
 def shared(settings: TrainSettings) -> list[str]:
-    """Which LoRAs two experts take both, a sentence each."""
-    found = {"start_from": settings.network.start_from, "base_lora": settings.network.base_lora}
-    return [
-        f"{name} {lora.name} is taken by both experts; train them one by one to give each its own."
+    """Which LoRAs two experts take both, and which of their inputs do nothing, a sentence each."""
+    network = settings.network
+    found = {"start_from": network.start_from, "base_lora": network.base_lora}
+    notes = [
+        f"{name} {lora.name} is taken by both experts; set {name}_low_noise on LoRA Network to give the low noise one "
+        "its own."
         for name, lora in found.items()
-        if lora is not None
+        if lora is not None and getattr(network, f"{name}_low_noise") == SAME
     ]
+    if network.base_strength_low_noise != 1 and isinstance(network.base_lora_low_noise, str):
+        taken = ", which takes base_strength" if network.base_lora_low_noise == SAME else ""
+        notes.append(
+            f"base_strength_low_noise has no effect: base_lora_low_noise is {network.base_lora_low_noise}{taken}."
+        )
+    return notes
 
 
 def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:

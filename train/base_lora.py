@@ -20,26 +20,24 @@ def put_under(patcher: ModelPatcher, options: NetworkOptions, family: Family) ->
         if options.base_strength != 1:
             return ["base_strength has no effect without base_lora."]
         return []
-    name = options.base_lora.name
+    name, told = options.base_lora.name, options.base_lora.input("base_lora")
     try:
         patches, unknown = read_patches(options.base_lora.tensors(), family, patcher.model)
         missing = list(_check_patches(patches, patcher.model))
     except DoesNotFit as error:
-        raise ValueError(
-            f"base_lora: {name} does not fit this model ({error}); choose a LoRA of this model."
-        ) from error
+        raise ValueError(f"{told}: {name} does not fit this model ({error}); choose a LoRA of this model.") from error
     if len(missing) == len(patches):
         raise ValueError(
-            f"base_lora: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
+            f"{told}: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
         )
     patcher.add_patches(patches, options.base_strength)
     notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA holds what is new."]
     if options.algorithm in ("dora", "oft"):
         notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
     if missing:
-        notes.append(f"base_lora also changes what this model does not have, such as {missing[0]}; it is left out.")
+        notes.append(f"{told} also changes what this model does not have, such as {missing[0]}; it is left out.")
     if unknown:
-        notes.append(f"base_lora has {len(unknown)} keys of no layer of this model, such as {unknown[0]}.")
+        notes.append(f"{told} has {len(unknown)} keys of no layer of this model, such as {unknown[0]}.")
     return notes
 
 

@@ -81,6 +81,7 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
     return replace(
         settings,
         output_name=f"{settings.output_name}_{side}",
+        network=settings.network.of_high_noise() if side == HIGH else settings.network.of_low_noise(),
         objective=replace(objective, min_sigma=low, max_sigma=high, expert_boundary=0.0),
         validation=_validation_of(side, settings.validation, boundary),
         resume=_resume(side, settings),

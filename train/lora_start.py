@@ -21,9 +21,11 @@ from .lora_dense import EMPTY, cut_to_rank, delta_of
 from .lora_model import ALPHA, LowRank, low_rank
 from .lora_patches import DoesNotFit, Patch
 from .lora_reader import Parts, ReadLora, read_lora
+from .lora_source import LoraSource
 from .network_plan import adapter_specs
 from .options import NetworkOptions
 
+OWN = "start_from"
 NOTICEABLE = 1e-3  # what of an update may be lost unsaid
 
 
@@ -74,10 +76,10 @@ def fit(update: LowRank, start: Tensor, scale: float) -> Fitted:
 
 @dataclass(frozen=True)
 class StartLora:
-    """Updates that a run begins from, by native module name, of layers that it trains. name: of the LoRA. modules: in
-    the form of the adapters or low-rank. dense: for a LoRA, of any other form."""
+    """Updates that a run begins from, by native module name, of layers that it trains. source: the LoRA.
+    modules: in the form of the adapters or low-rank. dense: for a LoRA, of any other form."""
 
-    name: str
+    source: LoraSource
     modules: Mapping[str, Parts]
     dense: Mapping[str, Sequence[Patch]]
 
@@ -108,8 +110,8 @@ class StartLora:
         worst = max(lost, key=lambda name: lost[name])
         mean = sum(lost.values()) / len(lost)
         return [
-            f"start_from has a higher rank than the network in {len(lost)} layers; of their update {mean:.1%} is left "
-            f"out (most in {worst}: {lost[worst]:.1%}). Raise rank to keep it whole."
+            f"{self.source.input(OWN)} has a higher rank than the network in {len(lost)} layers; of their update "
+            f"{mean:.1%} is left out (most in {worst}: {lost[worst]:.1%}). Raise rank to keep it whole."
         ]
 
     def _take_dense(
@@ -119,9 +121,8 @@ class StartLora:
         try:
             full = delta_of(patches, (adapter.out_features, adapter.in_features), adapter.down.device, read)
         except ValueError as error:
-            raise ValueError(
-                f"start_from: {self.name} cannot be begun from ({name}: {error}); choose another LoRA."
-            ) from error
+            told = f"{self.source.input(OWN)}: {self.source.name}"
+            raise ValueError(f"{told} cannot be begun from ({name}: {error}); choose another LoRA.") from error
         down, up, left_out = cut_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
         adapter.down[: len(down)].copy_(down)
         adapter.up[:, : len(down)].copy_(up)
@@ -137,28 +138,27 @@ def read_start(
     """
     if options.start_from is None:
         return None, []
-    name, shapes = options.start_from.name, linear_shapes(model)
+    name, shapes = f"{options.start_from.input(OWN)}: {options.start_from.name}", linear_shapes(model)
     try:
         found = read_lora(options.start_from.tensors(), family, model)
     except DoesNotFit as error:
         raise ValueError(
-            f"start_from: {name} does not fit this model ({error}); choose a LoRA that was trained on this model."
+            f"{name} does not fit this model ({error}); choose a LoRA that was trained on this model."
         ) from error
     if not found.patches and found.others:
         raise ValueError(
-            f"start_from: {name} changes {_some(found.others)} in a way that no adapter here begins from; choose one "
+            f"{name} changes {_some(found.others)} in a way that no adapter here begins from; choose one "
             "that changes the weights of Linear layers, or put it on the MODEL with a LoRA loader."
         )
     if not found.patches:
         raise ValueError(
-            f"start_from: {name} has no update for a layer of {family.title}; choose a LoRA that was trained on this "
-            "model."
+            f"{name} has no update for a layer of {family.title}; choose a LoRA that was trained on this model."
         )
     specs = adapter_specs(options, targets)
     taken = {layer: own for layer, own in found.patches.items() if layer in specs}
     if not taken:
         raise ValueError(
-            f"start_from: {name} has updates only for layers that are not trained ({_some(list(found.patches))}); add "
+            f"{name} has updates only for layers that are not trained ({_some(list(found.patches))}); add "
             "them to targets."
         )
     for layer, own in taken.items():
@@ -167,24 +167,26 @@ def read_start(
     if options.algorithm == "lora":
         modules = {layer: parts for layer, parts in modules.items() if low_rank(parts) is not None}
     dense = {layer: own for layer, own in taken.items() if layer not in modules}
-    return StartLora(name, modules, dense), list(_start_notes(found, taken, dense, targets))
+    notes = _start_notes(options.start_from.input(OWN), found, taken, dense, targets)
+    return StartLora(options.start_from, modules, dense), list(notes)
 
 
 def _check_layer(
     name: str, layer: str, patches: Sequence[Patch], parts: Parts | None, spec: AdapterSpec, size: tuple[int, int]
 ) -> None:
-    """Raises ValueError where the adapter of a layer (out, in) cannot begin from these patches. parts: their tensors,
+    """Raises ValueError where the adapter of a layer (out, in) cannot begin from these patches. name: of the LoRA, with
+    the input. parts: their tensors,
     where they are those of one adapter."""
     kind = _form(patches)
     if spec.algorithm != "lora" and (parts is None or kind != spec.algorithm):
         held = ", ".join(sorted({suffix for patch in patches for suffix in patch.tensors()}))
         own = kind if kind in ADAPTERS and parts is not None else "lora"
         raise ValueError(
-            f"start_from: {name} is a {kind} ({layer} has {held}) and the network trains {spec.algorithm}; set "
+            f"{name} is a {kind} ({layer} has {held}) and the network trains {spec.algorithm}; set "
             f"algorithm to {own}, or choose another LoRA."
         )
     if not all(tensor.float().isfinite().all() for patch in patches for tensor in patch.tensors().values()):
-        raise ValueError(f"start_from: {name} holds NaN or infinite values ({layer}); choose an earlier save of it.")
+        raise ValueError(f"{name} holds NaN or infinite values ({layer}); choose an earlier save of it.")
     try:
         if spec.algorithm != "lora" and parts is not None:
             _check_same(spec, layer, parts, *size)
@@ -194,36 +196,36 @@ def _check_layer(
     except DoesNotFit as error:
         instead = "" if spec.algorithm == "lora" else ", or set rank and alpha as it was trained with"
         raise ValueError(
-            f"start_from: {name} does not fit this model and network ({error}); choose a LoRA of this model{instead}."
+            f"{name} does not fit this model and network ({error}); choose a LoRA of this model{instead}."
         ) from error
 
 
 def _start_notes(
-    found: ReadLora, taken: Mapping[str, Any], dense: Mapping[str, Sequence[Patch]], targets: Sequence[str]
+    told: str, found: ReadLora, taken: Mapping[str, Any], dense: Mapping[str, Sequence[Patch]], targets: Sequence[str]
 ) -> Iterator[str]:
     if dense:
         forms = Counter(_form(own) for own in dense.values())
-        told = ", ".join(f"{form} in {count} layer{'s' if count > 1 else ''}" for form, count in forms.items())
+        held = ", ".join(f"{form} in {count} layer{'s' if count > 1 else ''}" for form, count in forms.items())
         (first, *more) = forms
         whole = first in ADAPTERS and not more and dense.keys() == taken.keys() <= found.modules.keys()
         yield (
-            f"start_from is {told}; the lora begins from the largest singular parts of what it changes of each weight."
+            f"{told} is {held}; the lora begins from the largest singular parts of what it changes of each weight."
             + (f" With algorithm {first}, at its own rank and alpha, it would go on as it is." if whole else "")
         )
     left = [layer for layer in found.patches if layer not in taken]
     if left:
         yield (
-            f"start_from also has updates for {len(left)} layers that are not trained, which are left out: "
+            f"{told} also has updates for {len(left)} layers that are not trained, which are left out: "
             f"{_some(left)}. Add them to targets to keep them."
         )
     if found.others:
-        yield f"start_from also changes weights that no adapter holds, which are left out: {_some(found.others)}."
+        yield f"{told} also changes weights that no adapter holds, which are left out: {_some(found.others)}."
     if found.text_encoder:
-        yield f"start_from also has {found.text_encoder} keys for the text encoder, which are left out."
+        yield f"{told} also has {found.text_encoder} keys for the text encoder, which are left out."
     if found.unknown:
-        yield f"start_from has keys of no layer of this model, which are left out: {_some(found.unknown)}."
+        yield f"{told} has keys of no layer of this model, which are left out: {_some(found.unknown)}."
     if anew := [layer for layer in targets if layer not in taken]:
-        yield f"{len(anew)} of the {len(targets)} trained layers are not in start_from and begin anew: {_some(anew)}."
+        yield f"{len(anew)} of the {len(targets)} trained layers are not in {told} and begin anew: {_some(anew)}."
 
 
 def _form(patches: Sequence[Patch]) -> str:

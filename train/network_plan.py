@@ -11,7 +11,7 @@ from ..models.adapters import ADAPTERS, AdapterSpec, LokrAdapter
 from ..models.adapters.base import cut
 from ..models.adapters.oft import block_size
 from ..models.family import Family, linear_shapes
-from .options import NetworkOptions
+from .options import LOW_NOISE, NetworkOptions
 from .ranks import RankPattern, parse_rank_patterns
 from .targets import examples, match_targets
 
@@ -93,6 +93,15 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
                 f"{kinds_now} graphs for each token count and text length."
             )
     return notes
+
+
+def one_expert_notes(options: NetworkOptions) -> list[str]:
+    """What is set for a second expert in a run of one model, in a sentence."""
+    set_ = [name for name, unset in LOW_NOISE.items() if getattr(options, name) != unset]
+    if not set_:
+        return []
+    are, belong = ("is", "it belongs") if len(set_) == 1 else ("are", "they belong")
+    return [f"{' and '.join(set_)} {are} not used: {belong} to two experts, and model_low_noise is not connected."]
 
 
 def _without_effect(options: NetworkOptions, targets: Sequence[str]) -> list[str]:

@@ -75,7 +75,8 @@ class TrainSettings:
             "batch_size": self.batch_size,
             "gradient_accumulation": self.gradient_accumulation,
             "seed": self.seed,
-            "network": changed_fields(self.network),
+            # What the second expert begins from and stands on is in its own run.
+            "network": changed_fields(self.network.of_high_noise()),
             "optimizer": changed_fields(self.optimizer),
             # Where the experts meet is in the range of each.
             "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},

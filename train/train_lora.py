@@ -29,7 +29,7 @@ from .loop import Trainer
 from .lora_model import LoraModel
 from .lora_start import StartLora, read_start
 from .metadata import RunFacts, metadata_for
-from .network_plan import choose_targets, network_notes
+from .network_plan import choose_targets, network_notes, one_expert_notes
 from .objective import check_range, objective_notes
 from .optimizer_check import check_optimizer
 from .preservation import check_preservation
@@ -227,6 +227,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *optimizer_notes,
         *base_notes,
         *start_notes,
+        *one_expert_notes(settings.network),
         *network_notes(settings.network, family, patcher.model, targets),
         *objective_notes(settings.objective, strata),
         *guidance_notes(family, patcher.model, settings.objective, data.samples),
@@ -283,7 +284,7 @@ def _describer(
             batch_size=settings.batch_size,
             gradient_accumulation=settings.gradient_accumulation,
             seed=settings.seed,
-            network=settings.network,
+            network=settings.network.of_high_noise(),
             optimizer=settings.optimizer,
             objective=settings.objective,
             memory=settings.memory,

@@ -24,5 +24,6 @@ def test_a_preview_at_the_start_is_that_of_core_with_the_base_lora(tiny_flux, ti
     assert np.array_equal(made, PREVIEW["of_core"](loaded, tiny_vae, None, 5))
     assert not np.array_equal(made, PREVIEW["of_core"](tiny_flux, tiny_vae, None, 5))
     assert shared(settings) == [
-        "base_lora base.safetensors is taken by both experts; train them one by one to give each its own."
+        "base_lora base.safetensors is taken by both experts; set base_lora_low_noise on LoRA Network to give the low "
+        "noise one its own."
     ]

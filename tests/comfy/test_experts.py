@@ -1,5 +1,6 @@
 """Wan 2.2's two experts in one queue: each run is what a run of that expert alone would be."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,18 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
+from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
+from tessera.nodes.lora_files import low_noise_source
+from tessera.nodes.taken_over import shared
 from tessera.train import batch
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
-from tessera.train.options import ObjectiveOptions
+from tessera.train.formats import LoraModel, convert
+from tessera.train.lora_source import LoraSource
+from tessera.train.network_plan import choose_targets
+from tessera.train.options import NetworkOptions, ObjectiveOptions
 from tessera.train.train_lora import check_run, train_lora
+from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
 from tiny.wan_data import wan_sample
 
@@ -173,3 +181,89 @@ def test_each_expert_is_measured_at_the_noise_levels_that_it_is_used_for(experts
     assert [step for step, _ in watcher.validations] == [0, 2, 2, 4]
     with pytest.raises(ValueError, match="min_sigma 0.9 to max_sigma 1 of validation leave nothing to the low noise"):
         planned(experts, validation={"min_sigma": 0.9})
+
+
+def lora_of(model, seed):
+    """A LoRA on every layer that is trained, as the MODEL's family has them."""
+    targets = choose_targets(family_of(model), model.model, NetworkOptions())
+    shapes = linear_shapes(model.model)
+    updates = {name: random_update(*shapes[name], seed + i) for i, name in enumerate(targets)}
+    return LoraSource.of_model(convert(LoraModel.from_modules(updates)), f"lora {seed}")
+
+
+def test_each_expert_begins_from_its_own_lora_and_stands_on_its_own(experts, tmp_path):
+    """Each run is what a run of that expert alone would be with its LoRAs, and another LoRA for one is a new run of
+    that one only."""
+    first, second, under, over = (lora_of(experts[0], seed) for seed in (100, 200, 300, 400))
+    pair = {"start_from": first, "base_lora": under, "base_strength": 0.1}
+    pair |= {"start_from_low_noise": second, "base_lora_low_noise": over, "base_strength_low_noise": 0.2}
+    with pytest.raises(InterruptProcessingException):
+        run_both(experts, tmp_path / "both", cancel_at(2 + 1), network=pair, steps=2)
+    watcher = Watcher()
+    both = run_both(experts, tmp_path / "both", watcher, network=pair, steps=2)
+    assert any("Low noise expert: Resumed at step 1" in note for note in watcher.notes)
+    own = {
+        HIGH: {"start_from": first, "base_lora": under, "base_strength": 0.1},
+        LOW: {"start_from": second, "base_lora": over, "base_strength": 0.2},
+    }
+    ranges = {HIGH: {"min_sigma": 0.875}, LOW: {"max_sigma": 0.875}}
+    for model, side, together in zip(experts, (HIGH, LOW), both, strict=True):
+        settings = run_settings(
+            output_name=f"film_{side}", save_every=0, steps=2, network=own[side], objective=ranges[side]
+        )
+        alone = train_lora(model, clips(), settings, tmp_path / "alone", Watcher())
+        assert alone.loss == together.loss and alone.path.parent.name == together.path.parent.name
+        told, expected = (json.loads(run.lora.metadata["tessera"])["network"] for run in (together, alone))
+        assert told == expected and told["start_from"]["content"] == own[side]["start_from"].content
+    again = run_both(experts, tmp_path / "both", network=pair | {"start_from_low_noise": "none"}, steps=2)
+    assert again[0].path == both[0].path and again[1].path != both[1].path
+    assert again[1].loss != both[1].loss
+
+
+def test_of_a_pair_that_shares_its_loras_the_options_are_those_of_before(experts):
+    """`same`, which is the default, takes the strength too; `none` takes neither."""
+    shared = NetworkOptions(start_from=lora_of(experts[0], 1), base_lora=lora_of(experts[0], 2), base_strength=0.5)
+    assert shared.of_low_noise() == shared == shared.of_high_noise()
+    alone = replace(shared, start_from_low_noise="none", base_lora_low_noise="none", base_strength_low_noise=0.3)
+    assert alone.of_high_noise() == shared and alone.of_low_noise() == NetworkOptions()
+    with pytest.raises(ValueError, match="base_lora_low_noise is 'other'; choose"):
+        NetworkOptions(base_lora_low_noise="other")
+
+
+def test_what_is_set_for_a_second_expert_that_is_not_there_is_said_and_makes_no_other_run(experts, tmp_path):
+    high, _ = experts
+    plain = train_lora(high, clips(), run_settings(steps=1), tmp_path, Watcher())
+    settings = run_settings(steps=1, network={"start_from_low_noise": lora_of(high, 1), "base_strength_low_noise": 0.5})
+    again = train_lora(high, clips(), settings, tmp_path, Watcher())
+    assert again.path == plain.path
+    told = "start_from_low_noise and base_strength_low_noise are not used: they belong to two experts, and model_low"
+    assert any(note.startswith(told) for note in check_run(high, clips(), settings).notes)
+
+
+def test_a_message_names_the_input_of_the_expert(experts, tiny_flux):
+    wrong = convert(LoraModel.from_modules({"single_blocks.0.linear2": random_update(128, 640, 1)}))
+    for name in ("start_from_low_noise", "base_lora_low_noise"):
+        with pytest.raises(ValueError, match=f"^{name}: LORA_MODEL has no update for"):
+            planned(experts, network={name: low_noise_source(name, "same", wrong)})
+        with pytest.raises(ValueError, match=f"{name} is 'none' and a LORA_MODEL is connected too; set {name} to same"):
+            low_noise_source(name, "none", wrong)
+        assert [low_noise_source(name, chosen) for chosen in ("same", "none")] == ["same", "none"]
+    own = lora_of(experts[0], 1)
+    with pytest.raises(ValueError, match="base_strength_low_noise is 0, at which base_lora_low_noise has no effect"):
+        NetworkOptions(base_lora_low_noise=own, base_strength_low_noise=0.0)
+    with pytest.raises(ValueError, match="start_from_low_noise is LORA_MODEL and init is pissa"):
+        NetworkOptions(start_from_low_noise=own, init="pissa")
+
+
+def test_what_two_experts_share_and_what_does_nothing_is_said(experts):
+    own = LoraSource("mine.safetensors", "x")
+    settings = run_settings(network={"start_from": own, "base_lora": own, "base_lora_low_noise": "none"})
+    assert shared(settings) == [
+        "start_from mine.safetensors is taken by both experts; set start_from_low_noise on LoRA Network to give the "
+        "low noise one its own."
+    ]
+    settings = run_settings(network={"base_strength_low_noise": 0.5})
+    assert shared(settings) == [
+        "base_strength_low_noise has no effect: base_lora_low_noise is same, which takes base_strength."
+    ]
+    assert shared(run_settings(network={"base_lora_low_noise": own, "base_strength_low_noise": 0.5})) == []

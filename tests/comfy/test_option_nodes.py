@@ -23,7 +23,7 @@ TEXTS = {"lr_curve": "0:1, 100:0.5", "sigma_curve": "0:1, 1:2"}
 TEXTS |= {"rank_patterns": "single_blocks.*: rank=8"}
 TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
 TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
-FILES = ("start_from", "base_lora")
+FILES = ("start_from", "base_lora", "start_from_low_noise", "base_lora_low_noise")
 pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
 
 
@@ -108,7 +108,8 @@ def test_ids_inputs_and_outputs_are_the_contract():
     assert surface == {
         "TesseraLoraNetwork": (
             "algorithm rank alpha targets dropout lora_plus_ratio scale_weight_norms start_from start_lora base_lora "
-            "base_strength rank_dropout module_dropout rank_patterns factor constraint model init".split(),
+            "base_strength rank_dropout module_dropout rank_patterns factor constraint model init "
+            "start_from_low_noise start_lora_low_noise base_lora_low_noise base_strength_low_noise".split(),
             ["TESSERA_NETWORK", "STRING"],
         ),
         "TesseraOptimizer": (

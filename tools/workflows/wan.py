@@ -114,7 +114,8 @@ def wan22_two_experts_lora(graph: Graph) -> None:
     data = graph.node("TesseraPrepareDataset", tall=590, dataset=clips[0], vae=vae[0], clip=clip[0], megapixels=0.25)
     more = (
         "Both experts are trained, one after the other, each for all **steps**, and give a LoRA each: `_high_noise` "
-        "and `_low_noise`."
+        "and `_low_noise`. To go on from such a pair connect *LoRA Network* to `network`: **start_from** takes the "
+        "first, **start_from_low_noise** the second."
     )
     trained = train(graph, "my_wan22_lora", high, data, more, low)
     graph.column(

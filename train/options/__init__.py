@@ -4,7 +4,7 @@ Each class checks its own values when it is made, so that bad input ends before 
 """
 
 from .memory import ATTENTION, CHECKPOINTING, MemoryOptions
-from .network import ALGORITHMS, INITS, NetworkOptions
+from .network import ALGORITHMS, INITS, LOW_NOISE, NONE, SAME, NetworkOptions
 from .objective import (
     HUBER_SCHEDULES,
     LOSSES,
@@ -26,10 +26,13 @@ __all__ = [
     "HUBER_SCHEDULES",
     "INITS",
     "LOSSES",
+    "LOW_NOISE",
     "LR_SCHEDULERS",
     "MOST_MODE_SCALE",
+    "NONE",
     "OPTIMIZERS",
     "RESOLUTION_SAMPLINGS",
+    "SAME",
     "SIGMA_RANGE",
     "STRATIFIED",
     "TIMESTEP_SAMPLING",

@@ -1,6 +1,7 @@
 """The adapter to train."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...models.adapters import ADAPTERS, DROPOUTS, INITS
 from ..lora_source import LoraSource
@@ -8,6 +9,9 @@ from ..ranks import parse_rank_patterns
 from .checks import finite, one_of
 
 ALGORITHMS = tuple(ADAPTERS)
+SAME, NONE = "same", "none"
+# What is set for the second expert, as it is where there is one model.
+LOW_NOISE: dict[str, Any] = {"start_from_low_noise": SAME, "base_lora_low_noise": SAME, "base_strength_low_noise": 1.0}
 _WITHOUT_NORM = {
     "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
     "scale_weight_norms to 0",
@@ -26,6 +30,8 @@ class NetworkOptions:
     `lora_plus_ratio` is the learning rate of up over that of down (see `lora_plus.parameter_groups`). Above 0,
     `scale_weight_norms` is the largest norm of a module's update (see `max_norm.MaxNorm`). `start_from` is a LoRA that
     training begins from (see `lora_start`), `base_lora` one that stays frozen beneath it, at `base_strength`.
+    Of Wan 2.2's two experts the low noise one has its own where the options of that ending say so: a LoRA, NONE, or
+    SAME as the high noise one (and `base_strength` with it).
     `rank_dropout` is the probability that a rank is dropped for a sample, `module_dropout` that a layer goes without
     its adapter for a sample. `rank_patterns`: see `ranks.parse_rank_patterns`. `factor` and `constraint`: of LoKr and
     of OFT, see `models.adapters`. `init` is what a LoRA begins from.
@@ -48,6 +54,23 @@ class NetworkOptions:
     factor: int = -1
     constraint: float = 0.0
     init: str = "kaiming"
+    start_from_low_noise: LoraSource | str = SAME
+    base_lora_low_noise: LoraSource | str = SAME
+    base_strength_low_noise: float = 1.0
+
+    def of_high_noise(self) -> "NetworkOptions":
+        """Those of one expert alone, the high noise one of two."""
+        return replace(self, **LOW_NOISE)
+
+    def of_low_noise(self) -> "NetworkOptions":
+        """Those of one expert alone, the low noise one of two."""
+        own = dict(LOW_NOISE)
+        if self.start_from_low_noise != SAME:
+            own["start_from"] = _source(self.start_from_low_noise)
+        if self.base_lora_low_noise != SAME:
+            own["base_lora"] = _source(self.base_lora_low_noise)
+            own["base_strength"] = self.base_strength_low_noise if own["base_lora"] else 1.0
+        return replace(self, **own)
 
     @property
     def file_ranks(self) -> int:
@@ -81,8 +104,15 @@ class NetworkOptions:
                 f"lora_plus_ratio is {self.lora_plus_ratio:g} and {self.algorithm} has no two matrices A and B; set "
                 "lora_plus_ratio to 1, or algorithm to lora."
             )
-        if self.base_lora is not None and self.base_strength == 0:
-            raise ValueError("base_strength is 0, at which base_lora has no effect; set another, or base_lora to none.")
+        for name in ("start_from_low_noise", "base_lora_low_noise"):
+            if isinstance(chosen := getattr(self, name), str):
+                one_of(name, chosen, (SAME, NONE))
+        for end in ("", "_low_noise"):
+            if isinstance(getattr(self, f"base_lora{end}"), LoraSource) and getattr(self, f"base_strength{end}") == 0:
+                raise ValueError(
+                    f"base_strength{end} is 0, at which base_lora{end} has no effect; set another, or base_lora{end} "
+                    "to none."
+                )
         parse_rank_patterns(self.rank_patterns)
         if self.factor != -1 and self.factor < 1:
             raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 2 or more.")
@@ -99,11 +129,12 @@ class NetworkOptions:
                 f"init is {self.init}, which is for {' and '.join(suits)}, and algorithm is {self.algorithm}; set init "
                 "to kaiming."
             )
-        if self.init == "pissa" and self.start_from is not None:
-            raise ValueError(
-                f"start_from is {self.start_from.name} and init is pissa, which begins from the model's own weights; "
-                "set init to kaiming, or start_from to none."
-            )
+        for told in ("start_from", "start_from_low_noise"):
+            if self.init == "pissa" and isinstance(start := getattr(self, told), LoraSource):
+                raise ValueError(
+                    f"{told} is {start.name} and init is pissa, which begins from the model's own weights; set init to "
+                    f"kaiming, or {told} to none."
+                )
         if self.init == "pissa" and self.scale_weight_norms:
             raise ValueError(
                 f"scale_weight_norms is {self.scale_weight_norms:g} and init is pissa, whose matrices are not small; "
@@ -118,3 +149,7 @@ class NetworkOptions:
                 f"{name} is {value:g} and {self.algorithm} has no rank activations to drop; set it to 0, or use "
                 f"{' or '.join(kinds)}."
             )
+
+
+def _source(chosen: LoraSource | str) -> LoraSource | None:
+    return chosen if isinstance(chosen, LoraSource) else None
