@@ -274,7 +274,7 @@ class TesseraTrainLora(io.ComfyNode):
                 values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
                 return io.NodeOutput(*values, ui=ui_of(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
-            experts = plan_experts(model, model_low_noise, data, settings)
+            experts = plan_experts(model, model_low_noise, data, settings, runs_folder())
             data = replace(data, notes=(*data.notes, *shared(settings)))
             for expert in experts:
                 check_previews(preview, family_of(expert.model), expert.model)

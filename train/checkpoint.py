@@ -18,14 +18,18 @@ from .optimizer_state import pack_state, unpack_state
 from .tensor_file import read_tensors
 
 STATE_SUFFIX = ".tessera"
+MASTERS = "masters."
 _FORMAT = 1
+# Plain fields that a state may lack.
+_LATER = ("validation", "adapters")
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
     apart from its length. average: the LoRA's moving average, empty where the run keeps none. validation: the points
-    so far (`validation.Validation`) and the name of what they were measured on, empty without."""
+    so far (`validation.Validation`) and the name of what they were measured on, empty without. adapters: what the
+    masters are of, see `state_fit.described`; empty in states from before it was kept."""
 
     step: int
     batches: int
@@ -38,6 +42,7 @@ class TrainingState:
     machine: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
+    adapters: list[dict[str, Any]] = field(default_factory=list)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -50,7 +55,7 @@ def save_state(path: Path, state: TrainingState) -> None:
     if state.average:
         moving["average"] = state.average
     tensors, tree = pack_state(moving, "state")
-    tensors |= {f"masters.{name}": tensor.to("cpu").contiguous() for name, tensor in state.masters.items()}
+    tensors |= {f"{MASTERS}{name}": tensor.to("cpu").contiguous() for name, tensor in state.masters.items()}
     plain = {
         "format": _FORMAT,
         "step": state.step,
@@ -60,8 +65,7 @@ def save_state(path: Path, state: TrainingState) -> None:
         "machine": state.machine,
         "tree": tree,
     }
-    if state.validation:
-        plain["validation"] = state.validation
+    plain |= {name: value for name in _LATER if (value := getattr(state, name))}
     metadata = {"tessera": json.dumps(plain, allow_nan=False)}
     write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, metadata=metadata))
 
@@ -74,7 +78,7 @@ def load_state(path: Path) -> TrainingState:
     except (OSError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
     moving = unpack_state(tensors, plain["tree"])
-    masters = {n.removeprefix("masters."): t for n, t in tensors.items() if n.startswith("masters.")}
+    masters = {n.removeprefix(MASTERS): t for n, t in tensors.items() if n.startswith(MASTERS)}
     return TrainingState(
         step=plain["step"],
         batches=plain["batches"],
@@ -86,7 +90,7 @@ def load_state(path: Path) -> TrainingState:
         lineage=plain["lineage"],
         machine=plain["machine"],
         average=moving.get("average", {}),
-        validation=plain.get("validation", {}),
+        **{name: plain[name] for name in _LATER if name in plain},
     )
 
 

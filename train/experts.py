@@ -16,7 +16,8 @@ from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .options import ValidationOptions
-from .run import TrainSettings, place_of
+from .run import TrainSettings, find_state, is_of_run, place_of
+from .state_fit import check_state
 from .train_lora import TrainResult, check_run
 
 HIGH, LOW = "high_noise", "low_noise"
@@ -35,8 +36,11 @@ class Expert:
         return f"{self.side.replace('_', ' ').capitalize()} expert"
 
 
-def plan_experts(high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings) -> list[Expert]:
-    """Both runs, checked before either begins. asked: what is set for both.
+def plan_experts(
+    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings, root: Path | None = None
+) -> list[Expert]:
+    """Both runs, checked before either begins. asked: what is set for both. root: the folder that
+    runs are kept in, where a state named in `resume` is to be checked too.
 
     Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
     and for whatever would end one of the runs.
@@ -63,7 +67,11 @@ def plan_experts(high: ModelPatcher, low: ModelPatcher, data: TrainingData, aske
         )
     experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
     for expert in experts:
-        check_run(expert.model, data, expert.settings)
+        checked, settings = check_run(expert.model, data, expert.settings), expert.settings
+        if root is not None and settings.resume not in ("latest", "off"):
+            state = find_state(root, settings, "")
+            assert state is not None, settings.resume
+            check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
     return experts
 
 
@@ -108,7 +116,7 @@ def _resume(side: str, settings: TrainSettings) -> str:
         return settings.resume
     name = place_of(settings.output_name).name
     folder = PurePosixPath(settings.resume).parent.name
-    owner = next((one for one in (HIGH, LOW) if folder.startswith(f"{name}_{one}-")), None)
+    owner = next((one for one in (HIGH, LOW) if is_of_run(folder, f"{name}_{one}")), None)
     if owner is None:
         raise ValueError(
             f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, "

@@ -93,6 +93,7 @@ class Learner:
         """The fields of a TrainingState that are the learner's."""
         return {
             "masters": self.network.saved(),
+            "adapters": self.network.described(),
             "optimizer": state_of(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -106,8 +107,17 @@ class Learner:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)
         if self.average is None:
-            return []
+            return _average_left(state)
         self.average.load(state.average)
         if state.average:
             return []
         return [f"The state has no average of the LoRA, so it is taken from step {state.step} on."]
+
+
+def _average_left(state: TrainingState) -> list[str]:
+    if not state.average:
+        return []
+    return [
+        f"The state has an average of the LoRA and ema_decay is 0, so the average ends at step {state.step}: what is "
+        "saved from here on are the weights as they are trained. Set ema_decay on Optimizer to go on with it."
+    ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .dropout import draw_masks
 from .lora_model import LoraModel
 from .network_plan import adapter_specs
 from .options import NetworkOptions
+from .state_fit import OTHER_NETWORK, described
 
 
 class LoraNetwork:
@@ -58,14 +60,15 @@ class LoraNetwork:
         """What a state file holds: the masters, and what else an adapter would not find again bit for bit."""
         return {f"{n}.{own}": t for n, adapter in self.adapters.items() for own, t in adapter.state_dict().items()}
 
+    def described(self) -> list[dict[str, Any]]:
+        """What the adapters are made with, for a state file."""
+        return described(self.adapters)
+
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Puts saved masters back. Raises ValueError where they belong to another network."""
         own = self.saved()
         if own.keys() != masters.keys() or any(own[k].shape != masters[k].shape for k in own):
-            raise ValueError(
-                "The saved state was trained with another algorithm, init, rank or other targets; set them as "
-                "they were, or set resume to 'off'."
-            )
+            raise ValueError(OTHER_NETWORK)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(masters[name])

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from .options import OptimizerOptions
@@ -39,10 +38,15 @@ def check_ratio(ratio: float, options: OptimizerOptions) -> None:
         )
 
 
-def check_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError where a saved optimizer state has its weights grouped otherwise."""
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if now != [len(group["params"]) for group in saved]:
+def group_sizes(params: Sequence[nn.Parameter | dict[str, Any]]) -> list[int]:
+    """How many weights are in each group of what an optimizer is made over; a plain list is one group."""
+    groups = [one for one in params if isinstance(one, dict)]
+    return [len(group["params"]) for group in groups] if groups else [len(params)]
+
+
+def check_groups(now: Sequence[int], saved: Sequence[int]) -> None:
+    """Raises ValueError where a saved optimizer state has its weights grouped otherwise, by the groups' sizes."""
+    if list(now) != list(saved):
         raise ValueError(
             f"resume: that state was trained {'without' if len(saved) == 1 else 'with'} LoRA+; set lora_plus_ratio "
             f"{'to 1' if len(saved) == 1 else 'to another number than 1'}, or set resume to 'off'."

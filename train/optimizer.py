@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from .lora_plus import check_groups, flat
+from .lora_plus import check_groups, flat, group_sizes
 from .optimizer_class import arguments, check_args, optimizer_class, parse_args
 from .optimizer_weights import is_schedule_free
 from .options import OptimizerOptions
@@ -73,6 +73,12 @@ def build_optimizer(
     return optimizer
 
 
+def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:
+    """The class that these options choose. Raises ValueError where its library is missing."""
+    name, choice = _choice(options)
+    return optimizer_class(name, choice.path)
+
+
 def _choice(options: OptimizerOptions) -> tuple[str, Choice]:
     """What the user calls it, and what it is."""
     if options.optimizer == "custom":
@@ -91,7 +97,7 @@ def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer,
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state, with what it is of."""
-    return {**optimizer.state_dict(), "class": _class_name(optimizer)}
+    return {**optimizer.state_dict(), "class": _class_name(type(optimizer))}
 
 
 def restore_optimizer(
@@ -107,19 +113,14 @@ def restore_optimizer(
     now, and the rate is that of the schedule as it is now, at the step of the state. Raises ValueError where the state
     is of another optimizer.
     """
-    saved_class, own_class = optimizer_state.get("class"), _class_name(optimizer)
-    if saved_class not in (None, own_class):
-        raise ValueError(
-            f"resume: that state is of the optimizer {saved_class} and this run has {own_class}; set the optimizer as "
-            "it was, or set resume to 'off'."
-        )
+    check_class(optimizer_state.get("class"), type(optimizer))
     # What a class is made with is a setting; what else it keeps in a group (step counts, estimates) it has learnt.
     made_with = {"initial_lr", *arguments(type(optimizer))}
     settings = [
         {name: value for name, value in g.items() if name in made_with - {"params"}} for g in optimizer.param_groups
     ]
     bases = list(scheduler.base_lrs)
-    check_groups(optimizer, optimizer_state["param_groups"])
+    check_groups(group_sizes(optimizer.param_groups), group_sizes(optimizer_state["param_groups"]))
     optimizer.load_state_dict(optimizer_state)
     scheduler.load_state_dict(scheduler_state)
     scheduler.base_lrs = bases
@@ -129,8 +130,16 @@ def restore_optimizer(
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    kind = type(optimizer)
+def check_class(saved: str | None, own: type[torch.optim.Optimizer]) -> None:
+    """Raises ValueError where a saved state, by the name of its class, is of another optimizer."""
+    if saved not in (None, _class_name(own)):
+        raise ValueError(
+            f"resume: that state is of the optimizer {saved} and this run has {_class_name(own)}; set the optimizer as "
+            "it was, or set resume to 'off'."
+        )
+
+
+def _class_name(kind: type[torch.optim.Optimizer]) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 

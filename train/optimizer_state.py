@@ -44,6 +44,14 @@ def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
     return tensors, pack(state, prefix)
 
 
+def part_of(tree: Json, *keys: str) -> Any:
+    """What stands under these keys of a packed tree, still packed; None where nothing does."""
+    for key in keys:
+        items = tree.get("dict", ()) if isinstance(tree, dict) else ()
+        tree = next((value for name, value in items if name == key), None)
+    return tree
+
+
 def unpack_state(tensors: Mapping[str, Tensor], tree: Json) -> Any:
     """The state that `pack_state` was given; mappings come back as dicts, tensors on the device that they are given on.
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unicodedata import normalize
 
 from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX, read_header
@@ -201,15 +202,25 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
+def is_of_run(folder: str, name: str, key: str = "") -> bool:
+    """Whether a folder of this name holds a run of the output name `name`, of this key or of any."""
+    ending = re.escape(key[:8]) or "[0-9a-f]{8}"
+    # macOS may list a name in another form than it was given in.
+    return re.fullmatch(rf"{re.escape(name)}-{ending}(-\d{{1,6}})?", normalize("NFC", folder)) is not None
+
+
+def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
+    """The folders of all runs of this output name, or of those with this key."""
     place = root / place_of(output_name)
-    paths = sorted(p for p in place.parent.glob(f"{place.name}-{key[:8]}*") if p.is_dir())
+    if not place.parent.is_dir():
+        return []
+    paths = sorted(path for path in place.parent.iterdir() if is_of_run(path.name, place.name, key) and path.is_dir())
     return [RunFolder(path, place.name) for path in paths]
 
 
 def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
     """The folder of a finished run with this key, if its LoRA is still there."""
-    for folder in _folders(root, output_name, key):
+    for folder in run_folders(root, output_name, key):
         summary = folder.read_summary()
         if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
             return folder
@@ -234,7 +245,7 @@ def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None
             raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
         return named
     found: list[tuple[int, Path]] = []
-    for folder in _folders(root, settings.output_name):
+    for folder in run_folders(root, settings.output_name):
         for path in folder.states():
             try:
                 header = read_header(path)
@@ -261,7 +272,7 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
 
 def other_state(root: Path, settings: TrainSettings) -> str | None:
     """The newest state of this output name, whatever it was made with, as `resume` names it."""
-    paths = [path for folder in _folders(root, settings.output_name) for path in folder.states()]
+    paths = [path for folder in run_folders(root, settings.output_name) for path in folder.states()]
     newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
 
@@ -277,7 +288,7 @@ def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | Non
     """The folder to write to: that of an unfinished run which is resumed, else a new one."""
     place = root / place_of(settings.output_name)
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
-    if state is not None and re.fullmatch(re.escape(first.path.name) + r"(-\d+)?", state.parent.name):
+    if state is not None and _same(state.parent.parent, place.parent) and is_of_run(state.parent.name, place.name, key):
         for unfinished in state.parent.glob(".*.part"):  # what a killed process was writing
             unfinished.unlink(missing_ok=True)
         return RunFolder(state.parent, place.name)
@@ -286,3 +297,7 @@ def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | Non
         number += 1
         folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
     return folder
+
+
+def _same(first: Path, second: Path) -> bool:
+    return first.resolve() == second.resolve()

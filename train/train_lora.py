@@ -38,6 +38,7 @@ from .preview_files import SHEET
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
 from .schedule import lr_factor
 from .settings_notes import guidance_notes, memory_notes, saving_notes
+from .state_fit import check_state
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .version import VERSION
@@ -126,6 +127,8 @@ def train_lora(
         return result
 
     state = find_state(root, settings, lineage)
+    if state is not None:
+        check_state(state, settings.network, settings.optimizer, patcher.model, targets)
     folder = open_folder(root, settings, key, state)
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
     recorder = _Recorder(observer, (*data.notes, *checked.notes))

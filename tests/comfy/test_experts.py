@@ -95,6 +95,15 @@ def test_a_named_state_goes_to_the_expert_it_is_of(experts):
         plan_experts(*experts, clips(), settings)
 
 
+def test_a_state_that_does_not_fit_the_second_is_refused_before_the_first_is_trained(experts, tmp_path):
+    _, low = run_both(experts, tmp_path, steps=1)
+    state = f"{low.path.parent.name}/state-000001.tessera"
+    changed = run_settings(output_name="film", resume=state, network={"rank": 2})
+    with pytest.raises(ValueError, match="^resume: that state was trained with rank 4"):
+        plan_experts(*experts, clips(), changed, tmp_path)
+    assert plan_experts(*experts, clips(), run_settings(output_name="film", resume=state), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("objective", "high", "low"),
     [

@@ -382,3 +382,10 @@ def test_training_neither_reads_nor_moves_the_global_generators(tiny_flux, tmp_p
     assert torch.equal(torch.get_rng_state(), before)
     disturbed = Watcher(at_step=lambda done: torch.manual_seed(done) and torch.rand(5))
     equal(train(tiny_flux, data, tmp_path / "disturbed", disturbed, **HARD), whole)
+
+
+def test_latest_takes_no_run_of_a_longer_name(tiny_flux, tmp_path):
+    train(tiny_flux, mixed_data(), tmp_path, output_name="face-v2")
+    watcher = Watcher()
+    train(tiny_flux, mixed_data(), tmp_path, watcher, output_name="face")
+    assert len(watcher.losses) == 6 and not watcher.notes

@@ -1,5 +1,5 @@
 import pytest
-from tessera.train.run import LONGEST_NAME, RunFolder, check_output_name
+from tessera.train.run import LONGEST_NAME, RunFolder, check_output_name, run_folders
 
 
 @pytest.mark.parametrize("name", ["my_lora", "styles/my lora (2)", "Füchse-v1.5+", "a\\b", "n" * LONGEST_NAME])
@@ -43,3 +43,19 @@ def test_a_run_that_went_on_from_an_early_state_keeps_what_it_saves_and_what_lay
         (tmp_path / f"state-{step:06d}.tessera").write_text("state")
     folder.forget_old_states(300)
     assert [path.name[6:12] for path in folder.states()] == ["000250", "000300", "000500", "000750"]
+
+
+def test_a_run_is_found_by_its_whole_name(tmp_path):
+    others = ("face-v2-0123abcd", "face-v2-0123abcd-2", "face-0123abc", "face-0123abcd-old", "face2-0123abcd")
+    own = ("face-0123abcd", "face-0123abcd-2", "face-89abcdef")
+    for name in (*others, *own):
+        (tmp_path / name).mkdir()
+    assert [folder.path.name for folder in run_folders(tmp_path, "face")] == list(own)
+    assert [folder.path.name for folder in run_folders(tmp_path, "face", "0123abcd" + "0" * 32)] == list(own[:2])
+    assert not run_folders(tmp_path, "absent/face")
+
+
+def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path):
+    (tmp_path / "v[1]-0123abcd").mkdir()
+    (tmp_path / "v1-0123abcd").mkdir()
+    assert [folder.path.name for folder in run_folders(tmp_path, "v[1]")] == ["v[1]-0123abcd"]
