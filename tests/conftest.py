@@ -103,6 +103,17 @@ def tiny_vae(tiny_files: dict[str, Path]) -> Any:
 
 
 @pytest.fixture
+def fresh_graphs() -> Iterator[None]:
+    """No MODEL is loaded, and nothing that was compiled before is found again; nor is what this test compiles."""
+    import comfy.model_management
+
+    torch._dynamo.reset()
+    comfy.model_management.unload_all_models()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def other_family(tiny_files: dict[str, Path]) -> dict[str, Any]:
     """Inputs that FLUX cannot take: a VACE `model`, which no family trains, an SD1 `clip`, a 4-channel `vae`."""
     return {

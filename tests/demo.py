@@ -20,6 +20,7 @@ from photos import write_photos
 from PIL import Image, ImageDraw
 from server import ComfyServer, error_of
 from tiny import write_models
+from tiny.prompt import node
 from tiny.workflow import fit_workflow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,9 +90,6 @@ class Printer:
 def sampling_prompt(names: dict[str, str], photos: dict[str, tuple[Path, str]], lora: str | None) -> dict[str, Any]:
     """Core nodes only: a picture for each caption of SHOWN, with or without the LoRA."""
 
-    def node(kind: str, **inputs: Any) -> dict[str, Any]:
-        return {"class_type": kind, "inputs": inputs}
-
     prompt = {
         "base": node("UNETLoader", unet_name=names["unet_name"], weight_dtype="default"),
         "clip": node("TesseraTinyClipLoader", clip_name1=names["clip_name1"], clip_name2=names["clip_name2"]),
@@ -124,11 +122,11 @@ def sampling_prompt(names: dict[str, str], photos: dict[str, tuple[Path, str]], 
 
 
 def pictures_of(server: ComfyServer, entry: dict[str, Any]) -> dict[str, Path]:
-    """node: file of the first picture that it shows."""
+    """node id: file of the first picture that it shows."""
     found = {}
-    for node, output in entry["outputs"].items():
+    for key, output in entry["outputs"].items():
         for image in output.get("images", [])[:1]:
-            found[node] = server.base / image["type"] / image["subfolder"] / image["filename"]
+            found[key] = server.base / image["type"] / image["subfolder"] / image["filename"]
     return found
 
 

@@ -1,12 +1,12 @@
 """Training Preview in ComfyUI's own frontend: the sheet so far stands on the training node while it trains."""
 
 import pytest
+from tiny.prompt import node
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 
 def graph(encoders):
-    node = lambda kind, **inputs: {"class_type": kind, "inputs": inputs}  # noqa: E731
     size = {"width": 64, "height": 64}
     return {
         "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),

@@ -9,7 +9,9 @@ import torch
 from tessera.memory.activation_offload import ActivationOffload
 from tessera.train.events import Silent
 from tessera.train.options import MemoryOptions
+from tiny import swapping
 from tiny.compiling import Graphs
+from tiny.swapping import assert_same_run
 
 STEPS = 2
 HIDDEN, TOKENS, TEXT = 128, 16, 16
@@ -21,15 +23,9 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_flux(folder / "flux.safetensors", depth=2, depth_single=3)
 
 
-def trained(path: Path, folder: Path, *, backend: str | None = None, batch: int = 1, steps: int = STEPS, **memory: Any):
-    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [TEXT] * 3)
-    options = MemoryOptions(**{"checkpointing": "full", **memory})
-    trainer = tiny.make_trainer(
-        tiny.load_flux(path), data, folder, backend=backend, batch_size=batch, steps=steps, memory=options
-    )
-    tiny.fill_up_matrices(trainer)
-    trainer.run()
-    return trainer
+def trained(path: Path, folder: Path, *, steps: int = STEPS, **options: Any) -> Any:
+    given = {"checkpointing": "full", **options}
+    return swapping.trained(tiny.load_flux(path), swapping.three_pictures(), folder, steps=steps, **given)
 
 
 CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_eager", 1, 0), ("aot_eager", 3, 4)]
@@ -45,11 +41,7 @@ def test_offloaded_equals_kept_bit_for_bit_with_counted_bytes(deep_flux, tmp_pat
     )
     # A run compiles its own graphs, one for each kind of block.
     assert graphs() == kept.placed.runner.planned_graphs == (2 if backend else 0)
-    assert off.progress.loss == kept.progress.loss
-    for (name, pair), other in zip(off.network.pairs.items(), kept.network.pairs.values(), strict=True):
-        for a, b in zip(pair, other, strict=True):
-            assert a.grad is not None and torch.equal(a.grad, b.grad), name
-            assert torch.equal(a, b), name
+    assert_same_run(off, kept)
     # Two double blocks and two of the three single ones: the last stays. Each keeps its stream of all tokens, fp32.
     a_block = batch * (TOKENS + TEXT) * HIDDEN * 4
     offload = off.placed.runner.offload

@@ -6,14 +6,14 @@ from itertools import product
 import pytest
 import tiny
 import torch
-from comfy.model_management import InterruptProcessingException
 from tessera.models.flux import Flux
 from tessera.train.dropout import draw_masks
 from tessera.train.network_plan import network_notes
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.compiling import Graphs
-from tiny.runs import Watcher, cancel_at, mixed_data, train
+from tiny.resuming import resumed_as_whole
+from tiny.runs import mixed_data, train
 
 DROPOUTS = {"rank_dropout": 0.3, "module_dropout": 0.2}
 
@@ -28,16 +28,9 @@ QUICK = [pair for pair in DRAWN if pair in PAIRS]
 
 def check_resume(model, root, name, optimizer):
     """Cancelled amid and gone on, it learns the same bits; with dropout, so that this is drawn alike."""
-    network, data = {**ALGORITHMS[name], **DROPOUTS}, mixed_data()
-    changes = {"network": network, "batch_size": 2, "optimizer": {"optimizer": optimizer, "learning_rate": 1e-3}}
-    whole = train(model, data, root / "whole", **changes)
-    with pytest.raises(InterruptProcessingException):
-        train(model, data, root / "cut", cancel_at(3), **changes)
-    watcher = Watcher()
-    resumed = train(model, data, root / "cut", watcher, **changes)
-    assert "Resumed at step 3." in watcher.notes
-    assert resumed.loss == whole.loss
-    assert all(torch.equal(resumed.lora[key], whole.lora[key]) for key in whole.lora)
+    network = {**ALGORITHMS[name], **DROPOUTS}
+    steps = {"optimizer": optimizer, "learning_rate": 1e-3}
+    whole = resumed_as_whole(model, mixed_data(), root, network=network, batch_size=2, optimizer=steps)
     zero_at_start = ("lora_up.weight", "hada_w2_a", "lokr_w2", "lokr_w2_b", "oft_blocks")
     assert all(tensor.any() for key, tensor in whole.lora.items() if key.endswith(zero_at_start))
 

@@ -14,6 +14,7 @@ from comfy_server import ServerFailure, error_of
 from tessera.train.batches import batch_order
 from tessera.train.data import TrainingData
 from tessera.train.stopped import TrainingStopped
+from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 
 
@@ -259,7 +260,6 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
 
 
 def graph(loaders, model="tiny_flux.safetensors", **changes):
-    node = lambda kind, **inputs: {"class_type": kind, "inputs": inputs}  # noqa: E731
     inputs = {"output_name": "bad", "steps": 2, "learning_rate": 1e-3, "rank": 4, "batch_size": 1}
     inputs |= {"gradient_accumulation": 1, "seed": 0, "compile": "off", "save_every": 0, "resume": "latest"}
     return loaders | {

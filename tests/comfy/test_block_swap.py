@@ -9,7 +9,9 @@ import torch
 from tessera.memory.block_swap import frozen_modules
 from tessera.memory.flat import Layout
 from tessera.train.options import MemoryOptions
+from tiny import swapping
 from tiny.compiling import Graphs
+from tiny.swapping import assert_same_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCKS = 6  # three double and three single ones
@@ -22,24 +24,9 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_flux(folder / "flux.safetensors", depth=3, depth_single=3)
 
 
-def trained(path: Path, folder: Path, *, backend: str | None = None, batch: int = 1, **memory: Any) -> Any:
-    """A trainer that has made STEPS steps, its LoRA and losses."""
-    data = tiny.make_data([(4, 4), (2, 8), (8, 2)], [16, 16, 16])
-    options = MemoryOptions(**{"checkpointing": "none", **memory})
-    trainer = tiny.make_trainer(
-        tiny.load_flux(path), data, folder, backend=backend, batch_size=batch, steps=STEPS, memory=options
-    )
-    tiny.fill_up_matrices(trainer)
-    trainer.run()
-    return trainer
-
-
-def assert_same_run(swapped: Any, resident: Any) -> None:
-    assert swapped.progress.loss == resident.progress.loss
-    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
-        for a, b in zip(pair, other, strict=True):
-            assert torch.equal(a.grad, b.grad), name
-            assert torch.equal(a, b), name
+def trained(path: Path, folder: Path, **options: Any) -> Any:
+    """A trainer that has made STEPS steps."""
+    return swapping.trained(tiny.load_flux(path), swapping.three_pictures(), folder, steps=STEPS, **options)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,7 @@ IN_FULL = ("flux", "wan", "qwen_image")
 WIDE_AND_LONG = {"width": 96, "length": 21}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 def is_slow(name: str, scope: str, dynamic: str) -> bool:

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import comfy.model_management
 import pytest
 import tiny
 import torch
@@ -16,13 +15,7 @@ from tiny.compiling import Graphs, compiled
 from tiny.sampling import sample
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def fresh_start() -> Iterator[None]:
-    torch._dynamo.reset()
-    comfy.model_management.unload_all_models()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 @pytest.fixture

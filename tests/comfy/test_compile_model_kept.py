@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import comfy.model_management
@@ -19,13 +18,7 @@ from tiny.compiling import Graphs, compiled, load_as, make_lora, with_lora
 from tiny.sampling import sample
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def fresh_start() -> Iterator[None]:
-    torch._dynamo.reset()
-    comfy.model_management.unload_all_models()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 class Kept:

@@ -14,6 +14,7 @@ from tessera.models.model_patches import trainable_model
 from tessera.nodes.compile import TesseraCompileModel, TesseraCompileReport
 from tessera.nodes.taken_over import for_training
 from tessera.train.fingerprint import weights_fingerprint
+from tiny.prompt import ksampler, node
 from tiny.runs import Watcher, mixed_data, train
 
 
@@ -94,11 +95,11 @@ def test_bad_input_is_one_sentence_before_anything_runs(tiny_flux, values, sente
 
 
 def test_what_is_no_diffusion_model_is_refused_by_its_name(tiny_clip):
-    for node in (TesseraCompileModel, TesseraCompileReport):
+    for kind in (TesseraCompileModel, TesseraCompileReport):
         with pytest.raises(ValueError, match="^model is a CLIP, which holds no diffusion model; connect the MODEL of"):
-            run(node, tiny_clip)
+            run(kind, tiny_clip)
         with pytest.raises(ValueError, match="^model is a FluxClipModel_, which holds no diffusion model"):
-            run(node, tiny_clip.patcher)
+            run(kind, tiny_clip.patcher)
 
 
 def test_what_is_said_while_sampling_joins_the_sentences_of_the_node(tiny_flux):
@@ -190,28 +191,12 @@ def test_a_wrapper_of_another_pack_is_still_named_as_left_out(tiny_flux):
 # Through the server.
 
 
-def node(kind, **inputs):
-    return {"class_type": kind, "inputs": inputs}
-
-
 def compile_graph(loaders, seed=1, **settings):
     return loaders | {
         "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
         "latent": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
         "compile": node("TesseraCompileModel", model=["model", 0], **settings),
-        "sampled": node(
-            "KSampler",
-            model=["compile", 0],
-            positive=["positive", 0],
-            negative=["positive", 0],
-            latent_image=["latent", 0],
-            seed=seed,
-            steps=2,
-            cfg=1.0,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-        ),
+        "sampled": ksampler("compile", seed=seed),
         "report": node("TesseraCompileReport", model=["compile", 0], after=["sampled", 0]),
         "shown": node("PreviewAny", source=["report", 0]),
     }

@@ -3,10 +3,9 @@ ControlNets; and what is taken off again leaves the old graphs."""
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import comfy.model_management
 import pytest
 import tiny
 import torch
@@ -17,13 +16,7 @@ from tiny.compiling import Graphs, compiled
 from tiny.sampling import sample
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_start() -> Iterator[None]:
-    torch._dynamo.reset()
-    comfy.model_management.unload_all_models()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 # What nodes do to a MODEL. Each is far from doing nothing.

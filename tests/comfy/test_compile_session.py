@@ -20,12 +20,7 @@ LENGTHS = (9, 16, 40)
 LORAS = ((None, 0.0, "before"), (1, 1.0, "before"), (2, 0.4, "behind"), (2, 0.7, "before"), (None, 0.0, "before"))
 
 
-@pytest.fixture(autouse=True)
-def fresh_start() -> Iterator[None]:
-    torch._dynamo.reset()
-    comfy.model_management.unload_all_models()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 class Session:

@@ -19,11 +19,8 @@ def keep_inputs(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+def nothing_handed(fresh_graphs: None) -> None:
     handed.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def sizes() -> Iterator[dict[str, int]]:

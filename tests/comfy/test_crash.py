@@ -11,12 +11,9 @@ import torch
 from comfy_server import ServerFailure, error_of
 from PIL import Image
 from safetensors.torch import load_file
+from tiny.prompt import ksampler, node
 
 STEPS = 40  # some seconds, so that what breaks in comes in time
-
-
-def node(kind, **inputs):
-    return {"class_type": kind, "inputs": inputs}
 
 
 @pytest.fixture
@@ -177,19 +174,7 @@ def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loade
                 "LoraModelLoader", model=["model", 0], lora=["train", 0], strength_model=1.0, bypass=False
             ),
             "empty": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
-            "sampled": node(
-                "KSampler",
-                model=["with_lora", 0],
-                positive=["positive", 0],
-                negative=["positive", 0],
-                latent_image=["empty", 0],
-                seed=1,
-                steps=2,
-                cfg=1.0,
-                sampler_name="euler",
-                scheduler="simple",
-                denoise=1.0,
-            ),
+            "sampled": ksampler("with_lora", latent="empty"),
             "picture": node("VAEDecode", samples=["sampled", 0], vae=["vae", 0]),
             "saved_picture": node("SaveImage", images=["picture", 0], filename_prefix="with_lora"),
             "saved": node("SaveLoRA", lora=["train", 0], prefix="loras/from_core", steps=3),

@@ -1,12 +1,9 @@
 """Runs over FLUX.2, and over FLUX.1 with reference pictures: graphs counted, block swap equal to none, a LoRA that
 learns, judged by ComfyUI's own forward and sampler."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import comfy.sample
-import comfy.sd
 import pytest
 import tiny
 import torch
@@ -14,17 +11,18 @@ from safetensors.torch import load_file, save_file
 from tessera.compile.settings import CompileSettings
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tessera.train.train_lora import train_lora
-from tiny.compiling import Graphs
-from tiny.flux_core import core_velocity
+from tiny import swapping
+from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.flux_data import flux_sample
+from tiny.learning import WHOLE, assert_draws, assert_loss_falls, core_loss, drawn_from_noise, with_lora
 from tiny.runs import Watcher, run_settings, train, training_data
+from tiny.swapping import assert_same_run
 
 SHAPES = [(4, 6), (6, 4), (3, 8), (8, 3), (2, 12), (12, 2)]
 METHODS = {"flux": (None, "offset", "uxo"), "flux2": (None, "index_timestep_zero", "offset")}
 LOAD = {"flux": tiny.load_flux, "flux2": tiny.load_flux2}
 WRITE = {"flux": tiny.write_flux, "flux2": tiny.write_flux2}
 KINDS, BATCH = 2, 2
-SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def mixed_data(family: str) -> Any:
@@ -65,20 +63,8 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(tiny_files, tmp_pat
     trainer = tiny.make_trainer(
         model, data, tmp_path, backend="aot_eager", batch_size=BATCH, steps=steps, memory=memory
     )
-    counts, keys = [], []
-    velocity = trainer.placed.velocity
-
-    def recorded(inputs: Any, draw: Any) -> Any:
-        keys.append((inputs.image_tokens, inputs.text_tokens))
-        return velocity(inputs, draw)
-
-    class Watching(type(trainer.observer)):
-        def step(self, report: Any) -> None:
-            counts.append(graphs())
-
-    trainer.placed.velocity, trainer.observer = recorded, Watching()
-    trainer.run()
-    assert counts == [KINDS * len(set(keys[: n + 1])) for n in range(len(keys))]
+    counts, keys = graphs_after_each_step(trainer, graphs)
+    assert counts == graphs_expected(KINDS, keys)
     assert counts[-1] == KINDS * len(data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert graphs.breaks == 0
 
@@ -110,26 +96,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f: write(folder / f"{f}.safetensors", depth=2, depth_single=3) for f, write in WRITE.items()}
 
 
-def trained(path: Path, folder: Path, family: str, *, backend: str | None = None, **memory: Any) -> Any:
+def trained(path: Path, folder: Path, family: str, **options: Any) -> Any:
     """A trainer that has made three steps of two samples with a reference each."""
-    shapes = [(4, 4), (2, 8), (8, 2)]
+    shapes = enumerate(swapping.THREE_SHAPES)
     methods = METHODS[family]
-    data = training_data(
-        *(flux_sample(f"{i}", *s, 9, [(4, 6)], family=family, method=methods[i]) for i, s in enumerate(shapes))
-    )
-    options = MemoryOptions(**{"checkpointing": "none", **memory})
-    model = LOAD[family](path)
-    trainer = tiny.make_trainer(model, data, folder, backend=backend, batch_size=2, steps=3, memory=options)
-    tiny.fill_up_matrices(trainer)
-    trainer.run()
-    return trainer
-
-
-def assert_same_run(swapped: Any, resident: Any) -> None:
-    assert swapped.progress.loss == resident.progress.loss
-    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
-        for a, b in zip(pair, other, strict=True):
-            assert torch.equal(a.grad, b.grad) and torch.equal(a, b), name
+    data = training_data(*(flux_sample(f"{i}", *s, 9, [(4, 6)], family=family, method=methods[i]) for i, s in shapes))
+    return swapping.trained(LOAD[family](path), data, folder, batch=2, steps=3, **options)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -154,24 +126,6 @@ def test_swap_adds_no_graph(deep, tmp_path, family):
     swapped = trained(deep[family], tmp_path / "swapped", family, blocks_to_swap=4, **settings)
     assert graphs() == 2 * KINDS  # a run compiles its own
     assert_same_run(swapped, plain)
-
-
-def core_loss(model: Any, sample: Any, sigma: float) -> float:
-    """mean((v − (noise − x0))²) with v from core's apply_model, on noise of its own."""
-    read = sample.load()
-    noise = torch.randn(read.latent.shape, generator=torch.Generator().manual_seed(9))
-    noisy = replace(read, latent=(1 - sigma) * read.latent + sigma * noise)
-    velocity = core_velocity(model, replace(sample, load=lambda *_: noisy), sigma)
-    return float((velocity - (noise - read.latent).flatten(1).T).square().mean())
-
-
-def sampled(model: Any, tensors: Any) -> torch.Tensor:
-    empty = torch.zeros_like(tensors.latent[None])
-    noise = comfy.sample.prepare_noise(empty, 1)
-    positive = [[tensors.text, {**tensors.conditioning, "guidance": 1.0}]]
-    return comfy.sample.sample(
-        model, noise, 8, 1.0, "euler", "simple", positive, positive, empty, denoise=1.0, disable_pbar=True
-    )[0]
 
 
 @pytest.fixture
@@ -201,14 +155,10 @@ def test_training_on_one_edit_lowers_its_loss_and_makes_the_sampler_draw_it(quie
         tmp_path / "loras",
         steps=200,
         save_every=0,
-        network={"rank": 64, "alpha": 64.0, "include": ("*",)},
+        network=WHOLE,
         optimizer={"learning_rate": 2e-3, "lr_scheduler": "cosine"},
     )
-    with_lora = comfy.sd.load_lora_for_models(quiet_klein, None, dict(result.lora), 1.0, 0)[0]
-    before = [core_loss(quiet_klein, sample, sigma) for sigma in SIGMAS]
-    after = [core_loss(with_lora, sample, sigma) for sigma in SIGMAS]
-    assert all(a < b / 5 for a, b in zip(after, before, strict=True)), (before, after)
-    size = tensors.latent.norm()
-    far, near = ((sampled(m, tensors) - tensors.latent).norm() / size for m in (quiet_klein, with_lora))
-    assert near < 0.35 and far > 0.9, (far, near)
+    learned = with_lora(quiet_klein, result)
+    assert_loss_falls(lambda model, sigma: core_loss(model, tensors, sigma), quiet_klein, learned)
+    assert_draws(lambda m: drawn_from_noise(m, tensors), tensors.latent, (quiet_klein, learned), near=0.35, far=0.9)
     assert result.lora.metadata["modelspec.architecture"] == "Flux.2-klein/lora"

@@ -1,8 +1,6 @@
 """One graph per block kind, token count and text length, by dynamo's own counters, over a run of mixed pictures."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -12,7 +10,7 @@ from tessera.train.data import TrainingData
 from tessera.train.dataset import Dataset, Picture
 from tessera.train.options import MemoryOptions
 from tessera.train.prepare import prepare
-from tiny.compiling import Graphs
+from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]
 PICTURES = 40
@@ -50,37 +48,6 @@ def mixed_data(tmp_path_factory: pytest.TempPathFactory, tiny_files: dict[str, P
     return prepared.data
 
 
-def graphs_after_each_step(trainer: Any, counted: Graphs) -> tuple[list[int], list[tuple[int, int]]]:
-    """Trains to the end; the number of graphs after each step, and the (tokens, text length) of each step."""
-    from tessera.train import loop
-
-    graphs: list[int] = []
-    keys: list[tuple[int, int]] = []
-    made = loop.make_batch
-
-    class Watching(type(trainer.observer)):
-        def step(self, report: Any) -> None:
-            graphs.append(counted())
-
-    def recording(*args: Any) -> Any:
-        batch = made(*args)
-        keys.append((batch.inputs.tokens.shape[1], batch.inputs.text.shape[1]))
-        return batch
-
-    trainer.observer = Watching()
-    loop.make_batch = recording
-    try:
-        trainer.run()
-    finally:
-        loop.make_batch = made
-    return graphs, keys
-
-
-def expected_graphs(keys: Sequence[tuple[int, int]]) -> list[int]:
-    """After each step: one graph per block kind for every (tokens, text length) met so far, and none besides."""
-    return [KINDS * len(set(keys[: n + 1])) for n in range(len(keys))]
-
-
 def test_the_data_has_the_shapes_that_are_to_be_counted(mixed_data):
     assert len({s.grid for s in mixed_data.samples}) >= 7
     assert {s.text_length for s in mixed_data.samples} == {256, 512}
@@ -97,7 +64,7 @@ def test_two_epochs_of_mixed_pictures_compile_each_graph_once(mixed_data, tiny_f
     )
     graphs, keys = graphs_after_each_step(trainer, counted)
     assert len(graphs) == 2 * STEPS_PER_EPOCH
-    assert graphs == expected_graphs(keys)
+    assert graphs == graphs_expected(KINDS, keys)
     assert graphs[-1] == KINDS * len(mixed_data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert counted.breaks == 0
     assert trainer.facts()["graphs_compiled"] == graphs[-1]
@@ -120,7 +87,7 @@ def test_a_resumed_run_compiles_each_graph_once(mixed_data, tiny_flux, tmp_path)
     second.resume(state)
     graphs, keys = graphs_after_each_step(second, counted)
     assert len(keys) == STEPS_PER_EPOCH // 2
-    assert graphs == expected_graphs(keys)
+    assert graphs == graphs_expected(KINDS, keys)
     assert counted.breaks == 0
     assert second.progress.loss == whole_loss
 

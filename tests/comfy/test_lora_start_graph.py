@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from comfy_server import ServerFailure
+from tiny.prompt import node
 
 CRASH = runpy.run_path(str(Path(__file__).with_name("test_crash.py")))
-node, training_graph, pictures = CRASH["node"], CRASH["training_graph"], CRASH["pictures"]
+training_graph, pictures = CRASH["training_graph"], CRASH["pictures"]
 
 
 def network(**inputs):

@@ -1,7 +1,6 @@
 """The MODEL that came in is what it was after training, and what is on it is trained on."""
 
 import comfy.model_management
-import comfy.sample
 import comfy.sd
 import pytest
 import tiny
@@ -30,17 +29,6 @@ def some_lora(tiny_files):
     return lora, weights
 
 
-def sampled(model):
-    latent = torch.zeros(1, 16, 8, 8)
-    noise = comfy.sample.prepare_noise(latent, 1)
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randn(1, 16, tiny.T5_WIDTH, generator=generator)
-    positive = [[text, {"pooled_output": torch.randn(1, tiny.CLIP_WIDTH, generator=generator)}]]
-    return comfy.sample.sample(
-        model, noise, 2, 1.0, "euler", "simple", positive, positive, latent, denoise=1.0, disable_pbar=True
-    )
-
-
 def picture_of(model):
     """What has to be the same after training: each weight's bytes and place, and everything on the patcher."""
     weights = {name: (t.data_ptr(), t.detach().clone()) for name, t in model.model.state_dict().items()}
@@ -63,10 +51,10 @@ def test_weights_patches_and_sampling_are_the_same_before_and_after_training(
     end, patched, tiny_flux, some_lora, tmp_path
 ):
     model = comfy.sd.load_lora_for_models(tiny_flux, None, some_lora[0], STRENGTH, 0)[0] if patched else tiny_flux
-    picture = sampled(model)
+    picture = tiny.sample(model, "flux")
     comfy.model_management.unload_all_models()  # ComfyUI 0.27 leaves other flags on weights that it has patched once
     before = picture_of(model)
-    assert torch.equal(sampled(model), picture)
+    assert torch.equal(tiny.sample(model, "flux"), picture)
     # Sampling has left the MODEL loaded, with its patches written into the weights.
     if end == "finished":
         train(model, mixed_data(), tmp_path, steps=2)
@@ -75,7 +63,7 @@ def test_weights_patches_and_sampling_are_the_same_before_and_after_training(
             train(model, mixed_data(), tmp_path, cancel_at(1))
         assert type(stopped.value).__name__ == "InterruptProcessingException"
     assert_untouched(model, before)
-    assert torch.equal(sampled(model), picture)
+    assert torch.equal(tiny.sample(model, "flux"), picture)
 
 
 def test_training_gives_all_its_memory_back(tiny_flux, tmp_path):

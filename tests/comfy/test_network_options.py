@@ -5,33 +5,19 @@ import json
 
 import pytest
 import torch
-from comfy.model_management import InterruptProcessingException
 from tessera.train.lora_dense import delta_of
 from tiny.adapters import ALGORITHMS
-from tiny.runs import Watcher, cancel_at, mixed_data, train
+from tiny.resuming import resumed_as_whole
+from tiny.runs import mixed_data, train
 
 PLUS = {"lora_plus_ratio": 8.0}
 NORMS = {"scale_weight_norms": 0.05}
 
 
-def whole_and_resumed(model, root, **changes):
-    """The result of a run of six steps, after seeing that one which is cancelled amid gives the same."""
-    data = mixed_data()
-    whole = train(model, data, root / "whole", **changes)
-    with pytest.raises(InterruptProcessingException):
-        train(model, data, root / "cancelled", cancel_at(3), **changes)
-    watcher = Watcher()
-    resumed = train(model, data, root / "cancelled", watcher, **changes)
-    assert "Resumed at step 3." in watcher.notes
-    assert resumed.loss == whole.loss and resumed.summary["key"] == whole.summary["key"]
-    assert all(torch.equal(resumed.lora[name], whole.lora[name]) for name in whole.lora)
-    return whole
-
-
 def test_lora_plus_and_max_norm_go_on_bit_for_bit_and_hold_the_norm(tiny_flux, tmp_path):
     plain = train(tiny_flux, mixed_data(), tmp_path / "plain")
-    plus = whole_and_resumed(tiny_flux, tmp_path / "plus", network=PLUS)
-    norms = whole_and_resumed(tiny_flux, tmp_path / "norms", network=PLUS | NORMS)
+    plus = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "plus", network=PLUS)
+    norms = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "norms", network=PLUS | NORMS)
     assert len({result.summary["key"] for result in (plain, plus, norms)}) == 3
     assert plus.loss[0] == plain.loss[0] and plus.loss[2] != plain.loss[2]
     found = {name: float((m.scaled_up @ m.down).norm()) for name, m in norms.lora.modules().items()}
@@ -47,7 +33,7 @@ def test_lora_plus_and_max_norm_go_on_bit_for_bit_and_hold_the_norm(tiny_flux, t
 def test_the_norm_of_a_product_of_more_is_held_and_goes_on_bit_for_bit(tiny_flux, tmp_path, name):
     network = ALGORITHMS[name]
     free = train(tiny_flux, mixed_data(), tmp_path / "free", network=network)
-    held = whole_and_resumed(tiny_flux, tmp_path / "held", network=network | NORMS)
+    held = resumed_as_whole(tiny_flux, mixed_data(), tmp_path / "held", network=network | NORMS)
     sizes, limited = (
         [float(delta_of(parts, torch.device("cpu")).norm()) for parts in result.lora.parts().values()]
         for result in (free, held)

@@ -7,6 +7,7 @@ from tessera.models.registry import family_of
 from tessera.nodes.options import NO_MODEL, TesseraLoraNetwork
 from tessera.train.network_plan import adapter_specs, choose_targets, network_notes
 from tessera.train.options import NetworkOptions
+from tiny.prompt import node
 from tiny.runs import Watcher, mixed_data, train
 
 
@@ -96,9 +97,6 @@ def test_a_line_of_rank_patterns_that_changes_nothing_is_named(tiny_flux, patter
 
 
 def test_in_a_graph_the_node_shows_what_train_lora_then_trains(server, tiny_loaders):
-    def node(kind, **inputs):
-        return {"class_type": kind, "inputs": inputs}
-
     network = {"algorithm": "dora", "rank": 4, "alpha": 4.0, "targets": "single_blocks.*.linear?", "dropout": 0.1}
     inputs = {"output_name": "dora", "steps": 2, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
     inputs |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "off"}

@@ -1,8 +1,5 @@
 """PiSSA begins at the model bit for bit, has the gradients of the paper's A and B, and loads on the model itself."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import tiny
 import torch
@@ -12,9 +9,9 @@ from tessera.models.adapters.pissa import PissaAdapter, largest_parts
 from tessera.train.draws import generator
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tiny.lora_files import loaded_in_comfyui, patched_deltas
+from tiny.resuming import resumed_as_whole
 from tiny.runs import mixed_data, train
 
-whole_and_resumed = runpy.run_path(str(Path(__file__).with_name("test_network_options.py")))["whole_and_resumed"]
 PISSA = {"init": "pissa"}
 RANK, ALPHA = 4, 6.0
 
@@ -116,7 +113,8 @@ def test_the_first_step_starts_from_the_model_and_the_file_then_changes_nothing(
 
 
 def test_a_run_goes_on_bit_for_bit_and_its_file_loads_on_the_model(tiny_flux, tmp_path, caplog):
-    whole = whole_and_resumed(tiny_flux, tmp_path, network=PISSA | {"dropout": 0.2}, optimizer={"ema_decay": 0.5})
+    changes = {"network": PISSA | {"dropout": 0.2}, "optimizer": {"ema_decay": 0.5}}
+    whole = resumed_as_whole(tiny_flux, mixed_data(), tmp_path, **changes)
     found = patched_deltas(tiny_flux, loaded_in_comfyui(tiny_flux, whole.lora, caplog))
     trainer = tiny.make_trainer(
         tiny_flux, mixed_data(), tmp_path, network=NetworkOptions(rank=4, alpha=4.0, init="pissa")

@@ -2,13 +2,10 @@
 
 import numpy as np
 from PIL import Image
+from tiny.prompt import node
 
 SIZE = {"width": 64, "height": 64}
 SAMPLER = {"steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "seed": 3}
-
-
-def node(kind, **inputs):
-    return {"class_type": kind, "inputs": inputs}
 
 
 def graph(loaders, **changes):

@@ -9,7 +9,7 @@ from tessera.compile.settings import CompileSettings
 from tessera.models import ragged_attention
 from tessera.train.options import MemoryOptions, NetworkOptions
 from tessera.train.train_lora import train_lora
-from tiny.compiling import Graphs
+from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.qwen_data import qwen_sample
 from tiny.runs import Watcher, run_settings, training_data
 from torch.nn.attention import SDPBackend
@@ -56,20 +56,8 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(edit, tmp_path, mod
     trainer = tiny.make_trainer(
         edit, data, tmp_path, backend=backend, batch_size=BATCH, steps=len(data.samples), memory=memory
     )
-    counts, keys = [], []
-    velocity = trainer.placed.velocity
-
-    def recorded(inputs: Any, draw: Any) -> Any:
-        keys.append((inputs.image_tokens, inputs.text_tokens))
-        return velocity(inputs, draw)
-
-    class Watching(type(trainer.observer)):
-        def step(self, report: Any) -> None:
-            counts.append(graphs())
-
-    trainer.placed.velocity, trainer.observer = recorded, Watching()
-    trainer.run()
-    assert counts == [len(set(keys[: n + 1])) for n in range(len(keys))]
+    counts, keys = graphs_after_each_step(trainer, graphs)
+    assert counts == graphs_expected(1, keys)
     assert counts[-1] == len(data.graph_keys()) == trainer.placed.runner.planned_graphs
     assert graphs.breaks == 0
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.nodes.workflow_files import workflow_files
 from tessera.train.preview_files import Shot, save_shot
+from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 
 
@@ -148,10 +149,6 @@ def test_an_allowed_folder_stands_in_the_workflow_files_by_its_last_part(monkeyp
 
     assert workflow_files(*graph(str(photos))) == workflow_files(*graph("photos"))
     assert "ann" in workflow_files(*graph(str(tmp_path / "ann")))["api.json"]
-
-
-def node(kind, **inputs):
-    return {"class_type": kind, "inputs": inputs}
 
 
 def test_the_workflow_beside_the_lora_is_what_was_queued_and_trains_it_again(server, tiny_loaders):

@@ -3,27 +3,15 @@
 import pytest
 from comfy_server import ServerFailure, error_of
 from PIL import Image
+from tiny.prompt import ksampler, node
 
 
 def text_to_image(loaders, steps=2, size=(128, 64)):
-    node = lambda kind, **inputs: {"class_type": kind, "inputs": inputs}  # noqa: E731
     width, height = size
     return loaders | {
         "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
         "latent": node("EmptySD3LatentImage", width=width, height=height, batch_size=1),
-        "sampled": node(
-            "KSampler",
-            model=["model", 0],
-            positive=["positive", 0],
-            negative=["positive", 0],
-            latent_image=["latent", 0],
-            seed=1,
-            steps=steps,
-            cfg=1.0,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-        ),
+        "sampled": ksampler("model", steps=steps),
         "picture": node("VAEDecode", samples=["sampled", 0], vae=["vae", 0]),
         "saved": node("SaveImage", images=["picture", 0], filename_prefix="server_test"),
     }

@@ -33,7 +33,7 @@ from tessera.train.options import MemoryOptions
 from tiny.compiling import compiled, make_lora, with_lora
 from tiny.qwen_data import qwen_sample
 from tiny.runs import training_data
-from tiny.sampling import conditioning, sample
+from tiny.sampling import conditioning, sample, sample_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 2**30
@@ -383,11 +383,7 @@ def hooked(model: Any) -> torch.Tensor:
     group.add(hook)
     with torch.inference_mode():
         positive = comfy.hooks.set_hooks_for_conditioning(conditioning("flux", 16, 0), group)
-        latent = torch.zeros(1, 16, 8, 8)
-        noise = comfy.sample.prepare_noise(latent, 0)
-        return comfy.sample.sample(
-            model, noise, 2, 1.0, "euler", "simple", positive, positive, latent, disable_pbar=True, seed=0
-        )
+    return sample_prompts(model, positive, positive, torch.zeros(1, 16, 8, 8))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from comfy.model_patcher import ModelPatcher
 from tessera.memory.masters import parts_of
 from tessera.memory.stand_ins import SwappedForward
 from tessera.memory.swap_patcher import SwapPatcher, swap_model
-from tiny.sampling import conditioning, sample
+from tiny.sampling import conditioning, sample, sample_prompts
 
 BLOCKS = ("double_blocks.0", "double_blocks.1", "single_blocks.0", "single_blocks.1")
 QKV = "diffusion_model.double_blocks.0.img_attn.qkv"
@@ -371,7 +371,6 @@ def test_a_model_that_was_patched_before_it_is_swapped_keeps_its_patches(tiny_fl
 
 def hooked_picture(model: Any, lora: dict[str, torch.Tensor], *, both: bool = True) -> torch.Tensor:
     """A picture with a LoRA whose strength changes on the way, on the positive prompt and another on the negative."""
-    import comfy.sample
 
     def hooks(strength: float) -> Any:
         group = comfy.hooks.create_hook_lora(lora, strength, 0.0)
@@ -386,11 +385,7 @@ def hooked_picture(model: Any, lora: dict[str, torch.Tensor], *, both: bool = Tr
         negative = conditioning("flux", 16, 1)
         if both:
             negative = comfy.hooks.set_hooks_for_conditioning(negative, hooks(0.4))
-        latent = torch.zeros(1, 16, 8, 8)
-        noise = comfy.sample.prepare_noise(latent, 0)
-        return comfy.sample.sample(
-            model, noise, 4, 2.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=0
-        )
+    return sample_prompts(model, positive, negative, torch.zeros(1, 16, 8, 8), steps=4, cfg=2.0)
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["on both prompts", "on one prompt"])
@@ -429,15 +424,8 @@ def test_control_residuals_reach_the_blocks(tiny_flux: Any) -> None:
             return self
 
     def controlled(model: Any) -> torch.Tensor:
-        import comfy.sample
-
-        with torch.inference_mode():
-            positive = [[text, {**extra, "control": Residuals()}] for text, extra in conditioning("flux", 16)]
-            latent = torch.zeros(1, 16, 8, 8)
-            noise = comfy.sample.prepare_noise(latent, 0)
-            return comfy.sample.sample(
-                model, noise, 2, 1.0, "euler", "simple", positive, positive, latent, disable_pbar=True, seed=0
-            )
+        positive = [[text, {**extra, "control": Residuals()}] for text, extra in conditioning("flux", 16)]
+        return sample_prompts(model, positive, positive, torch.zeros(1, 16, 8, 8))
 
     bare, want = picture(tiny_flux), controlled(tiny_flux)
     assert not torch.equal(bare, want)

@@ -15,6 +15,7 @@ from tessera.compile.tune_step import StepSize, step_inputs
 from tessera.nodes import tune as tune_node
 from tessera.nodes.tune import TesseraTuneCompile
 from tiny.compiling import Graphs
+from tiny.prompt import ksampler, node
 
 AOT_EAGER = CompileSettings(backend="aot_eager")
 SIZE = {"width": 64, "height": 64, "text_length": 16, "cfg": 1.0}
@@ -169,10 +170,6 @@ def test_what_is_no_diffusion_model_is_refused(tiny_clip: Any) -> None:
 # Through the server.
 
 
-def node(kind: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": kind, "inputs": inputs}
-
-
 def tune_graph(**values: Any) -> dict[str, Any]:
     name = tiny.WAN_NAMES["unet_name"]
     return {
@@ -186,19 +183,7 @@ def sampling() -> dict[str, Any]:
         "clip": node("TesseraTinyClipLoader", clip_name1=tiny.WAN_NAMES["clip_name"]),
         "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
         "latent": node("EmptyHunyuanLatentVideo", width=64, height=64, length=1, batch_size=1),
-        "sampled": node(
-            "KSampler",
-            model=["tuned", 0],
-            positive=["positive", 0],
-            negative=["positive", 0],
-            latent_image=["latent", 0],
-            seed=1,
-            steps=2,
-            cfg=1.0,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-        ),
+        "sampled": ksampler("tuned"),
         "report": node("TesseraCompileReport", model=["tuned", 0], after=["sampled", 0]),
         "chart": node("PreviewImage", images=["tuned", 1]),
         "text": node("PreviewAny", source=["tuned", 2]),

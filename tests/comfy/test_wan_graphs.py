@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.train.options import MemoryOptions, NetworkOptions
-from tiny.compiling import Graphs
+from tiny.compiling import Graphs, graphs_after_each_step
 from tiny.runs import training_data
 
 # Pictures and clips of one to six latent frames in ten shapes, all of 24 tokens; the last four with a ragged edge.
@@ -57,7 +57,6 @@ def test_two_epochs_of_clips_and_pictures_compile_one_graph(wan, tmp_path, varia
     torch._dynamo.reset()
     graphs = Graphs()
     data = mixed_data(variant, text_length=16)
-    counts = []
     trainer = tiny.make_trainer(
         wan(variant),
         data,
@@ -68,12 +67,7 @@ def test_two_epochs_of_clips_and_pictures_compile_one_graph(wan, tmp_path, varia
         memory=MemoryOptions(checkpointing=mode),
     )
 
-    class Watching(type(trainer.observer)):
-        def step(self, report: Any) -> None:
-            counts.append(graphs())
-
-    trainer.observer = Watching()
-    trainer.run()
+    counts, _ = graphs_after_each_step(trainer, graphs)
     assert counts == [1] * len(data.samples) == [trainer.placed.runner.planned_graphs] * len(counts)
     assert graphs.breaks == 0
     assert trainer.facts()["graphs_compiled"] == 1

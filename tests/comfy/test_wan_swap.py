@@ -7,8 +7,10 @@ import pytest
 import tiny
 import torch
 from tessera.train.options import MemoryOptions
+from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.runs import training_data
+from tiny.swapping import assert_same_run
 
 VARIANTS = tuple(tiny.WAN_CHANNELS)
 BLOCKS, STEPS = 4, 3
@@ -23,32 +25,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return made | {"fp8": fp8}
 
 
-def trained(path: Path, folder: Path, variant: str, *, backend: str | None = None, **memory: Any) -> Any:
+def trained(path: Path, folder: Path, variant: str, **options: Any) -> Any:
     """A trainer that has made STEPS steps of two samples."""
     samples = [
         tiny.wan_sample(f"sample {i}", grid, variant, clean_frames=int(variant == "2.2-5b" and i == 0))
         for i, grid in enumerate([(2, 2, 4), (1, 4, 4), (4, 2, 2)])
     ]
-    trainer = tiny.make_trainer(
-        tiny.load_wan(path, torch.float8_e4m3fn if path.stem == "fp8" else None),
-        training_data(*samples),
-        folder,
-        backend=backend,
-        batch_size=2,
-        steps=STEPS,
-        memory=MemoryOptions(**{"checkpointing": "none", **memory}),
-    )
-    tiny.fill_up_matrices(trainer)
-    trainer.run()
-    return trainer
-
-
-def assert_same_run(swapped: Any, resident: Any) -> None:
-    assert swapped.progress.loss == resident.progress.loss
-    for (name, pair), other in zip(swapped.network.pairs.items(), resident.network.pairs.values(), strict=True):
-        for a, b in zip(pair, other, strict=True):
-            assert torch.equal(a.grad, b.grad), name
-            assert torch.equal(a, b), name
+    model = tiny.load_wan(path, torch.float8_e4m3fn if path.stem == "fp8" else None)
+    return swapping.trained(model, training_data(*samples), folder, batch=2, steps=STEPS, **options)
 
 
 CASES = [(v, count, 1, mode) for v in VARIANTS for count, mode in ((2, "none"), (4, "none"), (3, "full"))]

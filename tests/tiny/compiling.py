@@ -1,6 +1,6 @@
 """What tests of compiled MODELs share: counting graphs, LoRAs for any tiny model, MODELs that are loaded in part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,30 @@ class Graphs:
     @property
     def breaks(self) -> int:
         return self._counted()[1] - self._breaks
+
+
+def graphs_after_each_step(trainer: Any, graphs: Graphs) -> tuple[list[int], list[tuple[int, int]]]:
+    """Trains to the end; (the count after each step, what each micro-batch ran on: tokens of picture and of text)."""
+    counts: list[int] = []
+    keys: list[tuple[int, int]] = []
+    velocity = trainer.placed.velocity
+
+    class Watching(type(trainer.observer)):
+        def step(self, report: Any) -> None:
+            counts.append(graphs())
+
+    def recorded(inputs: Any, draw: Any) -> Tensor:
+        keys.append((inputs.image_tokens, inputs.text_tokens))
+        return velocity(inputs, draw)
+
+    trainer.placed.velocity, trainer.observer = recorded, Watching()
+    trainer.run()
+    return counts, keys
+
+
+def graphs_expected(kinds: int, keys: Sequence[tuple[int, int]]) -> list[int]:
+    """After each step of one micro-batch: one graph per kind of block for every key met so far, and none besides."""
+    return [kinds * len(set(keys[: n + 1])) for n in range(len(keys))]
 
 
 def compiled(model: Any, **settings: Any) -> tuple[Any, Any]:

@@ -79,9 +79,26 @@ def sample(
     import comfy.sample
 
     with torch.inference_mode():
+        latent = comfy.sample.fix_empty_latent_channels(model, empty_latent(name, width, height, batch, frames))
         positive = conditioning(name, length, seed)
         negative = conditioning(name, length if negative_length is None else negative_length, seed + 1)
-        latent = comfy.sample.fix_empty_latent_channels(model, empty_latent(name, width, height, batch, frames))
+    return sample_prompts(model, positive, negative, latent, steps=steps, cfg=cfg, seed=seed)
+
+
+def sample_prompts(
+    model: Any,
+    positive: Conditioning,
+    negative: Conditioning,
+    latent: Tensor,
+    *,
+    steps: int = 2,
+    cfg: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """The same for these prompts and this empty latent."""
+    import comfy.sample
+
+    with torch.inference_mode():
         noise = comfy.sample.prepare_noise(latent, seed)
         return comfy.sample.sample(
             model, noise, steps, cfg, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=seed

@@ -1,0 +1,63 @@
+"""Whether a LoRA has learned its sample, judged by ComfyUI's own forward and sampler with its own loader of LoRAs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+# A random base has to be changed whole to learn a sample, so every Linear is trained.
+WHOLE = {"rank": 64, "alpha": 64.0, "include": ("*",)}
+
+
+def with_lora(model: Any, result: Any) -> Any:
+    import comfy.sd
+
+    return comfy.sd.load_lora_for_models(model, None, dict(result.lora), 1.0, 0)[0]
+
+
+def assert_loss_falls(loss: Callable[[Any, float], float], model: Any, learned: Any) -> None:
+    """loss(model, sigma) falls to less than a fifth at each of SIGMAS."""
+    before, after = ([loss(m, sigma) for sigma in SIGMAS] for m in (model, learned))
+    assert all(a < b / 5 for a, b in zip(after, before, strict=True)), (before, after)
+
+
+def assert_draws(drawn: Callable[[Any], Tensor], wanted: Tensor, models: tuple[Any, Any], near: float, far: float):
+    """drawn(model) lies within `near` of `wanted`, in parts of its norm, with the LoRA, and `far` from it without.
+    models: (without, with)."""
+    without, learned = ((drawn(model) - wanted).norm() / wanted.norm() for model in models)
+    assert learned < near and without > far, (without, learned)
+
+
+def core_loss(model: Any, tensors: Any, sigma: float) -> float:
+    """mean((v − (noise − x0))²) with v = (x_t − denoised) / sigma from core's `apply_model`, on noise of its own;
+    guidance 1 where the model takes one."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    x0 = model.model.process_latent_in(tensors.latent[None])
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(9))
+    x_t = (1 - sigma) * x0 + sigma * noise
+    given = {**tensors.conditioning, "guidance": 1.0}
+    conds = model.model.extra_conds(cross_attn=tensors.text, noise=x_t, device=x_t.device, **given)
+    args = {name: cond.process_cond(1, area=None, device=x_t.device).cond for name, cond in conds.items()}
+    with torch.no_grad():
+        denoised = model.model.apply_model(x_t, torch.tensor([sigma]), **args)
+    return float(((x_t - denoised) / sigma - (noise - x0)).square().mean())
+
+
+def sampled(model: Any, start: Tensor, text: Tensor, conditioning: dict[str, Any], **options: Any) -> Tensor:
+    """What core's sampler makes of noise over `start` (of one sample) in eight Euler steps, with guidance 1."""
+    import comfy.sample
+
+    noise = comfy.sample.prepare_noise(start[None], 1)
+    positive = [[text, {**conditioning, "guidance": 1.0}]]
+    return comfy.sample.sample(
+        *(model, noise, 8, 1.0, "euler", "simple", positive, positive, start[None]), disable_pbar=True, **options
+    )[0]
+
+
+def drawn_from_noise(model: Any, tensors: Any) -> Tensor:
+    return sampled(model, torch.zeros_like(tensors.latent), tensors.text, tensors.conditioning)
