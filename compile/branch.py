@@ -15,12 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP, get_all_wrappers
+from comfy.patcher_extension import WrappersMP, get_all_wrappers
 from torch import nn
 
-from ..memory.dynamic_vram import without_dynamic_vram
-from ..memory.stand_ins import swapped_forward
+from ..memory.swapped_forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .apply import Region, signature
 from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
@@ -31,8 +29,6 @@ from .transformer_options import carries_code
 from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches
 
 log = logging.getLogger(__name__)
-
-KEY = "tessera.compile"
 
 _numbers = itertools.count(1)
 
@@ -298,44 +294,3 @@ def forget_branch(branch: Branch) -> None:
     """Its graphs go with the last MODEL that was compiled by it."""
     if (base := branch.base()) is not None:
         _branches.get(base, {}).pop(branch.settings, None)
-
-
-def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, Branch]:
-    """A clone of the MODEL that runs compiled. Raises ValueError for settings that can't be meant."""
-    settings.check()
-    clone, why_not, note = _compilable_clone(patcher)
-    branch = branch_for(clone.model, settings, clone.load_device)
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
-    if why_not is None:
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, branch.apply_model)
-        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, branch.next_run)
-    for sentence in (why_not, note):
-        if sentence is not None:
-            branch.say(sentence)
-    clone.set_attachments(KEY, branch)
-    return clone, branch
-
-
-def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
-    """(clone, why it can't be compiled or None, what has to be said or None)."""
-    clone = without_dynamic_vram(patcher)
-    if clone is None:
-        why = (
-            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so it runs eager; load "
-            "it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
-            "--disable-dynamic-vram."
-        )
-        return patcher.clone(), why, None
-    if not patcher.is_dynamic():
-        return clone, None, None
-    note = (
-        "ComfyUI's dynamic VRAM can't be compiled, so this MODEL was loaded once more without it; where it does not "
-        "fit the GPU as a whole, ComfyUI streams the rest at each use."
-    )
-    return clone, None, note
-
-
-def branch_of(patcher: ModelPatcher) -> Branch | None:
-    """The branch of a MODEL that came through Compile Model."""
-    return patcher.get_attachment(KEY)

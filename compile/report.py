@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from .explain import advice, plain_words
+from .graph_breaks import Break
 from .measure import Speed, memory_beside_tensors
 from .settings import HowToCompile
-from .torch_records import Break, CompileEvent, Recompile, recording, untold
+from .torch_names import untold
+from .torch_records import CompileEvent, Recompile, recording
 
 MIB = 2**20
 

@@ -15,7 +15,8 @@ from comfy.patcher_extension import WrappersMP
 from ..memory.swap_patcher import SwapPatcher
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .apply import first_line
-from .branch import KEY, Branch, branch_of, compile_model, forget_branch
+from .branch import Branch, forget_branch
+from .compiled_model import KEY, branch_of, compile_model
 from .measure import memory_beside_tensors
 from .settings import CompileSettings
 from .tune_bench import WARM_UP, Bench, uncompiled

@@ -8,7 +8,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from .branch import KEY, Branch
+from .branch import Branch
+from .compiled_model import KEY
 from .measure import synchronise
 from .tune_step import StepInputs
 

@@ -5,20 +5,16 @@ a slot. The modules themselves stay what they are: whatever other nodes have put
 LoRAs, hooks, weight wrappers) runs as on a block that is not swapped.
 """
 
-import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import comfy.float
 import comfy.lora
 import comfy.model_management
-import comfy.utils
 import torch
 from comfy.model_patcher import move_weight_functions, wipe_lowvram_weight
 from torch import Tensor, nn
@@ -37,63 +33,11 @@ from .masters import (
     shared_flat,
 )
 from .pinning import not_pinned
+from .slot_patches import Patches, Patching, patch_weight, patch_weight_by_hook
 from .slot_ring import SlotRing
+from .swapped_forward import SwappedForward
 
 log = logging.getLogger(__name__)
-
-Patches = Mapping[str, list[Any]]
-
-
-@dataclass(frozen=True)
-class Patching:
-    """What a patcher has to do to the weights of swapped blocks. Keys are names in the state dict of the MODEL.
-
-    patches: LoRAs and the like; identity: changes with them; wrappers: functions that each use of a weight goes
-    through; replaced: what object patches stand in for; force_cast: whether each use casts to the compute dtype.
-    """
-
-    patches: Patches
-    identity: Any
-    wrappers: Mapping[str, list[Any]]
-    replaced: Collection[str]
-    force_cast: bool
-
-
-def run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
-
-
-class SwappedForward:
-    """Stands as the instance `forward` of a swapped block. inner: what another node had put there; run: what runs the
-    block where there is no such thing; compiled code is set there."""
-
-    def __init__(self, swap: "SwappedBlocks", j: int, block: nn.Module, inner: Callable[..., Any] | None):
-        # Weak, as the block holds this: what is swapped lives as long as the MODELs that swap it.
-        self.swap, self.block = weakref.ref(swap), weakref.ref(block)
-        self.j, self.inner = j, inner
-        self.run: Callable[..., Any] = run_class_forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        swap, block = self.swap(), self.block()
-        assert block is not None
-        run = self.inner or MethodType(self.run, block)
-        # Another node's forward may have kept this one and call it from within, or after the swap has ended.
-        if swap is None or not swap.attached or self.j in swap.running:
-            return run(*args, **kwargs)
-        with swap.in_slot(self.j):
-            return run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of the block is an ordinary one."""
-        block: Any = copy.deepcopy(self.block(), memo)
-        return copy.deepcopy(self.inner, memo) if self.inner else MethodType(type(block).forward, block)
-
-
-def swapped_forward(block: nn.Module) -> SwappedForward | None:
-    """The block's stand-in call, where it is swapped and its model is loaded."""
-    found = vars(block).get("forward")
-    return found if isinstance(found, SwappedForward) else None
-
 
 # Which blocks are swapped in a model at present: two patchers of one model may swap different ones.
 _attached: "WeakKeyDictionary[nn.Module, weakref.ref[SwappedBlocks]]" = WeakKeyDictionary()
@@ -350,40 +294,14 @@ class SwappedBlocks:
         self._hooks = patches
 
     def _patch(self, j: int) -> None:
-        """Applies the weight patches in the slot, with the dtypes, the sums and the rounding of ComfyUI's
-        `ModelPatcher.patch_weight_to_device` and `patch_hook_weight_to_device`; the slot's bytes change, the weights'
-        shapes and dtypes don't."""
+        """Applies the weight patches in the slot, and those of hooks on top."""
         assert self.ring is not None
         device = self.ring.device
         for place, master, weight in zip(self.places[j], self._masters[j], self._slots[j], strict=True):
-            key = place.key
-            if key in self._patching.patches:
-                dtype = comfy.model_management.lora_compute_dtype(device)
-                _apply(place, weight, self._patching.patches[key], device, dtype, None)
-            if key in self._hooks:
-                original = {key: [(master, getattr(place.owner, f"convert_{place.attribute}", _as_it_is))]}
-                _apply(place, weight, self._hooks[key], device, torch.float32, original)
-
-
-def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
-    return weight
-
-
-def _apply(place: Place, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
-    """original: the unpatched weights, as patches that replace a model's weights want them."""
-    seed = comfy.utils.string_to_seed(place.key)
-    patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
-    convert = getattr(place.owner, f"convert_{place.attribute}", None)
-    if convert is not None:
-        patched = convert(patched, inplace=True)
-    patched = comfy.lora.calculate_weight(patches, patched, place.key, original_weights=original)
-    if (store := getattr(place.owner, f"set_{place.attribute}", None)) is not None:
-        stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
-    else:
-        stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
-    for into, value in zip(parts_of(weight), parts_of(stored), strict=True):
-        assert into.shape == value.shape, place.key
-        into.copy_(value)
+            if (patches := self._patching.patches.get(place.key)) is not None:
+                patch_weight(place, weight, patches, device)
+            if (patches := self._hooks.get(place.key)) is not None:
+                patch_weight_by_hook(place, weight, master, patches, device)
 
 
 def _over_slot(places: list[Place], layout: Layout, slot: Tensor) -> list[Tensor]:

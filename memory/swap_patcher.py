@@ -11,7 +11,8 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from .stand_ins import Patching, SwappedBlocks
+from .slot_patches import Patching
+from .stand_ins import SwappedBlocks
 from .swap_plan import all_on_device
 
 KEY = "tessera.swapped_blocks"

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 
 from ..train.post_hoc import PROFILES, WIDEST, Profile, average, list_runs, snapshots
 from .output import LoraModelType
-from .train import runs_folder
+from .training_run import runs_folder
 
 
 class TesseraAverageStates(io.ComfyNode):

@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import nn
 
-from ..compile.branch import branch_of, compile_model
+from ..compile.compiled_model import branch_of, compile_model
 from ..compile.report import CompileReport
 from ..compile.settings import (
     DYNAMIC,

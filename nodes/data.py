@@ -12,7 +12,8 @@ from ..train.plan_picture import draw_plan
 from ..train.prepare import prepare, summary
 from ..train.tokens import FITS, RAGGED_EDGE
 from .events import show_text
-from .folders import DatasetType, TesseraImageFolder, TesseraVideoFolder
+from .folder_inputs import DatasetType
+from .folders import TesseraImageFolder, TesseraVideoFolder
 from .images import image_tensor
 from .settings import cache_folder
 

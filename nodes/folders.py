@@ -10,12 +10,11 @@ from ..train.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan
 from ..train.extraction import EXTRACTIONS, HEAD, Extraction, parse_target_frames
 from ..train.options.captions import CaptionOptions
 from ..train.treatment import Treatment
-from . import picture_inputs
+from . import folder_inputs, picture_inputs
 from .caption_inputs import caption_inputs
+from .folder_inputs import DatasetType
 from .picture_inputs import NONE
 from .settings import list_film_folders, list_picture_folders, resolve_folder
-
-DatasetType = io.Custom("TESSERA_DATASET")
 
 
 class TesseraImageFolder(io.ComfyNode):
@@ -38,35 +37,10 @@ class TesseraImageFolder(io.ComfyNode):
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
                 ),
-                io.String.Input(
-                    "caption_extension",
-                    default=".txt",
-                    optional=True,
-                    tooltip="The ending of the caption files: a.jpg takes a.txt. Change it if yours end otherwise, "
-                    "such as .caption.",
-                ),
-                io.Int.Input(
-                    "repeats",
-                    default=1,
-                    min=1,
-                    max=1000,
-                    optional=True,
-                    tooltip="How many times an epoch shows each picture of this folder. Raise it for a small folder "
-                    "that is chained with a large one.",
-                ),
-                io.String.Input(
-                    "trigger_words",
-                    default="",
-                    optional=True,
-                    tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave "
-                    "empty if your captions already hold them.",
-                ),
-                DatasetType.Input(
-                    "dataset",
-                    optional=True,
-                    tooltip="Another data set, whose pictures and clips come before these. Connect it to train on "
-                    "several folders.",
-                ),
+                folder_inputs.caption_extension("a.jpg"),
+                folder_inputs.repeats("picture"),
+                folder_inputs.trigger_words(),
+                folder_inputs.dataset(),
                 io.Combo.Input(
                     "control_folder",
                     options=[NONE, *list_picture_folders()],
@@ -151,22 +125,8 @@ class TesseraVideoFolder(io.ComfyNode):
                     "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
                     "to be allowed in the file tessera.json in ComfyUI's user folder.",
                 ),
-                io.String.Input(
-                    "caption_extension",
-                    default=".txt",
-                    optional=True,
-                    tooltip="The ending of the caption files: a.mp4 takes a.txt. Change it if yours end otherwise, "
-                    "such as .caption.",
-                ),
-                io.Int.Input(
-                    "repeats",
-                    default=1,
-                    min=1,
-                    max=1000,
-                    optional=True,
-                    tooltip="How many times an epoch shows each clip of this folder. Raise it for a small folder that "
-                    "is chained with a large one.",
-                ),
+                folder_inputs.caption_extension("a.mp4"),
+                folder_inputs.repeats("clip"),
                 io.String.Input(
                     "target_frames",
                     default="25",
@@ -194,19 +154,8 @@ class TesseraVideoFolder(io.ComfyNode):
                     "slide: one every frame_stride frames. uniform: frame_sample of them, spread evenly. full: all "
                     "frames up to max_frames as one clip, without regard to target_frames.",
                 ),
-                DatasetType.Input(
-                    "dataset",
-                    optional=True,
-                    tooltip="Another data set, whose pictures and clips come before these. Connect it to train on "
-                    "several folders.",
-                ),
-                io.String.Input(
-                    "trigger_words",
-                    default="",
-                    optional=True,
-                    tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave "
-                    "empty if your captions already hold them.",
-                ),
+                folder_inputs.dataset(),
+                folder_inputs.trigger_words(),
                 io.Int.Input(
                     "frame_stride",
                     default=10,

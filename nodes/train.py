@@ -1,45 +1,33 @@
 """The node that trains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
-from PIL import Image
-from torch import Tensor
 
 from ..models.registry import family_of
 from ..train.base_lora import with_base
 from ..train.data import TrainingData
-from ..train.events import Observer
 from ..train.experts import ExpertObserver, plan_experts
-from ..train.lora_model import LoraModel
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
-from ..train.preview import Partner, Preview, Previewer, check_previews, preview_notes
+from ..train.preview import Partner, Preview, check_previews
 from ..train.run import TrainSettings, list_states
-from ..train.train_lora import TrainResult, train_lora
+from ..train.train_lora import TrainResult
 from .data import TrainingDataType
 from .events import ServerObserver
-from .images import image_tensor
 from .memory import MemoryType
 from .objective import ObjectiveType
 from .optimizer import OptimizerType
 from .options import NetworkType
 from .output import LoraModelType, LossMapType
 from .preview import PreviewType
-from .taken_over import for_training, memory_of, overridden, shared
+from .taken_over import overridden, shared
+from .training_run import outputs, run, runs_folder, sheet_of, ui_of
 from .validation import ValidationType
 from .workflow_files import workflow_files
-
-
-def runs_folder() -> Path:
-    """Where runs are kept: ComfyUI lists this folder in its LoRA loaders."""
-    return Path(folder_paths.get_output_directory(), "loras")
 
 
 class TesseraTrainLora(io.ComfyNode):
@@ -287,54 +275,6 @@ class TesseraTrainLora(io.ComfyNode):
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
         high, low = results
         return io.NodeOutput(*outputs(high), *outputs(low), sheet_of(high), sheet_of(low), ui=ui_of(high, low))
-
-
-def run(
-    model: ModelPatcher,
-    data: TrainingData,
-    settings: TrainSettings,
-    observer: Observer,
-    files: Mapping[str, str],
-    previews: Sequence[Preview] = (),
-    partner: Partner | None = None,
-) -> TrainResult:
-    """Trains one LoRA on one MODEL, with what is set on it. files: the graph, as `workflow_files` gives it. partner:
-    the other one of a pair of experts."""
-    watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
-    memory, memory_notes = memory_of(model, settings.memory)
-    compile_settings, compile_notes = for_training(model, settings.compile)
-    data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
-    settings = replace(settings, memory=memory)
-    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
-
-
-def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
-    """LORA_MODEL, LOSS_MAP (with the points of validation, where there are any) and the path."""
-    loss: dict[str, list[Any]] = {"loss": result.loss}
-    if result.validation:
-        loss["validation"] = result.validation
-    return result.lora, loss, str(result.path)
-
-
-def sheet_of(result: TrainResult) -> Tensor | ExecutionBlocker:
-    """The sheet of its previews as an IMAGE."""
-    sheet = result.sheet
-    if sheet is None:
-        return ExecutionBlocker("This run has no previews; connect a Training Preview to preview of Train LoRA.")
-    with Image.open(sheet) as picture:
-        return image_tensor(picture)
-
-
-def ui_of(*results: TrainResult) -> dict[str, Any]:
-    """What the node shows, and `/history` holds."""
-    sheets = [result.sheet.relative_to(runs_folder().parent) for result in results if result.sheet is not None]
-    images = [{"filename": s.name, "subfolder": s.parent.as_posix(), "type": "output"} for s in sheets]
-    return {"tessera": [shown(result) for result in results]} | ({"images": images} if images else {})
-
-
-def shown(result: TrainResult) -> dict[str, Any]:
-    """The summary for `/history` and the node."""
-    return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
 
 
 NODES = [TesseraTrainLora]

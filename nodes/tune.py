@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
-from ..compile.branch import branch_of
+from ..compile.compiled_model import branch_of
 from ..compile.tune import candidates, tune, tuned_model
 from ..compile.tune_chart import draw_chart
 from ..compile.tune_results import TuneResult, file_name, read_result, result_key, to_json

@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.branch import branch_of
+from ..compile.compiled_model import branch_of
 from ..memory.frozen import unload_everything
 from ..memory.host_copies import host_copies_kept
 from ..models.family import Family

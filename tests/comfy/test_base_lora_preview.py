@@ -5,7 +5,8 @@ from pathlib import Path
 
 import comfy.sd
 import numpy as np
-from tessera.nodes.train import run, shared
+from tessera.nodes.taken_over import shared
+from tessera.nodes.training_run import run
 from tessera.train.formats import LoraModel, convert
 from tessera.train.lora_source import LoraSource
 from tiny.lora_files import random_updates

@@ -20,13 +20,14 @@ spec = importlib.util.spec_from_file_location("conftest", conftest_file)
 conftest = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(conftest)
 conftest._load(pack, conftest.ROOT / "__init__.py")
-cache, branch, settings, records = (
-    importlib.import_module(f"{pack}.compile.{name}") for name in ("cache", "branch", "settings", "torch_records")
+cache, compiled_model, settings, records = (
+    importlib.import_module(f"{pack}.compile.{n}") for n in ("cache", "compiled_model", "settings", "torch_records")
 )
 import torch
 
 said = cache.use_persistent_cache(conftest.Path(folder))
-model, compiled = branch.compile_model(conftest.tiny.load_flux(checkpoint), settings.CompileSettings(dynamic="false"))
+chosen = settings.CompileSettings(dynamic="false")
+model, compiled = compiled_model.compile_model(conftest.tiny.load_flux(checkpoint), chosen)
 conftest.tiny.sample(model, "flux", width=32, height=32, length=8, steps=1)
 events = [event for region in compiled.report().regions for event in region.events]
 restarted = torch.compile(lambda x, eps: torch.nn.functional.layer_norm(x, (4,), eps=eps), dynamic=True)

@@ -8,7 +8,7 @@ import tiny
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_server import ServerFailure, error_of
-from tessera.compile.branch import branch_of
+from tessera.compile.compiled_model import branch_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.compile import TesseraCompileModel, TesseraCompileReport

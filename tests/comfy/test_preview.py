@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.compile.branch import branch_of
+from tessera.compile.compiled_model import branch_of
 from tessera.compile.settings import CompileSettings
 from tessera.memory import block_swap, stand_ins
 from tessera.memory.frozen import FrozenWeights

@@ -20,8 +20,8 @@ import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
 from tessera.memory.masters import parts_of
-from tessera.memory.stand_ins import SwappedForward
 from tessera.memory.swap_patcher import SwapPatcher, swap_model
+from tessera.memory.swapped_forward import SwappedForward
 from tiny.sampling import conditioning, sample, sample_prompts
 
 BLOCKS = ("double_blocks.0", "double_blocks.1", "single_blocks.0", "single_blocks.1")

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from tessera.compile import apply
-from tessera.compile.branch import compile_model
+from tessera.compile.compiled_model import compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.memory.swap_patcher import swap_model
 from tessera.models.blocks import find_blocks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.compile.branch import branch_of, compile_model
+from tessera.compile.compiled_model import branch_of, compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune_results import Measured, Spread, TuneResult, Unmeasured, file_name, result_key, to_json
 from tessera.compile.tune_step import StepSize, step_inputs

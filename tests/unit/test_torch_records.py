@@ -10,7 +10,8 @@ import pytest
 import torch
 from tessera.compile import torch_records
 from tessera.compile.explain import advice, plain_words
-from tessera.compile.torch_records import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, recording, untold
+from tessera.compile.torch_names import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, untold
+from tessera.compile.torch_records import recording
 from torch import nn
 from torch._dynamo import utils as dynamo
 

@@ -15,7 +15,8 @@ import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from tessera.compile.branch import Branch, branch_of, compile_model
+from tessera.compile.branch import Branch
+from tessera.compile.compiled_model import branch_of, compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune import candidates, tune, tuned_model
 from tessera.compile.tune_chart import draw_chart

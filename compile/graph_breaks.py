@@ -1,0 +1,86 @@
+"""Where graphs ended early, from what torch notes of it."""
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where a graph ended early. Equal for the same place and message: a set of them has each once.
+
+    cause: torch's short name of the kind; detail: torch's message, which `explain.plain_words` turns into plain
+    words; skipped: no graph was made around it, all of `function` runs uncompiled.
+    """
+
+    file: str
+    line: int
+    source: str
+    function: str
+    cause: str
+    detail: str = field(repr=False)
+    skipped: bool = False
+
+
+def places_of(reasons: Sequence[Any], broken: Sequence[Any]) -> tuple[Break, ...]:
+    """Each place once, although torch notes it for every function around it and again where it gives up."""
+    breaks: dict[tuple[str, int, str], Break] = {}
+    for each in (*map(_break, reasons), *map(_skipped, broken)):
+        breaks[each.file, each.line, each.detail.partition("\n  Hint")[0]] = each
+    return tuple(breaks.values())
+
+
+def _break(reason: Any) -> Break:
+    """From an entry of torch's list of breaks. A branch on a tensor's value is noted there by its bytecode alone."""
+    stack = list(reason.user_stack)
+    place = next((frame for frame in reversed(stack) if _is_users(frame.filename)), stack[-1] if stack else None)
+    detail = message(reason.reason)
+    if detail.startswith("generic_jump"):
+        detail = f"Data-dependent branching\n  Developer debug context: {detail}"
+    if place is None:
+        return Break("", 0, "", "", _first_line(detail), detail)
+    line = place.line or linecache.getline(place.filename, place.lineno or 0)
+    name = plain_function(place.name)
+    return Break(place.filename, place.lineno or 0, (line or "").strip(), name, _first_line(detail), detail)
+
+
+def _skipped(metrics: Any) -> Break:
+    """Of a function that dynamo gave up: its own place where the breaking line is in the standard library or torch."""
+    file, line = metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0
+    detail = message(metrics.fail_reason)
+    if not _is_users(file):
+        detail += f"\n  In: {file}:{line}"
+        file, line = metrics.co_filename or "", metrics.co_firstlineno or 0
+    source = linecache.getline(file, line).strip()
+    return Break(file, line, source, plain_function(metrics.co_name), _first_line(detail), detail, skipped=True)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def _is_users(file: str) -> bool:
+    # site-packages lie inside the standard library's folder.
+    library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    return bool(file) and not library and not file.startswith(_TORCH)
+
+
+def message(text: Any) -> str:
+    """Without the addresses of objects, which differ from time to time."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(text)).strip()
+
+
+def _first_line(text: str) -> str:
+    return str(text).strip().partition("\n")[0].strip()
+
+
+def plain_function(name: str | None) -> str:
+    """The function a user knows, of one that dynamo made to go on after a break."""
+    resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_\d+", name or "")
+    return resumed.group(1) if resumed else name or ""

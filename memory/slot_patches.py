@@ -1,0 +1,63 @@
+"""Weight patches on the weights that lie in a slot, with ComfyUI's own sums and rounding."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from torch import Tensor
+
+from .masters import Place, parts_of
+
+Patches = Mapping[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Patching:
+    """What a patcher has to do to the weights of swapped blocks. Keys are names in the state dict of the MODEL.
+
+    patches: LoRAs and the like; identity: changes with them; wrappers: functions that each use of a weight goes
+    through; replaced: what object patches stand in for; force_cast: whether each use casts to the compute dtype.
+    """
+
+    patches: Patches
+    identity: Any
+    wrappers: Mapping[str, list[Any]]
+    replaced: Collection[str]
+    force_cast: bool
+
+
+def patch_weight(place: Place, weight: Tensor, patches: list[Any], device: torch.device) -> None:
+    """`weight`, in its slot, as `ModelPatcher.patch_weight_to_device` makes it; its shape and dtype stay."""
+    _apply(place, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)
+
+
+def patch_weight_by_hook(place: Place, weight: Tensor, master: Any, patches: list[Any], device: torch.device) -> None:
+    """The same as `ModelPatcher.patch_hook_weight_to_device` makes it. master: the unpatched weight."""
+    original = {place.key: [(master, getattr(place.owner, f"convert_{place.attribute}", _as_it_is))]}
+    _apply(place, weight, patches, device, torch.float32, original)
+
+
+def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
+    return weight
+
+
+def _apply(place: Place, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
+    """original: the unpatched weights, as patches that replace a model's weights want them."""
+    seed = comfy.utils.string_to_seed(place.key)
+    patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
+    convert = getattr(place.owner, f"convert_{place.attribute}", None)
+    if convert is not None:
+        patched = convert(patched, inplace=True)
+    patched = comfy.lora.calculate_weight(patches, patched, place.key, original_weights=original)
+    if (store := getattr(place.owner, f"set_{place.attribute}", None)) is not None:
+        stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
+    else:
+        stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
+    for into, value in zip(parts_of(weight), parts_of(stored), strict=True):
+        assert into.shape == value.shape, place.key
+        into.copy_(value)

@@ -1,0 +1,57 @@
+"""What stands as the `forward` of a swapped block, so that it runs on the weights of its slot."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Swap(Protocol):
+    """The swapped blocks of a model. running: the numbers of those that are in their slots now."""
+
+    running: set[int]
+
+    @property
+    def attached(self) -> bool: ...
+
+    def in_slot(self, j: int) -> AbstractContextManager[None]: ...
+
+
+def run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+class SwappedForward:
+    """Stands as the instance `forward` of a swapped block. inner: what another node had put there; run: what runs the
+    block where there is no such thing; compiled code is set there."""
+
+    def __init__(self, swap: Swap, j: int, block: nn.Module, inner: Callable[..., Any] | None):
+        # Weak, as the block holds this: what is swapped lives as long as the MODELs that swap it.
+        self.swap, self.block = weakref.ref(swap), weakref.ref(block)
+        self.j, self.inner = j, inner
+        self.run: Callable[..., Any] = run_class_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        swap, block = self.swap(), self.block()
+        assert block is not None
+        run = self.inner or MethodType(self.run, block)
+        # Another node's forward may have kept this one and call it from within, or after the swap has ended.
+        if swap is None or not swap.attached or self.j in swap.running:
+            return run(*args, **kwargs)
+        with swap.in_slot(self.j):
+            return run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the block is an ordinary one."""
+        block: Any = copy.deepcopy(self.block(), memo)
+        return copy.deepcopy(self.inner, memo) if self.inner else MethodType(type(block).forward, block)
+
+
+def swapped_forward(block: nn.Module) -> SwappedForward | None:
+    """The block's stand-in call, where it is swapped and its model is loaded."""
+    found = vars(block).get("forward")
+    return found if isinstance(found, SwappedForward) else None

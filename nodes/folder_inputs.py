@@ -1,0 +1,47 @@
+"""The inputs that every folder of training data has, and how folders hang together."""
+
+from comfy_api.latest import io
+
+DatasetType = io.Custom("TESSERA_DATASET")
+
+
+def caption_extension(file: str) -> io.Input:
+    """file: the name of one of the folder's files, such as a.jpg."""
+    return io.String.Input(
+        "caption_extension",
+        default=".txt",
+        optional=True,
+        tooltip=f"The ending of the caption files: {file} takes a.txt. Change it if yours end otherwise, such as "
+        ".caption.",
+    )
+
+
+def repeats(noun: str) -> io.Input:
+    """noun: what one of the folder's files is called, picture or clip."""
+    return io.Int.Input(
+        "repeats",
+        default=1,
+        min=1,
+        max=1000,
+        optional=True,
+        tooltip=f"How many times an epoch shows each {noun} of this folder. Raise it for a small folder that is "
+        "chained with a large one.",
+    )
+
+
+def trigger_words() -> io.Input:
+    return io.String.Input(
+        "trigger_words",
+        default="",
+        optional=True,
+        tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave empty if your "
+        "captions already hold them.",
+    )
+
+
+def dataset() -> io.Input:
+    return DatasetType.Input(
+        "dataset",
+        optional=True,
+        tooltip="Another data set, whose pictures and clips come before these. Connect it to train on several folders.",
+    )
