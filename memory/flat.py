@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pinning import host_bytes
+from .page_locked import host_bytes
 
 ALIGNMENT = 256  # bytes; what the device's own allocator gives, and more than the 16 that kernels ask for
 

@@ -7,6 +7,7 @@ it.
 """
 
 import contextlib
+import logging
 import mmap
 import sys
 from typing import Any
@@ -15,6 +16,8 @@ from weakref import WeakValueDictionary
 import comfy.model_management
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
@@ -35,6 +38,16 @@ def page_locked(size: int) -> Tensor:
     mapping.address, mapping.device = buffer.data_ptr(), torch.cuda.current_device()
     _registered[mapping.address] = mapping
     return buffer
+
+
+def host_bytes(size: int, pinned: bool) -> Tensor:
+    """`size` bytes on the host, page-locked where that is asked for and can be had."""
+    if pinned:
+        try:
+            return page_locked(size)
+        except (RuntimeError, OSError) as error:
+            log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def unlock(buffer: Tensor) -> None:

@@ -6,23 +6,18 @@ the system. There a small page-locked stage is filled by a thread of its own, bl
 """
 
 import functools
-import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .flat import Pieces
-
-from .page_locked import page_locked
-
-log = logging.getLogger(__name__)
+from .flat import Pieces
+from .page_locked import host_bytes
 
 PIN_MEMORY = ("auto", "on", "off")
 KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
@@ -65,17 +60,7 @@ def choose_pinning(mode: str, device: str, needed: int, available: int, windows:
     return Pinning(True, "The swapped blocks are page-locked.")
 
 
-def host_bytes(size: int, pinned: bool) -> Tensor:
-    """`size` bytes on the host, page-locked where that is asked for and can be had."""
-    if pinned:
-        try:
-            return page_locked(size)
-        except (RuntimeError, OSError) as error:
-            log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def not_pinned(masters: "Sequence[Tensor | Pieces]") -> str | None:
+def not_pinned(masters: Sequence[Tensor | Pieces]) -> str | None:
     """What is to be said where page-locked masters were asked for: None if they are."""
     plain = sum(1 for master in masters if not master.is_pinned())
     if not plain:
@@ -164,7 +149,7 @@ class StagedStream:
         self._started: list[Future[Any]] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
-    def copy(self, slot: Tensor, host: "Tensor | Pieces", then: Callable[[], None] | None) -> "Future[Any]":
+    def copy(self, slot: Tensor, host: Tensor | Pieces, then: Callable[[], None] | None) -> "Future[Any]":
         """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._started = [started for started in self._started if not started.done() or started.exception()]
@@ -174,7 +159,7 @@ class StagedStream:
     def _send(
         self,
         slot: Tensor,
-        host: "Tensor | Pieces",
+        host: Tensor | Pieces,
         mark: Any,
         then: Callable[[], None] | None,
         mode: tuple[bool, bool],
@@ -206,7 +191,7 @@ class StagedStream:
         self._started = []
 
 
-def staged_stream(masters: "Sequence[Tensor | Pieces]", device: torch.device) -> StagedStream | None:
+def staged_stream(masters: Sequence[Tensor | Pieces], device: torch.device) -> StagedStream | None:
     """The stream for masters that are not all page-locked; None where plain copies do as well."""
     largest = max(master.numel() for master in masters)
     if device.type == "cuda":

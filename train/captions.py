@@ -17,7 +17,8 @@ from .fingerprint import fingerprint, weights_fingerprint
 from .items import Item
 from .jobs import Interrupted, Job, Progress
 from .listing import shortlist
-from .picture_jobs import BYTES, VERSION, Cut
+from .picture_jobs import BYTES, VERSION
+from .pixels import Cut
 
 # The area at which the text encoder sees control pictures, and the pixels of a token of it, as core's nodes have them.
 _SEEN_AREA = {True: 384 * 384, False: 1024 * 1024}

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from .items import Item, Pixels
+from .items import Item
+from .pixels import Pixels
 from .tokens import RAGGED_EDGE, WHOLE_GRIDS, BucketPlan, Grid, Placement, place, plan_buckets
 
 # Shapes (width / height) that differ by no more are one.

@@ -1,95 +1,19 @@
 """From files to what is trained on: each picture, and each clip that a film gives, with its size and its frames."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
 
 from .caption_forms import CaptionForms
-from .clips import VideoFacts, inspect_video, load_clip
+from .clips import VideoFacts, inspect_video
 from .dataset import Dataset, Film, Picture
 from .extraction import Extraction, whole_frames
 from .jobs import Interrupted, Progress
 from .listing import shortlist
 from .masks import Mask, check_alpha, mask_of
-from .pictures import inspect_picture, load_picture
+from .pictures import inspect_picture
+from .pixels import ClipPixels, Pixels, StillPixels
 from .treatment import AS_IT_IS, Treatment
-
-Box = tuple[float, float, float, float]
-
-
-class Pixels(Protocol):
-    """What can be encoded: a file's frames. size: (height, width) in pixels. key: names the content."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> tuple[int, int]: ...
-
-    @property
-    def frames(self) -> int: ...
-
-    @property
-    def key(self) -> Any: ...
-
-    def load(self, box: Box, height: int, width: int) -> Tensor:
-        """(frames, height, width, 3), float32, 0 to 1."""
-        ...
-
-    def first(self) -> "Pixels":
-        """The first frame by itself."""
-        ...
-
-
-@dataclass(frozen=True)
-class StillPixels:
-    """opaque: transparent parts show the colours that the file holds there, as alpha is a mask."""
-
-    path: Path
-    name: str
-    digest: str
-    size: tuple[int, int]
-    opaque: bool = False
-    frames = 1
-
-    @property
-    def key(self) -> Any:
-        return (self.digest, "opaque") if self.opaque else self.digest
-
-    def load(self, box: Box, height: int, width: int) -> Tensor:
-        return load_picture(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)
-
-    def first(self) -> Pixels:
-        return self
-
-
-@dataclass(frozen=True)
-class ClipPixels:
-    path: Path
-    name: str
-    facts: VideoFacts
-    stamps: tuple[int, ...]
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.facts.size
-
-    @property
-    def frames(self) -> int:
-        return len(self.stamps)
-
-    @property
-    def key(self) -> Any:
-        return (self.facts.digest, self.stamps)
-
-    def load(self, box: Box, height: int, width: int) -> Tensor:
-        return load_clip(self.path, self.facts, self.stamps, box, height, width, name=self.name)
-
-    def first(self) -> Pixels:
-        return replace(self, stamps=self.stamps[:1])
 
 
 @dataclass(frozen=True)

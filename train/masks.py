@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,8 @@ from .fingerprint import fingerprint
 from .jobs import Job
 from .listing import shortlist
 from .pictures import inspect_picture, load_mask
+from .pixels import Cut
 from .tokens import Placement
-
-if TYPE_CHECKING:
-    from .picture_jobs import Cut
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
@@ -42,7 +40,7 @@ class Mask:
     def key(self) -> Any:
         return (self.digest, "alpha" if self.alpha else "grey")
 
-    def job(self, cut: "Cut", placement: Placement) -> Job:
+    def job(self, cut: Cut, placement: Placement) -> Job:
         """{"mask": (rows, columns)} of the grid of `cut`, 0 to 1: the mean of the mask over each token's square."""
         down, across = self.size[0] / cut.pixels.size[0], self.size[1] / cut.pixels.size[1]
         left, top, right, bottom = cut.box

@@ -8,7 +8,8 @@ from .cache import Cache
 from .items import Item
 from .jobs import Interrupted, Job, Progress, encode, lacking
 from .masks import TOKENS, check_masks, token_weights
-from .picture_jobs import Cut, PictureEncoder, vision_job
+from .picture_jobs import PictureEncoder, vision_job
+from .pixels import Cut
 from .tokens import Placement
 from .views import View, views_of
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor
 from ..models.latents import LatentPolicy
 from .clip_vision import SEEN, WIDTH, seen_by
 from .fingerprint import fingerprint, weights_fingerprint
-from .items import Box, Pixels
 from .jobs import Job
+from .pixels import Cut, Pixels
 from .tokens import Placement, crop_box
 from .views import PLAIN_VIEW, View
 
@@ -25,33 +25,6 @@ BYTES = 4  # of a number in the cache: core's encoders give float32
 
 # What CLIP-H gives of a picture for Wan 2.1: 257 tokens of its width.
 _VISION_NUMBERS = 257 * WIDTH
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The part of a file's frames that is trained on, at the size of its grid. flip: mirrored left to right."""
-
-    pixels: Pixels
-    box: Box
-    height: int
-    width: int
-    flip: bool = False
-
-    @property
-    def key(self) -> Any:
-        return (self.pixels.key, *self.place)
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """What of the frames is shown, in keys."""
-        return (self.box, self.height, self.width, *(("flipped",) if self.flip else ()))
-
-    def load(self) -> Tensor:
-        frames = self.pixels.load(self.box, self.height, self.width)
-        return frames.flip(2) if self.flip else frames
-
-    def first(self) -> "Cut":
-        return replace(self, pixels=self.pixels.first())
 
 
 @dataclass(frozen=True)

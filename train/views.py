@@ -3,18 +3,16 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .draws import generator
 from .fingerprint import fingerprint
+from .items import Item
 from .listing import shortlist
 from .tokens import Placement, crop_box
 from .treatment import HORIZONTAL, Treatment
-
-if TYPE_CHECKING:
-    from .items import Item
 
 _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
@@ -73,7 +71,7 @@ def _windows(
     return tuple(View(at=(index / (count - 1),) * 2) for index in range(count))
 
 
-def view_notes(items: Sequence["Item"], views: Sequence[Sequence[View]]) -> Iterator[str]:
+def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]]) -> Iterator[str]:
     """What a user may not expect of the forms."""
     several = [len(of) for of in views if len(of) > 1]
     if several:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.memory.page_locked import host_bytes
 from tessera.memory.pinning import (
     KEPT_FREE,
     StagedStream,
     choose_pinning,
-    host_bytes,
     link_bandwidth,
     not_pinned,
     staged_stream,
