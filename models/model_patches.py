@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+import comfy.lora
+import comfy.utils
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter.bypass import BypassInjectionManager
@@ -18,8 +21,8 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
 
     Weight patches (LoRAs) stay in force. LoRAs in bypass mode become weight patches. What changes the forward pass
     without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward.
-    Raises ValueError for weight wrappers and for injections of unknown kind: they change the weights in a way that
-    cannot be read.
+    Raises ValueError for LoRAs that make a weight of another shape, for weight wrappers and for injections of unknown
+    kind: they change the weights in a way that cannot be read.
     """
     clone = patcher.clone()
     notes: list[str] = []
@@ -36,6 +39,13 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
         clone.remove_injections(name)
     if converted:
         notes.append(f"{converted} bypass LoRA weights on the MODEL are applied as ordinary ones while it trains.")
+    for key, patches in clone.patches.items():
+        shape = tuple(comfy.utils.get_attr(clone.model, key).shape)
+        if (wanted := tuple(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), key))) != shape:
+            raise ValueError(
+                f"model carries a LoRA that makes {key.removeprefix('diffusion_model.')} {wanted} of {shape}, as "
+                "control LoRAs do; training cannot honour that, so connect the model without it."
+            )
     if clone.weight_wrapper_patches:
         raise ValueError("model carries weight wrappers, which training cannot honour; connect it without them.")
     notes += _ignored(clone)

@@ -18,9 +18,10 @@ from tessera.train.base_lora import put_under
 from tessera.train.lora_source import LoraSource
 from tessera.train.lora_start import read_start
 from tessera.train.options import NetworkOptions
+from tessera.train.train_lora import check_run
 from tiny.foreign_loras import FOREIGN, foreign
 from tiny.lora_files import patched_deltas
-from tiny.runs import Watcher, mixed_data, train
+from tiny.runs import Watcher, mixed_data, run_settings, train
 
 NO_STEP = {"steps": 1, "optimizer": {"learning_rate": 1e-30, "weight_decay": 0.0}}
 # ComfyUI 0.30's own reader fails on it, and leaves the weight as it is.
@@ -219,3 +220,12 @@ def test_one_weight_is_read_at_a_time_and_only_where_the_update_depends_on_it(ti
 
     start.put_on(adapters, read)
     assert len(before) == 14 and all(adapter.up.any() for adapter in adapters.values())
+
+
+def test_a_model_with_a_control_lora_is_refused_before_anything_is_loaded(tiny_flux):
+    """Such a LoRA gives img_in twice the channels, from which it reads a picture."""
+    file = foreign("lora", {"diffusion_model.img_in": (128, 128)})
+    file["diffusion_model.img_in.reshape_weight"] = torch.tensor([128, 128])
+    loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, file, 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"a LoRA that makes img_in.weight \(128, 128\) of \(128, 64\), as control"):
+        check_run(loaded, mixed_data(), run_settings())
