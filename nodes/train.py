@@ -164,8 +164,9 @@ class TesseraTrainLora(io.ComfyNode):
                     min=0,
                     max=1_000_000,
                     optional=True,
-                    tooltip="Saves each time that all pictures were shown this many times, repeats counted, in place "
-                    "of save_every, which has to be 0 then. 0 is off.",
+                    tooltip="Saves each time that this many epochs were shown, in place of save_every, which has to be "
+                    "0 then. An epoch is as many showings as there are pictures, repeats counted; with mixed sizes and "
+                    "batch_size above 1 some pictures come a little sooner than others. 0 is off.",
                     advanced=True,
                 ),
                 io.Int.Input(

@@ -21,7 +21,7 @@ STATE_SUFFIX = ".tessera"
 MASTERS = "masters."
 _FORMAT = 1
 # Plain fields that a state may lack.
-_LATER = ("validation", "adapters")
+_LATER = ("validation", "adapters", "parts")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TrainingState:
     """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
     apart from its length. average: the LoRA's moving average, empty where the run keeps none. validation: the points
     so far (`validation.Validation`) and the name of what they were measured on, empty without. adapters: what the
-    masters are of, see `state_fit.described`; empty in states from before it was kept."""
+    masters are of, see `state_fit.described`; empty in states from before it was kept. parts: see `parts`, likewise."""
 
     step: int
     batches: int
@@ -43,6 +43,7 @@ class TrainingState:
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     adapters: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def state_path(folder: Path, step: int) -> Path:

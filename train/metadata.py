@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -38,7 +38,8 @@ class RunFacts:
     file name, empty where it is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted.
     resolution: `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset.
     final_loss: None before the first step. data: see `data_facts`. validation: its options, None without it.
-    saving: when LoRAs are saved. compile: whether compiling was asked for.
+    saving: when LoRAs are saved. compile: whether compiling was asked for. continued_from: the parts before this one
+    that had other settings, see `parts.continued_from`.
     """
 
     output_name: str
@@ -66,6 +67,12 @@ class RunFacts:
     validation: Mapping[str, Any] | None = None
     saving: Mapping[str, int] = field(default_factory=dict)
     compile: str = "auto"
+    continued_from: Sequence[Mapping[str, Any]] = ()
+
+
+def plain_facts(facts: RunFacts) -> dict[str, Any]:
+    """The facts as plain JSON, without paths of a disk."""
+    return _without_paths(asdict(facts))
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -73,7 +80,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
 
     Every value is a string. Absolute paths, also inside of text, are cut to their last part.
     """
-    settings = _without_paths(asdict(facts))
+    settings = plain_facts(facts)
     network, optimizer = facts.network, facts.optimizer
     known: dict[str, Any] = {
         "modelspec.sai_model_spec": "1.0.1",

@@ -28,8 +28,9 @@ _PLAIN_NAME = re.compile(r"[\w\-. +()]+")
 @dataclass(frozen=True)
 class TrainSettings:
     """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` counts steps,
-    `save_every_epochs` how often all samples were shown, and with both at 0 it saves at the end only; of these LoRAs
-    the newest `keep_last` stay, with 0 all; `resume` is 'off', 'latest' or a state's path below the LoRA folder."""
+    `save_every_epochs` as many showings as there are samples, and with both at 0 it saves at the end only; of these
+    LoRAs the newest `keep_last` stay, with 0 all; `resume` is 'off', 'latest' or a state's path below the LoRA
+    folder."""
 
     output_name: str
     steps: int

@@ -68,7 +68,8 @@ class Progress:
 class Saver:
     """Writes the files of one run, and reads its state back. machine: what a state's last bits may depend on; strata:
     how many samples a step and an epoch have. `measured` names what the run is validated on, where it is; `beside` is
-    text to be written with the first LoRA, by what follows the name."""
+    text to be written with the first LoRA, by what follows the name; `parts` is what the run is made
+    of (see `parts`)."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Saver:
         self.progress = Progress()
         self.best: Best | None = None
         self.beside: dict[str, str] = {}
+        self.parts: list[dict[str, Any]] = []
 
     def state_name(self, step: int) -> str:
         """The state of this step as the `resume` input names it."""
@@ -218,5 +220,6 @@ class Saver:
             lineage=self.lineage,
             machine=self.machine,
             validation={"of": self.measured, "points": progress.validation} if self.measured else {},
+            parts=self.parts,
             **self.learner.state(),
         )

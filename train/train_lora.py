@@ -1,6 +1,6 @@
 """From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,10 +32,12 @@ from .metadata import RunFacts, metadata_for
 from .network_plan import choose_targets, network_notes, one_expert_notes
 from .objective import check_range, objective_notes
 from .optimizer_check import check_optimizer
+from .parts import continued_from, made_with, parts_of
 from .preservation import check_preservation
 from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET
 from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
+from .saving import Describe
 from .schedule import lr_factor
 from .settings_notes import guidance_notes, memory_notes, saving_notes
 from .state_fit import check_state
@@ -140,13 +142,16 @@ def train_lora(
     folder.check_writable()
     started = _now()
     with torch.enable_grad():
-        describe = _describer(settings, family, patcher, data, started)
+        facts = _facts(settings, family, patcher, data, started)
+        parts = parts_of(state, lineage, made_with(facts, data.fingerprint, name))
+        earlier = continued_from(parts)
+        describe = _describer(replace(facts, continued_from=earlier))
         trainer = Trainer(
             *(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder),
             validation=checked.validation,
         )
         trainer.watchers += watchers
-        trainer.saver.beside = dict(workflow or {})
+        trainer.saver.beside, trainer.saver.parts = dict(workflow or {}), parts
         outcome = "failed"
         try:
             if state is not None:
@@ -178,6 +183,7 @@ def train_lora(
                 "targets": len(targets),
                 "parameters": sum(p.numel() for p in trainer.network.parameters()),
                 "compile": chosen is not None,
+                **({"continued_from": earlier} if earlier else {}),
             }
             try:
                 summary |= trainer.facts()
@@ -266,45 +272,48 @@ def read_finished(folder: RunFolder) -> TrainResult:
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 
 
-def _describer(
+def _facts(
     settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
-) -> Callable[[int, float | None, LoraModel], dict[str, str]]:
-    """What a LoRA file of this run says of itself."""
+) -> RunFacts:
+    """What is known of the run before its first step."""
     origin = getattr(patcher, "cached_patcher_init", None)
     source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
     _, height, width = data.samples[0].grid
     pixels = family.latents(patcher.model).pixels_per_token
-    facts_of_data = data_facts(data)
+    return RunFacts(
+        output_name=settings.output_name,
+        family=family.name,
+        variant=family.variant(patcher.model),
+        origin=family.origin(patcher.model),
+        base_model=Path(source).name,
+        steps=0,
+        batch_size=settings.batch_size,
+        gradient_accumulation=settings.gradient_accumulation,
+        seed=settings.seed,
+        network=settings.network.of_high_noise(),
+        optimizer=settings.optimizer,
+        objective=settings.objective,
+        memory=settings.memory,
+        resolution=f"{width * pixels}x{height * pixels}",
+        samples=shown_per_epoch(data.samples),
+        started=started,
+        finished=started,
+        final_loss=None,
+        tessera_version=VERSION,
+        comfyui_version=comfyui_version.__version__,
+        torch_version=torch.__version__,
+        data=data_facts(data),
+        validation=settings.validation.facts() if settings.validation else None,
+        saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
+        compile=settings.compile,
+    )
+
+
+def _describer(facts: RunFacts) -> Describe:
+    """What a LoRA file of this run says of itself."""
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
-        facts = RunFacts(
-            output_name=settings.output_name,
-            family=family.name,
-            variant=family.variant(patcher.model),
-            origin=family.origin(patcher.model),
-            base_model=Path(source).name,
-            steps=step,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            seed=settings.seed,
-            network=settings.network.of_high_noise(),
-            optimizer=settings.optimizer,
-            objective=settings.objective,
-            memory=settings.memory,
-            resolution=f"{width * pixels}x{height * pixels}",
-            samples=shown_per_epoch(data.samples),
-            started=started,
-            finished=_now(),
-            final_loss=loss,
-            tessera_version=VERSION,
-            comfyui_version=comfyui_version.__version__,
-            torch_version=torch.__version__,
-            data=facts_of_data,
-            validation=settings.validation.facts() if settings.validation else None,
-            saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
-            compile=settings.compile,
-        )
-        return metadata_for(facts, lora)
+        return metadata_for(replace(facts, steps=step, final_loss=loss, finished=_now()), lora)
 
     return describe
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import safetensors.torch
+from comfy.model_management import InterruptProcessingException
 from safetensors import safe_open
-from tiny.runs import Watcher, mixed_data, train
+from tiny.runs import Watcher, cancel_at, mixed_data, train, training_data
 
 ONE_LAYER = ("double_blocks.0.img_attn.qkv",)
 TWO_LAYERS = (*ONE_LAYER, "double_blocks.0.txt_attn.qkv")
@@ -117,3 +118,43 @@ def test_an_average_that_ends_at_a_resume_says_so(tiny_flux, tmp_path):
     train(tiny_flux, mixed_data(), tmp_path, watcher, network=network, resume=state)
     (note,) = [note for note in watcher.notes if "average" in note]
     assert note.startswith("The state has an average of the LoRA") and "ema_decay" in note and "step 4" in note
+
+
+def told(result):
+    """What the LoRA's metadata say of earlier parts; the summary says the same."""
+    with safe_open(result.path, "pt") as file:
+        earlier = json.loads(file.metadata()["tessera"])["continued_from"]
+    assert result.summary.get("continued_from", []) == earlier
+    return earlier
+
+
+def test_a_lora_says_what_its_earlier_parts_were_made_with(tiny_flux, tmp_path):
+    network = {"network": {"include": ONE_LAYER}, "save_every": 0}
+    first = train(tiny_flux, mixed_data(), tmp_path, steps=2, seed=5, **network)
+    assert told(first) == []
+    state = f"{first.path.parent.name}/state-000002.tessera"
+    slower = network | {"optimizer": {"learning_rate": 1e-3}}
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, mixed_data(), tmp_path, cancel_at(3), resume=state, steps=4, **slower)
+    second = train(tiny_flux, mixed_data(), tmp_path, resume=state, steps=4, **slower)
+    part = {"from_step": 0, "to_step": 2, "settings": {"optimizer": {"learning_rate": 1e-2}, "seed": 5}}
+    assert told(second) == [part]
+
+    # A third part with other data; what a part had is told against the last one.
+    state = f"{second.path.parent.name}/state-000004.tessera"
+    fewer = training_data(*mixed_data().samples[:3])
+    third = train(tiny_flux, fewer, tmp_path, resume=state, seed=5, **slower)
+    one, two = told(third)
+    assert one["settings"]["optimizer"] == {"learning_rate": 1e-2} and "seed" not in one["settings"]
+    assert (two["from_step"], two["to_step"]) == (2, 4) and two["settings"]["seed"] == 3
+    for entry in (one, two):
+        assert entry["settings"].keys() >= {"data", "data_fingerprint", "samples"}
+        assert "model_fingerprint" not in entry["settings"]
+
+
+def test_a_state_from_before_parts_were_kept_tells_where_it_ended(tiny_flux, tmp_path):
+    network = {"include": ONE_LAYER}
+    state = trained(tiny_flux, tmp_path, network=network)
+    without(tmp_path / state, "adapters", "parts")
+    other = train(tiny_flux, mixed_data(), tmp_path, network=network, seed=4, resume=state)
+    assert told(other) == [{"from_step": 0, "to_step": 4}]
