@@ -41,13 +41,15 @@ def page_locked(size: int) -> Tensor:
 
 
 def host_bytes(size: int, pinned: bool) -> Tensor:
-    """`size` bytes on the host, page-locked where that is asked for and can be had."""
-    if pinned:
-        try:
-            return page_locked(size)
-        except (RuntimeError, OSError) as error:
-            log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
-    return torch.empty(size, dtype=torch.uint8)
+    """`size` bytes on the host, page-locked where that is asked for and can be had. They may be written in inference
+    mode and outside of it, wherever they are asked for."""
+    with torch.inference_mode(False):
+        if pinned:
+            try:
+                return page_locked(size)
+            except (RuntimeError, OSError) as error:
+                log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def unlock(buffer: Tensor) -> None:

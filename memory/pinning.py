@@ -5,8 +5,10 @@ Windows gives a program about half of the RAM as memory that a GPU may read, and
 the system. There a small page-locked stage is filled by a thread of its own, block after block.
 """
 
+import contextlib
 import functools
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +92,10 @@ class Link(Protocol):
         """What is computed from here on starts after the copy."""
         ...
 
+    def settle(self) -> None:
+        """Waits on the calling thread until everything that was sent is done."""
+        ...
+
 
 class CudaLink:
     def __init__(self, device: torch.device):
@@ -113,6 +119,9 @@ class CudaLink:
     def order(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
 
+    def settle(self) -> None:
+        self.stream.synchronize()
+
 
 class HostLink:
     """Copies within the host, at once: what asks for one has computed all that it stands for."""
@@ -131,30 +140,38 @@ class HostLink:
     def order(self, event: Any) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
 
 class StagedStream:
-    """Copies pageable masters through `stages` page-locked buffers. It is what a ring takes as its stream.
+    """Copies masters to the device from a thread of its own. It is what a ring takes as its stream.
 
-    A thread fills a stage as soon as the copy out of it is done, and starts the next copy; so the thread that computes
-    waits for no event. At a block's turn it waits until the copy was started, because only then is there something for
-    the device to wait for. Masters that are page-locked themselves are copied as they lie; those in pieces come
-    together in the stage, where pages of a mapped file are waited for by the thread alone.
+    Pageable masters go through `stages` page-locked buffers, each filled as soon as the copy out of it is done; those
+    in pieces come together there, where pages of a mapped file are waited for by the thread alone. Masters that are
+    page-locked themselves are copied as they lie. So the thread that computes waits for no event and for nothing that
+    follows a copy, such as a LoRA whose factors come from pageable memory. At a block's turn it waits until the copy
+    was started, because only then is there something for the device to wait for.
     """
 
     def __init__(self, link: Link, stage_bytes: int, stages: int = STAGES, pinned: bool = True):
         self.link = link
-        self.stages = [host_bytes(stage_bytes, pinned) for _ in range(stages)]
+        self.stages: list[Tensor] = []  # made when the first master needs one
+        self._stage_bytes, self._pinned = stage_bytes, pinned
         self._leaving: list[Any] = [None] * stages  # the event of the last copy out of each stage
         self._turn = 0
-        self._started: list[Future[Any]] = []
+        self._busy = self._ended = False
+        self._thread: int | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
     def copy(self, slot: Tensor, host: Tensor | Pieces, then: Callable[[], None] | None) -> "Future[Any]":
         """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
+        assert not self._ended
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        self._started = [started for started in self._started if not started.done() or started.exception()]
-        self._started.append(self._worker.submit(self._send, slot, host, self.link.mark(), then, mode))
-        return self._started[-1]
+        if not self.stages and not host.is_pinned():
+            self.stages = [host_bytes(self._stage_bytes, self._pinned) for _ in self._leaving]
+        self._busy = True
+        return self._worker.submit(self._send, slot, host, self.link.mark(), then, mode)
 
     def _send(
         self,
@@ -164,38 +181,69 @@ class StagedStream:
         then: Callable[[], None] | None,
         mode: tuple[bool, bool],
     ) -> Any:
-        # Both modes belong to a thread; `then` has to run as it would have on the one that asked.
-        with torch.inference_mode(mode[0]), torch.set_grad_enabled(mode[1]):
-            target = slot[: host.numel()]
-            if isinstance(host, Tensor) and host.is_pinned():
-                return self.link.send(target, host, mark, then)
-            stage = self._turn % len(self.stages)
-            self._turn += 1
-            if self._leaving[stage] is not None:
-                self.link.finished(self._leaving[stage])
-            source = self.stages[stage][: host.numel()]
-            source.copy_(host) if isinstance(host, Tensor) else host.copy_to(source)
-            self._leaving[stage] = self.link.send(target, source, mark, then)
-            return self._leaving[stage]
+        self._thread = threading.get_ident()
+        if self._ended:
+            return None
+        target = slot[: host.numel()]
+        try:
+            # Both modes belong to a thread; `then` has to run as it would have on the one that asked.
+            with torch.inference_mode(mode[0]), torch.set_grad_enabled(mode[1]):
+                if isinstance(host, Tensor) and host.is_pinned():
+                    return self.link.send(target, host, mark, then)
+                stage = self._turn % len(self.stages)
+                self._turn += 1
+                if self._leaving[stage] is not None:
+                    self.link.finished(self._leaving[stage])
+                source = self.stages[stage][: host.numel()]
+                source.copy_(host) if isinstance(host, Tensor) else host.copy_to(source)
+                self._leaving[stage] = self.link.send(target, source, mark, then)
+                return self._leaving[stage]
+        finally:
+            if self._ended:  # `target` is the last to hold its slot
+                self.link.settle()
 
     def wait(self, copied: "Future[Any] | None") -> None:
         """What is computed from here on starts after that copy. What went wrong in the thread is raised here."""
-        if copied is not None:
-            self.link.order(copied.result())
+        if copied is None:
+            return
+        try:
+            event = copied.result()
+        except BaseException:
+            # The error takes along the frames that it passes, and the tensors in them: nothing but the handler may
+            # hold it, neither this frame nor the thread.
+            del copied
+            self.settle()
+            raise
+        self.link.order(event)
 
     def settle(self) -> None:
         """Waits until every copy that was asked for is done or has failed: slots may be freed then."""
-        for started in self._started:
-            if started.exception() is None:
-                self.link.finished(started.result())
-        self._started = []
+        if threading.get_ident() == self._thread:
+            # What holds the slots was collected on this thread, which can't wait for itself. Nothing is sent any more.
+            self._ended = True
+        elif self._busy:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and has waited for the thread
+                self._worker.submit(int).result()  # behind all others
+            self._busy = False
+        self.link.settle()
+
+    def release(self) -> None:
+        """Settles, and gives the stages back until they are needed again."""
+        self.settle()
+        if not self._ended:
+            self.stages = []
+            self._leaving = [None] * len(self._leaving)
 
 
-def staged_stream(masters: Sequence[Tensor | Pieces], device: torch.device) -> StagedStream | None:
-    """The stream for masters that are not all page-locked; None where plain copies do as well."""
+def staged_stream(
+    masters: Sequence[Tensor | Pieces], device: torch.device, finished: bool = False
+) -> StagedStream | None:
+    """The stream for masters that are not all page-locked, or after whose copies something is `finished` on the device;
+    None where plain copies do as well."""
     largest = max(master.numel() for master in masters)
     if device.type == "cuda":
-        return None if all(master.is_pinned() for master in masters) else StagedStream(CudaLink(device), largest)
+        plain = not finished and all(master.is_pinned() for master in masters)
+        return None if plain else StagedStream(CudaLink(device), largest)
     if all(isinstance(master, Tensor) for master in masters):
         return None
     return StagedStream(HostLink(), largest, pinned=False)

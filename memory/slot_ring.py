@@ -52,6 +52,9 @@ class CopyStream:
         if self.stream is not None:
             self.stream.synchronize()
 
+    def release(self) -> None:
+        self.settle()
+
 
 class SlotRing:
     """masters: the flat host buffers of the blocks, or what stands for them, in the order of the forward. prefetch: how
@@ -70,7 +73,8 @@ class SlotRing:
         self.device, self.prefetch, self.finish = device, prefetch, finish
         self.count = min(prefetch + 1, len(self.masters))
         self.slot_bytes = max(master.numel() for master in self.masters)
-        self.stream: CopyStream | StagedStream = staged_stream(masters, device) or CopyStream(device)
+        staged = staged_stream(masters, device, finish is not None)
+        self.stream: CopyStream | StagedStream = staged or CopyStream(device)
         self.copies = 0
         self.bytes_copied = 0
         self.slots: list[Tensor] = []
@@ -78,8 +82,12 @@ class SlotRing:
         self._copied: list[Any] = []
 
     def takes(self, masters: Sequence[Tensor | Pieces]) -> bool:
-        """Whether these may come in the place of the masters: pieces have to come together in a stage."""
-        return isinstance(self.stream, StagedStream) or all(isinstance(master, Tensor) for master in masters)
+        """Whether these may come in the place of the masters: pieces have to come together in a stage, and from memory
+        that is not page-locked nothing is copied beside the computation."""
+        if isinstance(self.stream, StagedStream):
+            return True
+        ready = self.stream.stream is None
+        return all(isinstance(master, Tensor) and (ready or master.is_pinned()) for master in masters)
 
     def take(self) -> None:
         """Makes the slots."""
@@ -93,7 +101,7 @@ class SlotRing:
 
     def release(self) -> None:
         """Gives the slots' memory back; the masters stay."""
-        self.stream.settle()
+        self.stream.release()
         self.slots = []
 
     def held_bytes(self) -> int:

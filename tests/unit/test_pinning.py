@@ -1,6 +1,9 @@
 """Page-locked memory: where it is taken, and the stage that stands in for it, with plain memory in its place."""
 
+import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +20,13 @@ from tessera.memory.pinning import (
 from tessera.memory.slot_ring import SlotRing
 
 GB = 2**30
+
+
+class Locked(torch.Tensor):
+    """Stands for one in page-locked memory."""
+
+    def is_pinned(self, *_: Any) -> bool:
+        return True
 
 
 class Event:
@@ -53,6 +63,12 @@ class HeldLink:
 
     def order(self, event: Event) -> None:
         assert event.done.wait(10)
+
+    def settle(self) -> None:
+        for slot, source, _, _, event in self.sent:
+            if not event.done.is_set():
+                slot.copy_(source)
+                event.done.set()
 
 
 class PromptLink(HeldLink):
@@ -119,6 +135,99 @@ def test_what_fails_in_the_thread_is_raised_where_the_block_is_needed() -> None:
     stream.wait(fits)
     assert slot.all()
     stream.settle()
+
+
+def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
+    """The error takes along the frames it passes, as an error in the thread that computes does: no longer than that."""
+    fails, held = [True], []
+
+    def finish(j: int) -> None:
+        if fails[0] and j == 2:
+            held.append(weakref.ref(patched := torch.zeros(8)))
+            raise torch.OutOfMemoryError(f"no room for {patched.numel()}")
+
+    def call() -> None:
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
+        for j in range(4):
+            ring.forward(j)
+
+    ring = SlotRing(masters(4), torch.device("cpu"), 1, finish)
+    ring.stream = StagedStream(PromptLink(), ring.slot_bytes, pinned=False)
+    ring.take()
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            call()
+        assert len(held) == 2 and [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+    fails[0] = False
+    call()
+    assert torch.equal(ring.slot_of(3)[:61], ring.masters[3])
+
+
+def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> None:
+    class Failing(HeldLink):
+        def send(self, slot, source, mark, then) -> Event:
+            event = super().send(slot, source, mark, None)
+            if then is not None:
+                then()
+            return event
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    stream = StagedStream(link := Failing(), 8, pinned=False)
+    slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    for slot, then in zip(slots, (fail, None), strict=True):
+        stream.copy(slot, torch.ones(8, dtype=torch.uint8), then)
+    stream.settle()
+    assert len(link.sent) == 2 and all(slot.all() for slot in slots)
+
+
+def test_what_holds_the_slots_may_be_collected_on_the_thread_that_fills_them() -> None:
+    class Holder:
+        def __del__(self) -> None:
+            stream.release()
+            let_go.set()
+
+    holders, let_go = [Holder()], threading.Event()
+    stream = StagedStream(PromptLink(), 8, pinned=False)
+    slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    copied = [stream.copy(slots[0], torch.ones(8, dtype=torch.uint8), holders.clear)]
+    assert let_go.wait(10)
+    assert copied[0].result(10) is not None and slots[0].all()
+
+
+def test_stages_are_made_for_pageable_masters_alone_and_given_back() -> None:
+    stream = StagedStream(PromptLink(), 8, pinned=False)
+    slot = torch.zeros(8, dtype=torch.uint8)
+    stream.wait(stream.copy(slot, torch.ones(8, dtype=torch.uint8).as_subclass(Locked), None))
+    assert slot.all() and stream.stages == []
+    with torch.inference_mode():  # a node's run makes them, and a preview or a server's thread may use them outside
+        stream.wait(stream.copy(slot, torch.full((8,), 2, dtype=torch.uint8), None))
+    for number in (3, 4):
+        stream.wait(stream.copy(slot, torch.full((8,), number, dtype=torch.uint8), None))
+        assert (slot == number).all() and len(stream.stages) == 2
+    stream.release()
+    assert stream.stages == []
+    stream.wait(stream.copy(slot, torch.full((8,), 5, dtype=torch.uint8), None))
+    assert (slot == 5).all()
+
+
+def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.memory.pinning.CudaLink", lambda device: PromptLink())
+    cuda, plain = torch.device("cuda"), masters(3)
+    locked = [master.as_subclass(Locked) for master in plain]
+    assert staged_stream(locked, cuda) is None and staged_stream(locked, torch.device("cpu"), True) is None
+    for hosts, finished in ((locked, True), (plain, False), ([*locked, plain[0]], False)):
+        assert isinstance(staged_stream(hosts, cuda, finished), StagedStream)
+    # Masters of other memory may come later: a preview's lie where training has them.
+    ring = SlotRing(plain, torch.device("cpu"), 1)
+    assert ring.takes(plain) and ring.takes(locked)
+    ring.stream.stream = object()
+    assert ring.takes(locked) and not ring.takes([*locked, plain[0]])
 
 
 @pytest.mark.parametrize("inference", [True, False])
