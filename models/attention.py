@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..memory.to_device import to_device
 from .ragged_attention import ragged_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,7 +72,7 @@ def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
     """Where sequences begin and end in B·T rows, int32 (2·B + 1,): each sample, then its pads as one of their own."""
     starts = torch.arange(len(lengths), dtype=torch.int64) * size
     ends = torch.tensor([len(lengths) * size])
-    return torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(device, torch.int32)
+    return to_device(torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(torch.int32), device)
 
 
 def ragged_flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """What every model family gives to the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..memory.residency import FrozenModule
+from ..memory.to_device import to_device
 from .latents import LatentPolicy
 from .lora_linear import LoraLinear
 
@@ -20,8 +21,11 @@ class ModelInputs:
     """One batch as the transformer takes it; B samples of one token count N, R reference tokens and one text length L.
 
     tokens: (B, N, C·patch) noisy latents; references: (B, R, C·patch) clean latents of reference pictures, or None;
-    text: (B, L, D), padded; timestep: (B,) fp32, or (B, frames). A family adds what else its forward takes.
+    text: (B, L, D), padded; timestep: (B,) fp32, or (B, frames). A family adds what else its forward takes, with the
+    names in `on_host` of what its forward reads on the host.
     """
+
+    on_host: ClassVar[tuple[str, ...]] = ()
 
     tokens: Tensor
     text: Tensor
@@ -36,6 +40,11 @@ class ModelInputs:
     @property
     def text_tokens(self) -> int:
         return self.text.shape[1]
+
+    def to(self, device: torch.device) -> "ModelInputs":
+        """The same on the device, but for what is read on the host."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.on_host}
+        return replace(self, **{n: to_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)})
 
 
 class Block(nn.Module):
@@ -197,7 +206,11 @@ class Family(Protocol):
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
-    ) -> ModelInputs: ...
+    ) -> ModelInputs:
+        """The batch as the transformer takes it, on the device of sigma, (B,) fp32, where the latents lie too. Training
+        makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises ValueError for a
+        conditioning that this forward does not run."""
+        ...
 
 
 def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:

@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..memory.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
 from .data import Sample, SampleTensors, shown_per_epoch
 from .draws import generator
@@ -31,6 +32,19 @@ class Batch:
     loss_weights: Tensor | None = None
     kept: Preserved | None = None
 
+    def to(self, device: torch.device) -> "Batch":
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_device(tensor, device)
+
+        return Batch(
+            self.inputs.to(device),
+            to_device(self.target, device),
+            to_device(self.sigma, device),
+            moved(self.weights),
+            moved(self.loss_weights),
+            None if self.kept is None else self.kept.to(device),
+        )
+
 
 def make_batch(
     patcher: ModelPatcher,
@@ -45,11 +59,13 @@ def make_batch(
     """`draw` is (step, micro-batch): with the seed and a sample's place in the batch it fixes every random number.
 
     strata: the draws of a step and of an epoch; without them each sigma is drawn for itself.
+
+    The batch is made on the host, where each number can be read without waiting for the device, and then moved.
     """
     drawn: list[_Drawn] = []
     for place, (sample, tensors) in enumerate(samples):
         size = sample.tokens // sample.grid[0]  # of one picture: what shifts by resolution go by
-        latent = _model_space(patcher, tensors, device)
+        latent = _model_space(patcher, tensors)
         shift = family.shift(patcher.model, size)
         number = draw[1] * len(samples) + place
         stratum = stratum_of(objective, seed, draw[0], number, strata) if strata else None
@@ -57,7 +73,7 @@ def make_batch(
         noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place), objective.noise_offset)
         shown = perturbed(noise, objective, generator(seed, "ip_noise", *draw, place))
         drawn.append(_Drawn(sample, tensors, latent, noise, shown, sigma))
-    return _assemble(patcher, family, drawn, objective.guidance, device)
+    return _assemble(patcher, family, drawn, objective.guidance).to(device)
 
 
 def fixed_batch(
@@ -71,10 +87,10 @@ def fixed_batch(
     """A batch of samples at given sigmas. The noise depends on the seed and the sample's name alone."""
     drawn: list[_Drawn] = []
     for sample, tensors, sigma in rows:
-        latent = _model_space(patcher, tensors, device)
+        latent = _model_space(patcher, tensors)
         noise = draw_noise(latent.shape, generator(seed, "validation noise", sample.name))
         drawn.append(_Drawn(sample, tensors, latent, noise, noise, sigma))
-    return _assemble(patcher, family, drawn, guidance, device)
+    return _assemble(patcher, family, drawn, guidance).to(device)
 
 
 class _Drawn(NamedTuple):
@@ -88,30 +104,28 @@ class _Drawn(NamedTuple):
     sigma: float
 
 
-def _assemble(
-    patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], guidance: float, device: torch.device
-) -> Batch:
+def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], guidance: float) -> Batch:
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
     for sample, tensors, latent, noise, shown, sigma in drawn:
-        level = torch.tensor([sigma], dtype=torch.float32, device=device)
-        x_t = noised(latent[None], shown.to(device)[None], level)[0]
+        level = torch.tensor([sigma], dtype=torch.float32)
+        x_t = noised(latent[None], shown[None], level)[0]
         if sample.clean_frames:
             x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
-        targets.append(family.cut(velocity_target(latent, noise.to(device)), sample.tokens).tokens)
-    levels = torch.tensor([one.sigma for one in drawn], dtype=torch.float32, device=device)
+        targets.append(family.cut(velocity_target(latent, noise), sample.tokens).tokens)
+    levels = torch.tensor([one.sigma for one in drawn], dtype=torch.float32)
     inputs = family.inputs(patcher, noisy, levels, guidance)
     samples = [(one.sample, one.tensors) for one in drawn]
     kept: Preserved | None = None
     if any(tensors.of_class for _, tensors in samples):
         of_class = [_of_class(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
-        there = torch.tensor([float(tensors.of_class is not None) for _, tensors in samples], device=device)
-        whole = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples], device)
+        there = torch.tensor([float(tensors.of_class is not None) for _, tensors in samples])
+        whole = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
         kept = Preserved(family.inputs(patcher, of_class, levels, guidance), there, whole)
-    weights, loss_weights = _weights(samples, device), _loss_weights([sample for sample, _ in samples], device)
+    weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
     return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, kept)
 
 
@@ -126,19 +140,19 @@ def strata_of(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
     return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
 
 
-def _model_space(patcher: ModelPatcher, tensors: SampleTensors, device: torch.device) -> Tensor:
+def _model_space(patcher: ModelPatcher, tensors: SampleTensors) -> Tensor:
     """The clean latent as the model works on it, fp32: (C, H, W), or (C, T, H, W) for a model of clips."""
-    latent = tensors.latent.to(device=device, dtype=torch.float32)
+    latent = tensors.latent.float()
     if patcher.model.latent_format.latent_dimensions == 3 and latent.ndim == 3:
         latent = latent.unsqueeze(1)  # a picture is a clip of one frame
     return patcher.model.process_latent_in(latent[None])[0]
 
 
-def _weights(samples: Sequence[tuple[Sample, SampleTensors]], device: torch.device) -> Tensor | None:
+def _weights(samples: Sequence[tuple[Sample, SampleTensors]]) -> Tensor | None:
     """(B, N): what a mask says, 1 without one, and 0 for the tokens of clean frames, which the model is given."""
     if not any(sample.clean_frames or tensors.weights is not None for sample, tensors in samples):
         return None
-    weights = torch.ones(len(samples), samples[0][0].tokens, device=device)
+    weights = torch.ones(len(samples), samples[0][0].tokens)
     for row, (sample, tensors) in zip(weights, samples, strict=True):
         if tensors.weights is not None:
             row.copy_(tensors.weights)
@@ -146,7 +160,7 @@ def _weights(samples: Sequence[tuple[Sample, SampleTensors]], device: torch.devi
     return weights
 
 
-def _loss_weights(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+def _loss_weights(samples: Sequence[Sample]) -> Tensor | None:
     if all(sample.loss_weight == 1 for sample in samples):
         return None
-    return torch.tensor([sample.loss_weight for sample in samples], dtype=torch.float32, device=device)
+    return torch.tensor([sample.loss_weight for sample in samples], dtype=torch.float32)

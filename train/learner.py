@@ -52,12 +52,16 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def clip(self) -> bool:
-        """Clips the gradients; False where they are not finite and no smaller scale would make them so."""
+    def clip(self) -> Tensor:
+        """Clips the gradients; their norm before, on the device."""
         self.scaler.unscale_(self.optimizer)
         limit = self.options.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
-        return self.scaler.is_enabled() or bool(torch.isfinite(norm))
+        return torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+
+    def may_step(self, norm: float) -> bool:
+        """Whether gradients of this norm may be stepped by: finite ones, or such as a smaller scale makes finite, with
+        which `step` moves nothing."""
+        return self.scaler.is_enabled() or math.isfinite(norm)
 
     def step(self) -> None:
         """Moves the weights by their gradients."""

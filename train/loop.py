@@ -130,8 +130,7 @@ class Trainer:
                 drawn, upcoming = upcoming, self.draw(batches, progress.step + 1)
                 self.reader.want(chain(*drawn, *upcoming))
                 learning_rate = self.learner.learning_rate
-                mean_loss = self.forward_backward(drawn)
-                self.check_finite(mean_loss)
+                mean_loss = self.finite(self.forward_backward(drawn))
                 self.optimizer_step()
                 progress.batches += len(drawn)
                 progress.step += 1
@@ -172,8 +171,9 @@ class Trainer:
             [shown(index, micro, place) for place, index in enumerate(indices)] for micro, indices in enumerate(drawn)
         ]
 
-    def forward_backward(self, drawn: list[MicroBatch]) -> float:
-        """The mean loss over the micro-batches; its gradients are left on the LoRA's masters."""
+    def forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
+        """The mean loss over the micro-batches, on the device, which may not have got to it yet; its gradients are left
+        on the LoRA's masters."""
         return self.attempt(lambda: self._forward_backward(drawn))
 
     def attempt(self, compute: Callable[[], T]) -> T:
@@ -202,7 +202,7 @@ class Trainer:
         self.placed.runner.fall_back_to_eager()
         self.saver.machine = machine_facts(self.device, None)
 
-    def _forward_backward(self, drawn: list[MicroBatch]) -> float:
+    def _forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
         self.placed.ensure()
         copies = self.placed.copies()
         self.learner.zero_grad()
@@ -220,7 +220,7 @@ class Trainer:
         name = self.settings.optimizer.optimizer
         automatic.make_room_to_step(self.learner.optimizer, name, self.network.parameters())
         self.copies = self.placed.copies() - copies
-        return float(total)
+        return total
 
     def losses(self, batch: Batch, draw: tuple[int, int]) -> Iterator[Tensor]:
         """The terms of a batch's loss. Each is to go backward before the next is asked for, so that the activations of
@@ -239,16 +239,20 @@ class Trainer:
         losses = training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights)
         return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
+    def finite(self, total: Tensor) -> float:
+        """The loss as a number, with the gradients clipped. Raises TrainingStopped where it or they are not finite,
+        before anything is moved by them. Nothing else in a step waits for the device, which is idle then until the
+        optimizer is queued: so both numbers are read at once."""
+        loss, norm = torch.stack((total, self.learner.clip())).tolist()
+        for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
+            if not is_finite:
+                raise stopped.not_finite(what, self.progress.step, self.saver.state_name(self.progress.step))
+        return loss
+
     def optimizer_step(self) -> None:
-        if not self.learner.clip():
-            raise stopped.not_finite("gradient", self.progress.step, self.saver.state_name(self.progress.step))
         self.progress.whole = False
         self.learner.step()
         self.progress.whole = True
-
-    def check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise stopped.not_finite("loss", self.progress.step, self.saver.state_name(self.progress.step))
 
     def close(self) -> None:
         """Gives all memory back."""

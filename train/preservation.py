@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from ..memory.to_device import to_device
 from ..models.family import ModelInputs
 from .data import Choice, Sample
 from .listing import shortlist
@@ -21,6 +23,10 @@ class Preserved:
     inputs: ModelInputs
     samples: Tensor
     weights: Tensor | None
+
+    def to(self, device: torch.device) -> "Preserved":
+        weights = None if self.weights is None else to_device(self.weights, device)
+        return replace(self, inputs=self.inputs.to(device), samples=to_device(self.samples, device), weights=weights)
 
 
 def preservation_loss(velocity: Tensor, without: Tensor, kept: Preserved) -> Tensor:

@@ -99,7 +99,7 @@ class FluxFamily:
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> FluxInputs:
-        """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
+        """The batch as the transformer takes it. sigma: (B,) fp32. Raises ValueError for a conditioning
         that this forward does not run."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         params = patcher.model.diffusion_model.params

@@ -115,7 +115,7 @@ class QwenImage:
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> QwenInputs:
-        """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
+        """The batch as the transformer takes it. sigma: (B,) fp32. Raises ValueError for a conditioning
         that this forward does not run."""
         timestep = patcher.model.process_timestep(patcher.get_model_object("model_sampling").timestep(sigma).float())
         parts = [sample_parts(patcher.model, sample, guidance, sigma.device) for sample in samples]

@@ -25,6 +25,8 @@ class QwenInputs(ModelInputs):
     """positions: (B, N + R + L, 3); lengths: (B,), int64 on the CPU, the tokens of each sample without its text's pads;
     reference_timestep: (B,) fp32, the timestep that the tokens of references see, or None where there are none."""
 
+    on_host = ("lengths",)
+
     positions: Tensor
     lengths: Tensor
     reference_timestep: Tensor | None

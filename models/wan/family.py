@@ -156,7 +156,7 @@ class Wan:
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> WanInputs:
-        """The batch as the transformer takes it. sigma: (B,) fp32 on the device. Raises ValueError for a conditioning
+        """The batch as the transformer takes it. sigma: (B,) fp32. Raises ValueError for a conditioning
         that this forward does not run. Wan has no input for guidance."""
         model, device = patcher.model, sigma.device
         dtype = model.get_dtype_inference()

@@ -1,0 +1,25 @@
+"""How a step's inputs get from the host to the device: nothing is waited for."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, contiguous; it may be used there at once.
+
+    A copy out of pageable memory makes the host wait until the device has done all that was queued before it; one out
+    of page-locked memory is queued as well. torch keeps that memory until the copy is done and uses it again, so the
+    tensor may be let go at once. Where no memory can be page-locked, the copy is one that is waited for.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    tensor = tensor.contiguous()
+    try:
+        tensor = tensor.pin_memory()
+    except RuntimeError as error:
+        log.warning("%d bytes of a batch could not be page-locked: %s", tensor.nbytes, error)
+    return tensor.to(device, non_blocking=True)
