@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .file_source import streams_from_file
 from .masters import Place, over_parts, parts_of, places_of
 from .pinning import KEPT_FREE
 
@@ -199,10 +200,11 @@ def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tup
     mode: pin_memory; inside: bytes of them that lie in a mapped file; needed: bytes of all of them, of which the others
     lie in memory; available: bytes of free memory.
     """
-    if available >= inside + KEPT_FREE or mode == "on":
+    room = available - KEPT_FREE
+    if inside <= room or mode == "on":
         return False, None
     short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks take {needed / GIB:.1f} GB"
-    if inside * 2 < needed:
+    if not streams_from_file(inside, needed, room):
         return False, (
             f"{short}, which lie in RAM already, as only what Load Diffusion Model (Block Swap) loads from a "
             "safetensors file without converting it (weight_dtype 'default') can stream from its file."

@@ -5,8 +5,10 @@ compute, and how fast the link is. The seconds of a step come from running the s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+
+from .file_source import FileSource, streams_from_file
 
 GB = 2**30
 
@@ -51,8 +53,8 @@ def spread(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
 class BlockCost:
     """One block. name: as it is to be chosen by, such as single_blocks.3. weights; inputs: what full checkpointing
     keeps; saved: what is kept without checkpointing; working: the most it takes beside those while it runs forward or
-    back: bytes. forward, backward: seconds of computing, 0 where that is not known. In inference only weights, working
-    and forward count."""
+    back: bytes. forward, backward: seconds of computing, 0 where that is not known. in_file: how many bytes of its
+    weights lie in the mapped file. In inference only weights, working, forward and in_file count."""
 
     name: str
     weights: int
@@ -61,16 +63,18 @@ class BlockCost:
     working: int = 0
     forward: float = 0.0
     backward: float = 0.0
+    in_file: int = 0
 
 
 @dataclass(frozen=True)
 class Machine:
     """free: bytes of device memory that may be used; link: bytes per second from the host; host: free bytes there, in
-    which weights already have their place."""
+    which weights already have their place; file: what is known of the file that weights lie in."""
 
     free: int
     link: float
     host: int
+    file: FileSource | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class _Candidate:
     host: int
     seconds: float
     computing: float
+    speed: float  # bytes per second at which the blocks come
+    from_file: bool
 
 
 def plan(
@@ -167,7 +173,7 @@ def step_down(
 ) -> SwapPlan | None:
     """The fastest plan that takes at least a tenth less than `made`, whose memory did not suffice; else the one that
     takes least; None where `made` was that one."""
-    less = plan(blocks, other_bytes, Machine(made.device_bytes * 9 // 10, machine.link, machine.host), order, choices)
+    less = plan(blocks, other_bytes, replace(machine, free=made.device_bytes * 9 // 10), order, choices)
     return less if less.device_bytes < made.device_bytes else None
 
 
@@ -197,15 +203,27 @@ def _candidates(
         sizes = [block.weights for block in blocks if block.name in swapped]
         slots = min(prefetch + 1, count) * max(sizes, default=0)
         resident = sum(block.weights for block in blocks if block.name not in swapped)
+        speed, from_file = _speed([block for block in blocks if block.name in swapped], machine, checkpointing)
         yield _Candidate(
             swapped,
             prefetch,
             checkpointing,
             device=other_bytes + resident + slots + activations,
             host=sum(kept) if offload else 0,
-            seconds=_pass_seconds(blocks, swapped, prefetch, checkpointing, choices.budget, machine.link),
+            seconds=_pass_seconds(blocks, swapped, prefetch, checkpointing, choices.budget, speed),
             computing=computing,
+            speed=speed,
+            from_file=from_file,
         )
+
+
+def _speed(swapped: Sequence[BlockCost], machine: Machine, checkpointing: str | None) -> tuple[float, bool]:
+    """Bytes per second at which these blocks come to the device, and whether they come from the file: there a thread
+    reads one while the link carries another, so that the slower of both counts."""
+    inside, file = sum(block.in_file for block in swapped), machine.file
+    if file is None or not streams_from_file(inside, sum(block.weights for block in swapped), file.room):
+        return machine.link, False
+    return min(machine.link, file.speed(inside, turns=checkpointing is not None)), True
 
 
 def kept_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
@@ -274,7 +292,10 @@ def _text(chosen: _Candidate, total: int, machine: Machine, fits: bool) -> str:
         verdict = f"Needs {_size(-spare)} more than is free, even so"
     else:
         verdict = f"Needs {_size(chosen.host)} of RAM and {_size(machine.host)} are free, even so"
-    if chosen.swapped:
+    if chosen.from_file:
+        what = f"{len(chosen.swapped)} of {total} blocks come from the file at {chosen.speed / 1e9:.1f} GB/s, "
+        what += f"{chosen.prefetch} ahead"
+    elif chosen.swapped:
         what = f"{len(chosen.swapped)} of {total} blocks stream, {chosen.prefetch} ahead"
         what += f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
     else:

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ..memory.dynamic_vram import without_dynamic_vram
+from ..memory.file_speed import file_source
 from ..memory.in_file import bytes_in_file, stream_from_file
 from ..memory.make_room import make_room
 from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
@@ -89,7 +90,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     prefetch, notes = settings.prefetch_blocks, []
     automatic = settings.blocks_to_swap == -1
     if automatic:
-        fitting = _fit(clone, numbers, order, max(1, prefetch))
+        fitting = _fit(clone, numbers, order, max(1, prefetch), settings.pin_memory)
         chosen = fitting.swapped
         notes += _said(fitting.text)
     else:
@@ -133,16 +134,22 @@ def _bytes(module: nn.Module) -> int:
     return comfy.model_management.module_size(module)
 
 
-def _fit(patcher: ModelPatcher, blocks: dict[str, BlockOfModel], order: list[str], prefetch: int) -> SwapPlan:
+def _fit(
+    patcher: ModelPatcher, blocks: dict[str, BlockOfModel], order: list[str], prefetch: int, pin_memory: str
+) -> SwapPlan:
     """As many blocks as have to stream so that the rest, and what a picture of one megapixel takes beside it, fit into
     what ComfyUI may use of the device. blocks: by <list>.<index>, in the order of the forward."""
     device = patcher.load_device
-    costs = [BlockCost(name, _bytes(block.module)) for name, block in blocks.items()]
+    available = psutil.virtual_memory().available
+    weights = {name: list(block.module.parameters()) for name, block in blocks.items()}
+    file = file_source((w for own in weights.values() for w in own), pin_memory, available)
+    in_file = {name: bytes_in_file(own) if file is not None else 0 for name, own in weights.items()}
+    costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)
     shape = [1, patcher.model.latent_format.latent_channels, PICTURE, PICTURE]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
     loaded = [m for m in comfy.model_management.current_loaded_models if m.device == device]
     free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
     free -= comfy.model_management.extra_reserved_memory()
-    machine = Machine(int(free), link_bandwidth(device), psutil.virtual_memory().available + inside)
+    machine = Machine(int(free), link_bandwidth(device), available + inside, file)
     return plan(costs, other, machine, order, Choices(tuple(range(len(costs) + 1)), (prefetch,)))

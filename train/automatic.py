@@ -19,7 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..compile.regions import run_block
 from ..memory.block_swap import BlockSwap, frozen_modules
+from ..memory.file_speed import file_source
 from ..memory.flat import Layout
+from ..memory.in_file import bytes_in_file
 from ..memory.pinning import link_bandwidth
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, step_down
 from ..models.family import Block, Family, ModelInputs
@@ -114,16 +116,20 @@ def measure(
 ) -> Measured:
     """Runs one block of each kind forward and back on the largest batch of the data. Everything is let go after."""
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
-    machine = Machine(free_memory(device), link_bandwidth(device), psutil.virtual_memory().available)
+    available = psutil.virtual_memory().available
+    machine = Machine(free_memory(device), link_bandwidth(device), available)
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
     network = build_network(transformer, targets, settings.network, settings.seed)
+    frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]
+    file = file_source((b for m in frozen for b in m.buffers()), settings.memory.pin_memory, available)
+    in_file = {name: bytes_in_file(b.buffers()) if file is not None else 0 for name, b in transformer.blocks()}
     largest = max(data.samples, key=lambda sample: sample.tokens + sum(sample.references) + sample.text_length)
     samples = [(largest, largest.load())] * settings.batch_size
     with torch.no_grad():
         batch = make_batch(patcher, family, samples, settings.objective, device, settings.seed, (0, 0))
-    inside = {id(module) for _, block in transformer.blocks() for module in frozen_modules(block).values()}
+    inside = {id(module) for module in frozen}
     outer = [module for module in transformer.frozen_modules() if id(module) not in inside]
     own = {_storage(buffer) for module in outer for buffer in module.buffers()}
     probe = _Probe(network, batch.inputs, settings, device)
@@ -134,16 +140,18 @@ def measure(
     for name, block in transformer.blocks():
         held = frozen_modules(block).values()
         weights = Layout.of((key, b) for module in held for key, b in module._buffers.items() if b is not None)
-        costs.append(replace(probe.costs[block.structure()], name=name, weights=weights.size))
+        cost = probe.costs[block.structure()]
+        costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))
     trained = sum(p.numel() for p in network.parameters())
     # A number, its gradient, what the optimizer keeps of it, and its average.
     average = 4 if settings.optimizer.ema_decay else 0
     # While the adapters are switched off, what they hold is kept beside.
     kept = 4 if settings.objective.preservation_weight else 0
     lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer] + average + kept) + network.buffer_bytes()
+    other = sum(module.held_bytes() for module in outer) + lora + _total(probe.outside)
     for module in transformer.frozen_modules():
         module.release()
-    return Measured(tuple(costs), sum(module.held_bytes() for module in outer) + lora + _total(probe.outside), machine)
+    return Measured(tuple(costs), other, replace(machine, file=file))
 
 
 class _Probe:

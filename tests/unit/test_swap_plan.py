@@ -1,8 +1,10 @@
 """The planner: what fits, what is fastest, what is said; with numbers that can be checked by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
+from tessera.memory.file_source import FileSource, streams_from_file
 from tessera.memory.swap_plan import (
     BlockCost,
     Choices,
@@ -156,3 +158,86 @@ def test_sampling_takes_any_names_in_the_order_of_the_forward() -> None:
 
 def test_a_model_without_blocks_has_a_plan_that_swaps_none() -> None:
     assert plan_sampling({}, GB, GB, replace(FAST, free=3 * GB), prefetch=1).fits
+
+
+# Blocks that lie in the model's file: 2.5 GB/s off the disk, 10 GB/s out of the system's cache of files.
+
+
+def lying_in(blocks: list[BlockCost]) -> list[BlockCost]:
+    return [replace(block, in_file=block.weights) for block in blocks]
+
+
+def in_file(**changes: float) -> FileSource:
+    return FileSource(**{"disk": 2.5 * GB, "cache": 10 * GB, "memory": 2 * GB, "room": -2 * GB, **changes})
+
+
+def test_what_the_cache_holds_comes_from_it_where_a_pass_turns() -> None:
+    file = in_file()
+    assert file.speed(2 * GB, turns=True) == file.speed(GB, turns=False) == pytest.approx(10 * GB)
+    # Of 8 GB a quarter comes from the cache: 0.2 s and 2.4 s.
+    assert file.speed(8 * GB, turns=True) == pytest.approx(8 * GB / 2.6)
+    assert file.speed(8 * GB, turns=False) == pytest.approx(2.5 * GB)
+
+
+@pytest.mark.parametrize(
+    ("inside", "needed", "room", "streams"),
+    [(3, 3, 2, True), (3, 3, 3, False), (3, 6, 2, True), (3, 7, 2, False), (0, 3, -1, False), (3, 3, math.inf, False)],
+)
+def test_blocks_stream_from_their_file_where_memory_has_no_room_for_them(inside, needed, room, streams) -> None:
+    assert streams_from_file(inside, needed, room) is streams
+
+
+# All nine counts of the blocks of this file, which computes 24 s a step; 19 GB are free, half a gigabyte too little.
+LINK = Machine(free=19 * GB, link=100 * GB, host=100 * GB)
+
+
+@pytest.mark.parametrize(
+    ("disk", "checkpointing", "swapped", "text"),
+    [
+        # 3 GB of blocks: one of them in each direction, behind what computes.
+        (2.5, "none", 3, "3 of 8 blocks come from the file at 2.7 GB/s, 1 ahead, checkpointing none; about 24.00 s"),
+        # A copy takes 20 s, as long as all of the others compute: it is faster to compute again.
+        (0.05, "selective", 0, "all blocks stay on the device, checkpointing selective; about 28.00 s"),
+    ],
+)
+def test_a_slow_file_is_reckoned_with_where_a_plan_is_chosen(disk, checkpointing, swapped, text) -> None:
+    file = in_file(disk=disk * GB, memory=0)
+    made = plan(lying_in(BLOCKS), OTHER, replace(LINK, file=file), ORDER, ALL)
+    assert (made.checkpointing, len(made.swapped)) == (checkpointing, swapped)
+    assert text in made.text
+
+
+def test_blocks_for_which_memory_has_room_come_over_the_link() -> None:
+    slow = in_file(disk=GB / 1000, room=3 * GB)
+    made = plan(lying_in(BLOCKS), OTHER, replace(LINK, file=slow), ORDER, ALL)
+    there = plan(BLOCKS, OTHER, LINK, ORDER, ALL)
+    assert made == there and "3 of 8 blocks stream, 1 ahead at 107 GB/s" in made.text
+    # One byte less, and they have to stay in the file.
+    made = plan(lying_in(BLOCKS), OTHER, replace(LINK, file=replace(slow, room=3 * GB - 1)), ORDER, ALL)
+    assert made.checkpointing == "selective" and not made.swapped
+
+
+def test_three_blocks_from_the_file_are_counted_by_hand() -> None:
+    """As without overlap above, at half the speed: the cache holds none of them."""
+    blocks = lying_in([BlockCost(f"layers.{i}", GB, forward=1.0, backward=1.0) for i in range(3)])
+    machine = Machine(100 * GB, GB / 2, 100 * GB, FileSource(GB / 4, GB, 0, 0))
+    made = plan(blocks, 0, machine, ("layers",), Choices((3,), (1,), ("none",)))
+    # 2 is there 4 s after the start of 1, 3 s of which wait; back, 0 comes likewise: 6 s compute and 6 s wait.
+    assert made.seconds == pytest.approx(12.0)
+    # A link slower than the file is what counts.
+    assert plan(blocks, 0, replace(machine, link=GB / 8), ("layers",), Choices((3,), (1,), ("none",))).seconds == (
+        pytest.approx(20.0)
+    )
+
+
+def test_sampling_says_how_fast_the_file_is_and_swaps_no_other_blocks() -> None:
+    weights = [BlockCost(f"layers.{i}", GB) for i in range(8)]
+    choices = Choices(tuple(range(9)), (1,))
+    machine = Machine(6 * GB, 25e9, 100 * GB)
+    plain = plan(weights, GB, machine, (), choices)
+    told = plan(lying_in(weights), GB, replace(machine, file=FileSource(1.9e9, 8e9, 2 * GB, 0)), (), choices)
+    assert told.swapped == plain.swapped and len(told.swapped) == 5
+    assert "5 of 8 blocks come from the file at 1.9 GB/s, 1 ahead." in told.text
+    assert "5 of 8 blocks stream, 1 ahead at 25 GB/s." in plain.text
+    kept = replace(machine, file=FileSource(1.9e9, 8e9, 5 * GB, GB))
+    assert "come from the file at 8.0 GB/s" in plan(lying_in(weights), GB, kept, (), choices).text

@@ -1,0 +1,80 @@
+"""How fast weights come out of the mapped file that they lie in, measured on a few pieces of them."""
+
+import ctypes
+import mmap
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .file_source import FileSource
+from .in_file import FileMaps
+from .masters import parts_of
+from .pinning import KEPT_FREE
+
+PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read
+
+
+def file_source(tensors: Iterable[Tensor], mode: str, available: int) -> FileSource | None:
+    """What reading these from their file takes; None where none of them lies in one.
+
+    mode: pin_memory, which leaves them in the file unless it is 'on'; available: bytes of free memory, in which the
+    system's cache of files is counted as free.
+    """
+    maps = FileMaps()
+    inside = [part for tensor in tensors for part in parts_of(tensor) if part.is_contiguous() and maps.holds(part)]
+    if not inside or mode == "on":
+        return None
+    disk, cache = read_speeds(pieces_of(inside))
+    return FileSource(disk, cache, available, available - KEPT_FREE)
+
+
+def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE) -> list[Tensor]:
+    """Bytes of these, at most `count` pieces of at most `size` bytes, at equal distances from one another."""
+    flats = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
+    total = sum(flat.numel() for flat in flats)
+    starts = [i * total // count for i in range(count)]
+    pieces, before = [], 0
+    for flat in flats:
+        own = [start - before for start in starts if before <= start < before + flat.numel()]
+        pieces += [flat[start : min(end, start + size)] for start, end in pairwise([*own, flat.numel()]) if start < end]
+        before += flat.numel()
+    return pieces
+
+
+def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
+    """(disk, cache) of a `FileSource`. Each piece is read twice: the first time it comes from the disk unless the cache
+    holds it, the second time from the cache. Where the cache holds them all, the disk stays unknown, and the first
+    reading stands for it."""
+    buffer = torch.zeros(max(piece.numel() for piece in pieces), dtype=torch.uint8)
+    from_disk = [not in_cache(piece) for piece in pieces]
+    if not any(from_disk):
+        from_disk = [True] * len(pieces)
+    first = [_seconds(buffer, piece) for piece in pieces]
+    again = [_seconds(buffer, piece) for piece in pieces]
+    sizes = [piece.numel() for piece in pieces]
+    cache = sum(sizes) / sum(again)
+    cold = [(size, seconds) for size, seconds, cold in zip(sizes, first, from_disk, strict=True) if cold]
+    return min(cache, sum(size for size, _ in cold) / sum(seconds for _, seconds in cold)), cache
+
+
+def in_cache(piece: Tensor) -> bool:
+    """Whether the system's cache holds more than half of it; False on a system that can't be asked (Linux is, by
+    mincore(2))."""
+    if sys.platform != "linux":
+        return False
+    start = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = piece.data_ptr() + piece.numel() - start
+    pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), pages) != 0:
+        return False
+    return 2 * sum(page & 1 for page in pages) > len(pages)
+
+
+def _seconds(buffer: Tensor, piece: Tensor) -> float:
+    started = time.perf_counter()
+    buffer[: piece.numel()].copy_(piece)
+    return max(time.perf_counter() - started, 1e-9)
