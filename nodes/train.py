@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -18,6 +19,7 @@ from ..train.run import TrainSettings, list_states
 from ..train.train_lora import TrainResult
 from .data import TrainingDataType
 from .events import ServerObserver
+from .given_files import remember, times_gone
 from .memory import MemoryType
 from .objective import ObjectiveType
 from .optimizer import OptimizerType
@@ -210,6 +212,10 @@ class TesseraTrainLora(io.ComfyNode):
         return True
 
     @classmethod
+    def fingerprint_inputs(cls, output_name: str | None = None, **_: Any) -> int:
+        return times_gone(output_name)
+
+    @classmethod
     def execute(
         cls,
         model: ModelPatcher,
@@ -260,6 +266,7 @@ class TesseraTrainLora(io.ComfyNode):
                     "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
                     "without that name."
                 )
+                remember(output_name, [result.path])
                 values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
                 return io.NodeOutput(*values, ui=ui_of(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
@@ -274,6 +281,7 @@ class TesseraTrainLora(io.ComfyNode):
                 under = with_base(other.model, other.settings.network)
                 partner = Partner(under, other.side, results[0].lora if results else None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
+        remember(output_name, [result.path for result in results])
         high, low = results
         return io.NodeOutput(*outputs(high), *outputs(low), sheet_of(high), sheet_of(low), ui=ui_of(high, low))
 

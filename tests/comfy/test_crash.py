@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import time
 
 import comfy.lora
@@ -188,3 +189,29 @@ def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loade
     (path,) = entry["outputs"]["path"]["text"]
     assert path == str(folder_of(server, "onwards") / "onwards.safetensors")
     assert "lora key not loaded" not in server.log.read_text()
+
+
+def test_a_lora_deleted_while_the_server_runs_is_made_again(server, tiny_loaders, pictures):
+    pictures(server.base)
+    graph = training_graph(tiny_loaders, "deleted", steps=4)
+
+    def queue():
+        """Whether core took the node's outputs from its cache, and what the node told."""
+        entry = server.run(graph)
+        cached = next(message for kind, message in entry["status"]["messages"] if kind == "execution_cached")
+        return "train" in cached["nodes"], entry["outputs"]["train"]["tessera"][0]
+
+    assert not queue()[0]
+    before = final_lora(server, "deleted")
+    assert queue()[0]
+    folder = folder_of(server, "deleted")
+    (folder / "deleted.safetensors").unlink()
+    cached, told = queue()
+    assert not cached and "Resumed at step 4." in told["notes"]
+    same(final_lora(server, "deleted"), before)
+    assert queue()[0]
+    shutil.rmtree(folder)
+    cached, told = queue()
+    assert not cached and told["files"] and not [note for note in told["notes"] if "Resumed" in note]
+    same(final_lora(server, "deleted"), before)
+    assert queue()[0]
