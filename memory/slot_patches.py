@@ -31,6 +31,9 @@ class Patching:
     force_cast: bool
 
 
+NOTHING = Patching({}, None, {}, (), False)
+
+
 def patch_weight(place: Place, weight: Tensor, patches: list[Any], device: torch.device) -> None:
     """`weight`, in its slot, as `ModelPatcher.patch_weight_to_device` makes it; its shape and dtype stay."""
     _apply(place, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)

@@ -33,7 +33,7 @@ from .masters import (
     shared_flat,
 )
 from .pinning import not_pinned
-from .slot_patches import Patches, Patching, patch_weight, patch_weight_by_hook
+from .slot_patches import NOTHING, Patches, Patching, patch_weight, patch_weight_by_hook
 from .slot_ring import SlotRing
 from .swapped_forward import SwappedForward
 
@@ -71,7 +71,7 @@ class SwappedBlocks:
         self.rest = WeightsInFile(outside)
         self.running: set[int] = set()
         self._unpinnable = False
-        self._patching = Patching({}, None, {}, (), False)
+        self._patching = NOTHING
         self._hooks: Patches = {}
         self._masters: list[list[Tensor | None]] = []  # the modules' own tensors, by block
         self._slots: list[list[Tensor]] = []  # the same over the blocks' slots
@@ -225,8 +225,8 @@ class SwappedBlocks:
                     vars(block)["forward"] = found.inner
 
     def release(self) -> None:
-        """Ends the swap and gives the slots' memory back. The masters are the modules' own from here on, and die or
-        move with them."""
+        """Ends the swap and gives the memory of slots and patches back. The masters are the modules' own from here on,
+        and die or move with them."""
         self.lift()
         if self.ring is None or not self.attached:
             return
@@ -234,6 +234,7 @@ class SwappedBlocks:
         self.ring.release()
         self.ring.masters = []
         self._masters, self._slots = [], []
+        self._patching, self._hooks = NOTHING, {}
         for block in self.blocks.values():
             for module in block.modules():
                 if id(module) in self.modules:
