@@ -182,7 +182,7 @@ def unload_everything() -> None:
     """
     management = comfy.model_management
     loaded = list(management.current_loaded_models)
-    others = [entry for entry in loaded if entry.model is None or not _puts_back_under_inference(entry.model)]
+    others = [entry for entry in loaded if entry.model is None or not puts_back_under_inference(entry.model)]
     if len(others) < len(loaded):
         with torch.inference_mode():
             for device in {entry.device for entry in loaded}:
@@ -191,7 +191,7 @@ def unload_everything() -> None:
     management.soft_empty_cache()
 
 
-def _puts_back_under_inference(patcher: ModelPatcher) -> bool:
+def puts_back_under_inference(patcher: ModelPatcher) -> bool:
     """Going by the quantised weights that patched ones stand in for, or by all where there are none."""
     for weights in ((kept.weight for kept in patcher.backup.values()), patcher.model.parameters()):
         if kinds := {weight.is_inference() for weight in weights if isinstance(weight, QuantizedTensor)}:

@@ -1,30 +1,28 @@
 """The node that shows several LoRAs side by side."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-from functools import partial
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import comfy.utils
-import folder_paths
+import torch
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ..train.compare import Column, compare
+from ..train.compare import Column, compare, two_experts
 from ..train.preview import Preview
-from ..train.sampling import Conditioning, Sampling
+from ..train.sampling import Conditioning, Sampling, Stages
 from .images import image_tensor
+from .listed_loras import NONE, named, path_of, runs
+from .lora_columns import of_files, of_graph, of_pairs, pairs_of_graph, read_pair_strengths, read_strengths
+from .lora_pairs import Pair, pairs
 from .output import LoraModelType
 from .preview import PreviewType, sampler_inputs
 
-NONE = "none"
-MOST_LORAS = 32
-_STEP = re.compile(r"-step(\d{6,})$")
+LoraModels = Mapping[str, Mapping[str, Tensor] | None]
+# What the grid shows of clips, see `clip_sheet.shown`.
+CLIPS = {"middle frame": 1, "3 frames": 3, "5 frames": 5, "9 frames": 9, "animation": 0}
 
 
 class TesseraCompareLoras(io.ComfyNode):
@@ -85,10 +83,65 @@ class TesseraCompareLoras(io.ComfyNode):
                     template=io.Autogrow.TemplatePrefix(LoraModelType.Input("lora"), prefix="lora", min=0, max=16),
                     tooltip="LoRAs of the graph, such as Train LoRA's output; another place appears when one is taken.",
                 ),
+                io.Model.Input(
+                    "model_low_noise",
+                    optional=True,
+                    tooltip="Wan 2.2's low noise expert, with the high noise one at model: pairs of LoRAs are compared "
+                    "then, and both experts sample, as two KSampler (Advanced) do. Name one half of each in loras.",
+                ),
+                io.Autogrow.Input(
+                    "lora_models_low_noise",
+                    optional=True,
+                    template=io.Autogrow.TemplatePrefix(LoraModelType.Input("lora"), prefix="lora", min=0, max=16),
+                    tooltip="The low noise halves of lora_models, in the same order: Train LoRA's lora_low_noise.",
+                ),
+                io.Float.Input(
+                    "expert_boundary",
+                    default=0.0,
+                    min=0.0,
+                    max=0.999,
+                    step=0.001,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The sigma at which the two experts change hands. 0 is the model's own: 0.875 for text to "
+                    "video, 0.9 for image to video.",
+                ),
+                io.Int.Input(
+                    "switch_step",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How many steps the high noise expert makes, as end_at_step of its KSampler (Advanced). 0 "
+                    "goes by expert_boundary.",
+                ),
+                io.Combo.Input(
+                    "clips",
+                    options=list(CLIPS),
+                    default="middle frame",
+                    optional=True,
+                    tooltip="What the grid shows of a clip: its middle frame, some frames from the first (top) to the "
+                    "last, or, as animation, the clips themselves side by side. Of a picture it is the picture.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=Sampling.fps,
+                    min=1.0,
+                    max=120.0,
+                    step=1.0,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Frames per second of the animation on this node: 16 for Wan 2.1 and 2.2 14B, 24 for Wan "
+                    "2.2 5B.",
+                ),
             ],
             outputs=[
                 io.Image.Output(
-                    display_name="grid", tooltip="All pictures with their names; of a clip its middle frame."
+                    display_name="grid",
+                    tooltip="All pictures with their names; of clips what is chosen in clips, as animation a frame for "
+                    "each moment, for Create Video.",
                 ),
                 io.Image.Output(
                     display_name="pictures",
@@ -99,18 +152,19 @@ class TesseraCompareLoras(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, run: str | None, lora_models: Any = None) -> bool | str:
-        """run: None where it is linked; lora_models: ComfyUI hands inputs that grow to whoever checks anything."""
+    def validate_inputs(cls, run: str | None, lora_models: Any = None, lora_models_low_noise: Any = None) -> bool | str:
+        """run: None where it is linked. ComfyUI hands inputs that grow to whoever checks anything."""
         if run not in (None, NONE) and run not in runs():
             return f"run: there is no run {run!r} any more; choose another, or {NONE!r}."
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, loras: str | None = None, run: str | None = None, **_: Any) -> Any:
+    def fingerprint_inputs(cls, loras: str | None = None, run: str | None = None, **others: Any) -> Any:
         if loras is None or run is None:  # linked: not known yet, so taken as changed
             return float("nan")
         try:
-            return [(name, _path(name).stat().st_mtime_ns) for name in named(loras, run)]
+            names = _files(pairs(loras, run)) if "model_low_noise" in others else named(loras, run)
+            return [(name, path_of(name).stat().st_mtime_ns) for name in names]
         except (OSError, ValueError) as error:  # told to the user by execute
             return str(error)
 
@@ -125,16 +179,29 @@ class TesseraCompareLoras(io.ComfyNode):
         strengths: str,
         without_lora: bool,
         more_prompts: Sequence[Preview] = (),
-        lora_models: Mapping[str, Mapping[str, Tensor] | None] | None = None,
+        lora_models: LoraModels | None = None,
+        model_low_noise: ModelPatcher | None = None,
+        lora_models_low_noise: LoraModels | None = None,
+        expert_boundary: float = 0.0,
+        switch_step: int = 0,
+        clips: str = "middle frame",
         **sampler: Any,
     ) -> io.NodeOutput:
         samplings = [Sampling(vae, positive, **sampler), *(preview.sampling for preview in more_prompts)]
-        connected = [lora for lora in (lora_models or {}).values() if lora is not None]
-        columns = columns_of(named(loras, run), connected, read_strengths(strengths))
-        if not columns:
+        high, low = lora_models or {}, lora_models_low_noise or {}
+        if model_low_noise is None:
+            _check_one_model(low, expert_boundary, switch_step)
+            stages = Stages(model)
+            compared = of_files(named(loras, run)) + of_graph(high)
+            each = [(strength, strength) for strength in read_strengths(strengths)]
+        else:
+            stages = two_experts(model, model_low_noise, expert_boundary, switch_step)
+            compared = of_pairs(pairs(loras, run)) + pairs_of_graph(high, low)
+            each = read_pair_strengths(strengths)
+        if not compared:
             raise ValueError("loras is empty; name LoRAs, choose a run, or connect the LORA_MODEL of Train LoRA.")
-        if without_lora:
-            columns.insert(0, Column("without LoRA", "", 0.0, None))
+        first = [Column("without LoRA")] if without_lora else []
+        columns = [*first, *(column for one in compared for column in one.columns(each))]
         calls = len(columns) * sum(sampling.seeds * sampling.steps for sampling in samplings)
         bar = comfy.utils.ProgressBar(calls, node_id=getattr(cls.hidden, "unique_id", None))
 
@@ -142,92 +209,32 @@ class TesseraCompareLoras(io.ComfyNode):
             throw_exception_if_processing_interrupted()
             bar.update(1)
 
-        made = compare(model, samplings, columns, tell)
-        grid = image_tensor(made.grid)
-        return io.NodeOutput(grid, made.pictures, ui=ui.PreviewImage(grid, cls=cls))
+        made = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
+        grid = torch.cat([image_tensor(sheet) for sheet in made.grid])
+        return io.NodeOutput(grid, made.pictures, ui=cls._shown(grid, samplings[0].fps))
+
+    @classmethod
+    def _shown(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:
+        if len(grid) == 1:
+            return ui.PreviewImage(grid, cls=cls)
+        how: dict[str, Any] = {"lossless": False, "quality": 90, "method": 4}
+        saved = ui.ImageSaveHelper.save_animated_webp(grid, "compare_loras", io.FolderType.temp, cls, fps, **how)
+        return ui.SavedImages([saved], is_animated=True)
 
 
-def _listed() -> list[str]:
-    """The LoRA files that ComfyUI lists, with slashes on every system, in the order of their names and steps."""
-    names = (name.replace("\\", "/") for name in folder_paths.get_filename_list("loras"))
-    return sorted((name for name in names if name.endswith(".safetensors")), key=_order)
+def _check_one_model(low: LoraModels, expert_boundary: float, switch_step: int) -> None:
+    """Raises ValueError for what means something to two experts only."""
+    given = {
+        "lora_models_low_noise": any(lora is not None for lora in low.values()),
+        "expert_boundary": bool(expert_boundary),
+        "switch_step": bool(switch_step),
+    }
+    if name := next((name for name, is_given in given.items() if is_given), None):
+        raise ValueError(f"{name} is for two experts; connect model_low_noise, or leave {name} out.")
 
 
-def _order(name: str) -> tuple[str, str, float]:
-    """A run's saves by step, the finished LoRA after them."""
-    place = PurePosixPath(name)
-    step = _STEP.search(place.stem)
-    stem = place.stem[: step.start()] if step else place.stem
-    return str(place.parent), stem, float(step.group(1)) if step else math.inf
-
-
-def _path(name: str) -> Path:
-    listed = {other.replace("\\", "/"): other for other in folder_paths.get_filename_list("loras")}
-    return Path(folder_paths.get_full_path_or_raise("loras", listed[name]))
-
-
-def runs() -> list[str]:
-    """The folders that hold saves of a training run, as ComfyUI lists LoRAs."""
-    places = map(PurePosixPath, _listed())
-    return sorted({str(p.parent) for p in places if _STEP.search(p.stem) and str(p.parent) != "."})
-
-
-def named(loras: str, run: str) -> list[str]:
-    """The LoRAs that the lines and the run stand for, each once. Raises ValueError for a line that stands for none."""
-    listed = _listed()
-    lines = [line.strip().replace("\\", "/") for line in loras.splitlines() if line.strip()]
-    found: list[str] = []
-    for line in lines:
-        matches = [name for name in listed if line in (name, name.removesuffix(".safetensors"))]
-        matches = matches or [name for name in listed if fnmatchcase(name, line)]
-        if not matches:
-            raise ValueError(
-                f"loras: {line!r} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows it, "
-                "or with * for any text."
-            )
-        found += matches
-    if run != NONE:
-        found += [name for name in listed if str(PurePosixPath(name).parent) == run]
-    found = list(dict.fromkeys(found))
-    if len(found) > MOST_LORAS:
-        raise ValueError(f"loras: these are {len(found)} LoRAs, and a grid takes {MOST_LORAS}; name fewer.")
-    return found
-
-
-def read_strengths(text: str) -> list[float]:
-    """Numbers between commas or spaces. Raises ValueError for anything else."""
-    parts = [part for part in re.split(r"[,;\s]+", text) if part]
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 < abs(number) <= 100 for number in numbers):
-        raise ValueError(f"strengths is {text!r}; give one or more numbers other than 0, such as 0.6, 1.")
-    return list(dict.fromkeys(numbers))
-
-
-def columns_of(
-    names: Sequence[str], connected: Sequence[Mapping[str, Tensor]], strengths: Sequence[float]
-) -> list[Column]:
-    """A column for each LoRA and strength: those of files first, then those of the graph."""
-    stems = [PurePosixPath(name).stem for name in names]
-    columns = []
-    for name, stem in zip(names, stems, strict=True):
-        title = stem if stems.count(stem) == 1 else name.removesuffix(".safetensors")
-        columns += [Column(_titled(title, s, strengths), name, s, partial(_read, name)) for s in strengths]
-    for number, lora in enumerate(connected, 1):
-        title = getattr(lora, "metadata", {}).get("ss_output_name") or f"lora {number}"
-        name = f"lora_models {number}"
-        columns += [Column(_titled(title, s, strengths), name, s, partial(dict, lora)) for s in strengths]
-    return columns
-
-
-def _titled(title: str, strength: float, strengths: Sequence[float]) -> str:
-    return title if list(strengths) == [1.0] else f"{title} x {strength:g}"
-
-
-def _read(name: str) -> dict[str, Tensor]:
-    return comfy.utils.load_torch_file(str(_path(name)), safe_load=True)
+def _files(pairs: Sequence[Pair]) -> list[str]:
+    return [half for pair in pairs for half in (pair.high, pair.low) if half is not None]
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraCompareLoras]

@@ -95,7 +95,7 @@ def sampler_inputs() -> list[io.Input]:
             max=16384,
             optional=True,
             advanced=True,
-            tooltip="Frames of a clip, such as 33 for Wan; 1 for pictures. Sheets show the middle one.",
+            tooltip="Frames of a clip, such as 33 for Wan; 1 for pictures.",
         ),
         io.String.Input(
             "label",

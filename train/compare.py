@@ -1,77 +1,151 @@
-"""Pictures of several LoRAs side by side, from the same noise."""
+"""Pictures and clips of several LoRAs side by side, from the same noise."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
-from .sampling import Sampling, Stages, check_fits, decode, sample_latent, titled, with_lora
-from .sheet import Cell, draw_sheet, middle, to_picture
+from ..memory.unload import unload
+from ..models.family import Family
+from ..models.registry import FAMILIES
+from .clip_sheet import shown
+from .experts import SAME_WEIGHTS, meeting_sigma
+from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
+from .sheet import Cell, draw_sheet
 
-_CELL = 1024
+
+@dataclass(frozen=True)
+class AppliedLora:
+    """A LoRA at a strength. read: its tensors, read anew each time, as those of one column at a time are in memory;
+    name: what messages call it."""
+
+    name: str
+    strength: float
+    read: Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One LoRA at one strength. read: its tensors, read anew each time, as only one is in memory; None is the MODEL
-    without it. name: what messages call it."""
+    """What is put on the model, and on the low noise expert where there are two; None leaves it as it is."""
 
     title: str
-    name: str
-    strength: float
-    read: Callable[[], Mapping[str, Tensor]] | None
+    lora: AppliedLora | None = None
+    low_noise: AppliedLora | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """pictures: row by row, each (frames, H, W, 3), 0 to 1; grid: all of them with their names."""
+    """pictures: row by row, each (frames, H, W, 3), 0 to 1; grid: all of them with their names, more than one picture
+    where it moves."""
 
-    grid: Image.Image
+    grid: list[Image.Image]
     pictures: list[Tensor]
 
 
 def compare(
-    model: ModelPatcher, samplings: Sequence[Sampling], columns: Sequence[Column], tell: Callable[[], None]
+    stages: Stages,
+    samplings: Sequence[Sampling],
+    columns: Sequence[Column],
+    tell: Callable[[], None],
+    check: Callable[[], None],
+    frames_shown: int = 1,
 ) -> Comparison:
-    """Samples every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do.
+    """Samples every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do; with two experts
+    as two KSampler (Advanced) that share the steps.
 
-    tell: called after each step of the sampler, may raise. Raises ValueError, before anything is sampled, for what
-    cannot be sampled and for a LoRA that changes nothing of the model. Call it under inference mode.
+    frames_shown: of each clip, see `clip_sheet.shown`.
+    tell: called after each step of the sampler, check: between pictures; both may raise. Raises ValueError, before
+    anything is sampled, for what cannot be sampled and for a LoRA that changes nothing of its model. However it ends,
+    the models are off their devices with their own weights. Call it under inference mode.
     """
-    for sampling in samplings:
-        check_fits(sampling, model)
+    _check(stages, samplings)
     for column in columns:
-        _model_of(model, column)
+        check()
+        _with_loras(stages, column)
     rows = titled(samplings)
     # All of one LoRA first, so that it is patched once; then the VAE, so that it is loaded once.
     latents: dict[Cell, Tensor] = {}
-    for number, column in enumerate(columns):
-        stages = Stages(_model_of(model, column))
-        for row, (_, sampling, seed) in enumerate(rows):
-            latents[row, number] = sample_latent(stages, sampling, seed, tell)
-    pictures = dict(_decoded(rows, len(columns), latents))
-    cells = {at: to_picture(middle(frames)) for at, frames in pictures.items()}
-    grid = draw_sheet([title for title, _, _ in rows], [column.title for column in columns], cells, _CELL)
-    return Comparison(grid, list(pictures.values()))
+    try:
+        for number, column in enumerate(columns):
+            made = sample_latents(_with_loras(stages, column), [row[1:] for row in rows], tell, check)
+            latents |= {(row, number): latent for row, latent in enumerate(made)}
+    finally:
+        unload([model for model in (stages.model, stages.low_noise) if model is not None])
+    pictures = dict(_decoded(rows, len(columns), latents, check))
+    sheets = []
+    for cells in shown(pictures, frames_shown):
+        check()
+        sheets.append(draw_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
+    return Comparison(sheets, list(pictures.values()))
+
+
+def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
+    """Wan 2.2's two experts, which change hands at this sigma or after these steps, with both at 0 at the model's own
+    sigma. Raises ValueError where the two MODELs are no pair."""
+    if boundary and switch_step:
+        raise ValueError(
+            f"expert_boundary is {boundary:g} and switch_step is {switch_step}; set one of them to 0, the other says "
+            "where the experts change hands."
+        )
+    if high.is_clone(low):
+        raise ValueError(SAME_WEIGHTS)
+    kinds = [type(expert.model).__name__ for expert in (high, low)]
+    if _family(high) is not None:
+        own = meeting_sigma(high, low)
+        boundary = boundary or own
+    elif kinds[0] != kinds[1]:
+        raise ValueError(
+            f"model is a {kinds[0]} and model_low_noise a {kinds[1]}; connect the two experts of one Wan 2.2 model."
+        )
+    elif not boundary and not switch_step:
+        raise ValueError(
+            f"model is a {kinds[0]}, of which it is not known where two experts change hands; set switch_step, as on "
+            "your KSampler (Advanced), or expert_boundary."
+        )
+    return Stages(high, low, boundary, switch_step)
+
+
+def _family(model: ModelPatcher) -> Family | None:
+    """None where it is none that is trained."""
+    return next((family for family in FAMILIES if family.matches(model.model)), None)
+
+
+def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
+    family = _family(stages.model)
+    for number, sampling in enumerate(samplings, 1):
+        check_fits(sampling, stages.model)
+        if family is not None:
+            check_text(sampling, family.text_width(stages.model.model), number)
+        if stages.switch_step >= sampling.steps:
+            raise ValueError(
+                f"switch_step is {stages.switch_step}, and prompt {number} has {sampling.steps} steps, which leaves "
+                "nothing to the low noise expert; lower it, or set it to 0."
+            )
 
 
 def _decoded(
-    rows: Sequence[tuple[str, Sampling, int]], columns: int, latents: dict[Cell, Tensor]
+    rows: Sequence[tuple[str, Sampling, int]], columns: int, latents: dict[Cell, Tensor], check: Callable[[], None]
 ) -> Iterator[tuple[Cell, Tensor]]:
     for row, (_, sampling, _) in enumerate(rows):
         for column in range(columns):
+            check()
             yield (row, column), decode(sampling.vae, latents.pop((row, column)))
 
 
-def _model_of(model: ModelPatcher, column: Column) -> ModelPatcher:
-    if column.read is None:
+def _with_loras(stages: Stages, column: Column) -> Stages:
+    low = stages.low_noise if stages.low_noise is None else _model_of(stages.low_noise, column.low_noise)
+    return replace(stages, model=_model_of(stages.model, column.lora), low_noise=low)
+
+
+def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
+    if lora is None:
         return model
-    patched, changed = with_lora(model, column.read(), column.strength)
+    patched, changed = with_lora(model, lora.read(), lora.strength)
     if not changed:
         raise ValueError(
-            f"loras: {column.name} changes no weight of this model, so it is a LoRA of another one; take it out, or "
+            f"loras: {lora.name} changes no weight of this model, so it is a LoRA of another one; take it out, or "
             "connect the model that it was trained on."
         )
     return patched

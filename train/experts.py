@@ -36,15 +36,14 @@ class Expert:
         return f"{self.side.replace('_', ' ').capitalize()} expert"
 
 
-def plan_experts(
-    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings, root: Path | None = None
-) -> list[Expert]:
-    """Both runs, checked before either begins. asked: what is set for both. root: the folder that
-    runs are kept in, where a state named in `resume` is to be checked too.
+SAME_WEIGHTS = (
+    "model and model_low_noise are the same weights; connect the high noise expert to model and the low noise "
+    "expert to model_low_noise."
+)
 
-    Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
-    and for whatever would end one of the runs.
-    """
+
+def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
+    """Where the two experts of one Wan 2.2 model change hands. Raises ValueError where these two are none."""
     family, other = family_of(high), family_of(low)
     if family.name != other.name or family.variant(high.model) != other.variant(low.model):
         raise ValueError(
@@ -60,11 +59,21 @@ def plan_experts(
         raise ValueError(
             "model and model_low_noise are Wan models of different size; connect the two experts of one Wan 2.2 model."
         )
+    return own
+
+
+def plan_experts(
+    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings, root: Path | None = None
+) -> list[Expert]:
+    """Both runs, checked before either begins. asked: what is set for both. root: the folder that
+    runs are kept in, where a state named in `resume` is to be checked too.
+
+    Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
+    and for whatever would end one of the runs.
+    """
+    own = meeting_sigma(high, low)
     if weights_fingerprint(high) == weights_fingerprint(low):
-        raise ValueError(
-            "model and model_low_noise are the same weights; connect the high noise expert to model and the low noise "
-            "expert to model_low_noise."
-        )
+        raise ValueError(SAME_WEIGHTS)
     experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
     for expert in experts:
         checked, settings = check_run(expert.model, data, expert.settings), expert.settings
@@ -154,4 +163,4 @@ class ExpertObserver:
         )
 
 
-__all__ = ["HIGH", "LOW", "Expert", "ExpertObserver", "TrainResult", "plan_experts"]
+__all__ = ["HIGH", "LOW", "Expert", "ExpertObserver", "TrainResult", "meeting_sigma", "plan_experts"]

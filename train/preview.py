@@ -25,6 +25,7 @@ from .sampling import (
     Sampling,
     Stages,
     check_fits,
+    check_text,
     decode,
     random_state_kept,
     sample_latent,
@@ -94,14 +95,8 @@ def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatc
     """Raises ValueError for what could not be sampled."""
     width = family.text_width(model.model)
     for number, preview in enumerate(previews, 1):
-        texts = [preview.sampling.positive, preview.sampling.negative or []]
-        for name, conditioning in zip(("positive", "negative"), texts, strict=True):
-            if other := next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None):
-                raise ValueError(
-                    f"preview: {name} of prompt {number} has text of width {other} and the model takes {width}; encode "
-                    "it with the model's own text encoders."
-                )
         try:
+            check_text(preview.sampling, width, number)
             check_fits(preview.sampling, model)
         except ValueError as error:
             raise ValueError(f"preview: {error}") from None

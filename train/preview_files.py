@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from .atomic_write import write_atomically
-from .sheet import draw_sheet, middle, to_picture
+from .sheet import draw_sheet, middle, spread, to_picture
 
 FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"
 MOST_COLUMNS = 24
@@ -91,7 +91,7 @@ def write_index(folder: Path, shots: Sequence[Shot]) -> None:
 def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Path:
     """The sheet: a row for each prompt and seed, a column for each step. Of more steps than fit, the first, the last
     and those that lie evenly between are drawn."""
-    steps = _spread(sorted({shot.step for shot in shots}), MOST_COLUMNS)
+    steps = spread(sorted({shot.step for shot in shots}), MOST_COLUMNS)
     cells = {}
     for shot in shots:
         if shot.step in steps:
@@ -104,12 +104,6 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Pat
     path = folder / SHEET
     write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
     return path
-
-
-def _spread(steps: list[int], most: int) -> list[int]:
-    if len(steps) <= most:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 __all__ = ["FOLDER", "SHEET", "Shot", "middle", "read_index", "save_shot", "write_index", "write_sheet"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.lora
 import comfy.lora_convert
+import comfy.model_base
 import comfy.sample
 import comfy.samplers
 import comfy.sd
@@ -21,6 +22,10 @@ from .listing import joined
 
 Conditioning = list[list[Any]]
 MOST_SEED = 0xFFFFFFFFFFFFFFFF
+
+
+def _nothing() -> None:
+    return
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +98,24 @@ def _check_latent(latent: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The model that samples, or Wan 2.2's two: `model` down to the sigma `boundary`, `low_noise` below it."""
+    """The model that samples, or Wan 2.2's two: `model` down to the sigma `boundary`, `low_noise` below it. Where
+    `switch_step` is set, `model` makes that many steps in place of those that begin at or above the boundary."""
 
     model: ModelPatcher
     low_noise: ModelPatcher | None = None
     boundary: float = 0.0
+    switch_step: int = 0
+
+    def first_steps(self, sampling: Sampling) -> int:
+        """How many of the steps `model` makes."""
+        if self.low_noise is None:
+            return sampling.steps
+        if self.switch_step:
+            return min(self.switch_step, sampling.steps)
+        names = sampling.sampler_name, sampling.scheduler
+        model = self.model
+        sampler = comfy.samplers.KSampler(model, sampling.steps, model.load_device, *names, 1.0, model.model_options)
+        return int((sampler.sigmas[:-1] >= self.boundary).sum())
 
 
 def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
@@ -129,13 +147,24 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
         if (value := getattr(sampling, name)) % cell:
             low = max(cell, value - value % cell)
             raise ValueError(f"{name} is {value}; the model takes multiples of {cell}, such as {low}.")
-    if sampling.frames > 1 and format.latent_dimensions != 3:
+    pictures_only = format.latent_dimensions != 3 or isinstance(model.model, comfy.model_base.QwenImage)
+    if sampling.frames > 1 and pictures_only:
         raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
     if rest := (sampling.frames - 1) % format.temporal_downscale_ratio:
         raise ValueError(
             f"frames is {sampling.frames}; the model takes 1 more than a multiple of "
             f"{format.temporal_downscale_ratio}, such as {sampling.frames - rest}."
         )
+
+
+def check_text(sampling: Sampling, width: int, number: int) -> None:
+    """Raises ValueError where the text of this prompt is of another width than the model takes."""
+    for name, conditioning in (("positive", sampling.positive), ("negative", sampling.negative or [])):
+        if other := next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None):
+            raise ValueError(
+                f"{name} of prompt {number} has text of width {other} and the model takes {width}; encode it with the "
+                "model's own text encoders."
+            )
 
 
 def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
@@ -157,47 +186,65 @@ def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
 def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:
     """The latent that KSampler gives, or two KSampler (Advanced) that share the steps. tell: called after each step,
     may raise. Call it under inference mode, as the nodes run."""
-    model, latent = stages.model, dict(sampling.latent_image or _empty_latent(stages.model, sampling))
-    samples = comfy.sample.fix_empty_latent_channels(
-        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-    )
-    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
-    negative = sampling.negative if sampling.negative is not None else zeroed(sampling.positive)
+    return sample_latents(stages, [(sampling, seed)], tell)[0]
 
-    def run(model: ModelPatcher, noise: Tensor, samples: Tensor, **part: Any) -> Tensor:
-        return comfy.sample.sample(
-            model,
-            noise,
-            sampling.steps,
-            sampling.cfg,
-            sampling.sampler_name,
-            sampling.scheduler,
-            sampling.positive,
-            negative,
-            samples,
-            noise_mask=latent.get("noise_mask"),
-            callback=lambda *_: tell(),
-            disable_pbar=True,
-            seed=seed,
-            **part,
+
+def sample_latents(
+    stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
+) -> list[Tensor]:
+    """`sample_latent` of each (prompt, seed). Of two experts the first makes its steps of all rows before the second is
+    loaded. check: called before each part of a row, may raise."""
+    met = [stages.first_steps(sampling) for sampling, _ in rows]
+    latents: list[Tensor] = []
+    for (sampling, seed), steps in zip(rows, met, strict=True):
+        check()
+        whole = steps in (0, sampling.steps)
+        model = stages.model if steps else stages.low_noise
+        assert model is not None
+        part = {} if whole else {"start_step": 0, "last_step": steps, "force_full_denoise": False}
+        latents.append(_sampled(model, sampling, seed, None, tell, part))
+    for row, ((sampling, seed), steps) in enumerate(zip(rows, met, strict=True)):
+        if steps in (0, sampling.steps) or stages.low_noise is None:
+            continue
+        check()
+        part = {"start_step": steps, "last_step": sampling.steps, "force_full_denoise": True, "disable_noise": True}
+        latents[row] = _sampled(stages.low_noise, sampling, seed, latents[row], tell, part)
+    return latents
+
+
+def _sampled(
+    model: ModelPatcher,
+    sampling: Sampling,
+    seed: int,
+    half: Tensor | None,
+    tell: Callable[[], None],
+    part: Mapping[str, Any],
+) -> Tensor:
+    """half: what the steps before have left, None at the first. part: which steps, as core's sampler takes them."""
+    latent = dict(sampling.latent_image or _empty_latent(model, sampling))
+    if half is None:
+        samples = comfy.sample.fix_empty_latent_channels(
+            model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
         )
-
-    if stages.low_noise is None:
-        return run(model, noise, samples)
-    met = _steps_above(model, sampling, stages.boundary)
-    if met in (0, sampling.steps):
-        return run(model if met else stages.low_noise, noise, samples)
-    half = run(model, noise, samples, start_step=0, last_step=met, force_full_denoise=False)
-    still = torch.zeros_like(noise)
-    last = {"start_step": met, "last_step": sampling.steps, "force_full_denoise": True, "disable_noise": True}
-    return run(stages.low_noise, still, half, **last)
-
-
-def _steps_above(model: ModelPatcher, sampling: Sampling, boundary: float) -> int:
-    """How many steps begin at or above this sigma."""
-    names = sampling.sampler_name, sampling.scheduler
-    sampler = comfy.samplers.KSampler(model, sampling.steps, model.load_device, *names, 1.0, model.model_options)
-    return int((sampler.sigmas[:-1] >= boundary).sum())
+        noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    else:
+        samples, noise = half, torch.zeros(half.shape, dtype=half.dtype)
+    return comfy.sample.sample(
+        model,
+        noise,
+        sampling.steps,
+        sampling.cfg,
+        sampling.sampler_name,
+        sampling.scheduler,
+        sampling.positive,
+        sampling.negative if sampling.negative is not None else zeroed(sampling.positive),
+        samples,
+        noise_mask=latent.get("noise_mask"),
+        callback=lambda *_: tell(),
+        disable_pbar=True,
+        seed=seed,
+        **part,
+    )
 
 
 def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Pictures in rows and columns with their names, drawn with Pillow."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -8,10 +9,11 @@ from torch import Tensor
 
 MOST_PIXELS = 8192  # a side of a sheet
 _PAPER, _INK, _SOFT, _GAP = (253, 253, 252), (32, 33, 36), (224, 227, 231), (244, 245, 246)
-_SPACE = 8
+_SPACE, _BETWEEN = 8, 4
 _MOST_LINES = 3
 # One name of a row stands over it, of a column over it in the head.
 Cell = tuple[int, int]
+Item = TypeVar("Item")
 
 
 def to_picture(pixels: Tensor) -> Image.Image:
@@ -22,6 +24,22 @@ def to_picture(pixels: Tensor) -> Image.Image:
 def middle(clip: Tensor) -> Tensor:
     """The frame of a clip (frames, H, W, 3) that stands for it on a sheet: the middle one, of a picture itself."""
     return clip[len(clip) // 2]
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """The first, the last and those that lie evenly between, `most` (at least 2) in all; all where there are fewer."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
+    """One picture of several of one size, from the top down."""
+    width, height = pictures[0].size
+    column = Image.new("RGB", (width, len(pictures) * (height + _BETWEEN) - _BETWEEN), _PAPER)
+    for number, picture in enumerate(pictures):
+        column.paste(picture, (0, number * (height + _BETWEEN)))
+    return column
 
 
 def draw_sheet(

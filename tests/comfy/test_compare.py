@@ -120,7 +120,7 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
 def test_what_cannot_be_compared_is_told_before_anything_is_sampled(
     tiny_flux, tiny_vae, files, changes, match, monkeypatch
 ):
-    monkeypatch.setattr(module, "sample_latent", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr(module, "sample_latents", lambda *_: pytest.fail("sampled"))
     with pytest.raises(ValueError, match=match):
         run(tiny_flux, tiny_vae, **changes)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from tessera.train import compare
 from tessera.train.experts import HIGH, LOW
 from tessera.train.preview import Partner, Preview, Previewer
-from tessera.train.sampling import Sampling, decode, sample_latent
+from tessera.train.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.sheet import draw_sheet, to_picture
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
@@ -138,9 +138,9 @@ def test_a_clip_is_compared_whole_and_stands_in_the_grid_with_its_middle_frame(e
     drawn = []
     monkeypatch.setattr(compare, "draw_sheet", lambda *args: drawn.append(args[2]) or draw_sheet(*args))
     vae = tiny.load_vae(tiny_files["wan_vae"])
-    plain = compare.Column("without LoRA", "", 0.0, None)
+    plain = compare.Column("without LoRA")
     with torch.inference_mode():
-        made = compare.compare(experts[0], [sampling(vae)], [plain], lambda: None)
+        made = compare.compare(Stages(experts[0]), [sampling(vae)], [plain], lambda: None, lambda: None)
         latent = {"samples": torch.zeros(1, 16, (FRAMES - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)}
         texts = conditioning("wan", 10), conditioning("wan", 10, 1)
         (sampled,) = core.KSampler().sample(experts[0], 3, 4, 2.0, "euler", "simple", *texts, latent)

@@ -357,6 +357,12 @@ SURFACE = {
             'label? STRING = ""',
             "more_prompts? TESSERA_PREVIEW",
             "lora_models? COMFY_AUTOGROW_V3",
+            "model_low_noise? MODEL",
+            "lora_models_low_noise? COMFY_AUTOGROW_V3",
+            "expert_boundary? FLOAT = 0.0",
+            "switch_step? INT = 0",
+            'clips? COMBO = "middle frame"',
+            "fps? FLOAT = 16.0",
         ],
         ["IMAGE grid", "IMAGE pictures"],
     ),
@@ -416,7 +422,8 @@ CONTRACT = {
     "save_every resume network optimizer objective memory model_low_noise preview",
     "TesseraSaveLora": "lora filename_prefix format dtype",
     "TesseraCompareLoras": "model vae positive loras run strengths without_lora width height steps cfg sampler_name "
-    "scheduler seed seeds negative latent_image frames label more_prompts lora_models",
+    "scheduler seed seeds negative latent_image frames label more_prompts lora_models model_low_noise "
+    "lora_models_low_noise expert_boundary switch_step clips fps",
     "TesseraLossPlot": "loss smoothing log_scale",
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data",
@@ -460,6 +467,7 @@ CHOICES = {
     ("TesseraTrainLora", "compile"): ["auto", "off"],
     ("TesseraAverageStates", "profile"): ["exponential", "power", "equal"],
     ("TesseraTrainLora", "resume"): ["latest", "off"],
+    ("TesseraCompareLoras", "clips"): ["middle frame", "3 frames", "5 frames", "9 frames", "animation"],
     ("TesseraSaveLora", "format"): ["kohya", "comfyui", "diffusers"],
     ("TesseraSaveLora", "dtype"): ["bf16", "fp16", "fp32"],
 }

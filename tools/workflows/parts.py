@@ -66,7 +66,7 @@ def train(
         "TesseraTrainLora", tall=640, model=model[0], data=data[0], output_name=name, **linked, **given
     )
     graph.beside()
-    for place, title in ((0, ""), (3, "_low_noise"))[: 1 if low is None else 2]:
+    for place, title in ((0, ""),) if low is None else ((0, "_high_noise"), (3, "_low_noise")):
         graph.node("TesseraLossPlot", tall=380, loss=trained[place + 1])
         graph.node("TesseraSaveLora", lora=trained[place], filename_prefix=f"loras/{name}{title}")
     return trained

@@ -1,0 +1,83 @@
+"""LoRAs that text names: by line, with * for any text, and by the run that saved them."""
+
+import math
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+import folder_paths
+
+NONE = "none"
+MOST_LORAS = 32
+ENDING = ".safetensors"
+_STEP = re.compile(r"-step(\d{6,})$")
+
+
+def listed_loras() -> list[str]:
+    """The LoRA files that ComfyUI lists, with slashes on every system, in the order of their names and steps."""
+    names = (name.replace("\\", "/") for name in folder_paths.get_filename_list("loras"))
+    return sorted((name for name in names if name.endswith(ENDING)), key=_order)
+
+
+def _order(name: str) -> tuple[str, str, float]:
+    """A run's saves by step, the finished LoRA after them."""
+    place = PurePosixPath(name)
+    step = _STEP.search(place.stem)
+    stem = place.stem[: step.start()] if step else place.stem
+    return str(place.parent), stem, float(step.group(1)) if step else math.inf
+
+
+def path_of(name: str) -> Path:
+    listed = {other.replace("\\", "/"): other for other in folder_paths.get_filename_list("loras")}
+    return Path(folder_paths.get_full_path_or_raise("loras", listed[name]))
+
+
+def runs() -> list[str]:
+    """The folders that hold saves of a training run, as ComfyUI lists LoRAs."""
+    places = map(PurePosixPath, listed_loras())
+    return sorted({str(p.parent) for p in places if _STEP.search(p.stem) and str(p.parent) != "."})
+
+
+def lines_of(loras: str) -> list[str]:
+    return [line.strip().replace("\\", "/") for line in loras.splitlines() if line.strip()]
+
+
+def matching(line: str, listed: Sequence[str]) -> list[str]:
+    """The LoRA of this name, or those that the line stands for; none where it stands for none."""
+    named = [name for name in listed if line in (name, name.removesuffix(ENDING))]
+    return named or [name for name in listed if fnmatchcase(name, line)]
+
+
+def of_run(run: str, listed: Sequence[str]) -> list[str]:
+    return [] if run == NONE else [name for name in listed if str(PurePosixPath(name).parent) == run]
+
+
+def unknown(line: str) -> ValueError:
+    return ValueError(
+        f"loras: {line!r} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows it, or with * for "
+        "any text."
+    )
+
+
+def check_count(count: int) -> None:
+    if count > MOST_LORAS:
+        raise ValueError(f"loras: these are {count} LoRAs, and a grid takes {MOST_LORAS}; name fewer.")
+
+
+def named(loras: str, run: str) -> list[str]:
+    """The LoRAs that the lines and the run stand for, each once. Raises ValueError for a line that stands for none."""
+    listed = listed_loras()
+    found: list[str] = []
+    for line in lines_of(loras):
+        matches = matching(line, listed)
+        if not matches and " + " in line:
+            raise ValueError(
+                f"loras: {line!r} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
+            )
+        if not matches:
+            raise unknown(line)
+        found += matches
+    found = list(dict.fromkeys(found + of_run(run, listed)))
+    check_count(len(found))
+    return found
