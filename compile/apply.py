@@ -10,9 +10,8 @@ from typing import Any
 
 import comfy.model_management
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ..memory.again import kept_for_another
 from . import measure
 from .explain import plain_words
 from .report import RegionReport, break_text
@@ -112,8 +111,7 @@ class Region:
             self.report.eager_calls += 1
             return self.body(*args)
         measuring = self._to_measure and may_measure
-        # A UNet takes what a ControlNet gave out of its lists.
-        kept = tree_map_only(Tensor, lambda tensor: tensor, args) if measuring else args
+        kept = kept_for_another(args) if measuring else args
         try:
             with self.report.watch(self.device) as record, self._pieces_fall_back_alone():
                 out = self._run(*args)

@@ -9,6 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from .again import kept_for_another
 from .spill import SpillWatch
 
 KEY = "tessera.make_room"
@@ -26,8 +27,9 @@ class MakeRoom:
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         while True:
+            mine = _control_kept(args, kwargs) if self.automatic else (args, kwargs)
             try:
-                result = executor(*args, **kwargs)
+                result = executor(*mine[0], **mine[1])
                 break
             except Exception as error:
                 if not self.automatic or not comfy.model_management.is_oom(error):
@@ -44,6 +46,12 @@ class MakeRoom:
         if (told := self.spill.told()) is not None:
             self.say(told)
         return result
+
+
+def _control_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `apply_model` for one of several tries; another wrapper may have handed control on by name."""
+    named = {key: kept_for_another(value) if key == "control" else value for key, value in kwargs.items()}
+    return (*args[:4], *(kept_for_another(control) for control in args[4:5]), *args[5:]), named
 
 
 def _free_some(patcher: ModelPatcher) -> int:
