@@ -65,8 +65,12 @@ def test_a_batch_of_three_is_the_same_too(deep_flux, resident, tmp_path, checkpo
     assert_same_run(trained(deep_flux, tmp_path, checkpointing=checkpointing, batch=3, blocks_to_swap=5), plain)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+# Compiling takes seconds a case: batch and checkpointing change together, and the other pairs run by name.
+COMPILED = [(1, "none"), (3, "selective"), (3, "full")]
+COMPILED += [pytest.param(*case, marks=pytest.mark.slow) for case in [(3, "none"), (1, "selective"), (1, "full")]]
+
+
+@pytest.mark.parametrize(("batch", "checkpointing"), COMPILED)
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, batch, checkpointing) -> None:
     torch._dynamo.reset()
     settings = {"backend": "aot_eager", "batch": batch, "checkpointing": checkpointing}

@@ -9,6 +9,7 @@ from tessera.nodes.objective import TesseraObjective
 from tessera.nodes.optimizer import TesseraOptimizer
 from tessera.nodes.options import TesseraLoraNetwork
 from tessera.nodes.validation import TesseraValidation
+from tessera.train.objective import picture
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
 
 NODES = {
@@ -55,6 +56,13 @@ def test_a_client_that_sends_only_the_required_inputs_gets_the_defaults(node, op
     assert run(node, **required) == options()
 
 
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training Objective draws its picture at each of the many values."""
+    monkeypatch.setattr(picture, "DRAWS", 100)
+
+
+@pytest.mark.usefixtures("few_draws")
 @pairs
 def test_each_input_reaches_the_option_of_its_name(node, options):
     defaults = asdict(options())
@@ -84,6 +92,7 @@ def test_every_input_has_a_tooltip_and_no_number_is_rounded_away(node, options):
             assert settings["min"] <= settings["default"] <= settings["max"], name
 
 
+@pytest.mark.usefixtures("few_draws")
 @pairs
 def test_every_value_at_the_end_of_a_range_is_accepted(node, options):
     start = {name: settings["default"] for name, (_, settings) in inputs(node).items()}
@@ -142,8 +151,8 @@ def test_the_objective_shows_its_distribution_as_a_picture():
     pictures = []
     for values in ({}, {"timestep_sampling": "logsnr"}, {"timestep_sampling": "logsnr", "weighting": "cosmap"}):
         with torch.inference_mode():
-            _, picture = TesseraObjective.execute(**(shown | values)).result
-        assert picture.shape == (1, 512, 1024, 3) and picture.dtype == torch.float32
-        assert 0 <= picture.min() and picture.max() <= 1 and picture.std() > 0.05
-        pictures.append(picture)
+            _, drawn = TesseraObjective.execute(**(shown | values)).result
+        assert drawn.shape == (1, 512, 1024, 3) and drawn.dtype == torch.float32
+        assert 0 <= drawn.min() and drawn.max() <= 1 and drawn.std() > 0.05
+        pictures.append(drawn)
     assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])

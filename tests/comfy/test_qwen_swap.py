@@ -59,7 +59,7 @@ def test_swapped_equals_resident_bit_for_bit(deep, resident, tmp_path, count, pr
     assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep, tmp_path, mode):
     torch._dynamo.reset()
     settings = {"backend": "aot_eager", "checkpointing": mode}

@@ -62,8 +62,11 @@ def test_an_fp8_file_streams_as_it_is_stored(files, tmp_path):
     assert swapped.placed.transformer.patch_embedding.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("variant", ["2.1-i2v", "2.2-5b"])
+ONE_EACH = [("2.1-i2v", "none"), ("2.2-5b", "full")]  # and the other pairs by name
+OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in [("2.1-i2v", "full"), ("2.2-5b", "none")]]
+
+
+@pytest.mark.parametrize(("variant", "mode"), ONE_EACH + OTHERS)
 def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(files, tmp_path, variant, mode):
     torch._dynamo.reset()
     settings = {"backend": "aot_eager", "checkpointing": mode}
