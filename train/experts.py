@@ -12,13 +12,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ..models.family import linear_shapes
 from ..models.registry import family_of
+from .checked_run import check_run
 from .data import TrainingData
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .options import ValidationOptions
 from .run import TrainSettings, find_state, is_of_run, place_of
 from .state_fit import check_state
-from .train_lora import TrainResult, check_run
+from .train_lora import TrainResult
 
 HIGH, LOW = "high_noise", "low_noise"
 

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .options import OptimizerOptions
+from .lr_curve import on_curve, parse_curve
+from .options import OptimizerOptions
 
 # Their factors depend on the step only, so that a run can be lengthened and go on.
 ENDLESS_SCHEDULERS = ("constant", "inverse_sqrt")
 INVERSE_SQRT_STEPS = 10_000  # its time scale without a warm-up, as transformers sets it
-Curve = tuple[tuple[float, float], ...]
 
 
-def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], float]:
+def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
     """What the learning rate is multiplied by at a step, counted from 0. total_steps: of the whole run.
 
     Warm-up of w steps: (step + 1) / w of what the schedule begins at, so that the first step moves already. After it,
@@ -40,7 +38,7 @@ def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], 
         )
     falling = _falling(options)
     curve = parse_curve(options.lr_curve) if kind == "curve" else ()
-    begins_at = _on_curve(curve, 0.0) if curve else 1.0
+    begins_at = on_curve(curve, 0.0) if curve else 1.0
     if warmup and begins_at == 0:
         raise ValueError(
             f"warmup_steps is {warmup} and lr_curve begins at 0, to which there is nothing to warm up; set "
@@ -57,7 +55,7 @@ def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], 
             return max(low, math.sqrt(scale / (scale + step - warmup)))
         progress = min(1.0, (step - warmup) / (total_steps - warmup))
         if kind == "curve":
-            return _on_curve(curve, progress)
+            return on_curve(curve, progress)
         # As it was first written, so that the rates of these two keep their last bits.
         if kind == "linear":
             return 1.0 - (1.0 - low) * progress
@@ -68,7 +66,7 @@ def lr_factor(options: "OptimizerOptions", total_steps: int) -> Callable[[int], 
     return factor
 
 
-def _falling(options: "OptimizerOptions") -> dict[str, Callable[[float], float]]:
+def _falling(options: OptimizerOptions) -> dict[str, Callable[[float], float]]:
     """Each f(p) of `lr_factor` but those of linear and cosine."""
 
     def restarts(p: float) -> float:
@@ -83,38 +81,3 @@ def _falling(options: "OptimizerOptions") -> dict[str, Callable[[float], float]]
         "warmup_stable_decay": stable_decay,
         "rex": lambda p: (1.0 - p) / (1.0 - p / 2.0),
     }
-
-
-def parse_curve(text: str) -> Curve:
-    """The points of `lr_curve`: `0:1, 50%:1, 100:0.1` as ((0, 1), (0.5, 1), (1, 0.1)), in progress and factor.
-
-    Raises ValueError where a point is none, the points do not rise, or the rate is 0 everywhere.
-    """
-    points: list[tuple[float, float]] = []
-    for part in text.replace("\n", ",").split(","):
-        if not part.strip():
-            continue
-        place, colon, factor = part.partition(":")
-        try:
-            point = float(place.strip().removesuffix("%")) / 100, float(factor)
-        except ValueError:
-            point = math.nan, math.nan
-        if not (colon and 0 <= point[0] <= 1 and 0 <= point[1] < math.inf):
-            raise ValueError(
-                f"lr_curve has the point {part.strip()!r}; write percent of the steps, a colon and a factor of 0 or "
-                "more, such as '0:1, 50:1, 100:0.1'."
-            )
-        if points and point[0] <= points[-1][0]:
-            raise ValueError(f"lr_curve has {part.strip()!r} after a point at or past it; write the points in order.")
-        points.append(point)
-    if not any(factor for _, factor in points):
-        raise ValueError("lr_curve has no point above 0, so nothing would be learnt; write '0:1, 50:1, 100:0.1'.")
-    return tuple(points)
-
-
-def _on_curve(curve: Curve, progress: float) -> float:
-    """The factor there, straight between two points and level outside them."""
-    for (left, start), (right, end) in zip(curve, curve[1:], strict=False):
-        if left <= progress <= right:
-            return start + (end - start) * (progress - left) / (right - left)
-    return curve[0][1] if progress < curve[0][0] else curve[-1][1]

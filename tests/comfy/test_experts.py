@@ -13,12 +13,13 @@ from tessera.models.registry import family_of
 from tessera.nodes.lora_files import low_noise_source
 from tessera.nodes.taken_over import shared
 from tessera.train import batch
+from tessera.train.checked_run import check_run
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
 from tessera.train.formats import LoraModel, convert
 from tessera.train.lora_source import LoraSource
 from tessera.train.network_plan import choose_targets
 from tessera.train.options import NetworkOptions, ObjectiveOptions
-from tessera.train.train_lora import check_run, train_lora
+from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
 from tiny.wan_data import wan_sample

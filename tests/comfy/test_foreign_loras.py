@@ -15,10 +15,10 @@ from tessera.models.adapters import AdapterSpec, LoraAdapter
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
 from tessera.train.base_lora import put_under
+from tessera.train.checked_run import check_run
 from tessera.train.lora_source import LoraSource
 from tessera.train.lora_start import read_start
 from tessera.train.options import NetworkOptions
-from tessera.train.train_lora import check_run
 from tiny.foreign_loras import FOREIGN, foreign
 from tiny.lora_files import patched_deltas
 from tiny.runs import Watcher, mixed_data, run_settings, train

@@ -9,13 +9,14 @@ import torch
 from tessera.models.registry import family_of
 from tessera.nodes.swap import TesseraBlockSwap
 from tessera.nodes.taken_over import memory_of
+from tessera.train.checked_run import check_run
 from tessera.train.data import TrainingData
 from tessera.train.objective import Strata
 from tessera.train.options import MemoryOptions, ObjectiveOptions, ValidationOptions
 from tessera.train.preview import Preview, Previewer, preview_notes
 from tessera.train.sampling import Sampling, Stages, sample_latent
 from tessera.train.settings_notes import guidance_notes, memory_notes, saving_notes
-from tessera.train.train_lora import check_run, train_lora
+from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from tiny.sampling import conditioning
 

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import transformers.optimization as theirs
+from tessera.train.lr_curve import parse_curve
 from tessera.train.optimizer import build_scheduler
 from tessera.train.options import LR_SCHEDULERS, OptimizerOptions
 from tessera.train.run import TrainSettings
-from tessera.train.schedule import lr_factor, parse_curve
+from tessera.train.schedule import lr_factor
 from tiny.runs import run_settings
 from torch import nn
 

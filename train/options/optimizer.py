@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..lr_curve import parse_curve
 from ..optimizer_class import package_of, parse_args
-from ..schedule import parse_curve
 from .checks import finite, one_of, within
 
 OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")

@@ -1,0 +1,40 @@
+"""A learning rate over the steps that a user writes down as points, such as "0:1, 50:1, 100:0.1"."""
+
+import math
+
+Curve = tuple[tuple[float, float], ...]
+
+
+def parse_curve(text: str) -> Curve:
+    """The points of `lr_curve`: `0:1, 50%:1, 100:0.1` as ((0, 1), (0.5, 1), (1, 0.1)), in progress and factor.
+
+    Raises ValueError where a point is none, the points do not rise, or the rate is 0 everywhere.
+    """
+    points: list[tuple[float, float]] = []
+    for part in text.replace("\n", ",").split(","):
+        if not part.strip():
+            continue
+        place, colon, factor = part.partition(":")
+        try:
+            point = float(place.strip().removesuffix("%")) / 100, float(factor)
+        except ValueError:
+            point = math.nan, math.nan
+        if not (colon and 0 <= point[0] <= 1 and 0 <= point[1] < math.inf):
+            raise ValueError(
+                f"lr_curve has the point {part.strip()!r}; write percent of the steps, a colon and a factor of 0 or "
+                "more, such as '0:1, 50:1, 100:0.1'."
+            )
+        if points and point[0] <= points[-1][0]:
+            raise ValueError(f"lr_curve has {part.strip()!r} after a point at or past it; write the points in order.")
+        points.append(point)
+    if not any(factor for _, factor in points):
+        raise ValueError("lr_curve has no point above 0, so nothing would be learnt; write '0:1, 50:1, 100:0.1'.")
+    return tuple(points)
+
+
+def on_curve(curve: Curve, progress: float) -> float:
+    """The factor there, straight between two points and level outside them."""
+    for (left, start), (right, end) in zip(curve, curve[1:], strict=False):
+        if left <= progress <= right:
+            return start + (end - start) * (progress - left) / (right - left)
+    return curve[0][1] if progress < curve[0][0] else curve[-1][1]
