@@ -73,15 +73,35 @@ def over_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
     An ordinary one, as compiled code tells it from one that was made under inference mode. A quantised one stays what
     it was: ComfyUI moves it under inference mode, which an ordinary one does not bear.
     """
-    quantised = is_traceable_wrapper_subclass(tensor)
-    with torch.inference_mode(quantised and tensor.is_inference()):
+    if is_traceable_wrapper_subclass(tensor):
+        return _rewrapped(tensor, parts, tensor.is_inference())
+    with torch.inference_mode(False):
         made = _over(tensor, iter(parts))
-        if quantised:
-            # What `nn.Parameter` does to a tensor of another class, less the `detach`: a quantised tensor copies its
-            # scales there, and they have to stay the parts.
-            made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
-            return made
         return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def _rewrapped(tensor: Tensor, parts: list[Tensor], inference: bool) -> Tensor:
+    """A quantised weight over other parts, made under inference mode or outside of it."""
+    with torch.inference_mode(inference):
+        made = _over(tensor, iter(parts))
+        # What `nn.Parameter` does to a tensor of another class, less the `detach`: a quantised tensor copies its scales
+        # there, and they have to stay the parts.
+        made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+        return made
+
+
+def as_loaded(model: nn.Module) -> None:
+    """Quantised weights as a loader node makes them, over the same memory. Call it while the model is not loaded.
+
+    What unloads a MODEL outside inference mode (ComfyUI's own Unload Models, between two prompts) leaves ordinary
+    copies of them. Under inference mode, where nodes sample, `nn.Parameter` takes no such one, and ComfyUI wraps each
+    weight in it anew that it moves to a device on which it lies already (comfy/ops.py, _quantized_apply): the CPU, or
+    the GPU with --gpu-only. So they could not be loaded with a LoRA on others, nor be taken off again.
+    """
+    for place in places_of("", model):
+        tensor = place.tensor()
+        if tensor is not None and is_traceable_wrapper_subclass(tensor) and not tensor.is_inference():
+            place.table[place.attribute] = _rewrapped(tensor, parts_of(tensor), inference=True)
 
 
 def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from .masters import as_loaded
 from .slot_patches import Patching
 from .stand_ins import SwappedBlocks
 from .swap_plan import all_on_device
@@ -209,6 +210,7 @@ def swap_model(
     if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
         # The blocks hold what another node has put there for as long as the model is loaded.
         comfy.model_management.unload_model_and_clones(patcher)
+        as_loaded(patcher.model)
     clone = patcher.clone()
     # Its class alone is exchanged, as everything else that a clone has is wanted.
     clone.__class__ = SwapPatcher

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
+from ..memory.masters import as_loaded
 from ..memory.unload import unload
 from ..models.family import Family
 from ..models.registry import FAMILIES
@@ -61,6 +63,11 @@ def compare(
     the models are off their devices with their own weights. Call it under inference mode.
     """
     _check(stages, samplings)
+    models = [model for model in (stages.model, stages.low_noise) if model is not None]
+    loaded = comfy.model_management.current_loaded_models
+    for model in models:
+        if not any(one.model is not None and one.model.model is model.model for one in loaded):
+            as_loaded(model.model)
     for column in columns:
         check()
         _with_loras(stages, column)
@@ -72,7 +79,7 @@ def compare(
             made = sample_latents(_with_loras(stages, column), [row[1:] for row in rows], tell, check)
             latents |= {(row, number): latent for row, latent in enumerate(made)}
     finally:
-        unload([model for model in (stages.model, stages.low_noise) if model is not None])
+        unload(models)
     pictures = dict(_decoded(rows, len(columns), latents, check))
     sheets = []
     for cells in shown(pictures, frames_shown):

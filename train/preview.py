@@ -15,6 +15,7 @@ from torch import Tensor
 from ..compile.compiled_model import branch_of
 from ..memory.frozen import unload_everything
 from ..memory.host_copies import host_copies_kept
+from ..memory.masters import as_loaded
 from ..models.family import Family
 from ..models.registry import family_of
 from . import stopped
@@ -179,6 +180,7 @@ class Previewer:
         unload_everything()
         with ExitStack() as stack:
             for model in self.models:
+                as_loaded(model.model)
                 stack.enter_context(host_copies_kept(model))
             stack.callback(unload_everything)
             stack.enter_context(random_state_kept(trainer.device))

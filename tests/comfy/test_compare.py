@@ -7,6 +7,7 @@ import folder_paths
 import nodes as core
 import numpy as np
 import pytest
+import tiny
 import torch
 from tessera.nodes.compare import TesseraCompareLoras, named, read_strengths, runs
 from tessera.nodes.preview import TesseraPreview
@@ -14,7 +15,7 @@ from tessera.train import compare as module
 from tessera.train.formats import save_lora
 from tessera.train.lora_model import LoraModel, LowRank
 from tessera.train.sheet import draw_sheet, to_picture
-from tiny.sampling import conditioning
+from tiny.sampling import conditioning, unload_outside_inference_mode
 
 RUN = "film-1a2b3c4d"
 SAMPLER = {"width": 64, "height": 48, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "seed": 4}
@@ -53,6 +54,16 @@ def of_core(model, vae, name, strength, seed, text=0):
         (latent,) = core.EmptyLatentImage().generate(64, 48)
         (sampled,) = core.KSampler().sample(model, seed, 2, 1.0, "euler", "simple", positive, positive, latent)
         return core.VAEDecode().decode(vae, sampled)[0]
+
+
+def test_a_scaled_fp8_model_that_was_unloaded_outside_inference_mode_is_compared(tiny_vae, files, tmp_path):
+    with torch.inference_mode():
+        model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", fp8=True))
+    unload_outside_inference_mode(model)
+    _, pictures = run(model, tiny_vae, loras=f"{RUN}/film")
+    assert [tuple(picture.shape) for picture in pictures] == [(1, 48, 64, 3)] * 2
+    for picture, name in zip(pictures, (None, files[2]), strict=True):
+        assert torch.equal(picture, of_core(model, tiny_vae, name, 1.0, 4))
 
 
 def test_every_picture_is_that_of_core_s_nodes_and_stands_in_the_grid_under_its_name(

@@ -103,3 +103,16 @@ def sample_prompts(
         return comfy.sample.sample(
             model, noise, steps, cfg, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=seed
         )
+
+
+def unload_outside_inference_mode(model: Any) -> list[Tensor]:
+    """As ComfyUI's Unload Models does between two prompts; the quantised weights, which are ordinary copies then."""
+    import comfy.model_management
+    from comfy.quant_ops import QuantizedTensor
+
+    with torch.inference_mode():
+        comfy.model_management.load_models_gpu([model])
+    comfy.model_management.unload_all_models()
+    weights = [weight for weight in model.model.parameters() if isinstance(weight, QuantizedTensor)]
+    assert weights and not any(weight.is_inference() for weight in weights)
+    return weights
