@@ -187,6 +187,8 @@ class TesseraCompareLoras(io.ComfyNode):
         clips: str = "middle frame",
         **sampler: Any,
     ) -> io.NodeOutput:
+        if clips not in CLIPS:
+            raise ValueError(f"clips is {clips!r}; choose one of {', '.join(CLIPS)}.")
         samplings = [Sampling(vae, positive, **sampler), *(preview.sampling for preview in more_prompts)]
         high, low = lora_models or {}, lora_models_low_noise or {}
         if model_low_noise is None:

@@ -91,6 +91,10 @@ def compare(
 def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
     """Wan 2.2's two experts, which change hands at this sigma or after these steps, with both at 0 at the model's own
     sigma. Raises ValueError where the two MODELs are no pair."""
+    if not 0 <= boundary < 1:
+        raise ValueError(f"expert_boundary is {boundary:g}; set it to 0 (the model's own) or below 1.")
+    if switch_step < 0:
+        raise ValueError(f"switch_step is {switch_step}; set it to 0 (by expert_boundary) or more.")
     if boundary and switch_step:
         raise ValueError(
             f"expert_boundary is {boundary:g} and switch_step is {switch_step}; set one of them to 0, the other says "

@@ -231,6 +231,9 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
             {"loras": "own", "expert_boundary": 0.9, "switch_step": 2},
             "expert_boundary is 0.9 and switch_step is 2",
         ),
+        ({"loras": "own", "expert_boundary": 1.0}, "expert_boundary is 1; set it to 0 .the model's own. or below 1"),
+        ({"loras": "own", "switch_step": -1}, "switch_step is -1; set it to 0"),
+        ({"loras": "own", "clips": "all"}, "clips is 'all'; choose one of middle frame, 3 frames"),
         (
             {"loras": "own", "switch_step": 4},
             "switch_step is 4, and prompt 1 has 4 steps, which leaves nothing to",
