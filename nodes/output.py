@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from comfy_api.latest import io, ui
 
 from ..train.formats import DTYPES, FORMATS, save_lora
 from ..train.loss_plot import plot_loss
+from ..train.output_name import ENDING
+from .dates import with_dates
 from .images import image_tensor
 
 LoraModelType = io.Custom("LORA_MODEL")
@@ -35,7 +38,8 @@ class TesseraSaveLora(io.ComfyNode):
                     "filename_prefix",
                     default="loras/tessera",
                     tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; a number is added, "
-                    "so nothing is overwritten. What lies under loras/ appears in ComfyUI's LoRA loaders.",
+                    "so nothing is overwritten, and %date:yyyy-MM-dd% becomes the date. What lies under loras/ appears "
+                    "in ComfyUI's LoRA loaders.",
                 ),
                 io.Combo.Input(
                     "format",
@@ -111,8 +115,11 @@ class TesseraLossPlot(io.ComfyNode):
 
 
 def checked_prefix(prefix: str) -> str:
-    """The prefix, if it names a file inside the output folder. Raises ValueError where it does not."""
-    parts = re.split(r"[/\\]", prefix.strip())
+    """The prefix with its dates, if it names a file inside the output folder. Raises ValueError where it does not."""
+    prefix = with_dates(prefix.strip(), datetime.now())
+    if prefix.lower().endswith(ENDING):
+        prefix = prefix[: -len(ENDING)]
+    parts = re.split(r"[/\\]", prefix)
     if parts[0] in ("", "~") or ":" in prefix or ".." in parts or "\0" in prefix:
         raise ValueError(
             f"filename_prefix is {prefix!r}; give a name inside ComfyUI's output folder, such as loras/tessera."

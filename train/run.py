@@ -16,13 +16,10 @@ from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX, read_header
 from .fingerprint import changed_fields, fingerprint
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from .output_name import plain_name
 from .schedule import ENDLESS_SCHEDULERS
 
 STATES_KEPT = 2
-LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
-# What Windows takes for a device, whatever its ending.
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-_PLAIN_NAME = re.compile(r"[\w\-. +()]+")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class TrainSettings:
     validation: ValidationOptions | None = None
 
     def __post_init__(self) -> None:
-        check_output_name(self.output_name)
+        object.__setattr__(self, "output_name", plain_name(self.output_name))
         for name in ("steps", "batch_size", "gradient_accumulation"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}; set it to 1 or more.")
@@ -106,20 +103,6 @@ class TrainSettings:
 def place_of(output_name: str) -> PurePosixPath:
     """Where a run's name stands below the LoRA folder."""
     return PurePosixPath(output_name.replace("\\", "/"))
-
-
-def check_output_name(name: str) -> None:
-    """Raises ValueError unless `name` is a plain relative name, with or without subfolders."""
-    parts = name.replace("\\", "/").split("/")
-    if any(part.strip(". ") == "" or not _PLAIN_NAME.fullmatch(part) or _DEVICE.fullmatch(part) for part in parts):
-        raise ValueError(
-            f"output_name is {name!r}; use a plain name such as 'my_lora' or 'styles/my_lora', without '..', drive "
-            "letters or a leading slash."
-        )
-    if longest := next((part for part in parts if len(part.encode()) > LONGEST_NAME), None):
-        raise ValueError(
-            f"output_name has {len(longest.encode())} bytes between two slashes; use at most {LONGEST_NAME}."
-        )
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,84 @@
+from datetime import datetime
+from unicodedata import normalize
+
 import pytest
-from tessera.train.run import LONGEST_NAME, RunFolder, check_output_name, run_folders
+from tessera.nodes.dates import with_dates
+from tessera.nodes.output import checked_prefix
+from tessera.train.output_name import LONGEST_NAME, plain_name
+from tessera.train.run import RunFolder, run_folders
+from tiny.runs import run_settings
 
 
-@pytest.mark.parametrize("name", ["my_lora", "styles/my lora (2)", "Füchse-v1.5+", "a\\b", "n" * LONGEST_NAME])
+@pytest.mark.parametrize("name", ["my_lora", "styles/my lora (2)", "Füchse-v1.5+", "n" * LONGEST_NAME])
 def test_plain_names_are_taken(name):
-    check_output_name(name)
+    assert plain_name(name) == name
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/../b", "/etc/x", "C:\\x", "a//b", ".", "a/", "nul", "con.v1", "x/COM1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "हिन्दी",
+        "ที่นี่",
+        "лора",
+        "日本・語",
+        "می‌خواهم",
+        "müller's",
+        "a, b & c",
+        "v1.0 [final]",
+        "name@home #2",
+        "50% to 60%",
+        "😀",
+    ],
+)
+def test_names_of_every_script_and_harmless_signs_are_taken_and_make_a_folder(name, tmp_path):
+    assert plain_name(name) == name
+    (tmp_path / f"{name}-0123abcd").mkdir()
+    assert [folder.name for folder in run_folders(tmp_path, name)] == [name]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("a\\b", "a/b"),
+        (" lead", "lead"),
+        ("trail \n", "trail"),
+        ("styles / my lora ", "styles/my lora"),
+        ("lora.safetensors", "lora"),
+        ("styles/Lora.SAFETENSORS ", "styles/Lora"),
+        (normalize("NFD", "café"), "café"),
+    ],
+)
+def test_what_a_name_has_around_it_is_taken_off(given, name):
+    assert plain_name(given) == name and plain_name(name) == name
+    assert run_settings(output_name=given).output_name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "..", "a/../b", "/etc/x", "C:\\x", "a//b", ".", "a/", "nul", "con.v1", "x/COM1", " ", ".safetensors", "../x "],
+)
 def test_names_that_lead_elsewhere_or_nowhere_are_refused(name):
     with pytest.raises(ValueError, match="output_name is .* use a plain name"):
-        check_output_name(name)
+        plain_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [("a:b", r"':' \(colon\)"), ("a?", "question mark"), ("a\tb", r"U\+0009"), ("a\u202eb", "right-to")],
+)
+def test_the_character_that_is_not_taken_is_named(name, called):
+    with pytest.raises(ValueError, match=called):
+        plain_name(name)
+
+
+def test_a_date_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="dates .* are not filled in, as a run is found again by its name"):
+        plain_name("lora %date:yyyy-MM-dd%")
 
 
 def test_a_name_that_no_disk_takes_is_refused_before_training():
     with pytest.raises(ValueError, match=f"at most {LONGEST_NAME}"):
-        check_output_name("styles/" + "n" * (LONGEST_NAME + 1))
+        plain_name("styles/" + "n" * (LONGEST_NAME + 1))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
@@ -59,3 +122,13 @@ def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path):
     (tmp_path / "v[1]-0123abcd").mkdir()
     (tmp_path / "v1-0123abcd").mkdir()
     assert [folder.path.name for folder in run_folders(tmp_path, "v[1]")] == ["v[1]-0123abcd"]
+
+
+def test_dates_in_the_prefix_of_save_lora_are_filled_in_as_the_browser_does_it_for_save_image():
+    now = datetime(2026, 3, 7, 4, 5, 9)
+    text = "%date:yyyy-MM-dd% %date:yy.M.d% %date:hhmmss%/%date:h-m-s%"
+    assert with_dates(text, now) == "2026-03-07 26.3.7 040509/4-5-9"
+    assert with_dates("%date% %year% 5%", now) == "%date% %year% 5%"
+    assert checked_prefix(" loras/%date:yyyy%/x.safetensors ") == f"loras/{datetime.now():%Y}/x"
+    with pytest.raises(ValueError, match="filename_prefix is .* give a name inside"):
+        checked_prefix("loras/%date:hh:mm%")

@@ -1,0 +1,21 @@
+"""Dates in the name of a file, as the browser fills them in for core's Save Image; here the server does."""
+
+import re
+from datetime import datetime
+
+_DATE = re.compile(r"%date:([^%]*)%")
+_PART = re.compile(r"yyyy|yy|MM?|dd?|hh?|mm?|ss?")
+
+
+def with_dates(text: str, now: datetime) -> str:
+    """The text with `%date:<form>%` filled in. The form is made of yyyy or yy, MM (month), dd, hh (of 24), mm and ss;
+    one letter alone is the number without a leading zero."""
+
+    def number(found: re.Match[str]) -> str:
+        part = found[0]
+        if part[0] == "y":
+            return f"{now:%Y}"[-len(part) :]
+        values = {"M": now.month, "d": now.day, "h": now.hour, "m": now.minute, "s": now.second}
+        return f"{values[part[0]]:0{len(part)}}"
+
+    return _DATE.sub(lambda date: _PART.sub(number, date[1]), text)

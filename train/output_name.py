@@ -1,0 +1,52 @@
+"""A run's name, as a user writes it, made one that every file system takes."""
+
+import re
+from unicodedata import category, name, normalize
+
+LONGEST_NAME = 120  # leaves room for the key, the step and the ending within the 255 bytes of a file name
+ENDING = ".safetensors"
+# What Windows takes for a device, whatever its ending.
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+# What Windows keeps for itself; "/" and "\" part folders.
+_RESERVED = frozenset('<>:"|?*')
+# Joiners, which stand inside of words in Persian and in India's scripts, and in emoji.
+_JOINERS = frozenset("\u200c\u200d")
+_VARIABLE = re.compile(r"%[A-Za-z][^%/]*%")
+_FIX = "use a plain name such as 'my_lora' or 'styles/my_lora'"
+
+
+def plain_name(given: str) -> str:
+    """The name that a run of this output name has: composed letters (NFC), "/" between folders, no spaces around and no
+    `.safetensors` at the end, which the file gets by itself.
+
+    Raises ValueError, and names the character, where it is not a relative name that every file system takes.
+    """
+    *folders, last = (part.strip() for part in re.split(r"[/\\]", normalize("NFC", given)))
+    if last.lower().endswith(ENDING):
+        last = last[: -len(ENDING)].rstrip()
+    parts = [*folders, last]
+    for part in parts:
+        if _VARIABLE.search(part):
+            raise ValueError(
+                f"output_name is {given!r}; dates and other %…% are not filled in, as a run is found again by its "
+                f"name: {_FIX} (filename_prefix of Save LoRA takes %date:yyyy-MM-dd%)."
+            )
+        if wrong := next((letter for letter in part if not _is_taken(letter)), None):
+            raise ValueError(f"output_name is {given!r}; not every disk takes {_called(wrong)} in a name: {_FIX}.")
+        if not part.strip(". "):
+            raise ValueError(f"output_name is {given!r}; {_FIX}, without '..', drive letters or a leading slash.")
+        if _DEVICE.fullmatch(part):
+            raise ValueError(f"output_name is {given!r}; Windows keeps {part!r} for a device: {_FIX}.")
+        if (length := len(part.encode())) > LONGEST_NAME:
+            raise ValueError(f"output_name has {length} bytes between two slashes; use at most {LONGEST_NAME}.")
+    return "/".join(parts)
+
+
+def _is_taken(letter: str) -> bool:
+    kind = category(letter)
+    return letter in _JOINERS or not (letter in _RESERVED or kind.startswith("C") or kind in ("Zl", "Zp"))
+
+
+def _called(letter: str) -> str:
+    known = name(letter, f"U+{ord(letter):04X}").lower().replace("u+", "U+")
+    return f"{letter!r} ({known})" if letter.isprintable() else known
