@@ -155,8 +155,11 @@ def test_gradients_of_flux2_equal_the_fp64_reference(tiny_files, tmp_path, backe
     check(tiny.load_flux2, tiny_files["flux2"], data, tmp_path, batch, backend=backend, mode=mode, swap=swap)
 
 
-@pytest.mark.parametrize(("mode", "swap"), [("none", 3), ("selective", 0), ("full", 3)])
-@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+KONTEXT_CASES = [(None, "none", 3), (None, "selective", 0), (None, "full", 3), ("aot_eager", "full", 3)]
+KONTEXT_CASES += [pytest.param("aot_eager", *case, marks=pytest.mark.slow) for case in (("none", 3), ("selective", 0))]
+
+
+@pytest.mark.parametrize(("backend", "mode", "swap"), KONTEXT_CASES)
 def test_gradients_of_kontext_equal_the_fp64_reference(tiny_files, tmp_path, backend, mode, swap):
     check(tiny.load_flux, tiny_files["flux"], kontext_data(), tmp_path, 3, backend=backend, mode=mode, swap=swap)
 

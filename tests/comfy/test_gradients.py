@@ -108,8 +108,14 @@ def test_gradients_of_inductor_equal_the_fp64_reference(tiny_files, tiny_flux, t
     check(tiny_flux, tiny_files["flux"], tmp_path, 3, FP32, backend="inductor", memory=memory)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+# Compiled, each mode stands above in fp32: in bf16 and over budgets one case is quick, and the rest run by name.
+IN_BF16 = [*((None, mode) for mode in MODES), ("aot_eager", "full")]
+IN_BF16 += [pytest.param("aot_eager", mode, marks=pytest.mark.slow) for mode in ("none", "selective")]
+BUDGETS = [(None, 0.0), (None, 0.3), (None, 1.0), ("aot_eager", 0.3)]
+BUDGETS += [pytest.param("aot_eager", budget, marks=pytest.mark.slow) for budget in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize(("backend", "mode"), IN_BF16)
 def test_gradients_in_bf16_stay_within_its_rounding(tmp_path, backend, mode):
     file = tiny.write_flux(tmp_path / "bf16.safetensors", dtype=torch.bfloat16)
     model = tiny.load_flux(file)
@@ -119,8 +125,7 @@ def test_gradients_in_bf16_stay_within_its_rounding(tmp_path, backend, mode):
     check(model, file, tmp_path, 3, BF16, backend=backend, memory=memory)
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("backend", "budget"), BUDGETS)
 def test_every_activation_budget_gives_the_same_gradients(tiny_files, tiny_flux, tmp_path, backend, budget):
     memory = MemoryOptions(checkpointing="selective", activation_budget=budget)
     check(tiny_flux, tiny_files["flux"], tmp_path, 1, FP32, backend=backend, memory=memory)
