@@ -1,0 +1,111 @@
+"""The order of copies on a GPU, with its streams played on the CPU: what is computed never reads what has not come, and
+nothing is overwritten that is still read; each wait that orders them is needed."""
+
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import pytest
+import tiny
+from tessera.models.swapped_model import SwapSettings, swap
+from tessera.train.options import MemoryOptions
+from tiny.compiling import make_lora, with_lora
+from tiny.sampling import sample
+from tiny.streams import streams
+from torch import equal
+
+# Where anything waits, by what the copies go through; what settles everything stands beside.
+WAITS = {
+    "plain": {"CopyStream.copy", "CopyStream.wait"},
+    "staged": {"CudaLink.send", "CudaLink.order", "CudaLink.finished"},
+    "offload": {"ActivationOffload._copy", "ActivationOffload._let_go_of", "ActivationOffload._unpack"},
+}
+BOUNDS = "ActivationOffload._let_go_of"  # how much may be on its way out at once; autograd holds it here anyhow
+SETTLE = {"CopyStream.settle", "CudaLink.settle", "ActivationOffload.forget"}
+
+
+@pytest.fixture(scope="module")
+def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_flux(tmp_path_factory.mktemp("deep") / "flux.safetensors", depth=3, depth_single=3)
+
+
+def trained(path: Path, folder: Path, **memory: Any) -> Any:
+    trainer = tiny.make_trainer(
+        tiny.load_flux(path),
+        tiny.make_data([(4, 4), (2, 8)], [16, 16]),
+        folder,
+        steps=2,
+        memory=MemoryOptions(**memory),
+    )
+    tiny.fill_up_matrices(trainer)
+    trainer.run()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def resident(deep_flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Any] = {}
+
+    def of(checkpointing: str) -> Any:
+        if checkpointing not in made:
+            made[checkpointing] = trained(deep_flux, tmp_path_factory.mktemp("plain"), checkpointing=checkpointing)
+        return made[checkpointing]
+
+    return of
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.network.pairs.values(), other.network.pairs.values(), strict=True)
+    return one.progress.loss == other.progress.loss and all(
+        equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "staged"])
+@pytest.mark.parametrize(
+    ("checkpointing", "offload", "prefetch"),
+    [("none", False, 1), ("none", False, 2), ("selective", False, 3), ("full", True, 1), ("full", True, 3)],
+)
+def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointing, offload, prefetch) -> None:
+    want = resident(checkpointing)
+    memory = {"checkpointing": checkpointing, "offload_activations": offload}
+    with streams(monkeypatch, kind == "staged") as device:
+        found = trained(deep_flux, tmp_path, blocks_to_swap=5, prefetch_blocks=prefetch, **memory)
+    assert same(found, want)
+    assert device.deferred >= found.placed.swap.ring.copies > 5
+    waits = device.sites - SETTLE
+    assert waits <= WAITS[kind] | (WAITS["offload"] if offload else set())
+    if prefetch == 3:
+        assert waits >= WAITS[kind]
+    assert not offload or waits >= WAITS["offload"]
+
+
+@pytest.mark.parametrize("site", sorted({*WAITS["plain"], *WAITS["staged"], *WAITS["offload"]} - {BOUNDS}))
+def test_no_wait_can_be_left_out(deep_flux, resident, tmp_path, monkeypatch, site: str) -> None:
+    want = resident("full")
+    memory = {"checkpointing": "full", "blocks_to_swap": 5, "offload_activations": site in WAITS["offload"]}
+    with streams(monkeypatch, site in WAITS["staged"], without=site):
+        try:
+            found = trained(deep_flux, tmp_path, prefetch_blocks=3, **memory)
+        except Exception as error:  # also where a loss that is no number ends the run
+            assert type(error).__name__ == "WrongOrder" or "not a number" in str(error) or "NaN" in str(error), error
+        else:
+            assert not same(found, want)
+
+
+@pytest.mark.parametrize("site", [None, "CudaLink.send", "CudaLink.order"])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_sampling_with_a_lora(tiny_flux: Any, monkeypatch: Any, prefetch: int, site: str | None) -> None:
+    lora = make_lora(tiny_flux, inside="_blocks.")
+    wants = [sample(tiny_flux, "flux"), sample(with_lora(tiny_flux, lora, 0.7), "flux")]
+    comfy.model_management.unload_all_models()
+    swapped, _ = swap(tiny_flux, SwapSettings(4, prefetch))
+    models = [swapped, with_lora(swapped, lora, 0.7)]
+    with streams(monkeypatch, True, without=site) as device:
+        try:
+            got = [equal(sample(models[i], "flux"), wants[i]) for i in (1, 0, 1)]
+        except AssertionError as error:
+            assert type(error).__name__ == "WrongOrder"
+            got = [False]
+        comfy.model_management.unload_all_models()
+    assert all(got) is (site is None) and (site is not None or device.deferred > 0)
