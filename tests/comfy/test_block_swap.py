@@ -81,6 +81,20 @@ def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(deep_flux, tmp_path, 
     assert_same_run(swapped, plain)
 
 
+QUICK = [(1, 1), (3, 2), (6, 1), (6, 3)]
+REST = [(c, p) for c in range(1, BLOCKS + 1) for p in (1, 2, 3) if (c, p) not in QUICK]
+
+
+@pytest.mark.parametrize(("count", "prefetch"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in REST)])
+def test_compiled_equals_resident_for_every_count_and_prefetch(deep_flux, resident, tmp_path, count, prefetch) -> None:
+    """With the backend `eager`: dynamo's graphs, and the ops of the eager run."""
+    plain = resident(backend="eager")
+    graphs = Graphs()
+    swapped = trained(deep_flux, tmp_path, backend="eager", blocks_to_swap=count, prefetch_blocks=prefetch)
+    assert graphs() == 2 and graphs.breaks == 0
+    assert_same_run(swapped, plain)
+
+
 class Writes(TorchDispatchMode):
     """Which memory each copy goes into, and out of which it comes."""
 
