@@ -25,6 +25,7 @@ PIN_MEMORY = ("auto", "on", "off")
 KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
 STAGES = 2  # one is filled while the other is copied
 TRIAL_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+LEAST_TRIAL_BYTES = 16 * 2**20
 
 
 def is_windows() -> bool:
@@ -40,9 +41,9 @@ class Pinning:
     reason: str
 
 
-def choose_pinning(mode: str, device: str, needed: int, available: int, windows: bool) -> Pinning:
-    """mode: 'auto', 'on' or 'off'; device: its type; needed: bytes of all masters; available: bytes of free RAM, in
-    which the masters already lie."""
+def choose_pinning(mode: str, device: str, coming: int, available: int, windows: bool) -> Pinning:
+    """mode: 'auto', 'on' or 'off'; device: its type; coming: bytes of the masters that do not lie in RAM yet, but in a
+    mapped file or on the device; available: bytes of free RAM, beside the masters that do."""
     if device != "cuda":
         return Pinning(False, "pin_memory has no effect without a CUDA device.")
     if mode == "on":
@@ -53,11 +54,11 @@ def choose_pinning(mode: str, device: str, needed: int, available: int, windows:
         return Pinning(
             False, "The swapped blocks go through a page-locked stage: Windows bounds the memory that may be locked."
         )
-    if available < needed + KEPT_FREE:
+    if available < coming + KEPT_FREE:
         return Pinning(
             False,
-            f"The swapped blocks go through a page-locked stage: locking all {needed / 2**30:.1f} GB would leave less "
-            f"than {KEPT_FREE // 2**30} GB of RAM.",
+            f"The swapped blocks go through a page-locked stage: locking them all would leave less than "
+            f"{KEPT_FREE // 2**30} GB of RAM to everything else.",
         )
     return Pinning(True, "The swapped blocks are page-locked.")
 
@@ -254,9 +255,20 @@ def link_bandwidth(device: torch.device) -> float:
     """Bytes per second from page-locked host memory to the device, the best of three copies; without a GPU, of copies
     within the host's memory."""
     size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
-    host = host_bytes(size, device.type == "cuda").fill_(1)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / min(_copy_seconds(there, host) for _ in range(3))
+    there = _there(size, device)
+    host = host_bytes(len(there), device.type == "cuda").fill_(1)
+    return len(there) / min(_copy_seconds(there, host) for _ in range(3))
+
+
+def _there(size: int, device: torch.device) -> Tensor:
+    """`size` bytes on the device, or a part of them where it is that full."""
+    while True:
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            if size <= LEAST_TRIAL_BYTES:
+                raise
+        size //= 4
 
 
 def _copy_seconds(there: Tensor, host: Tensor) -> float:

@@ -7,31 +7,30 @@ from .pinning import is_windows
 TOLERANCE = 256 * 2**20  # what other programs may have given back meanwhile
 
 
-def spilled_bytes(reserved: int, reserved_before: int, free_before: int) -> int:
-    """How much of what torch has reserved since `before` cannot be on the device: more than the driver had free then.
-
-    Other programs may have freed some since, so a small excess counts as none.
-    """
-    excess = reserved - reserved_before - free_before
-    return excess if excess > TOLERANCE else 0
-
-
 class SpillWatch:
-    """Compares what a run takes with what the driver had free at its start, where memory may spill at all."""
+    """Compares what torch holds with what it held and what was free at the start, where memory may spill at all."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.watches = device.type == "cuda" and is_windows()
-        if self.watches:
-            self.free, _ = torch.cuda.mem_get_info(device)
-            self.reserved = torch.cuda.memory_reserved(device)
+        self.capacity = self._capacity() if self.watches else 0
+
+    def _capacity(self) -> int:
+        """Bytes: what torch has and may still get, as long as some is free."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return torch.cuda.memory_reserved(self.device) + free
 
     def told(self) -> str | None:
         """One sentence, once, where memory has spilled."""
         if not self.watches:
             return None
-        spilled = spilled_bytes(torch.cuda.memory_reserved(self.device), self.reserved, self.free)
-        if not spilled:
+        spilled = torch.cuda.memory_reserved(self.device) - self.capacity
+        if spilled <= TOLERANCE:
+            return None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free > TOLERANCE:
+            # What was not torch's own, such as a text encoder under dynamic VRAM, has left the device since.
+            self.capacity = self._capacity()
             return None
         self.watches = False
         return (

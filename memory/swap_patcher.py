@@ -76,8 +76,9 @@ class SwapPatcher(ModelPatcher):
 
     @staticmethod
     def _move_own(module: nn.Module, device: torch.device | None) -> None:
-        """Parameters of modules that hold other modules, which core moves in a full load only."""
-        if device is None or not any(True for _ in module.children()):
+        """Parameters of modules that hold other modules and buffers of those without a parameter, which core moves in a
+        full load only."""
+        if device is None or (module._parameters and not any(True for _ in module.children())):
             return
         for parameter in module._parameters.values():
             if parameter is not None:

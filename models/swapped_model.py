@@ -13,6 +13,7 @@ from ..memory.dynamic_vram import without_dynamic_vram
 from ..memory.file_speed import file_source
 from ..memory.in_file import bytes_in_file, stream_from_file
 from ..memory.make_room import make_room
+from ..memory.masters import parts_of
 from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
 from ..memory.swap_patcher import SwapPatcher, swap_model
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
@@ -105,7 +106,8 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     inside = bytes_in_file(tensor for module in streamed.values() for tensor in module.parameters())
     from_file, said = stream_from_file(settings.pin_memory, inside, needed, available)
     notes += _said(said) if said is not None else []
-    pinning = choose_pinning(settings.pin_memory, clone.load_device.type, needed, available, is_windows())
+    coming = inside + sum(_bytes_on_device(module) for module in streamed.values())
+    pinning = choose_pinning(settings.pin_memory, clone.load_device.type, coming, available, is_windows())
     if not from_file and not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
         notes += _said(pinning.reason)
     swapped = swap_model(clone, streamed, prefetch, pinning.masters and not from_file, from_file)
@@ -132,6 +134,10 @@ def _add(notes: list[str], sentence: str) -> None:
 
 def _bytes(module: nn.Module) -> int:
     return comfy.model_management.module_size(module)
+
+
+def _bytes_on_device(module: nn.Module) -> int:
+    return sum(p.nbytes for tensor in module.parameters() for p in parts_of(tensor) if p.device.type != "cpu")
 
 
 def _fit(

@@ -85,6 +85,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
         if blocks_to_swap != -1:
             _check_count(path, blocks_to_swap)
+        # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
+        options["offload_device"] = torch.device("cpu")
         with StayInFile():
             model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=True)
         cast_as_asked(model.model)

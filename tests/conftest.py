@@ -16,6 +16,10 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else MKL's products depend on how their operands are aligned on some processors (AMD's among them), and what streams
+# through a slot differs in the last digit from what lies in a file's memory. See oneMKL's "Conditional Numerical
+# Reproducibility".
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import pytest
 import torch

@@ -92,7 +92,7 @@ class PlacedModel:
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
         from_file, self.from_file = stream_from_file(memory.pin_memory, inside, needed, available)
         if not from_file:
-            self.pinning = choose_pinning(memory.pin_memory, self.device.type, needed, available, is_windows())
+            self.pinning = choose_pinning(memory.pin_memory, self.device.type, inside, available, is_windows())
         pinned = self.pinning is not None and self.pinning.masters
         return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, pinned, from_file)
 

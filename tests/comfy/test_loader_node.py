@@ -93,6 +93,22 @@ def test_the_file_is_read_once_and_without_dynamic_vram_where_blocks_stream(tiny
     assert asked == [False, True, True]
 
 
+def test_a_model_whose_blocks_stream_is_loaded_into_ram_where_comfyui_keeps_models_on_the_gpu(
+    tiny_files, load, monkeypatch
+) -> None:
+    """`--highvram` makes the GPU the device that models are loaded to, and one that is larger than it would fail."""
+    real, loaded_to = comfy.sd.load_diffusion_model_state_dict, []
+
+    def loading(*args: Any, model_options: dict[str, Any], **options: Any) -> Any:
+        loaded_to.append(model_options.get("offload_device"))
+        return real(*args, model_options=model_options, **options)
+
+    monkeypatch.setattr(comfy.sd, "load_diffusion_model_state_dict", loading)
+    load(tiny_files["flux"])
+    load(tiny_files["flux"], blocks_to_swap=2)
+    assert loaded_to == [None, torch.device("cpu")]
+
+
 @pytest.mark.parametrize("name", ["flux", "flux2", "wan", "wan_vace", "qwen_image", "sdxl"])
 def test_a_files_names_tell_how_many_blocks_there_can_be(name: str, tiny_files) -> None:
     with safe_open(tiny_files[name], framework="pt") as file:

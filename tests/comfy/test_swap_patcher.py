@@ -195,6 +195,20 @@ def test_the_resident_rest_may_be_loaded_in_part(tiny_flux: Any, monkeypatch: An
     assert_true_sizes(model)
 
 
+def test_buffers_of_modules_without_a_parameter_go_to_the_device_as_in_a_full_load(tiny_flux: Any) -> None:
+    class Angles(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.ones(4))
+
+    whole, holder, linear = Angles(), torch.nn.Sequential(Angles(), torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)
+    for module in (whole, holder, linear):
+        SwapPatcher._move_own(module, torch.device("meta"))
+    assert whole.frequencies.is_meta
+    # A module of its own each, which ComfyUI has moved or which is asked for by itself.
+    assert not holder[0].frequencies.is_meta and not holder[1].weight.is_meta and not linear.weight.is_meta
+
+
 def test_what_comfyui_asks_back_is_freed_from_the_rest_first_and_then_all(tiny_flux: Any) -> None:
     want = picture(with_lora(tiny_flux))
     model = with_lora(swapped(tiny_flux, "double_blocks.1", "single_blocks.0"))

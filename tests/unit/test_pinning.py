@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.memory import pinning
 from tessera.memory.page_locked import host_bytes
 from tessera.memory.pinning import (
     KEPT_FREE,
+    LEAST_TRIAL_BYTES,
     StagedStream,
     choose_pinning,
     link_bandwidth,
@@ -252,12 +254,31 @@ def test_what_follows_a_copy_runs_in_the_modes_of_the_thread_that_asked(inferenc
         ("auto", 99 * GB, False, True, "are page-locked."),
         ("auto", 99 * GB, True, False, "Windows bounds"),
         ("auto", 20 * GB + KEPT_FREE, False, True, "are page-locked."),
-        ("auto", 20 * GB + KEPT_FREE - 1, False, False, "locking all 20.0 GB would leave less than 4 GB of RAM"),
+        ("auto", 20 * GB + KEPT_FREE - 1, False, False, "locking them all would leave less than 4 GB of RAM"),
     ],
 )
 def test_masters_are_locked_where_that_is_safe(mode, available, windows, masters_locked, said) -> None:
-    pinning = choose_pinning(mode, "cuda", 20 * GB, available, windows)
-    assert pinning.masters is masters_locked and said in pinning.reason
+    chosen = choose_pinning(mode, "cuda", 20 * GB, available, windows)
+    assert chosen.masters is masters_locked and said in chosen.reason
+
+
+def test_masters_that_lie_in_ram_already_take_no_more_of_it_when_they_are_locked() -> None:
+    assert choose_pinning("auto", "cuda", 0, KEPT_FREE, False).masters
+    assert not choose_pinning("auto", "cuda", 0, KEPT_FREE - 1, False).masters
+
+
+def test_the_link_is_measured_with_less_on_a_card_that_is_full(monkeypatch) -> None:
+    asked = []
+
+    def empty(size, **_):
+        asked.append(size)
+        if size > 4 * LEAST_TRIAL_BYTES:
+            raise torch.OutOfMemoryError
+        return torch.zeros(size)
+
+    monkeypatch.setattr(pinning.torch, "empty", empty)
+    there = pinning._there(16 * LEAST_TRIAL_BYTES, torch.device("cpu"))
+    assert len(there) == 4 * LEAST_TRIAL_BYTES and asked == [16 * LEAST_TRIAL_BYTES, 4 * LEAST_TRIAL_BYTES]
 
 
 def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:

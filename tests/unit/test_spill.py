@@ -1,18 +1,62 @@
 """Spill into shared memory: what cannot be on the device."""
 
+import pytest
 import torch
-from tessera.memory.spill import SpillWatch, spilled_bytes
+from tessera.memory import spill
+from tessera.memory.spill import SpillWatch
 
 GB = 2**30
 
 
-def test_what_goes_beyond_what_was_free_has_spilled() -> None:
-    assert spilled_bytes(reserved=7 * GB, reserved_before=GB, free_before=6 * GB) == 0
-    assert spilled_bytes(reserved=9 * GB, reserved_before=GB, free_before=6 * GB) == 2 * GB
+class Card:
+    """A card of 8 GB as the driver and torch tell of it."""
+
+    def __init__(self) -> None:
+        self.reserved, self.others = 0, 0
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return max(0, 8 * GB - self.reserved - self.others), 8 * GB
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
 
 
-def test_a_little_more_may_be_what_other_programs_gave_back() -> None:
-    assert spilled_bytes(reserved=6 * GB + GB // 8, reserved_before=0, free_before=6 * GB) == 0
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", card.mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", card.memory_reserved)
+    monkeypatch.setattr(spill, "is_windows", lambda: True)
+    return card
+
+
+def test_what_goes_beyond_what_was_free_has_spilled_and_is_told_once(card: Card) -> None:
+    card.reserved, card.others = GB, GB
+    watch = SpillWatch(torch.device("cuda"))
+    card.reserved = 7 * GB
+    assert watch.told() is None
+    card.reserved = 9 * GB
+    told = watch.told()
+    assert told is not None and told.startswith("About 2.0 GB lie in shared GPU memory")
+    assert watch.told() is None
+
+
+def test_a_little_more_may_be_what_other_programs_gave_back(card: Card) -> None:
+    watch = SpillWatch(torch.device("cuda"))
+    card.reserved = 8 * GB + GB // 8
+    assert watch.told() is None
+
+
+def test_what_others_give_back_while_some_is_free_can_be_held_too(card: Card) -> None:
+    card.others = 5 * GB
+    watch = SpillWatch(torch.device("cuda"))
+    card.others, card.reserved = 0, 6 * GB
+    assert watch.told() is None
+    card.reserved = 8 * GB
+    assert watch.told() is None
+    card.reserved = 10 * GB
+    told = watch.told()
+    assert told is not None and told.startswith("About 2.0 GB")
 
 
 def test_the_host_has_nowhere_to_spill_to() -> None:
