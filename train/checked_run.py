@@ -26,7 +26,7 @@ from .settings_notes import guidance_notes, memory_notes, saving_notes
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a run needs, found to fit together."""
+    """What a run needs, found to fit together. whole: the fingerprint of the data before any of it was held out."""
 
     family: Family
     patcher: ModelPatcher
@@ -35,6 +35,7 @@ class CheckedRun:
     notes: tuple[str, ...]
     start: StartLora | None = None
     validation: TrainingData | None = None
+    whole: str = ""
 
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
@@ -48,6 +49,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     measured: TrainingData | None = None
+    whole = data.fingerprint
     if settings.validation is not None:
         data, measured = hold_out(data, settings.validation)
         try:
@@ -77,7 +79,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     padded = _with_text_lengths(family, patcher, data)
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
-    return CheckedRun(family, patcher, padded, targets, notes, start, measured)
+    return CheckedRun(family, patcher, padded, targets, notes, start, measured, whole)
 
 
 def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:

@@ -1,6 +1,8 @@
 """Which part of the data a run keeps away from training, to be measured on it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -48,11 +50,7 @@ def _draw(seed: int, name: str) -> float:
 def validation_notes(data: TrainingData, held: TrainingData, options: ValidationOptions) -> list[str]:
     """What a user should know about what is measured on, a sentence each."""
     notes = []
-    if options.data is None:
-        names = sorted({_file(sample) for sample in held.samples})
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        notes.append(f"Held out for validation and not trained on: {shown}.")
-    else:
+    if options.data is not None:
         if options.part != ValidationOptions.part:
             notes.append("part of Validation is not used: data is connected to it, and all of that is measured on.")
         if same := {_file(s) for s in data.samples} & {_file(s) for s in held.samples}:
@@ -64,3 +62,18 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
     if more := len(set(held.graph_keys()) - set(data.graph_keys())):
         notes.append(f"Validation adds {more} to the sizes that are compiled: training has no sample of its sizes.")
     return notes
+
+
+def held_out_note(held: TrainingData, whole: str, parts: Sequence[Mapping[str, Any]]) -> str:
+    """What is held out, and whether the run was kept from it all along. whole: the fingerprint of the data before
+    anything was held out; parts: see `parts.parts_of`."""
+    names = sorted({_file(sample) for sample in held.samples})
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    *earlier, now = [(part.get("made_with", {}).get("data_fingerprint"), part.get("to_step")) for part in parts]
+    others = [step for data, step in earlier if data != now[0]]
+    if not others:
+        return f"Held out for validation and not trained on: {shown}."
+    nothing = "the validation loss says nothing about new pictures."
+    if seen := [step for data, step in earlier if data == fingerprint(whole)[:8]]:
+        return f"Held out for validation: {shown}. Up to step {seen[-1]} these were trained on; {nothing}"
+    return f"Held out for validation: {shown}. Up to step {others[-1]} these may have been trained on; if so, {nothing}"

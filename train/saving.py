@@ -175,13 +175,31 @@ class Saver:
         self.observer.saved(self.folder.best_path)
 
     def _resume_validation(self, path: Path, state: TrainingState) -> None:
-        """The points so far and the best LoRA, where they were measured on the same."""
+        """The points so far and the best LoRA, where they were measured on the same. Where another LoRA than that with
+        the least loss is the best from here on, that is said: its run went on, and kept a later one in its place."""
         if not self.measured or not state.validation:
             return
         if state.validation["of"] != self.measured:
             self.observer.note("The state was validated on other pictures or noise, so its validation losses are left.")
             return
         self.progress.validation = list(state.validation["points"])
+        self._resume_best(path, state)
+        best, options = self.best, self.settings.validation
+        least = min((p for p in self.progress.validation if p["step"]), key=lambda p: p["loss"], default=None)
+        if options is None or not options.keep_best or least is None or (best and best.loss <= least["loss"]):
+            return
+        now = (
+            f"the best that is kept is that of step {best.step}"
+            if best
+            else f"the best counts from step {state.step} on"
+        )
+        self.observer.note(
+            f"The LoRA of the least validation loss so far, {least['loss']:.4g} at step {least['step']}, is not kept; "
+            f"{now}."
+        )
+
+    def _resume_best(self, path: Path, state: TrainingState) -> None:
+        """The best LoRA so far, where the state's folder still has it."""
         best = next(iter(path.parent.glob("*-best.safetensors")), None)
         found = read_best(best) if best is not None else None
         if best is None or found is None or found.of != self.measured:

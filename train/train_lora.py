@@ -15,6 +15,7 @@ from .data import TrainingData
 from .description import describer, facts_of, now
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
+from .held_out import held_out_note
 from .loop import Trainer
 from .lora_model import LoraModel
 from .parts import continued_from, made_with, parts_of
@@ -125,6 +126,8 @@ def train_lora(
         facts = facts_of(settings, family, patcher, data, started)
         parts = parts_of(state, lineage, made_with(facts, data.fingerprint, name))
         earlier = continued_from(parts)
+        if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
+            recorder.note(held_out_note(checked.validation, checked.whole, parts))
         describe = describer(replace(facts, continued_from=earlier))
         trainer = Trainer(
             *(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder),
