@@ -6,6 +6,8 @@ All forms that will ever be shown are chosen here, before anything is encoded, s
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from .draws import generator
 from .options.captions import MOST_FORMS, CaptionOptions
 from .tags import TagRules, split_tags
@@ -16,10 +18,11 @@ from .wildcards import WildcardError, Wildcards, parse_wildcards
 class CaptionForms:
     """The forms of one picture's caption.
 
-    texts: all different; weights: how likely each is shown, 1 in sum; dropout: how likely the empty prompt is shown
-    in place of any. possible: how many forms there were to draw from, MOST_FORMS where there are more, and 0 where all
-    are taken. of_class: each form with the class's word in place of the trigger words, None for one without them; empty
-    where none is asked for.
+    texts: all different, the first is the one that validation measures: of tags the caption as it is written; weights:
+    how likely each is shown in training, 1 in sum, 0 for the first where it is none of those drawn; dropout: how likely
+    the empty prompt is shown in place of any. possible: how many forms there were to draw from, MOST_FORMS where there
+    are more, and 0 where all are taken. of_class: each form with the class's word in place of the trigger words, None
+    for one without them; empty where none is asked for.
     """
 
     texts: tuple[str, ...]
@@ -45,9 +48,10 @@ def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: 
     """The forms of the caption whose file holds `text`; name: of that file, in messages.
 
     Where a caption has no more than `caption_variants` forms, those are all; of others as many are drawn, always the
-    same ones for the same text, and more variants add to them. Each caption of a file is as likely as its others. The
-    trigger words come first in each form. Raises ValueError for braces without their partners, with their place, and
-    for trigger words that would never be shown.
+    same ones for the same text, and more variants add to them. Where tags are drawn, the caption with all of them in
+    their order comes first, as likely as it was drawn. Each caption of a file is as likely as its others. The trigger
+    words come first in each form. Raises ValueError for braces without their partners, with their place, and for
+    trigger words that would never be shown.
     """
     words = trigger_words.strip().rstrip(",").rstrip()
     if options.caption_dropout == 1:
@@ -63,7 +67,8 @@ def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: 
     for caption in captions:
         count = _count(caption.read, options.tags)
         taken = _all if count <= options.caption_variants else _drawn
-        for form, likely in taken(caption, options):
+        written = [(_written(caption, options.tags), 0.0)] if taken is _drawn and options.tags.on and not shown else []
+        for form, likely in (*written, *taken(caption, options)):
             shown_form = ", ".join(filter(None, (words, form.strip())))
             shown[shown_form] = shown.get(shown_form, 0.0) + likely / len(captions)
         possible += count
@@ -108,12 +113,22 @@ def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, floa
             yield form, likely * share
 
 
+def _written(caption: _Caption, rules: TagRules) -> str:
+    """With every tag, in the order of the file; of wildcards as the first draw takes them."""
+    tags = split_tags(caption.read.draw(_draws_of(caption))[1], rules)
+    return tags.text(tags.free)
+
+
+def _draws_of(caption: _Caption) -> torch.Generator:
+    return generator(0, "caption form", caption.written)
+
+
 def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
     """As many forms as there may be, each drawn in its share of all draws."""
     rules, most = options.tags, options.caption_variants
     # Where all ways are alike, none is drawn twice. Elsewhere one that comes twice has to count twice.
     alike = caption.read.even and not rules.dropout and (caption.read.count == 1 or not rules.shuffle)
-    draws = generator(0, "caption form", caption.written)
+    draws = _draws_of(caption)
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     number = 0
     while number < most:

@@ -17,7 +17,7 @@ def form_notes(
 ) -> tuple[str, ...]:
     """What a user should know of the captions of a folder. texts: of the files; forms: by the names of the pictures."""
     more = [
-        f"{name} ({len(of.texts)} of {of.possible}{' or more' * (of.possible == MOST_FORMS)})"
+        f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_FORMS)})"
         for name, of in forms.items()
         if of.possible
     ]

@@ -23,6 +23,8 @@ VERSION = 1
 # Shapes (width / height) of a mask and its picture that differ by no more are one, which is scaled.
 SAME_SHAPE = 0.01
 TOKENS = "mask"
+# A mask that is nowhere brighter (0 to 1) and not black holds the numbers of labels, or is painted in near black.
+FAINT = 0.02
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Mask:
         key = fingerprint("mask", VERSION, self.key, box, shape, cut.flip)
         encode = partial(self._encode, box, *shape, cut.flip)
         return Job(key, {TOKENS: shape}, 4 * shape[0] * shape[1], encode, self.name)
+
+    @property
+    def faint(self) -> bool:
+        """Whether its brightest pixel is all but black; a mask that is black whole is not meant."""
+        brightest = load_mask(self.path, alpha=self.alpha, digest=self.digest, name=self.name).max()
+        return bool(0 < brightest < FAINT)
 
     def _encode(self, box: tuple[float, float, float, float], height: int, width: int, flip: bool) -> dict[str, Tensor]:
         whole = load_mask(self.path, alpha=self.alpha, digest=self.digest, name=self.name)
@@ -108,8 +116,15 @@ def check_alpha(names: Sequence[str], of: int) -> None:
         )
 
 
-def check_masks(empty: Sequence[str]) -> None:
-    """ValueError for masks, by their names, of which nothing counts."""
+def check_masks(faint: Sequence[str], empty: Sequence[str]) -> None:
+    """ValueError for masks, by their names, whose brightest pixel is all but black, and for those of which nothing
+    counts."""
+    if faint:
+        named = shortlist(list(dict.fromkeys(faint)))
+        raise ValueError(
+            f"Masks whose brightest pixel is all but black, below {FAINT:.0%} of white: {named}; paint what "
+            f"counts white, 255 of 8 bits (opaque with alpha_mask): 1 is the number of a label, not a brightness."
+        )
     if empty:
         named = shortlist(list(dict.fromkeys(empty)))
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 from .cache import Cache
 from .items import Item
 from .jobs import Interrupted, Job, Progress, encode, lacking
-from .masks import TOKENS, check_masks, token_weights
+from .masks import FAINT, TOKENS, check_masks, token_weights
 from .picture_jobs import PictureEncoder, vision_job
 from .pixels import Cut
 from .tokens import Placement
@@ -83,26 +83,27 @@ def read_masks(
 ) -> tuple[list[tuple[PictureForm, ...]], list[float]]:
     """The forms of each item of which something counts, and for each masked item how much of its first one does.
 
-    ValueError names masks that leave nothing of any form.
+    ValueError names masks that leave nothing of any form, and those that are nowhere bright. Of the files only those
+    are read again of which no token is bright.
     """
     jobs = lacking(cache, [form.mask for of in forms for form in of if form.mask])
     encode(cache, jobs, "masks", progress, interrupted)
     kept, counted = [], []
     empty: list[str] = []
+    faint: list[str] = []
     for item, placement, of in zip(items, placements, forms, strict=True):
         if item.mask is None:
             kept.append(of)
             continue
-        means = [
-            float(token_weights(cache.read(form.mask.key)[TOKENS], placement, item.treatment.unmasked_weight).mean())
-            for form in of
-            if form.mask
-        ]
+        masks = [cache.read(form.mask.key)[TOKENS] for form in of if form.mask]
+        if all(mask.max() < FAINT for mask in masks) and item.mask.faint:
+            faint.append(item.mask.name)
+        means = [float(token_weights(mask, placement, item.treatment.unmasked_weight).mean()) for mask in masks]
         left = tuple(form for form, mean in zip(of, means, strict=True) if mean > 0)
         empty += [] if left else [item.mask.name]
         kept.append(left)
         counted.append(means[0])
-    check_masks(empty)
+    check_masks(faint, empty)
     return kept, counted
 
 

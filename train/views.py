@@ -41,7 +41,8 @@ def views_of(
     windows are drawn: the same picture is cropped alike in every run.
 
     With crop_zoom 1 the windows are the largest of the grid's aspect, spread evenly over what has to be cropped, no two
-    nearer than a token: a picture that loses nothing has one. Above it, the first is the largest in the middle; of each
+    nearer than a token, first the one in the middle (of an even number the one before it): a picture that loses nothing
+    has one. Above it, the first is the largest in the middle; of each
     other the zoom is drawn evenly from 1 to crop_zoom, but for what would enlarge the picture beyond its own pixels,
     and its place evenly from the room that it has.
     """
@@ -68,7 +69,9 @@ def _windows(
     if count == 1:
         return (PLAIN_VIEW,)
     # Only along one side is there room; along the other the place is of no effect.
-    return tuple(View(at=(index / (count - 1),) * 2) for index in range(count))
+    spread = [View(at=(index / (count - 1),) * 2) for index in range(count)]
+    first = spread.pop((count - 1) // 2)
+    return (first, *spread)
 
 
 def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]]) -> Iterator[str]:

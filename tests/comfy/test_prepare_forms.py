@@ -166,6 +166,21 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     assert run(dataset, tiny_vae, tiny_clip, tmp_path).data.samples[0].load().weights.unique().tolist() == [0.5]
 
 
+@pytest.mark.parametrize("unmasked", [0.0, 0.5])
+def test_a_mask_of_label_numbers_is_refused_by_name_from_the_cache_too(unmasked, folder, tiny_vae, tiny_clip, tmp_path):
+    treatment = Treatment(unmasked_weight=unmasked)
+    dataset = scan_folder(folder, mask_folder=tmp_path / "masks", treatment=treatment)
+    labels = np.zeros((64, 160), np.uint8)
+    labels[8:40, 40:120] = 1
+    Image.fromarray(labels).save(tmp_path / "masks" / "a.png")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"all but black, below 2% of white: a.png \(mask\); paint what"):
+            run(dataset, tiny_vae, tiny_clip, tmp_path)
+    labels[0, 60] = 255  # one bright pixel, whose token is as dark as the others
+    Image.fromarray(labels).save(tmp_path / "masks" / "a.png")
+    assert run(dataset, tiny_vae, tiny_clip, tmp_path).data.samples
+
+
 def test_an_alpha_channel_is_the_mask_of_a_picture_that_is_shown_as_if_it_had_none(
     folder, tiny_vae, tiny_clip, tmp_path
 ):

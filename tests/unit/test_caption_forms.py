@@ -122,10 +122,30 @@ def test_of_many_forms_as_many_as_variants_are_drawn_all_different_and_the_same_
     assert all(re.fullmatch("[a-e] [1-5]", form) for form in eight.texts)
     assert forms("f" + text, wildcards=True).texts != tuple("f" + form for form in eight.texts)
     tags = forms(", ".join(map(str, range(40))), shuffle_tags=True, caption_variants=24)
-    assert len(tags.texts) == 24 and tags.possible == 1000
+    assert sum(weight > 0 for weight in tags.weights) == 24 and tags.possible == 1000
     assert all(sorted(form.split(", ")) == sorted(map(str, range(40))) for form in tags.texts)
     nearly = forms("a, b, c", shuffle_tags=True, caption_variants=5)
-    assert len(nearly.texts) == 5 and nearly.possible == 6
+    assert sum(weight > 0 for weight in nearly.weights) == 5 and nearly.possible == 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle_tags": True},
+        {"tag_dropout": 0.4},
+        {"shuffle_tags": True, "tag_dropout": 0.4, "keep_tokens": 1},
+        {"shuffle_tags": True, "tag_dropout": 0.1, "keep_tokens": 1, "caption_variants": 8},
+    ],
+)
+def test_the_first_form_of_tags_is_the_caption_as_written_and_as_likely_as_it_was_drawn(options):
+    for number in range(20):
+        written = f"n{number}, red, hat, tree, sky, dog, cat"
+        of = forms(written, "ohwx", **options)
+        assert of.texts[0] == f"ohwx, {written}"
+        assert all(weight for weight in of.weights[1:])
+        assert isclose(of.weights[0] * 8, round(of.weights[0] * 8), abs_tol=1e-9)  # as often as it was drawn
+    picked = forms("{red|blue}, {a|b|c}, d, e, f, g", wildcards=True, shuffle_tags=True)
+    assert re.fullmatch("(red|blue), [abc], d, e, f, g", picked.texts[0])
 
 
 def pooled(text, count=500, **options):

@@ -23,8 +23,14 @@ def test_without_options_there_is_one_view_the_one_of_before():
 
 
 def test_crops_spread_over_what_is_cropped_from_end_to_end():
-    assert boxes(WIDE, views(WIDE, crops=3)) == [(0, 0, 160, 160), (240, 0, 400, 160), (480, 0, 640, 160)]
+    assert boxes(WIDE, views(WIDE, crops=3)) == [(240, 0, 400, 160), (0, 0, 160, 160), (480, 0, 640, 160)]
     assert boxes((640, 160), views((640, 160), crops=2)) == [(0, 0, 160, 160), (0, 480, 160, 640)]
+
+
+def test_the_first_crop_is_the_one_nearest_to_the_middle():
+    assert views(WIDE, crops=3)[0] == PLAIN_VIEW
+    assert [view.at[0] for view in views(WIDE, crops=5)] == [0.5, 0.0, 0.25, 0.75, 1.0]
+    assert [view.at[0] for view in views(WIDE, crops=4)] == [1 / 3, 0.0, 2 / 3, 1.0]
 
 
 def test_crops_are_a_token_apart_at_least():
