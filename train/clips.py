@@ -249,6 +249,11 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (av.error.FFmpegError, OSError, ValueError, StopIteration, _StartsLater) as error:
+        if isinstance(error, FileNotFoundError):
+            raise ValueError(
+                f"The clip {name!r} can't be read (it is gone, or a link to a file that is not there); put the file "
+                f"there, or take it out of the folder and queue again."
+            ) from error
         told = isinstance(error, (OSError, ValueError)) and not isinstance(error, av.error.FFmpegError)
         reason = error if told else "it is no video or is damaged"
         fix = "save it again as MP4 (H.264), or take it out of the folder"

@@ -32,16 +32,32 @@ def has_ending(name: str, endings: frozenset[str]) -> bool:
 
 def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()) -> list[Path]:
     """The files with one of these endings, without hidden ones and those in the folders `without`, sorted by their path
-    below the folder."""
-    found = []
-    for parent, subfolders, names in os.walk(folder):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if not name.startswith(".") and not any(same_folder(Path(parent, name), other) for other in without)
-        ]
-        found += [Path(parent, name) for name in names if has_ending(name, endings)]
+    below the folder. Links to folders are followed after all else, unless they lead to one that was read already or to
+    one that they lie in."""
+    seen = {os.path.realpath(other) for other in without}
+    found: list[Path] = []
+    starts = [folder]
+    while starts:
+        links: list[Path] = []
+        for start in starts:
+            for parent, names, files in os.walk(start):
+                here = os.path.realpath(parent)
+                if here in seen:
+                    names.clear()
+                    continue
+                seen.add(here)
+                found += [Path(parent, name) for name in files if has_ending(name, endings)]
+                names[:] = [name for name in names if not name.startswith(".")]
+                linked = [name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(here, name)]
+                links += [Path(parent, name) for name in linked if not _leads_back(Path(parent, name))]
+                names[:] = [name for name in names if name not in linked]
+        starts = sorted(links)
     return sorted(found, key=lambda path: name_below(folder, path))
+
+
+def _leads_back(link: Path) -> bool:
+    """Whether a link leads to a folder that it lies in."""
+    return Path(os.path.realpath(link.parent)).is_relative_to(os.path.realpath(link))
 
 
 def same_folder(folder: Path, other: Path) -> bool:

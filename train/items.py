@@ -77,7 +77,7 @@ def find_items(
 def _picture(picture: Picture) -> Item:
     def pixels(path: Path, name: str, opaque: bool = False) -> StillPixels:
         facts = inspect_picture(path, name)
-        return StillPixels(path, name, facts.digest, facts.size, opaque)
+        return StillPixels(path, name, facts.digest, facts.size, opaque, facts.wide)
 
     controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
     alpha = picture.treatment.alpha_mask

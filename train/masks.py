@@ -30,17 +30,18 @@ FAINT = 0.02
 @dataclass(frozen=True)
 class Mask:
     """What of a picture counts. path: of the mask picture, or of the picture whose alpha channel it is; size: its own
-    (height, width) in pixels."""
+    (height, width) in pixels; wide: as of its PictureFacts."""
 
     path: Path
     name: str
     digest: str
     size: tuple[int, int]
     alpha: bool
+    wide: bool = False
 
     @property
     def key(self) -> Any:
-        return (self.digest, "alpha" if self.alpha else "grey")
+        return (self.digest, "alpha" if self.alpha else "by range" if self.wide else "grey")
 
     def job(self, cut: Cut, placement: Placement) -> Job:
         """{"mask": (rows, columns)} of the grid of `cut`, 0 to 1: the mean of the mask over each token's square."""
@@ -79,7 +80,7 @@ def mask_of(picture: Path, mask: Path | None, name: str, size: tuple[int, int]) 
             f"The mask {mask.name!r} is {facts.size[1]} x {facts.size[0]} pixels and {name!r}, to which it belongs, "
             f"{size[1]} x {size[0]}; make the mask of the same size, or of the same shape."
         )
-    return Mask(mask, called, facts.digest, facts.size, False)
+    return Mask(mask, called, facts.digest, facts.size, False, facts.wide)
 
 
 def area_mean(mask: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:

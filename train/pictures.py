@@ -32,6 +32,9 @@ _PROFILE_SPACE = {"RGB": "RGB", "CMYK": "CMYK", "L": "GRAY"}
 # these chunks may stand behind the pixels.
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
+# (least, white, most): the white of floats whose largest number lies within. Filters and HDR go somewhat beyond it.
+_FLOAT_WHITES = ((float("-inf"), 1, 4.0), (32.0, 255, 320.0), (4096.0, 65535, 70000.0))
+
 # The descriptions of profiles that are sRGB itself. Others may hold the word and mean another curve (linear sRGB).
 _SRGB_PROFILES = frozenset({"sRGB IEC61966-2.1", "sRGB built-in"})
 
@@ -41,11 +44,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PictureFacts:
     """What planning needs of a picture file: a name for its bytes, (height, width) in pixels when upright, and whether
-    it may be transparent somewhere."""
+    it may be transparent somewhere. wide: whether it holds 32-bit numbers, whose white their range tells."""
 
     digest: str
     size: tuple[int, int]
     alpha: bool = False
+    wide: bool = False
 
 
 def check_pillow(version: str = PIL.__version__) -> None:
@@ -78,7 +82,8 @@ def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> PictureFacts:
         with Image.open(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
             alpha = image.has_transparency_data
-    return PictureFacts(_digest(data), (height, width), alpha)
+            wide = _is_wide(image)
+    return PictureFacts(_digest(data), (height, width), alpha, wide)
 
 
 def _digest(data: bytes) -> str:
@@ -113,13 +118,13 @@ def load_picture(
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
     applied, an embedded colour profile is converted to sRGB, transparent parts show white, grey pictures become
     three equal channels, an animation gives its first frame. 16-bit grey keeps its 16 bits; of 16-bit colour Pillow
-    reads the upper 8.
+    reads the upper 8. Floats and 32-bit integers are scaled by their range.
     Raises ValueError, naming the file, if the picture can't be decoded or was changed.
     """
     name = name or path.name
     data = _read(path, name, digest)
     with _named_errors(name, path), Image.open(BytesIO(data)) as image:
-        planes = _planes(ImageOps.exif_transpose(image), opaque)
+        planes = _planes(ImageOps.exif_transpose(image), opaque, _is_wide(image))
         scaled = [
             np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
             for plane in planes
@@ -137,10 +142,8 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
         image = ImageOps.exif_transpose(opened)
         if alpha:
             return np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255
-        if image.mode.startswith("I"):
-            return np.asarray(image).astype(np.float32) / 65535
-        if image.mode == "F":
-            return np.nan_to_num(np.asarray(image), nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0)
+        if image.mode[0] in "IF":
+            return _numbers(image, _is_wide(opened)).clip(0.0, 1.0)
         bright = np.asarray(image.convert("RGB").convert("L"), dtype=np.float32) / 255
         if not image.has_transparency_data:
             return bright
@@ -156,13 +159,36 @@ def _read(path: Path, name: str, digest: str | None) -> bytes:
     return data
 
 
-def _planes(image: Image.Image, opaque: bool) -> Iterator[np.ndarray]:
-    """The one (grey) or three (red, green, blue) channels, 0 to 1, one at a time as they are large."""
-    if image.mode.startswith("I"):  # 16-bit grey; "I" is what older Pillow opens it as
-        yield np.asarray(image).astype(np.float32) / 65535
-        return
+def _is_wide(image: Image.Image) -> bool:
+    """Whether an opened file holds floats or 32-bit integers; older Pillow opens 16-bit PNG as "I" too."""
+    return image.mode == "F" or (image.mode == "I" and image.format != "PNG")
+
+
+def _numbers(image: Image.Image, wide: bool) -> np.ndarray:
+    """The one channel of 16-bit grey, or of `wide` numbers, where 1 is white; of floats somewhat more may be there.
+
+    Wide numbers have no white of their own: it is 255 for integers up to that, 65535 for larger ones, and for floats
+    1, 255 or 65535, whichever is near above their largest. Raises ValueError where none is, or where integers are
+    negative.
+    """
+    numbers = np.asarray(image).astype(np.float32)
+    if not wide:
+        return numbers / 65535
+    finite = numbers[np.isfinite(numbers)]
+    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     if image.mode == "F":
-        yield np.nan_to_num(np.asarray(image), nan=0.0, posinf=1.0, neginf=0.0)
+        white = next((white for low, white, high in _FLOAT_WHITES if low <= most <= high), None)
+    else:
+        white = 255 if most <= 255 else 65535
+    if white is None or (image.mode == "I" and (least < 0 or most > white)):
+        raise ValueError(f"it holds numbers from {least:g} to {most:g}, which do not say what is white")
+    return np.nan_to_num(numbers / np.float32(white), nan=0.0, posinf=1.0, neginf=0.0)
+
+
+def _planes(image: Image.Image, opaque: bool, wide: bool) -> Iterator[np.ndarray]:
+    """The one (grey) or three (red, green, blue) channels, 0 to 1, one at a time as they are large."""
+    if image.mode[0] in "IF":
+        yield _numbers(image, wide)
         return
     profile = image.info.get("icc_profile")
     alpha = None
@@ -208,9 +234,19 @@ def _named_errors(name: str, path: Path) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
     except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        if isinstance(error, FileNotFoundError):
+            where = "it is a link to a file that is not there" if path.is_symlink() else "it is gone"
+            raise ValueError(
+                f"The picture {name!r} can't be read ({where}); put the file there, or take it out of the folder and "
+                f"queue again."
+            ) from error
+        if isinstance(error, PermissionError):
+            raise ValueError(f"The picture {name!r} can't be read; check its access rights.") from error
         if path.suffix.lower() == ".avif" and not features.check("avif"):
             fix = "this Pillow reads no AVIF: update Pillow to 11.3 or later, or save the picture as PNG"
         else:
             fix = "save it again as PNG or JPEG, or take it out of the folder"
         reason = "it is no picture or is damaged" if isinstance(error, UnidentifiedImageError) else error
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror  # without the path of this machine
         raise ValueError(f"The picture {name!r} can't be read ({reason}); {fix}.") from error

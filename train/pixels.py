@@ -38,18 +38,21 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class StillPixels:
-    """opaque: transparent parts show the colours that the file holds there, as alpha is a mask."""
+    """opaque: transparent parts show the colours that the file holds there, as alpha is a mask. wide: it holds numbers
+    that are scaled by their range, which is in the key as older versions scaled them otherwise."""
 
     path: Path
     name: str
     digest: str
     size: tuple[int, int]
     opaque: bool = False
+    wide: bool = False
     frames = 1
 
     @property
     def key(self) -> Any:
-        return (self.digest, "opaque") if self.opaque else self.digest
+        more = (*["opaque"] * self.opaque, *["by range"] * self.wide)
+        return (self.digest, *more) if more else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
         return load_picture(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)

@@ -51,6 +51,26 @@ def test_pictures_come_by_name_with_their_captions_subfolders_included(folder):
     assert dataset.entries[2].path == path / "sub" / "c.webp"
 
 
+def test_folders_that_are_links_are_subfolders_and_no_place_is_read_twice(folder, tmp_path):
+    path = folder({"z/a.png": None, "z/a.txt": "a"})
+    other = tmp_path / "elsewhere"
+    (other / "deep").mkdir(parents=True)
+    for name in ("b", "deep/c"):
+        (other / f"{name}.png").touch()
+        (other / f"{name}.txt").write_text(name)
+    (path / "linked").symlink_to(other)
+    (path / "again").symlink_to(other / "deep")  # by name before `linked`, so that is where it is read
+    (path / "same").symlink_to(path / "z")
+    (path / "z" / "loop").symlink_to(path)
+    (path / "z" / "above").symlink_to(tmp_path)
+    (other / "back").symlink_to(path)
+    (path / ".hidden").symlink_to(other)
+    assert captions(scan_folder(path)) == {"again/c.png": "deep/c", "linked/b.png": "b", "z/a.png": "a"}
+    before = folder_fingerprint(path, ".txt")
+    (other / "b.txt").write_text("another")
+    assert folder_fingerprint(path, ".txt") != before
+
+
 def test_pictures_of_one_name_in_two_subfolders_are_told_apart(folder):
     path = folder({"cats/1.jpg": None, "cats/1.txt": "a", "dogs/1.jpg": None, "dogs/1.txt": "b"})
     assert captions(scan_folder(path)) == {"cats/1.jpg": "a", "dogs/1.jpg": "b"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms, features
-from tessera.train.pictures import check_pillow, inspect_picture, load_picture
+from tessera.train.pictures import check_pillow, inspect_picture, load_mask, load_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -238,6 +238,47 @@ def test_stripes_finer_than_a_pixel_become_their_mean(tmp_path):
     Image.fromarray(stripes).save(tmp_path / "a.png")
     pixels = load_picture(tmp_path / "a.png", (0, 0, 128, 128), 16, 16)
     assert (pixels - 0.5).abs()[..., 2:-2, :].max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(np.float32, 1), (np.float32, 255), (np.float32, 65535), (np.int32, 255), (np.int32, 65535)],
+)
+def test_a_tiff_of_wide_numbers_is_scaled_by_their_range(tmp_path, dtype, scale):
+    values = np.linspace(0, 1, 256, dtype=np.float64).reshape(16, 16)
+    Image.fromarray((values * scale).astype(dtype)).save(tmp_path / "a.tiff")
+    shown = load_picture(tmp_path / "a.tiff", (0, 0, 16, 16), 16, 16)[0, :, :, 0].numpy()
+    step = 0 if dtype is np.float32 else 1 / scale  # integers are cut off
+    assert abs(shown - values).max() < 1e-6 + step
+    assert abs(load_mask(tmp_path / "a.tiff", alpha=False) - values).max() < 1e-6 + step
+    assert inspect_picture(tmp_path / "a.tiff").wide
+    Image.fromarray((values * 65535).astype(np.uint16)).save(tmp_path / "b.png")
+    assert not inspect_picture(tmp_path / "b.png").wide
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.float32([[0, 12]]), "0 to 12"),
+        (np.int32([[-3, 90]]), "-3 to 90"),
+        (np.int32([[0, 70000]]), "0 to 70000"),
+    ],
+)
+def test_wide_numbers_without_a_white_are_refused(tmp_path, array, told):
+    Image.fromarray(array).save(tmp_path / "a.tiff")
+    with pytest.raises(
+        ValueError, match=rf"'a.tiff' can't be read \(it holds numbers from {told}, .* white\); save it"
+    ):
+        load_picture(tmp_path / "a.tiff", (0, 0, 2, 1), 1, 2)
+
+
+def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
+    (tmp_path / "a.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(ValueError, match=r"'sub/a.png' can't be read \(it is a link to a file that is not there\)"):
+        inspect_picture(tmp_path / "a.png", "sub/a.png")
+    with pytest.raises(ValueError, match=r"'b.png' can't be read \(it is gone\)") as told:
+        inspect_picture(tmp_path / "b.png")
+    assert str(tmp_path) not in str(told.value)
 
 
 @pytest.mark.parametrize("cut", [0, 20, 400])
