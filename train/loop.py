@@ -145,12 +145,8 @@ class Trainer:
                 self.between_steps()
         except BaseException as error:
             self.saver.save_what_is_there()
-            step, saved = progress.step, progress.saved_step
-            if progress.whole:
-                left = stopped.kept(step, self.saver.state_name(step))
-            else:
-                left = stopped.broken_off(saved, self.saver.state_name(saved))
-            if (told := stopped.explained(error, step, left, self.placed.runner.planned_graphs)) is None:
+            left = self.saver.left()
+            if (told := stopped.explained(error, progress.step, left, self.placed.runner.planned_graphs)) is None:
                 raise
             raise told from error
 

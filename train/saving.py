@@ -18,7 +18,7 @@ from .learner import Learner
 from .lora_model import LoraModel
 from .objective import Strata
 from .run import RunFolder, TrainSettings, place_of
-from .stopped import TrainingStopped
+from .stopped import TrainingStopped, broken_off, kept
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +86,17 @@ class Saver:
         self.machine, self.describe, self.observer = machine, describe, observer
         self.strata, self.measured = strata, ""
         self.progress = Progress()
+        self.last_state = ""  # as the `resume` input names it
         self.best: Best | None = None
         self.beside: dict[str, str] = {}
         self.parts: list[dict[str, Any]] = []
 
     def state_name(self, step: int) -> str:
         """The state of this step as the `resume` input names it."""
-        above = place_of(self.settings.output_name).parent
-        return (above / self.folder.path.name / state_path(self.folder.path, step).name).as_posix()
+        return self._named(state_path(self.folder.path, step))
+
+    def _named(self, state: Path) -> str:
+        return (place_of(self.settings.output_name).parent / state.parent.name / state.name).as_posix()
 
     def resume(self, path: Path) -> None:
         """Goes on from a saved state, as if the run had never stopped."""
@@ -102,6 +105,7 @@ class Saver:
         progress = self.progress
         progress.step, progress.batches, progress.saved_step = state.step, state.batches, state.step
         progress.loss = list(state.loss)
+        self.last_state = self._named(path) if self.settings.resume == "latest" else self.settings.resume
         self._resume_validation(path, state)
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:
@@ -145,18 +149,27 @@ class Saver:
         try:
             return self._write(self.folder.lora_path)
         except OSError as error:
-            raise TrainingStopped(error.strerror) from error
+            raise TrainingStopped(f"{error.strerror} {self.left()}") from error
 
     def save_what_is_there(self) -> None:
         """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
-        kept = self.progress.saved_step
-        if self.progress.whole and self.progress.step > kept:
+        saved = self.progress.saved_step
+        if self.progress.whole and self.progress.step > saved:
             try:
                 self._write(self.folder.step_lora_path(self.progress.step))
             except Exception as error:  # what ended the run is what the user has to be told
                 log.warning("The state could not be saved", exc_info=error)
                 cause = getattr(error, "strerror", None) or "The state could not be saved."
-                self.observer.note(f"{cause} The last state that is kept is that of step {kept}.")
+                last = (
+                    f"The last state that is kept is that of step {saved}." if saved else "No state was saved before."
+                )
+                self.observer.note(f"{cause} {last}")
+
+    def left(self) -> str:
+        """What is kept of the run where it ends now, and how to go on from it."""
+        progress = self.progress
+        told = kept if progress.whole and progress.saved_step == progress.step else broken_off
+        return told(progress.saved_step, self.last_state)
 
     def keep_best(self, loss: float) -> None:
         """Writes the LoRA where its validation loss is less than that of the one that is kept."""
@@ -215,11 +228,11 @@ class Saver:
         step, lora = self.progress.step, self.snapshot()
         self._write_beside()
         save_lora(path, lora, "kohya", "fp32")
-        save_state(state_path(self.folder.path, step), self._state())
-        self.progress.saved_step = step
-        self.folder.forget_old_states(step)
-        if self.settings.keep_last:
+        if self.settings.keep_last:  # before the state, which may need the room
             self.folder.forget_old_loras(step, self.settings.keep_last)
+        save_state(state_path(self.folder.path, step), self._state())
+        self.progress.saved_step, self.last_state = step, self.state_name(step)
+        self.folder.forget_old_states(step)
         self.observer.saved(path)
         return lora
 

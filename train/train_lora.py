@@ -10,9 +10,12 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
+from .batch import strata_of
 from .checked_run import check_run
+from .checkpoint import read_header
 from .data import TrainingData
 from .description import describer, facts_of, now
+from .disk_room import check_room
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .held_out import held_out_note
@@ -121,6 +124,8 @@ def train_lora(
             f"0; choose {other} in resume to go on from one."
         )
     folder.check_writable()
+    begin = 0 if state is None else read_header(state)["step"]
+    check_room(folder, settings, patcher.model, targets, strata_of(settings, data.samples), begin)
     started = now()
     with torch.enable_grad():
         facts = facts_of(settings, family, patcher, data, started)
@@ -174,12 +179,13 @@ def train_lora(
                     summary |= watcher.facts()
             finally:
                 trainer.close()
-                _write_summary(folder, summary, recorder)
+                _write_summary(folder, summary, recorder, trainer.saver.left())
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 
 
-def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:
-    """Where the disk takes no more, what ended the run is told, not that its summary could not be saved too."""
+def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer, left: str) -> None:
+    """Where the disk takes no more, what ended the run is told, not that its summary could not be saved too. left: what
+    is kept of the run."""
     finished = summary["status"] == "finished"
     if not finished and not folder.path.exists():
         return
@@ -187,7 +193,7 @@ def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observe
         folder.write_summary(summary)
     except OSError as error:
         if finished:
-            raise TrainingStopped(error.strerror) from error
+            raise TrainingStopped(f"{error.strerror} {left}") from error
         observer.note(str(error.strerror))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 
@@ -10,6 +11,7 @@ import pytest
 import safetensors.torch
 import tiny
 import torch
+from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
 from tessera.train.batches import batch_order
 from tessera.train.data import TrainingData
@@ -235,6 +237,8 @@ def test_a_full_disk_at_the_end_is_told_in_one_sentence_and_the_last_whole_state
     assert str(stopped.value).startswith(("tiny.safetensors could", "state-000006.tessera could"))
     assert not list(tmp_path.rglob(".*"))
     (folder,) = (tmp_path / "full").iterdir()
+    left = f"What was trained up to step 4 is kept: choose {folder.name}/state-000004.tessera in resume to go on from "
+    assert str(stopped.value).endswith(f" {left}it with other settings.")
     states = sorted(path.name for path in folder.glob("*.tessera"))
     assert states == ["state-000002.tessera", "state-000004.tessera"]
     watcher = Watcher()
@@ -244,8 +248,6 @@ def test_a_full_disk_at_the_end_is_told_in_one_sentence_and_the_last_whole_state
 
 
 def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_memory_back(tiny_flux, tmp_path):
-    from comfy.model_management import InterruptProcessingException
-
     with disk(400) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
         watcher.before_step = cancel_at(3).before_step
@@ -254,6 +256,61 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
     (note,) = [note for note in watcher.notes if "step000003.safetensors could not be saved" in note]
     assert note.endswith("The last state that is kept is that of step 2.")
     assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000002.tessera"]
+
+
+def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says_so(tiny_flux, tmp_path):
+    with disk(400) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 2 else None)
+        with pytest.raises(TrainingStopped, match="What was trained was not saved before; set save_every to save on"):
+            train(tiny_flux, mixed_data(), tmp_path / "none", watcher, steps=2, save_every=0)
+    first = train(tiny_flux, mixed_data(), tmp_path, steps=3, save_every=0).path.parent
+    named = f"{first.name}/state-000003.tessera"
+    with disk(400) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 4 else None)
+        with pytest.raises(TrainingStopped, match=f"What was trained up to step 3 is kept: choose {named} in resume"):
+            options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
+            train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
+
+
+def test_a_state_that_finds_no_room_does_not_keep_old_loras(tiny_flux, tmp_path):
+    with disk(300_000) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 2 else None)
+        with pytest.raises(TrainingStopped, match="state-000004.tessera could not be saved"):
+            train(tiny_flux, mixed_data(), tmp_path, watcher, steps=4, save_every=1, keep_last=1)
+    assert [path.name for path in tmp_path.rglob("*step*.safetensors")] == ["tiny-step000003.safetensors"]
+    assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000001.tessera"]
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer"),
+    [({}, {"ema_decay": 0.9}), ({"algorithm": "loha"}, {"optimizer": "lion"}), ({"algorithm": "dora"}, {})],
+)
+def test_a_disk_without_room_for_the_least_that_a_run_writes_is_told_before_it_trains(
+    network, optimizer, tiny_flux, tmp_path, monkeypatch
+):
+    """What it asks for is no more than what is written, and nearly all of that."""
+    options = {"network": network, "optimizer": optimizer, "save_every": 1}
+    folder = train(tiny_flux, mixed_data(), tmp_path / "whole", **options, steps=4).path.parent
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    usage = shutil.disk_usage(tmp_path)
+
+    def leave(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    for steps, what, states in ((1, "a state of", 1), (2, "2 states of", 2), (4, "3 states of", 3)):
+        written = sizes["tiny.safetensors"] + states * sizes["state-000004.tessera"]
+        sentence = rf"^output_name: the disk .* MB free, and the run writes at least .* and {what} .*; free some space"
+        leave(written * 8 // 10)
+        assert_refused(tiny_flux, mixed_data(), tmp_path / f"full {steps}", sentence, **options, steps=steps)
+        leave(written)
+        train(tiny_flux, mixed_data(), tmp_path / f"enough {steps}", **options, steps=steps)
+    # A run that goes on needs room for what is not there yet.
+    root = tmp_path / "resumed"
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, mixed_data(), root, cancel_at(2), **options, steps=4)
+    leave(sizes["tiny.safetensors"] + sizes["state-000004.tessera"])
+    train(tiny_flux, mixed_data(), root, watcher := Watcher(), **options, steps=4)
+    assert "Resumed at step 2." in watcher.notes
 
 
 # Through the server.
