@@ -1,6 +1,6 @@
 """What is encoded of each picture or clip: for each form in which it is shown a set of tensors of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from .items import Item
 from .jobs import Interrupted, Job, Progress, encode, lacking
 from .masks import FAINT, TOKENS, check_masks, token_weights
 from .picture_jobs import PictureEncoder, vision_job
-from .pixels import Cut
+from .pixels import Cut, StillPixels
 from .tokens import Placement
 from .views import View, views_of
 
@@ -48,6 +48,11 @@ class FormJobs:
     @property
     def of_vae(self) -> tuple[Job, ...]:
         return (self.latent, *self.references, *([self.start] if self.start else []))
+
+    @property
+    def shown(self) -> tuple[tuple[Job, Cut], ...]:
+        """What is encoded of files in whole, with the part that it shows."""
+        return tuple(zip((self.latent, *self.references), (self.form.cut, *self.form.controls), strict=True))
 
     def keys(self) -> PictureKeys:
         references = tuple(job.key for job in self.references)
@@ -119,6 +124,12 @@ def form_jobs(
         return FormJobs(form, encoder.latent(form.cut), references, given, vision)
 
     return [tuple(map(jobs, of)) for of in forms]
+
+
+def pictures_of(jobs: Sequence[FormJobs], keys: Collection[str]) -> list[StillPixels]:
+    """The pictures, each once, of which something under these keys is encoded."""
+    shown = (cut.pixels for one in jobs for job, cut in one.shown if job.key in keys)
+    return list({pixels.path: pixels for pixels in shown if isinstance(pixels, StillPixels)}.values())
 
 
 def _key(job: Job | None) -> str | None:

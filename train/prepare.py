@@ -15,6 +15,7 @@ from .caption_notes import encoded_note
 from .captions import CaptionKeys, read_captions
 from .clip_vision import SEEN, vision_output
 from .controls import place_controls
+from .damaged import check_decodes
 from .data import (
     PLAIN,
     Choice,
@@ -30,7 +31,7 @@ from .fingerprint import changed_fields, fingerprint
 from .items import Item, find_items
 from .jobs import Interrupted, Progress, check_space, encode, lacking
 from .masks import TOKENS, mask_notes, token_weights
-from .picture_forms import PictureKeys, form_jobs, make_forms, read_masks
+from .picture_forms import PictureKeys, form_jobs, make_forms, pictures_of, read_masks
 from .picture_jobs import PictureEncoder
 from .plan_picture import describe_plan
 from .suitability import check_items, check_options, plan_notes, regularisation_notes, start_notes
@@ -69,10 +70,10 @@ def prepare(
 ) -> PreparedData:
     """Encode a data set with a ComfyUI VAE and CLIP.
 
-    The encoders and all files are checked before anything is encoded; an encoder is loaded only if the cache lacks
-    something of it: the VAE for all pictures, clips, start frames and control pictures first, then the CLIP vision
-    model, then the CLIP for all captions. `interrupted` is called before each and may raise; what is encoded by then
-    stays in the cache.
+    The encoders and all files are checked before anything is encoded, to their end those pictures that will be; an
+    encoder is loaded only if the cache lacks something of it: the VAE for all pictures, clips, start frames and control
+    pictures first, then the CLIP vision model, then the CLIP for all captions. `interrupted` is called before each and
+    may raise; what is encoded by then stays in the cache.
     image_to_video: each clip's first frame is its start picture, in the way of the Wan model of that VAE; with
         clip_vision (Wan 2.1) it is seen by that as well.
     control_megapixels: the size of control pictures, which take whole grids: at `megapixels` the grids of the results
@@ -133,6 +134,7 @@ def prepare(
         (lacking(cache, caption_jobs), "captions"),
     ]
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
+    check_decodes(pictures_of(every, {job.key for job in work[0][0]}), progress, interrupted)
     for lacked, what in work:
         encode(cache, lacked, what, progress, interrupted)
 

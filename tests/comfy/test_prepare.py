@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tessera.train import damaged
 from tessera.train.dataset import Dataset, scan_folder
 from tessera.train.fingerprint import weights_fingerprint
 from tessera.train.pictures import load_picture
@@ -324,6 +325,44 @@ def test_an_unreadable_picture_is_named_before_anything_is_encoded(folder, tiny_
     with pytest.raises(ValueError, match=r"'c.png' can't be read \(it is no picture or is damaged\); save it again"):
         run(folder, tiny_vae, tiny_clip, tmp_path)
     assert not counts[0].calls
+
+
+def break_off(path, pixels, **options):
+    """A file of these pixels of which the end is missing."""
+    Image.fromarray(pixels).save(path, **options)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 3 // 4])
+
+
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [("png", {}), ("jpg", {}), ("jpg", {"progressive": True}), ("bmp", {})],
+)
+def test_a_picture_that_breaks_off_is_named_before_anything_is_encoded(
+    ending, options, folder, tiny_vae, tiny_clip, counts, tmp_path
+):
+    pixels = np.random.default_rng(1).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    (folder / "e.txt").write_text("broken")
+    break_off(folder / f"e.{ending}", pixels, **options)
+    with pytest.raises(ValueError, match=rf"'e.{ending}' can't be read \(.*\); save it again as PNG"):
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert not counts[0].calls and not counts[1].calls
+    break_off(folder / "a.png", pixels)
+    with pytest.raises(ValueError, match=rf"2 pictures can't be read, .*: a.png, e.{ending}; save them again as PNG"):
+        run(folder, tiny_vae, tiny_clip, tmp_path)
+
+
+def test_pictures_are_checked_to_their_end_if_they_will_be_encoded_and_else_not(
+    folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
+):
+    checked = Counted(monkeypatch, damaged, "is_sound")
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert checked.since_last() == 4
+    Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert checked.calls == [(folder / "c.png",)] and checked.since_last()
+    run(folder, tiny_vae, tiny_clip, tmp_path)
+    assert not checked.calls
 
 
 def test_values_that_are_not_finite_are_told(folder, tiny_vae, tiny_clip, tmp_path, monkeypatch):
