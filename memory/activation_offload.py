@@ -35,7 +35,7 @@ class _Kept:
 
 class ActivationOffload:
     """Wraps the runners of blocks. `bytes_out` and `bytes_in` count what went to the host and came back; `buffers` is
-    how many host buffers were made."""
+    how many host buffers were made, and `pageable` the bytes of those that could not be page-locked on a GPU's host."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -43,7 +43,8 @@ class ActivationOffload:
         self.pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.last: int | None = None
         self.turn = 0
-        self.bytes_out = self.bytes_in = self.buffers = 0
+        self.bytes_out = self.bytes_in = self.buffers = self.pageable = 0
+        self.said = False
         self._kept: defaultdict[int, list[weakref.ref[_Kept]]] = defaultdict(list)
         self._leaving: list[tuple[int, Tensor, Any]] = []
 
@@ -75,7 +76,19 @@ class ActivationOffload:
         if self.pool[size]:
             return self.pool[size].pop()
         self.buffers += 1
-        return empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
+        made = empty_bytes(size, torch.device("cpu"), pinned=self.stream is not None)
+        self.pageable += 0 if self.stream is None or made.is_pinned() else size
+        return made
+
+    def told(self) -> str | None:
+        """One sentence, once, where page-locked memory could not be had."""
+        if self.said or not self.pageable:
+            return None
+        self.said = True
+        return (
+            f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so what leaves the "
+            "GPU holds up the step; free some RAM, or set offload_activations off."
+        )
 
     def _let_go_of(self, turn: int) -> None:
         """The computation goes on when what was stored up to `turn` is out, whose memory is free then. Letting go of it

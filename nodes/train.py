@@ -279,7 +279,8 @@ class TesseraTrainLora(io.ComfyNode):
                 watching = ExpertObserver(observer, expert, number, len(experts))
                 other = experts[1 - number]
                 under = with_base(other.model, other.settings.network)
-                partner = Partner(under, other.side, results[0].lora if results else None)
+                before = results[0].lora if results else None
+                partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
         remember(output_name, [result.path for result in results])
         high, low = results

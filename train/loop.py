@@ -138,8 +138,9 @@ class Trainer:
                 if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
-                if (spilled := self.spill.told()) is not None:
-                    self.observer.note(spilled)
+                for sentence in (self.spill.told(), self.placed.told()):
+                    if sentence is not None:
+                        self.observer.note(sentence)
                 if self.saver.is_due():
                     self.saver.save()
                 self.between_steps()

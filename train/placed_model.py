@@ -145,6 +145,10 @@ class PlacedModel:
             if (told := not_pinned(self.swap.ring.masters)) is not None:
                 self.observer.note(told)
 
+    def told(self) -> str | None:
+        """What only a step shows of how memory is used: one sentence, once."""
+        return None if self.runner.offload is None else self.runner.offload.told()
+
     def _told_of_pinning(self) -> bool:
         return self.device.type == "cuda" or self.memory.pin_memory == "on"
 

@@ -65,11 +65,12 @@ class Preview:
 @dataclass(frozen=True, eq=False)
 class Partner:
     """Wan 2.2's other expert. side: which of the two it is; lora: what was trained for it, if it was
-    trained before."""
+    trained before; boundary: the sigma where the two meet, None for the model's own."""
 
     model: ModelPatcher
     side: str
     lora: Mapping[str, Tensor] | None = None
+    boundary: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ class Previewer:
         family = family_of(model)
         check_previews(previews, family, model)
         self.rows, self.model, self.partner = rows_of(previews), model, partner
-        self.boundary = family.expert_boundary(model.model) if partner is not None else None
+        self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
         self.models = [model] if partner is None else [model, partner.model]
         self.shots: list[Shot] | None = None
         self.folder: Path | None = None

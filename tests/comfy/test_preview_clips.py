@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from tessera.train import compare
 from tessera.train.experts import HIGH, LOW
+from tessera.train.options import ObjectiveOptions
 from tessera.train.preview import Partner, Preview, Previewer
 from tessera.train.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.sheet import draw_sheet, to_picture
@@ -105,6 +106,13 @@ def test_the_partner_s_side_decides_which_samples_first(experts, tiny_files):
     second = Previewer(preview, low, Partner(high, HIGH))._stages({})
     for stages in (first, second):
         assert (stages.model.model, stages.low_noise.model) == (high.model, low.model)
+        assert stages.boundary == 0.875
+
+
+def test_they_meet_where_the_run_lets_them_meet(experts, tiny_files):
+    high, low = experts
+    preview = [Preview(sampling(tiny.load_vae(tiny_files["wan_vae"])))]
+    assert Previewer(preview, high, Partner(low, LOW, boundary=0.7))._stages({}).boundary == 0.7
 
 
 def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, tiny_files, monkeypatch):
@@ -124,12 +132,18 @@ def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, t
     data = training_data(wan_sample("a", (1, 2, 2)))
     with torch.inference_mode():
         made = TesseraTrainLora.execute(
-            model=experts[0], model_low_noise=experts[1], data=data, preview=previews, **train
+            model=experts[0],
+            model_low_noise=experts[1],
+            data=data,
+            preview=previews,
+            objective=ObjectiveOptions(expert_boundary=0.8),
+            **train,
         )
     high, low = made.result[0], made.result[3]
     of_high, of_low = seen
     assert (of_high.model.model, of_high.side, of_high.lora) == (experts[1].model, LOW, None)
     assert (of_low.model.model, of_low.side) == (experts[0].model, HIGH) and of_low.lora is high
+    assert of_high.boundary == of_low.boundary == 0.8
     assert not torch.equal(made.result[6], made.result[7]) and low.keys() == high.keys()
     assert [image["filename"] for image in made.ui["images"]] == ["sheet.png", "sheet.png"]
 

@@ -10,6 +10,7 @@ import tiny
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.options import MemoryOptions
 from tiny.compiling import make_lora, with_lora
+from tiny.runs import Watcher
 from tiny.sampling import sample
 from tiny.streams import streams
 from torch import equal
@@ -37,6 +38,7 @@ def trained(path: Path, folder: Path, **memory: Any) -> Any:
         steps=2,
         memory=MemoryOptions(**memory),
     )
+    trainer.observer = Watcher()
     tiny.fill_up_matrices(trainer)
     trainer.run()
     return trainer
@@ -78,6 +80,9 @@ def test_training(deep_flux, resident, tmp_path, monkeypatch, kind, checkpointin
     if prefetch == 3:
         assert waits >= WAITS[kind]
     assert not offload or waits >= WAITS["offload"]
+    told = [text for text in found.observer.notes if text.startswith("offload_activations")]
+    # There is no page-locked memory here; it is told once for all steps.
+    assert [text.split(": ")[1][:4] for text in told] == (["0.00"] if offload else [])
 
 
 @pytest.mark.parametrize("site", sorted({*WAITS["plain"], *WAITS["staged"], *WAITS["offload"]} - {BOUNDS}))
