@@ -14,6 +14,7 @@ from tiny.adapters import ALGORITHMS, fill, fp64_model, gradients
 
 HERE = Path(__file__).parent
 FLUX = runpy.run_path(str(HERE / "test_gradients.py"))
+FLUX2 = runpy.run_path(str(HERE / "test_flux2_gradients.py"))
 WAN = runpy.run_path(str(HERE / "test_wan_gradients.py"))
 QWEN = runpy.run_path(str(HERE / "test_qwen_gradients.py"))
 BACKENDS, MODES, SWAPS, BATCHES = (None, "aot_eager"), ("none", "selective", "full"), (0, 2), (1, 3)
@@ -79,6 +80,26 @@ def test_gradients_in_bf16_stay_within_its_rounding(tmp_path, name):
     model.set_model_compute_dtype(torch.bfloat16)
     model.model.manual_cast_dtype = torch.bfloat16
     check_flux(model, file, tmp_path, name, None, "none", 0, 3, FLUX["BF16"])
+
+
+# Wan and Qwen-Image have the other two kinds of adapter below.
+ON_FLUX2 = [("loha", None, "selective", 2, 1), ("oft", None, "full", 0, 3)]
+REST_ON_FLUX2 = [case for case in drawn(2, 8) if case not in ON_FLUX2]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "mode", "swap", "batch"),
+    [*ON_FLUX2, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST_ON_FLUX2)],
+)
+def test_gradients_on_flux2_equal_the_fp64_reference(tiny_files, tmp_path, name, backend, mode, swap, batch):
+    """Alone without references, as three with two each."""
+    network, memory = NetworkOptions(**ALGORITHMS[name]), MemoryOptions(checkpointing=mode, blocks_to_swap=swap)
+    file, data = tiny_files["flux2"], FLUX2["flux2_data"](None if batch == 1 else "index")
+    settings = {"backend": backend, "batch_size": batch, "memory": memory, "network": network}
+    trainer = moved(tiny.make_trainer(tiny.load_flux2(file), data, tmp_path, **settings))
+    loss = trainer.forward_backward([tiny.shown(*range(batch))])
+    bare, merged, leaves = fp64_model(trainer, load_file(file))
+    compare(trainer, lambda tensors: FLUX2["reference_gradients"](bare, tensors, batch), merged, leaves, loss)
 
 
 def test_gradients_on_wan_equal_the_fp64_reference(tmp_path):

@@ -9,7 +9,8 @@ import torch
 from tessera.models.flux import Flux
 from tessera.train.dropout import draw_masks
 from tessera.train.network_plan import network_notes
-from tessera.train.options import MemoryOptions, NetworkOptions
+from tessera.train.optimizer import build_optimizer
+from tessera.train.options import MemoryOptions, NetworkOptions, OptimizerOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.compiling import Graphs
 from tiny.resuming import resumed_as_whole
@@ -18,16 +19,26 @@ from tiny.runs import mixed_data, train
 DROPOUTS = {"rank_dropout": 0.3, "module_dropout": 0.2}
 
 
-OPTIMIZERS = ("adamw", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon")
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon")
 REFUSED = {("dora", "muon"), ("oft", "muon"), ("oft constrained", "muon")}
 PAIRS = [pair for pair in product(ALGORITHMS, OPTIMIZERS) if pair not in REFUSED and pair[0] != "lora"]
 SOURCE = random.Random(24)
 DRAWN = list(zip(SOURCE.sample(list(ALGORITHMS), 5), SOURCE.sample(OPTIMIZERS, 5), strict=True))
-QUICK = [pair for pair in DRAWN if pair in PAIRS]
+QUICK = sorted({pair for pair in DRAWN if pair in PAIRS} | {("lokr", "adamw8bit"), ("lokr whole", "lion")})
+
+
+def skip_where_8bit_does_not_run():
+    pytest.importorskip("bitsandbytes")
+    try:
+        build_optimizer(OptimizerOptions("adamw8bit"), [torch.nn.Parameter(torch.zeros(1))])
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 def check_resume(model, root, name, optimizer):
     """Cancelled amid and gone on, it learns the same bits; with dropout, so that this is drawn alike."""
+    if optimizer == "adamw8bit":
+        skip_where_8bit_does_not_run()
     network = {**ALGORITHMS[name], **DROPOUTS}
     steps = {"optimizer": optimizer, "learning_rate": 1e-3}
     whole = resumed_as_whole(model, mixed_data(), root, network=network, batch_size=2, optimizer=steps)
