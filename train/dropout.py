@@ -21,8 +21,10 @@ def draw_masks(
 
     dropout: elements of the rank activations. rank_dropout: for each sample whole ranks (for LoHa and LoKr rows of
     delta W, for OFT blocks). Both scale what stays by 1 / (1 − p), OFT's apart. module_dropout: for each sample the
-    whole adapter, unscaled. As kohya's network_dropout, rank_dropout and module_dropout (sd-scripts, networks/lora.py)
-    and LyCORIS, but that a module is dropped for each sample by itself and not for the batch.
+    whole adapter, unscaled. As kohya's network_dropout, rank_dropout and module_dropout (sd-scripts, networks/lora.py),
+    but that a module is dropped for each sample by itself and not for the batch. LyCORIS drops the same rows of
+    delta W, but leaves what stays unscaled: its rank_dropout_scale is off by default, and where it is on divides by the
+    share that was kept of that draw.
     """
     if not (options.dropout or options.rank_dropout or options.module_dropout):
         return {}

@@ -102,7 +102,8 @@ def arguments(kind: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    """Raises ValueError where the class does not take an argument, or cannot do without one that is not given.
+    """Raises ValueError where the class does not take an argument, cannot do without one that is not given, or would
+    set its own rate.
 
     A class that takes **kwargs mostly drops what it does not know, so only what it names counts.
     """
@@ -119,4 +120,9 @@ def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> 
     if missing:
         raise ValueError(
             f"The optimizer {name} cannot do without {missing[0]}; add a line {missing[0]}=… to optimizer_args."
+        )
+    if "relative_step" in taken and args.get("relative_step", taken["relative_step"].default) is True:
+        raise ValueError(
+            f"The optimizer {name} with relative_step=True sets its own rate in place of learning_rate; add a line "
+            f"relative_step=False to optimizer_args, with scale_parameter=False for a LoRA, or choose adafactor."
         )

@@ -150,6 +150,15 @@ def test_arguments_that_contradict_an_input_or_themselves_are_named(args, senten
             "The optimizer torch.optim.SparseAdam cannot train a LoRA here (RuntimeError: ",
         ),
         (
+            custom("transformers.optimization.Adafactor"),
+            "The optimizer transformers.optimization.Adafactor with relative_step=True sets its own rate in place of "
+            "learning_rate; add a line relative_step=False to optimizer_args",
+        ),
+        (
+            OptimizerOptions("adafactor", optimizer_args="relative_step=True"),
+            "The optimizer adafactor with relative_step=True sets its own rate",
+        ),
+        (
             custom("pytorch_optimizer.SAM"),
             "The optimizer pytorch_optimizer.SAM takes no learning rate; choose another class.",
         ),

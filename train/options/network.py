@@ -115,7 +115,7 @@ class NetworkOptions:
                 )
         parse_rank_patterns(self.rank_patterns)
         if self.factor != -1 and self.factor < 1:
-            raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 2 or more.")
+            raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 1 or more.")
         if self.constraint < 0:
             raise ValueError(f"constraint is {self.constraint:g}; set it to 0 (none) or above.")
 
