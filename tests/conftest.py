@@ -16,13 +16,14 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Else MKL's products depend on how their operands are aligned on some processors (AMD's among them), and what streams
-# through a slot differs in the last digit from what lies in a file's memory. See oneMKL's "Conditional Numerical
-# Reproducibility".
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+_CPU_FACTS = Path("/proc/cpuinfo")
+if _CPU_FACTS.is_file() and "AuthenticAMD" in _CPU_FACTS.read_text():
+    # Else MKL's products depend on how their operands are aligned there, and what streams through a slot differs in the
+    # last digit from what lies in a file's memory. See oneMKL's "Conditional Numerical Reproducibility".
+    os.environ.setdefault("MKL_CBWR", "AUTO")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

@@ -53,7 +53,9 @@ def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(
 def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files):
     model = tiny.load_model("wan", tiny_files["wan"])
     clone, branch = compiled(model, backend=backend)
-    assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
+    found, want = sample(clone, "wan"), sample(model, "wan")
+    # aot_ts ends in torch.jit.optimize_for_inference, whose oneDNN layers may sum in another order than MKL.
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-6 * float(want.abs().max()) if backend == "aot_ts" else 0)
     assert branch.report().counts().graphs == 1
     assert [note for note in branch.notes if "no CUDA graphs here" in note] == branch.notes
     assert len(branch.notes) == (backend == "cudagraphs")
