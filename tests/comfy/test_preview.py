@@ -1,8 +1,6 @@
 """Previews: a picture at a step is what core's nodes make of the LoRA saved at that step, and the run is as without."""
 
-import gc
 import json
-import weakref
 
 import comfy.model_management
 import nodes as core
@@ -24,10 +22,10 @@ from tessera.train.preview import Preview, Previewer
 from tessera.train.sampling import Sampling, zeroed
 from tessera.train.stopped import TrainingStopped
 from tessera.train.train_lora import train_lora
+from tiny.alive import Since, size_of
 from tiny.compiling import Graphs
 from tiny.runs import Watcher, run_settings, sample, training_data
 from tiny.sampling import conditioning, unload_outside_inference_mode
-from torch._subclasses import FakeTensor
 
 SIZE = {"width": 64, "height": 48, "steps": 2}
 
@@ -179,34 +177,23 @@ def test_a_model_that_cannot_be_unloaded_after_a_preview_ends_the_run_with_its_s
         FrozenWeights(tiny_flux, torch.device("cpu"), torch.float32)
 
 
-def tensors():
-    """All that this process holds, but for those that have no numbers."""
-    found = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))
-    return [tensor for tensor in found if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"]
-
-
 class Notes(Watcher):
     """What lies on the device, what is compiled, and what this run has made and holds (how many parameters, how many
-    bytes of all tensors) after each step. What earlier tests have left may go meanwhile and is not looked at."""
+    bytes of all tensors) after each step."""
 
     def __init__(self, model):
         super().__init__(at_step=self.look)
         self.counted = Graphs()
         self.model, self.loaded, self.graphs, self.held = model, [], [], []
-        # By their addresses, as a tensor is compared number by number; alive, none of them can be taken for a new one.
-        self.before = {id(tensor): weakref.ref(tensor) for tensor in tensors()}
+        self.made = Since()
 
     def look(self, step):
         self.loaded.append([type(e.model).__name__ for e in comfy.model_management.current_loaded_models])
         branch = branch_of(self.model)
         in_preview = branch.report().counts().graphs if branch else 0
         self.graphs.append((self.counted(), in_preview))
-        gc.collect()
-        new = [t for t in tensors() if (old := self.before.get(id(t))) is None or old() is not t]
-        parts = {
-            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for t in new for part in parts_of(t)
-        }
-        self.held.append((sum(isinstance(t, torch.nn.Parameter) for t in new), sum(parts.values())))
+        made = self.made()
+        self.held.append((sum(isinstance(t, torch.nn.Parameter) for t in made), size_of(made)))
 
 
 def test_nothing_is_left_behind_and_training_compiles_nothing_anew(tiny_flux, tiny_vae, tmp_path, monkeypatch):

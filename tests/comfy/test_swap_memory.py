@@ -1,6 +1,5 @@
 """What swapping costs the host: the weights lie there once, also while they move into the masters."""
 
-import gc
 import json
 import os
 import subprocess
@@ -13,11 +12,10 @@ import pytest
 import tiny
 import torch
 from tessera.memory.block_swap import frozen_modules
-from tessera.memory.masters import parts_of
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.options import MemoryOptions
+from tiny.alive import Since, size_of
 from tiny.sampling import sample
-from torch._subclasses.fake_tensor import FakeTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
@@ -98,19 +96,6 @@ FORMATS = {
     "fp8": ({"dtype": torch.float8_e4m3fn}, torch.float8_e4m3fn),
     "scaled fp8": ({"dtype": torch.bfloat16, "fp8": True}, None),
 }
-
-
-def held() -> int:
-    """Bytes of all tensors that there are, each memory once."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu" and not isinstance(found, FakeTensor):
-            for part in parts_of(found):
-                storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 QUICK = ("fp32 with a LoRA", "scaled fp8")
 
 
@@ -121,7 +106,7 @@ def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(
     """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
     written, kept = FORMATS[stored]
     file = tiny.write_flux(tmp_path / "flux.safetensors", depth=3, depth_single=7, **written)
-    before = held()
+    made = Since()
     with torch.inference_mode():
         model, _ = swap(tiny.load_flux(file, kept), SwapSettings(10))
         matrices = [f"diffusion_model.single_blocks.{i}.linear1.weight" for i in range(7)] if "LoRA" in stored else []
@@ -133,19 +118,19 @@ def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(
         del weights
         picture = sample(model, "flux")
         comfy.model_management.unload_all_models()
-    size = held() - before
+    size = size_of(made())
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=10)
     )
     blocks = [sum(m.held_bytes() for m in frozen_modules(block).values()) for block in trainer.placed.swap.blocks]
     beside = trainer.placed.swap.held_bytes() + sum(p.nbytes for p in trainer.network.parameters())
-    assert held() - before - size - beside - patched < max(blocks) / 4
+    assert size_of(made()) - size - beside - patched < max(blocks) / 4
     assert sum(blocks) > size / 2
     trainer.run()
     trainer.close()
     del trainer
-    assert held() - before - size < max(blocks) / 4
+    assert size_of(made()) - size < max(blocks) / 4
     assert torch.equal(sample(model, "flux"), picture)
     comfy.model_management.unload_all_models()
-    assert held() - before - size < max(blocks) / 4
+    assert size_of(made()) - size < max(blocks) / 4

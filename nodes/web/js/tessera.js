@@ -61,13 +61,26 @@ function nodeAt(path) {
   return node
 }
 
-/** The previews so far, under the lines: the file is written anew each time, under one name. */
+/** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until
+ * the next one is loaded, and one that is loaded late takes no newer one's place. */
 function showPreviews(node, { filename, subfolder, type, step }) {
+  const run = node.tesseraRun
   const place = new URLSearchParams({ filename, subfolder, type, step })
-  const again = () => node.tesseraSheet === sheet && show(node, [...(node.tesseraLines ?? []), sheet])
-  const sheet = picture(api.apiURL(`/view?${place}`), `Previews up to step ${step}`, again)
-  node.tesseraSheet = sheet
-  again()
+  const sheet = picture(api.apiURL(`/view?${place}`), `Previews up to step ${step}`, () => {
+    if (node.tesseraRun !== run || node.tesseraSheet?.step > step) return
+    node.tesseraSheet = { image: sheet, step }
+    showLive(node)
+  })
+}
+
+function showLive(node) {
+  show(node, [...(node.tesseraLines ?? []), node.tesseraSheet?.image])
+}
+
+function begin(node, lines) {
+  node.tesseraRun = {}
+  node.tesseraLines = lines
+  node.tesseraSheet = undefined
 }
 
 const liveLines = {
@@ -86,7 +99,7 @@ app.registerExtension({
       if (detail.kind === 'preview') showPreviews(node, detail)
       if (!line) return
       node.tesseraLines = [...(node.tesseraLines ?? []), line]
-      show(node, [...node.tesseraLines, node.tesseraSheet])
+      showLive(node)
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
       const node = nodeAt(detail.node)
@@ -99,13 +112,12 @@ app.registerExtension({
     const { onExecuted, onExecutionStart } = nodeType.prototype
     nodeType.prototype.onExecutionStart = function (...rest) {
       onExecutionStart?.apply(this, rest)
-      this.tesseraLines = []
-      this.tesseraSheet = undefined
+      begin(this, [])
     }
     nodeType.prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
       const payloads = output?.tessera ?? []
-      this.tesseraSheet = undefined // at the end the frontend itself shows the sheet
+      begin(this, this.tesseraLines) // at the end the frontend itself shows the sheet
       if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
     }
   },
