@@ -154,7 +154,9 @@ def _fit(
     inside = sum(cost.weights for cost in costs)
     shape = [1, patcher.model.latent_format.latent_channels, PICTURE, PICTURE]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
-    loaded = [m for m in comfy.model_management.current_loaded_models if m.device == device]
+    # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
+    listed = comfy.model_management.current_loaded_models
+    loaded = [m for m in listed if m.device == device and m.model is not None]
     free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
     free -= comfy.model_management.extra_reserved_memory()
     machine = Machine(int(free), link_bandwidth(device), available + inside, file)

@@ -107,6 +107,19 @@ def tiny_vae(tiny_files: dict[str, Path]) -> Any:
     return tiny.load_vae(tiny_files["vae"])
 
 
+@pytest.fixture(scope="module")
+def lora_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where alone ComfyUI lists LoRAs: empty at first, and of this file's tests only."""
+    import folder_paths
+
+    listed, folder = folder_paths.folder_names_and_paths["loras"], tmp_path_factory.mktemp("loras")
+    folder_paths.folder_names_and_paths["loras"] = [str(folder)], listed[1]
+    folder_paths.filename_list_cache.clear()
+    yield folder
+    folder_paths.folder_names_and_paths["loras"] = listed
+    folder_paths.filename_list_cache.clear()
+
+
 @pytest.fixture
 def fresh_graphs() -> Iterator[None]:
     """No MODEL is loaded, and nothing that was compiled before is found again; nor is what this test compiles."""

@@ -257,7 +257,8 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
 def other_state(root: Path, settings: TrainSettings) -> str | None:
     """The newest state of this output name, whatever it was made with, as `resume` names it."""
     paths = [path for folder in run_folders(root, settings.output_name) for path in folder.states()]
-    newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    # The further one of two that were written within a tick of the file system's clock.
+    newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
 
 

@@ -26,19 +26,14 @@ def lora_of(seed, name="double_blocks.0.img_attn.qkv", size=(384, 128)):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(lora_folder):
     """A run with two saves and its end, and a LoRA of Wan, and no other where ComfyUI lists LoRAs."""
-    folder = tmp_path_factory.mktemp("loras")
-    listed = folder_paths.folder_names_and_paths["loras"]
-    folder_paths.folder_names_and_paths["loras"] = [str(folder)], listed[1]
     ends = ["-step000100", "-step000020", ""]
     for seed, end in enumerate(ends):
-        save_lora(folder / RUN / f"film{end}.safetensors", lora_of(seed))
-    save_lora(folder / "of_wan.safetensors", lora_of(9, "blocks.0.self_attn.q", (128, 128)))
+        save_lora(lora_folder / RUN / f"film{end}.safetensors", lora_of(seed))
+    save_lora(lora_folder / "of_wan.safetensors", lora_of(9, "blocks.0.self_attn.q", (128, 128)))
     folder_paths.filename_list_cache.clear()
-    yield [f"{RUN}/film{end}.safetensors" for end in ("-step000020", "-step000100", "")]
-    folder_paths.folder_names_and_paths["loras"] = listed
-    folder_paths.filename_list_cache.clear()
+    return [f"{RUN}/film{end}.safetensors" for end in ("-step000020", "-step000100", "")]
 
 
 def run(model, vae, **changes):

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from functools import partial
-from pathlib import Path
 
 import comfy.model_management
 import comfy.sample
@@ -37,19 +36,18 @@ class Flux2Vae:
 
 
 @pytest.fixture
-def loras(request):
+def loras(lora_folder):
     """Names of two LoRAs of rank 2 and one of rank 3, where ComfyUI lists them, for a model."""
-    folder, names = Path(folder_paths.get_folder_paths("loras")[0]), ["model_a", "model_b", "model_c"]
-    folder.mkdir(parents=True, exist_ok=True)
+    names = ["model_a", "model_b", "model_c"]
 
     def write(model, ending=""):
         for seed, (name, rank) in enumerate(zip(names, (2, 2, 3), strict=True)):
-            save_file(make_lora(model, seed + len(ending), rank), folder / f"{name}{ending}.safetensors")
+            save_file(make_lora(model, seed + len(ending), rank), lora_folder / f"{name}{ending}.safetensors")
         folder_paths.filename_list_cache.clear()
         return names
 
     yield write
-    for path in folder.glob("model_*.safetensors"):
+    for path in lora_folder.glob("model_*.safetensors"):
         path.unlink()
     folder_paths.filename_list_cache.clear()
     comfy.model_management.unload_all_models()

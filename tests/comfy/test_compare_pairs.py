@@ -46,17 +46,13 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def files():
+def files(lora_folder):
     """Runs of a pair and pairs of other origins, where ComfyUI lists LoRAs."""
-    folder = Path(folder_paths.get_folder_paths("loras")[0])
     for seed, name in enumerate(FILES):
-        save_lora(folder / f"{name}.safetensors", lora_of(seed))
-    save_lora(folder / "of_flux.safetensors", lora_of(0, "double_blocks.0.img_attn.qkv"))
+        save_lora(lora_folder / f"{name}.safetensors", lora_of(seed))
+    save_lora(lora_folder / "of_flux.safetensors", lora_of(0, "double_blocks.0.img_attn.qkv"))
     folder_paths.filename_list_cache.clear()
-    yield folder
-    for name in [*FILES, "of_flux"]:
-        (folder / f"{name}.safetensors").unlink()
-    folder_paths.filename_list_cache.clear()
+    return lora_folder
 
 
 @pytest.fixture(scope="module")

@@ -274,7 +274,7 @@ def test_training_clips_chains_with_pictures_and_notices_changes(home):
     (alone,) = run(data.TesseraVideoFolder, folder="input/f").result
     assert alone.entries[0].extraction == Extraction() and Extraction().target_frames == (25,)
     name = data.TesseraVideoFolder.fingerprint_inputs(folder="input/f")
-    (film.with_suffix(".txt")).write_text("walking")
+    (film.with_suffix(".txt")).write_text("walking slowly")
     assert data.TesseraVideoFolder.fingerprint_inputs(folder="input/f") != name
     unknown = data.TesseraVideoFolder.fingerprint_inputs(folder=None)
     assert unknown != unknown and data.TesseraVideoFolder.validate_inputs(folder=None) is True

@@ -1,6 +1,7 @@
 """Training that begins from a LoRA: its delta W at step 0, whatever its format and rank, and the same run after a
 resume."""
 
+import os
 from pathlib import Path
 
 import folder_paths
@@ -221,13 +222,12 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
     assert "1 keys for the text encoder" in notes[1] and "1 of the 2 trained layers are not in start_from" in notes[2]
 
 
-def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux):
-    folder = Path(folder_paths.get_folder_paths("loras")[0])
-    (folder / "styles").mkdir(parents=True, exist_ok=True)
-    file = folder / "styles" / "mine.safetensors"
+def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):
+    (lora_folder / "styles").mkdir()
+    file = lora_folder / "styles" / "mine.safetensors"
     tensors = convert(LoraModel.from_modules({"single_blocks.0.linear2": random_update(128, 640, 1)}))
     save_file(tensors, file)
-    (folder / "broken.safetensors").write_bytes(b"nothing")
+    (lora_folder / "broken.safetensors").write_bytes(b"nothing")
     folder_paths.filename_list_cache.clear()
     name = str(Path("styles", "mine.safetensors"))
     shown = TesseraLoraNetwork.INPUT_TYPES()["optional"]["start_from"][1]["options"]
@@ -242,6 +242,7 @@ def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux):
     before = TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     assert before == TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     save_file({key: tensor + 1 for key, tensor in tensors.items()}, file)
+    os.utime(file, (1, 1))  # of the same size, and perhaps of the same tick
     assert before != TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     for wrong in ("../mine.safetensors", str(file), "absent.safetensors"):
         with pytest.raises(ValueError, match="start_from: there is no LoRA .* in ComfyUI's LoRA folders; choose one"):

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tessera.train import damaged
+from tessera.train import damaged, jobs
 from tessera.train.dataset import Dataset, scan_folder
 from tessera.train.fingerprint import weights_fingerprint
 from tessera.train.pictures import load_picture
@@ -184,7 +186,9 @@ def test_broken_cache_files_are_made_again_and_a_vanished_one_is_told(folder, ti
         data.samples[0].load()
 
 
-def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(folder, tiny_vae, tiny_clip, counts, tmp_path):
+def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(
+    folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
+):
     class Cancelled(BaseException):
         pass
 
@@ -198,9 +202,10 @@ def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(folder, tiny
     with pytest.raises(Cancelled):
         run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted)
     vae_calls.since_last()
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=count(0, 3).__next__))
     run(folder, tiny_vae, tiny_clip, tmp_path, progress=lambda *args: told.append(args))
     assert (vae_calls.since_last(), clip_calls.since_last()) == (2, 3)
-    assert (1, 2, "Encoding pictures: 1 of 2, about 0 s left") in told
+    assert (1, 2, "Encoding pictures: 1 of 2, about 3 s left") in told
     assert told[-1] == (3, 3, "Encoding captions: 3 of 3")
 
 

@@ -1,5 +1,6 @@
 """Block Swap and Training Memory: how many blocks stream, from what the user asks or from what memory there is."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_minus_one_swaps_what_does_not_fit_and_says_so(flux: Any, monkeypatch: p
 
     def with_free(memory: int) -> tuple[Any, list[str]]:
         monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: memory + reserved)
+        monkeypatch.setattr(comfy.model_management, "current_loaded_models", [])  # what other tests left would count
         return swap(flux, SwapSettings(-1))
 
     fits, _ = with_free(needed + 2**20)
@@ -50,6 +52,26 @@ def test_minus_one_swaps_what_does_not_fit_and_says_so(flux: Any, monkeypatch: p
     tight, notes = with_free(needed - 2**20)
     assert streamed(tight) and notes
     assert tight.model_size() <= flux.model_size() - 2**20
+
+
+def test_minus_one_counts_what_others_hold_and_passes_over_a_model_that_is_gone(
+    flux: Any, tiny_files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = flux.model_size() + int(flux.memory_required([1, 16, 128, 128]))
+    needed += int(comfy.model_management.extra_reserved_memory())
+    loaded: list[Any] = []
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", loaded)
+    other = tiny.load_model("schnell", tiny_files["schnell"])
+    comfy.model_management.load_models_gpu([other])
+    room = needed + 2**20 - other.loaded_size()
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
+    assert type(swap(flux, SwapSettings(-1))[0]) is type(flux)
+    weights = other.model  # which a node may still hold
+    del other
+    gc.collect()
+    assert [entry.model for entry in loaded] == [None]
+    assert streamed(swap(flux, SwapSettings(-1))[0])
+    del weights
 
 
 def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

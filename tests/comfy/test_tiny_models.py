@@ -55,7 +55,7 @@ def test_tiny_flux_samples_to_finite_values_that_depend_on_the_prompt(name, tiny
     ids=["bf16", "fp16", "fp8", "scaled fp8"],
 )
 def test_files_of_other_dtypes_load_and_come_near_the_fp32_model(options, tolerance, tmp_path, tiny_flux, caplog):
-    positive = [[torch.randn(1, 16, tiny.T5_WIDTH), {"pooled_output": torch.randn(1, tiny.CLIP_WIDTH)}]]
+    positive = tiny.conditioning("flux", 16)
     with caplog.at_level(logging.WARNING):
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", **options))
     assert not [r for r in caplog.records if "missing" in r.message or "unexpected" in r.message]
