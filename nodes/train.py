@@ -27,7 +27,7 @@ from .options import NetworkType
 from .output import LoraModelType, LossMapType
 from .preview import PreviewType
 from .taken_over import overridden, shared
-from .training_run import outputs, run, runs_folder, sheet_of, ui_of
+from .training_run import outputs, run, runs_folder, settings_of_run, sheet_of, ui_of
 from .validation import ValidationType
 from .workflow_files import workflow_files
 
@@ -270,7 +270,7 @@ class TesseraTrainLora(io.ComfyNode):
                 values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
                 return io.NodeOutput(*values, ui=ui_of(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
-            experts = plan_experts(model, model_low_noise, data, settings, runs_folder())
+            experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
             data = replace(data, notes=(*data.notes, *shared(settings)))
             for expert in experts:
                 check_previews(preview, family_of(expert.model), expert.model)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..train.base_lora import with_base
 from ..train.data import TrainingData
 from ..train.events import Observer
+from ..train.experts import Expert
 from ..train.lora_model import LoraModel
 from ..train.preview import Partner, Preview, Previewer, preview_notes
 from ..train.run import TrainSettings
@@ -44,6 +45,12 @@ def run(
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
     return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
+
+
+def settings_of_run(expert: Expert) -> TrainSettings:
+    """An expert's settings as `run` has them."""
+    memory, _ = memory_of(expert.model, expert.settings.memory)
+    return replace(expert.settings, memory=memory)
 
 
 def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:

@@ -1,12 +1,14 @@
-"""Whether the disk has room for what a run writes at least, before it trains."""
+"""Whether the disk has room for what a run or two write at least, before they train."""
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..models.family import linear_shapes
+from .batch import strata_of
+from .beginning import Beginning
+from .checked_run import CheckedRun
 from .network_plan import adapter_specs, trained_numbers
 from .objective import Strata
 from .run import STATES_KEPT, RunFolder, TrainSettings
@@ -17,23 +19,62 @@ _SURELY_KEPT = {"adamw": 8, "adamw8bit": 2, "prodigy": 8, "adafactor": 0, "came"
 _SURELY_KEPT |= {"lion": 4, "muon": 4, "custom": 0}
 
 
-def check_room(
-    folder: RunFolder, settings: TrainSettings, model: Any, targets: Sequence[str], strata: Strata, step: int
-) -> None:
-    """Raises ValueError where the disk has less room than one LoRA and the states that lie there at once: the newest
-    ones, and that which is written beside them. step: where the run begins."""
-    shapes = linear_shapes(model)
-    numbers = sum(trained_numbers(s, shapes[name]) for name, s in adapter_specs(settings.network, targets).items())
+@dataclass(frozen=True)
+class Room:
+    """What a run writes at least, in bytes: a LoRA, and states. count: how many more of these lie there at once than at
+    its start, that which is written beside the newest among them; stay: how many more are there at its end."""
+
+    lora: int
+    state: int
+    count: int
+    stay: int
+
+    @property
+    def most(self) -> int:
+        return self.lora + self.count * self.state
+
+    @property
+    def left(self) -> int:
+        return self.lora + self.stay * self.state
+
+    def __str__(self) -> str:
+        states = f"a state of {_size(self.state)}" if self.count == 1 else f"{self.count} states of {_size(self.state)}"
+        return f"a LoRA of {_size(self.lora)} and {states}{'' if self.count == 1 else ' each'}"
+
+
+def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> Room:
+    """What the run writes from where it begins."""
+    shapes = linear_shapes(checked.patcher.model)
+    specs = adapter_specs(settings.network, checked.targets)
+    numbers = sum(trained_numbers(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0
-    lora, state = 4 * numbers, (4 + _SURELY_KEPT[settings.optimizer.optimizer] + average) * numbers
-    there = min(STATES_KEPT, len(folder.states()))
-    count = max(1, min(saves_to_come(settings, strata, step), STATES_KEPT + 1 - there))
+    there = min(STATES_KEPT, len(begun.folder.states()))
+    saves = max(1, saves_to_come(settings, strata_of(settings, checked.data.samples), begun.step))
+    return Room(
+        lora=4 * numbers,
+        state=(4 + _SURELY_KEPT[settings.optimizer.optimizer] + average) * numbers,
+        count=min(saves, STATES_KEPT + 1 - there),
+        stay=min(saves, STATES_KEPT - there),
+    )
+
+
+def check_room(folder: RunFolder, need: Room) -> None:
+    """Raises ValueError where the disk has less room than the run takes."""
     free = _free(folder.path)
-    if free is not None and free < lora + count * state:
-        states = f"a state of {_size(state)}" if count == 1 else f"{count} states of {_size(state)} each"
+    if free is not None and free < need.most:
         raise ValueError(
             f"output_name: the disk that the run is saved on has {_size(free)} free, and the run writes at least "
-            f"{_size(lora + count * state)} (a LoRA of {_size(lora)} and {states}); free some space, or lower rank."
+            f"{_size(need.most)} ({need}); free some space, or lower rank."
+        )
+
+
+def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
+    """The same of two runs of which the second begins when the first has ended, and whose folders lie side by side."""
+    free, most = _free(folder.path), max(first.most, first.left + second.most)
+    if free is not None and free < most:
+        raise ValueError(
+            f"output_name: the disk that the runs are saved on has {_size(free)} free, and those of the two experts "
+            f"write at least {_size(most)} ({first}, then {second}); free some space, or lower rank."
         )
 
 

@@ -12,13 +12,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ..models.family import linear_shapes
 from ..models.registry import family_of
+from .beginning import begin
 from .checked_run import check_run
 from .data import TrainingData
+from .disk_room import Room, check_room_for_both, room_for
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
 from .options import ValidationOptions
-from .run import TrainSettings, find_state, is_of_run, place_of
-from .state_fit import check_state
+from .run import RunFolder, TrainSettings, is_of_run, place_of
 from .train_lora import TrainResult
 
 HIGH, LOW = "high_noise", "low_noise"
@@ -64,10 +65,16 @@ def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
 
 
 def plan_experts(
-    high: ModelPatcher, low: ModelPatcher, data: TrainingData, asked: TrainSettings, root: Path | None = None
+    high: ModelPatcher,
+    low: ModelPatcher,
+    data: TrainingData,
+    asked: TrainSettings,
+    root: Path | None = None,
+    as_run: Callable[[Expert], TrainSettings] = lambda expert: expert.settings,
 ) -> list[Expert]:
-    """Both runs, checked before either begins. asked: what is set for both. root: the folder that
-    runs are kept in, where a state named in `resume` is to be checked too.
+    """Both runs, checked before either begins. asked: what is set for both. root: the folder that runs are kept in,
+    where the states that they go on from and the room on its disk are to be checked too. as_run: an expert's settings
+    with what its run takes of its MODEL.
 
     Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
     and for whatever would end one of the runs.
@@ -76,12 +83,17 @@ def plan_experts(
     if weights_fingerprint(high) == weights_fingerprint(low):
         raise ValueError(SAME_WEIGHTS)
     experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
+    needs: list[tuple[RunFolder, Room]] = []
     for expert in experts:
-        checked, settings = check_run(expert.model, data, expert.settings), expert.settings
-        if root is not None and settings.resume not in ("latest", "off"):
-            state = find_state(root, settings, "")
-            assert state is not None, settings.resume
-            check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
+        checked = check_run(expert.model, data, expert.settings)
+        if root is not None:
+            settings = as_run(expert)
+            begun = begin(expert.model, checked, settings, root)
+            if not begun.finished:
+                needs.append((begun.folder, room_for(checked, settings, begun)))
+    if len(needs) == 2:
+        (folder, first), (_, second) = needs
+        check_room_for_both(folder, first, second)
     return experts
 
 

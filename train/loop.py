@@ -237,13 +237,13 @@ class Trainer:
         return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
     def finite(self, total: Tensor) -> float:
-        """The loss as a number, with the gradients clipped. Raises TrainingStopped where it or they are not finite,
+        """The loss as a number, with the gradients clipped. Raises CannotGoOn where it or they are not finite,
         before anything is moved by them. Nothing else in a step waits for the device, which is idle then until the
         optimizer is queued: so both numbers are read at once."""
         loss, norm = torch.stack((total, self.learner.clip())).tolist()
         for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
-                raise stopped.not_finite(what, self.progress.step, self.saver.state_name(self.progress.step))
+                raise stopped.not_finite(what, self.progress.step)
         return loss
 
     def optimizer_step(self) -> None:

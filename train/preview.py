@@ -143,7 +143,7 @@ class Previewer:
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
             if any(model.backup for model in self.models):  # weights with a LoRA in them are not to be trained on
-                raise stopped.not_unloaded(step, trainer.saver.state_name(step)) from error
+                raise stopped.not_unloaded(step) from error
             self.failures += 1
             trainer.observer.note(self._failed(step, error))
         if step < steps:

@@ -228,16 +228,8 @@ def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None
         if (step := read_header(named)["step"]) > settings.steps:
             raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
         return named
-    found: list[tuple[int, Path]] = []
-    for folder in run_folders(root, settings.output_name):
-        for path in folder.states():
-            try:
-                header = read_header(path)
-            except ValueError:
-                continue  # a broken file is no reason not to go on from a whole one
-            if header["lineage"] == lineage and header["step"] <= settings.steps:
-                found.append((header["step"], path))
-    return max(found)[1] if found else None
+    found = _furthest(root, settings, lineage)
+    return None if found is None else found[1]
 
 
 def _named_state(root: Path, name: str) -> Path | None:
@@ -246,11 +238,15 @@ def _named_state(root: Path, name: str) -> Path | None:
 
 
 def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """The lineage of what these settings make: a named state of another lineage founds a new one, which is known by
-    both, so that it is never taken for a run that went through these settings from its start."""
+    """The lineage of what these settings make: a named state of other settings founds a new one, which is known by
+    both, so that it is never taken for a run that went through these settings from its start. A state of a run that was
+    founded so by these same settings goes on with that one."""
     named = None if settings.resume in ("off", "latest") else _named_state(root, settings.resume)
-    if named is None or (header := read_header(named))["lineage"] == lineage:
+    if named is None:
         return lineage
+    header = read_header(named)
+    if lineage in (header["lineage"], (header.get("parts") or [{}])[-1].get("asked")):
+        return header["lineage"]
     return fingerprint({"from": header["lineage"], "step": header["step"], "to": lineage})
 
 
@@ -260,6 +256,26 @@ def other_state(root: Path, settings: TrainSettings) -> str | None:
     # The further one of two that were written within a tick of the file system's clock.
     newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
+
+
+def further_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
+    """The furthest whole state of this lineage after `step`, as `resume` names it."""
+    found = _furthest(root, settings, lineage)
+    return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None
+
+
+def _furthest(root: Path, settings: TrainSettings, lineage: str) -> tuple[int, Path] | None:
+    """The furthest whole state of this lineage that is not past `steps`, with its step."""
+    found: list[tuple[int, Path]] = []
+    for folder in run_folders(root, settings.output_name):
+        for path in folder.states():
+            try:
+                header = read_header(path)
+            except ValueError:
+                continue  # a broken file is no reason not to go on from a whole one
+            if header["lineage"] == lineage and header["step"] <= settings.steps:
+                found.append((header["step"], path))
+    return max(found, default=None)
 
 
 def list_states(root: Path) -> list[str]:

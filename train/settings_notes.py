@@ -43,6 +43,11 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
         )
     if settings.keep_last and not saves:
         yield "keep_last is not used: no LoRA is saved on the way, as save_every and save_every_epochs are set."
+    elif settings.save_every and not saves:
+        yield (
+            f"save_every is {settings.save_every} and the run has {steps} steps, so it is saved at its end, at Cancel "
+            "and at an error only, and a crash loses it; lower save_every to save on the way."
+        )
     if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
         yield (
             f"keep_best has no choice: every_n_steps of Validation is {validation.every_n_steps} and the run has "

@@ -28,22 +28,27 @@ def out_of_memory_while_loading() -> TrainingStopped:
     )
 
 
-def not_finite(what: str, step: int, state: str) -> TrainingStopped:
+class CannotGoOn(RuntimeError):
+    """Ends a run for a reason that we know, told with what is left once that is saved. The message is the reason."""
+
+
+def not_finite(what: str, step: int) -> CannotGoOn:
     """step: the last whole one."""
-    return TrainingStopped(
-        f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate. {kept(step, state)}"
-    )
+    return CannotGoOn(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
 
 
-def not_unloaded(step: int, state: str) -> TrainingStopped:
-    return TrainingStopped(
+def not_unloaded(step: int) -> CannotGoOn:
+    return CannotGoOn(
         f"ComfyUI could not take the model off the device after the preview at step {step}, so its weights can't be "
-        f"trained on any more; restart ComfyUI. {kept(step, state)}"
+        "trained on any more; restart ComfyUI."
     )
 
 
 def explained(error: BaseException, step: int, left: str, planned_graphs: int) -> TrainingStopped | None:
-    """The error as one sentence, where we know what it means. step: the last whole one; left: what `kept` says."""
+    """The error as one sentence, where we know what it means. step: the last whole one; left: what is kept of the run,
+    as `kept` says it."""
+    if isinstance(error, CannotGoOn):
+        return TrainingStopped(f"{error} {left}")
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return TrainingStopped(
             f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels, or set "

@@ -10,22 +10,19 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
-from .batch import strata_of
+from .beginning import begin
 from .checked_run import check_run
-from .checkpoint import read_header
 from .data import TrainingData
 from .description import describer, facts_of, now
-from .disk_room import check_room
+from .disk_room import check_room, room_for
 from .events import Observer, StepReport
-from .fingerprint import weights_fingerprint
 from .held_out import held_out_note
 from .loop import Trainer
 from .lora_model import LoraModel
 from .parts import continued_from, made_with, parts_of
 from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET
-from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, open_folder, other_state
-from .state_fit import check_state
+from .run import RunFolder, TrainSettings, other_state
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .watcher import Watcher
@@ -102,34 +99,33 @@ def train_lora(
     checked = check_run(model, data, settings)
     family, patcher, data, targets = checked.family, checked.patcher, checked.data, checked.targets
     observer.phase("Reading the model's fingerprint")
-    name = weights_fingerprint(model)
-    lineage = continued_lineage(root, settings, settings.lineage(data.fingerprint, name))
-    key = settings.key(lineage)
-    if finished := find_finished(root, settings.output_name, key):
+    begun = begin(model, checked, settings, root)
+    key, lineage, state, folder = begun.key, begun.lineage, begun.state, begun.folder
+    if begun.finished:
         observer.note("This run was finished before with the same data, model and settings; its files are returned.")
-        result = read_finished(finished)
+        result = read_finished(folder)
         if watchers and not result.summary.get("previews"):
             observer.note("It was trained without previews; change output_name or seed to train it again with them.")
         return result
 
-    state = find_state(root, settings, lineage)
-    if state is not None:
-        check_state(state, settings.network, settings.optimizer, patcher.model, targets)
-    folder = open_folder(root, settings, key, state)
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
     recorder = _Recorder(observer, (*data.notes, *checked.notes))
     if state is None and settings.resume == "latest" and (other := other_state(root, settings)):
         recorder.note(
-            f"The states of {settings.output_name} were saved with other data or settings, so this run starts at step "
-            f"0; choose {other} in resume to go on from one."
+            f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
+            f"this run starts at step 0; choose {other} in resume to go on from one."
         )
     folder.check_writable()
-    begin = 0 if state is None else read_header(state)["step"]
-    check_room(folder, settings, patcher.model, targets, strata_of(settings, data.samples), begin)
+    check_room(folder, room_for(checked, settings, begun))
+    if begun.further is not None:
+        recorder.note(
+            f"A run like this one went on from the state in resume before; this one begins there again. Choose "
+            f"{begun.further} in resume to go on from where that was left."
+        )
     started = now()
     with torch.enable_grad():
         facts = facts_of(settings, family, patcher, data, started)
-        parts = parts_of(state, lineage, made_with(facts, data.fingerprint, name))
+        parts = parts_of(state, lineage, made_with(facts, data.fingerprint, begun.weights), begun.asked)
         earlier = continued_from(parts)
         if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
             recorder.note(held_out_note(checked.validation, checked.whole, parts))

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -15,6 +16,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
 from tessera.train.batches import batch_order
 from tessera.train.data import TrainingData
+from tessera.train.loop import Trainer
 from tessera.train.stopped import TrainingStopped
 from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
@@ -270,6 +272,26 @@ def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says
         with pytest.raises(TrainingStopped, match=f"What was trained up to step 3 is kept: choose {named} in resume"):
             options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
             train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
+
+
+def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
+    finite = Trainer.finite
+    monkeypatch.setattr(
+        Trainer, "finite", lambda self, total: finite(self, total * (math.nan if self.progress.step == 3 else 1))
+    )
+    with disk(400) as full:
+        watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
+        with pytest.raises(
+            TrainingStopped, match="at step 4; lower learning_rate. What was trained up to step 2 is ke"
+        ):
+            train(tiny_flux, mixed_data(), tmp_path, watcher)
+    (state,) = tmp_path.rglob("*.tessera")
+    assert state.name == "state-000002.tessera"
+    # Of a run that goes on elsewhere and makes no step, what is kept is what it went on from.
+    monkeypatch.setattr(Trainer, "finite", lambda self, total: finite(self, total * math.nan))
+    named = state.relative_to(tmp_path).as_posix()
+    with pytest.raises(TrainingStopped, match=f"What was trained up to step 2 is kept: choose {named} in resume"):
+        train(tiny_flux, mixed_data(), tmp_path, resume=named, output_name="other")
 
 
 def test_a_state_that_finds_no_room_does_not_keep_old_loras(tiny_flux, tmp_path):

@@ -1,6 +1,7 @@
 """Wan 2.2's two experts in one queue: each run is what a run of that expert alone would be."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
 from tessera.train.formats import LoraModel, convert
 from tessera.train.lora_source import LoraSource
 from tessera.train.network_plan import choose_targets
-from tessera.train.options import NetworkOptions, ObjectiveOptions
+from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions
 from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
@@ -103,6 +104,29 @@ def test_a_state_that_does_not_fit_the_second_is_refused_before_the_first_is_tra
     with pytest.raises(ValueError, match="^resume: that state was trained with rank 4"):
         plan_experts(*experts, clips(), changed, tmp_path)
     assert plan_experts(*experts, clips(), run_settings(output_name="film", resume=state), tmp_path)
+
+
+def test_a_disk_without_room_for_both_is_told_before_the_first_is_trained(experts, tmp_path, monkeypatch):
+    results = run_both(experts, tmp_path / "whole")
+    size = sum(path.stat().st_size for path in results[0].path.parent.iterdir())
+    usage = shutil.disk_usage(tmp_path)
+
+    def plan(free, root, as_run=lambda expert: expert.settings):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+        return plan_experts(*experts, clips(), run_settings(output_name="film", save_every=0), root, as_run)
+
+    told = "^output_name: the disk that the runs are saved on has .* free, and those of the two experts write at least"
+    with pytest.raises(ValueError, match=told):
+        plan(size * 3 // 2, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert plan(2 * size, tmp_path / "new")
+    assert plan(size * 3 // 2, tmp_path / "whole")  # both are finished
+    with pytest.raises(ValueError, match=told):  # as these settings are not those of their runs
+        plan(
+            size * 3 // 2,
+            tmp_path / "whole",
+            lambda expert: replace(expert.settings, memory=MemoryOptions(blocks_to_swap=1)),
+        )
 
 
 @pytest.mark.parametrize(

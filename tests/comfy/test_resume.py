@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from itertools import count
 
@@ -318,6 +319,40 @@ def test_a_run_that_goes_on_from_a_state_of_other_settings_is_a_run_of_its_own(t
     equal(train(tiny_flux, data, tmp_path, watcher, resume=name, **slower), mixed)
     equal(train(tiny_flux, data, tmp_path, watcher, **slower), whole)
     assert not watcher.losses
+
+
+def test_a_run_that_went_on_under_other_settings_goes_on_by_name_as_itself(tiny_flux, tmp_path):
+    data, slower = mixed_data(), {"optimizer": {"learning_rate": 1e-3}}
+    root, again = tmp_path / "runs", tmp_path / "again"
+    cancelled(tiny_flux, data, root, 2)
+    founding = f"{run_folder(root).name}/state-000002.tessera"
+    shutil.copytree(root, tmp_path / "whole")
+    whole = train(tiny_flux, data, tmp_path / "whole", resume=founding, **slower)
+    cancelled(tiny_flux, data, root, 4, resume=founding, **slower)
+    (own,) = root.glob("*/state-000004.tessera")
+    name = own.relative_to(root).as_posix()
+
+    # As it was queued it begins again where it was told to, and says where it was left.
+    shutil.copytree(root, again)
+    watcher = Watcher()
+    equal(train(tiny_flux, data, again, watcher, resume=founding, **slower), whole)
+    assert len(watcher.losses) == 4 and any(f"Choose {name} in resume" in note for note in watcher.notes)
+
+    watcher = Watcher()
+    result = train(tiny_flux, data, root, watcher, resume=name, **slower)
+    equal(result, whole)
+    assert len(watcher.losses) == 2 and result.path.parent == own.parent
+    assert not [note for note in watcher.notes if "other data" in note or "hoose" in note]
+    assert result.summary["continued_from"] == whole.summary["continued_from"]
+
+    watcher = Watcher()
+    for state in (founding, name, f"{own.parent.name}/state-000006.tessera"):
+        equal(train(tiny_flux, data, root, watcher, resume=state, **slower), result)
+    assert not watcher.losses
+    longer = train(tiny_flux, data, root, watcher, resume=state, steps=7, **slower)
+    assert len(watcher.losses) == 1 and longer.summary["continued_from"] == whole.summary["continued_from"]
+    found = train(tiny_flux, data, root, watcher, resume=name, steps=7, **slower)
+    assert len(watcher.losses) == 1 and found.path == longer.path
 
 
 def test_a_run_started_anew_goes_on_in_its_own_folder_and_what_a_killed_process_wrote_is_removed(tiny_flux, tmp_path):

@@ -103,6 +103,12 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
         ({"keep_last": 2, "save_every": 0}, "keep_last is not used: no LoRA is saved on the way, as save_every and"),
         ({"keep_last": 2, "save_every": 6}, "keep_last is not used"),
         ({"keep_last": 2, "save_every": 5}, None),
+        ({"save_every": 5}, None),
+        ({"save_every": 0}, None),
+        (
+            {"save_every": 6},
+            "save_every is 6 and the run has 6 steps, so it is saved at its end, at Cancel and at an er",
+        ),
         ({"save_every": 0, "save_every_epochs": 1}, None),
         ({"save_every": 0, "save_every_epochs": 2}, "save_every_epochs is 2 and the run shows all pictures 1.2 times"),
         ({"validation": {"every_n_steps": 6}}, "keep_best has no choice: every_n_steps of Validation is 6 and the run"),

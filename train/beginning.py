@@ -1,0 +1,49 @@
+"""Where a run begins: what it is known by, whether it was finished before, the state that it goes on from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from comfy.model_patcher import ModelPatcher
+
+from .checked_run import CheckedRun
+from .checkpoint import read_header
+from .fingerprint import weights_fingerprint
+from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, further_state, open_folder
+from .state_fit import check_state
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """weights: the fingerprint of the MODEL. asked: the lineage of the run's settings; lineage: what it is known by,
+    another where it goes on from a state of other settings. folder: what it writes to, or has written if `finished`.
+    step: how many are done in `state`, 0 without one. further: the state, as `resume` names it, at which a run that
+    went on from the same state in the same way was left, where there is one."""
+
+    weights: str
+    asked: str
+    lineage: str
+    key: str
+    folder: RunFolder
+    finished: bool = False
+    state: Path | None = None
+    step: int = 0
+    further: str | None = None
+
+
+def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> Beginning:
+    """root: the folder that runs are kept in. Reads the model's weights once in its life. Raises ValueError where the
+    state to go on from is missing or does not fit."""
+    weights = weights_fingerprint(model)
+    asked = settings.lineage(checked.data.fingerprint, weights)
+    lineage = continued_lineage(root, settings, asked)
+    key = settings.key(lineage)
+    if finished := find_finished(root, settings.output_name, key):
+        return Beginning(weights, asked, lineage, key, finished, finished=True)
+    state = find_state(root, settings, lineage)
+    if state is None:
+        return Beginning(weights, asked, lineage, key, open_folder(root, settings, key, None))
+    check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
+    header, folder = read_header(state), open_folder(root, settings, key, state)
+    step: int = header["step"]
+    further = None if header["lineage"] == lineage else further_state(root, settings, lineage, step)
+    return Beginning(weights, asked, lineage, key, folder, state=state, step=step, further=further)
