@@ -48,7 +48,7 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
             try:
                 return page_locked(size)
             except (RuntimeError, OSError) as error:
-                log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, error)
+                log.warning("%d bytes of RAM could not be page-locked; pageable memory is used: %s", size, str(error))
         return torch.empty(size, dtype=torch.uint8)
 
 

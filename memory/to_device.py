@@ -21,5 +21,5 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     try:
         tensor = tensor.pin_memory()
     except RuntimeError as error:
-        log.warning("%d bytes of a batch could not be page-locked: %s", tensor.nbytes, error)
+        log.warning("%d bytes of a batch could not be page-locked: %s", tensor.nbytes, str(error))
     return tensor.to(device, non_blocking=True)
