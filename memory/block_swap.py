@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .flat import Layout, Pieces, empty_bytes, trim_heap
+from .flat import Field, Layout, Pieces, empty_bytes, trim_heap
 from .masters import SMALL_PART
-from .page_locked import unlock
+from .page_locked import give_back, unlock
 from .residency import FrozenModule
 from .slot_ring import SlotRing
 
@@ -72,21 +72,19 @@ class BlockSwap:
 
     def end(self) -> None:
         """Leaves the MODEL its own weights, in ordinary memory, and no more: they leave the buffers that hold others
-        too, patched or cast ones, which go then."""
+        too, patched or cast ones, which go then, and those that stay page-locked for as long as they are there."""
         for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
             foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
             master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
             if isinstance(master, Pieces):
                 continue
-            unlock(master)
-            if foreign < layout.size // SMALL_PART:
+            unlocked = unlock(master)
+            if unlocked and foreign < layout.size // SMALL_PART:
                 continue
-            modules = frozen_modules(block)
-            for field in layout.fields:
-                if field.name not in beside:
-                    owner, _, name = field.name.rpartition(".")
-                    source = field.on(master)
-                    modules[owner].moved(name, source, source.clone())
+            _leave(block, [field for field in layout.fields if field.name not in beside], master)
+            if not unlocked:
+                del master
+                give_back()
 
     def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
         """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
@@ -129,6 +127,15 @@ def _into_flat(block: nn.Module, layout: Layout, pinned: bool) -> tuple[Tensor, 
         del source
     trim_heap()
     return flat, beside
+
+
+def _leave(block: nn.Module, fields: Sequence[Field], master: Tensor) -> None:
+    """The MODEL has copies of these in ordinary memory from here on."""
+    modules = frozen_modules(block)
+    for field in fields:
+        owner, _, name = field.name.rpartition(".")
+        source = field.on(master)
+        modules[owner].moved(name, source, source.clone())
 
 
 class _BeforeBackward(torch.autograd.Function):

@@ -6,6 +6,7 @@ from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
@@ -15,6 +16,15 @@ from .spill import SpillWatch
 KEY = "tessera.make_room"
 PART = 4  # of the resident weights a quarter goes at a time
 LEAST = 512 * 2**20  # bytes
+TOLD = (
+    "The memory did not suffice although blocks_to_swap is -1, so ComfyUI streams a part of the other weights too, "
+    "which is slower; set blocks_to_swap to a number above the one that was chosen."
+)
+
+
+def part_of(resident: int) -> int:
+    """How many of so many bytes of weights on the device are given up for another try."""
+    return max(LEAST, resident // PART)
 
 
 class MakeRoom:
@@ -35,14 +45,16 @@ class MakeRoom:
                 if not self.automatic or not comfy.model_management.is_oom(error):
                     raise
                 patcher = executor.class_obj.current_patcher
-                if patcher is None or not _free_some(patcher):
+                if patcher is None:
+                    raise
+                hooks = _take_off_hooks(patcher)
+                if not _free_some(patcher):
                     raise
             # Outside the handler, which holds the first try's activations.
             comfy.model_management.soft_empty_cache()
-            self.say(
-                "The memory did not suffice although blocks_to_swap is -1, so ComfyUI streams a part of the other "
-                "weights too, which is slower; set blocks_to_swap to a number above the one that was chosen."
-            )
+            if hooks is not None:
+                patcher.patch_hooks(hooks)
+            self.say(TOLD)
         if (told := self.spill.told()) is not None:
             self.say(told)
         return result
@@ -54,9 +66,18 @@ def _control_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     return (*args[:4], *(kept_for_another(control) for control in args[4:5]), *args[5:]), named
 
 
+def _take_off_hooks(patcher: ModelPatcher) -> HookGroup | None:
+    """The hooks whose weights are in force. ComfyUI takes them off where it unloads a part of a patched model, and
+    keeps weights for them in which the patches are that it then applies at each use."""
+    hooks = patcher.current_hooks
+    if hooks is not None:
+        patcher.clear_cached_hook_weights()
+    return hooks
+
+
 def _free_some(patcher: ModelPatcher) -> int:
     """Bytes of weights that have left the device; ComfyUI brings each in again where it is used."""
-    return patcher.partially_unload(patcher.offload_device, max(LEAST, patcher.loaded_size() // PART))
+    return patcher.partially_unload(patcher.offload_device, part_of(patcher.loaded_size()))
 
 
 def make_room(patcher: ModelPatcher, automatic: bool, say: Callable[[str], None]) -> None:

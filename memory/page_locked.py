@@ -1,9 +1,10 @@
-"""Page-locked host memory of the size that is asked for.
+"""Page-locked host memory of the size that is asked for, and how it is let go of.
 
 torch's allocator of it rounds up to a power of two and keeps what is freed. The blocks of FLUX.1 in bf16 take 648 and
 270 MiB, for which it would lock 1024 and 512: 38 GiB for the model in place of 22. So each buffer is a mapping of its
 own that is registered with CUDA, as ComfyUI registers weights, and goes back to the system with the last tensor over
-it.
+it. On Windows, where no mapping of this kind has been registered yet, it is torch's, and what is in it has to leave it
+before it is page-locked no longer.
 """
 
 import contextlib
@@ -52,11 +53,21 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def unlock(buffer: Tensor) -> None:
-    """The memory of a tensor over such a buffer stays, but is page-locked no longer."""
-    if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
-        with contextlib.suppress(RuntimeError):  # where CUDA itself has broken down, what ended the run is told
+def unlock(buffer: Tensor) -> bool:
+    """The memory of a tensor over such a buffer stays, but is page-locked no longer. False where it is torch's own,
+    which is page-locked until it is freed and `give_back` is called."""
+    with contextlib.suppress(RuntimeError):  # where CUDA itself has broken down, what ended the run is told
+        if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
             mapping.unlock()
+        else:
+            return not buffer.is_pinned()
+    return True
+
+
+def give_back() -> None:
+    """torch's own allocator of page-locked memory gives back what was freed, which it keeps for later."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # a version of torch that has no such call, or as above
+        torch._C._host_emptyCache()
 
 
 def _cudart() -> Any:

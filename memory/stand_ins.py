@@ -48,18 +48,24 @@ class SwappedBlocks:
     dict of the MODEL, such as diffusion_model.single_blocks.3, in the order of the forward.
 
     notes: what the user has to be told, each sentence once. from_file: the masters stay in the mapped file, as far as
-    they lie there.
+    they lie there. automatic: whether the number of blocks was chosen for the user.
     """
 
     ring: SlotRing | None = None
     masters_stay = False  # wherever they lie: a run that trains holds them there
 
     def __init__(
-        self, base: Any, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool, from_file: bool = False
+        self,
+        base: Any,
+        blocks: Mapping[str, nn.Module],
+        prefetch: int,
+        pinned: bool,
+        from_file: bool = False,
+        automatic: bool = False,
     ):
         self.base: Callable[[], Any] = weakref.ref(base)
         self.blocks = dict(blocks)
-        self.prefetch, self.pinned, self.from_file = prefetch, pinned, from_file
+        self.prefetch, self.pinned, self.from_file, self.automatic = prefetch, pinned, from_file, automatic
         self.notes: list[str] = []
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
         self.places = [places_of(name, block) for name, block in self.blocks.items()]
@@ -82,7 +88,7 @@ class SwappedBlocks:
     def on(self, base: nn.Module) -> "SwappedBlocks":
         """The blocks of the same names in another model."""
         blocks = {name: base.get_submodule(name) for name in self.blocks}
-        return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file)
+        return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file, self.automatic)
 
     def say(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -94,9 +100,12 @@ class SwappedBlocks:
         size = comfy.model_management.module_size
         return size(self.base()) - sum(size(block) for block in self.blocks.values())
 
+    def slots(self) -> int:
+        return min(self.prefetch + 1, len(self.layouts))
+
     def slot_bytes(self) -> int:
         """What the slots take on the device while the model is loaded."""
-        return min(self.prefetch + 1, len(self.layouts)) * max(layout.size for layout in self.layouts)
+        return self.slots() * max(layout.size for layout in self.layouts)
 
     def held_bytes(self) -> int:
         """What the slots take on the device now."""
@@ -176,7 +185,11 @@ class SwappedBlocks:
 
             self.ring = SlotRing(flats, device, self.prefetch, finish)
         self.ring.masters = flats
-        self.ring.take()
+        try:
+            self.ring.take()
+        except BaseException:  # nobody may keep the masters in memory but the modules
+            self.ring.masters = []
+            raise
         self._masters = [[place.tensor() for place in places] for places in self.places]
         self._slots = [
             _over_slot(places, layout, self.ring.slot_of(j))

@@ -11,6 +11,7 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from .make_room import TOLD, part_of
 from .masters import as_loaded
 from .slot_patches import Patching
 from .stand_ins import SwappedBlocks
@@ -101,6 +102,44 @@ class SwapPatcher(ModelPatcher):
         self._hook_swapped(self.current_hooks)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        """As ComfyUI asks for it; where the device has no room for that although the number of blocks was chosen
+        automatically, with fewer of the other weights on it, as few as have to be.
+
+        Raises torch.OutOfMemoryError with a sentence for the user where no less can be had.
+        """
+        room = min(self.model_size(), self.loaded_size() + extra_memory)
+        while True:
+            try:
+                return self._partially_load(device_to, extra_memory, force_patch_weights)
+            except Exception as error:
+                if not comfy.model_management.is_oom(error):
+                    raise
+                others = max(0, room - self.swap.slot_bytes())
+                if not self.swap.automatic or others == 0:
+                    raise torch.OutOfMemoryError(self._no_room()) from error
+            # Outside the handler, which holds what was placed.
+            self.detach()
+            comfy.model_management.soft_empty_cache()
+            self.swap.say(TOLD)
+            self.model_patches_to(device_to)
+            self.model_patches_to(self.model_dtype())
+            extra_memory = room = self.swap.slot_bytes() + max(0, others - part_of(others))
+
+    def _no_room(self) -> str:
+        swap = self.swap
+        sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {swap.slots()} blocks at a time"
+        if swap.automatic:
+            return (
+                f"blocks_to_swap is -1, and the GPU has no room even for the least that can be there, {sizes}; close "
+                "what else uses the GPU."
+            )
+        return (
+            f"blocks_to_swap is {len(swap.blocks)} and prefetch_blocks is {swap.prefetch}, and the GPU has no room for "
+            f"{sizes} and {swap.resident_bytes() / 2**30:.2f} GiB of other weights; set blocks_to_swap to -1 or "
+            "higher, or close what else uses the GPU."
+        )
+
+    def _partially_load(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
         if extra_memory < 0 and not self.swap.attached:
             # The slots were given back by `detach`; here they have to find room again.
             extra_memory -= self.swap.slot_bytes()
@@ -194,10 +233,16 @@ class SwapPatcher(ModelPatcher):
 
 
 def swap_model(
-    patcher: ModelPatcher, blocks: Mapping[str, nn.Module], prefetch: int, pinned: bool, from_file: bool = False
+    patcher: ModelPatcher,
+    blocks: Mapping[str, nn.Module],
+    prefetch: int,
+    pinned: bool,
+    from_file: bool = False,
+    automatic: bool = False,
 ) -> SwapPatcher:
     """A clone of the MODEL whose `blocks` (by name in its state dict) stream from the host when it runs;
-    from_file: straight from the mapped file, as far as they lie there.
+    from_file: straight from the mapped file, as far as they lie there; automatic: more may leave the device where
+    there is no room for the others.
 
     Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
     """
@@ -216,7 +261,7 @@ def swap_model(
     # Its class alone is exchanged, as everything else that a clone has is wanted.
     clone.__class__ = SwapPatcher
     assert isinstance(clone, SwapPatcher)
-    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned, from_file)
+    swap = SwappedBlocks(clone.model, blocks, max(1, prefetch), pinned, from_file, automatic)
     clone.set_attachments(KEY, swap)
     clone.offload_device = torch.device("cpu")
     clone.size = 0

@@ -110,7 +110,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     pinning = choose_pinning(settings.pin_memory, clone.load_device.type, coming, available, is_windows())
     if not from_file and not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
         notes += _said(pinning.reason)
-    swapped = swap_model(clone, streamed, prefetch, pinning.masters and not from_file, from_file)
+    swapped = swap_model(clone, streamed, prefetch, pinning.masters and not from_file, from_file, automatic)
     whole, held = clone.model_size(), swapped.model_size()
     notes += _said(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "

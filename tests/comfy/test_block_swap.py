@@ -12,6 +12,7 @@ from tessera.train.options import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCKS = 6  # three double and three single ones
@@ -140,7 +141,12 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     from tessera.memory import block_swap
 
     unlocked: list[int] = []
-    monkeypatch.setattr(block_swap, "unlock", lambda flat: unlocked.append(flat.untyped_storage().data_ptr()))
+
+    def unlock(flat: torch.Tensor) -> bool:
+        unlocked.append(flat.untyped_storage().data_ptr())
+        return True
+
+    monkeypatch.setattr(block_swap, "unlock", unlock)
     model = tiny.load_flux(deep_flux)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
     homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters]
@@ -150,6 +156,24 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     assert unlocked == homes
     held = model.model.diffusion_model.single_blocks[1].linear1.weight
     assert held.untyped_storage().data_ptr() in homes  # where the weights are all its own, no copy is made
+
+
+def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """On Windows, torch's allocator keeps its memory page-locked until nothing is in it and it is told to give back."""
+    from tessera.memory import block_swap
+
+    left: list[int] = []
+    model = tiny.load_flux(deep_flux)
+    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    trainer.run()
+    homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.masters]
+    monkeypatch.setattr(block_swap, "unlock", lambda flat: False)
+    monkeypatch.setattr(block_swap, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
+    trainer.close()
+    assert left == [1, 2, 3, 4, 5, 6]
+    after = model.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A call of the model that found no memory is made again with all that the first one was given."""
+"""What finds no memory is tried again with less on the device: placing the model, and a call of it, which has all that
+the first one was given."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,91 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from tessera.memory import make_room
+from tessera.memory.slot_ring import SlotRing
 from tessera.models.swapped_model import SwapSettings, swap
 from tiny.sampling import sample
+
+
+@pytest.fixture
+def flux(tiny_files: dict[str, Path]) -> Any:
+    with torch.inference_mode(False):
+        return tiny.load_model("flux", tiny_files["flux"])
+
+
+def automatic(flux: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """With -1 on a device that has room for less than the model."""
+    room = flux.model_size() * 8 // 10 + int(flux.memory_required([1, 16, 128, 128]))
+    room += int(comfy.model_management.extra_reserved_memory())
+    monkeypatch.setattr(make_room, "LEAST", 2**18)
+    with monkeypatch.context() as small:
+        small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
+        small.setattr(comfy.model_management, "current_loaded_models", [])
+        model, notes = swap(flux, SwapSettings(-1))
+    assert len(model.swap.blocks) > 1
+    return model, notes
+
+
+def full(model: Any, where: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots, or a weight that stays, find a place only where no more than `limit` bytes of the other weights are
+    loaded, or the weight has been asked for that often. Returns what was loaded at each try."""
+    seen: list[int] = []
+    take, place = SlotRing.take, ModelPatcher.patch_weight_to_device
+
+    def take_slots(ring: Any) -> None:
+        seen.append(model.loaded_size())
+        if seen[-1] > limit:
+            raise torch.OutOfMemoryError("no room for slots")
+        take(ring)
+
+    def place_weight(patcher: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key == "diffusion_model.final_layer.linear.weight":
+            seen.append(len(seen))
+            if len(seen) <= limit:
+                raise torch.OutOfMemoryError("no room for weights")
+        return place(patcher, key, *args, **kwargs)
+
+    if where == "slots":
+        monkeypatch.setattr(SlotRing, "take", take_slots)
+    else:
+        monkeypatch.setattr(ModelPatcher, "patch_weight_to_device", place_weight)
+    return seen
+
+
+@pytest.mark.parametrize("where", ["slots", "resident"])
+def test_where_the_model_finds_no_place_less_of_it_is_placed(flux: Any, where: str, monkeypatch: Any) -> None:
+    want = sample(flux, "flux")
+    comfy.model_management.unload_all_models()
+    masters = {key: t.clone() for key, t in flux.model.state_dict().items()}
+    model, notes = automatic(flux, monkeypatch)
+    before, size, slots = len(notes), model.model_size(), model.swap.slot_bytes()
+    seen = full(model, where, (size - slots) // 4 if where == "slots" else 2, monkeypatch)
+    assert torch.equal(sample(model, "flux"), want)
+    if where == "slots":
+        assert len(seen) > 2 and sorted(set(seen), reverse=True) == seen and seen[0] == size - slots
+    assert slots <= model.loaded_size() < size
+    assert notes[before:] == [make_room.TOLD]
+    assert torch.equal(sample(model, "flux"), want)
+    comfy.model_management.unload_all_models()
+    assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
+
+
+def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypatch: Any) -> None:
+    want = sample(flux, "flux")
+    comfy.model_management.unload_all_models()
+    for model, _ in (swap(flux, SwapSettings(3)), automatic(flux, monkeypatch)):
+        mine = model.swap.automatic
+        said = "is -1, and the GPU has no room even" if mine else "is 3 and prefetch_blocks is 1, and the GPU has no"
+        with monkeypatch.context() as small:
+            seen = full(model, "slots", -1, small)
+            with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
+                sample(model, "flux")
+        assert (len(seen) > 2) is mine and seen[-1] < seen[0] + (not mine)
+        assert model.loaded_size() == 0 and model.swap.ring.masters == []
+        assert torch.equal(sample(model, "flux"), want)
+        comfy.model_management.unload_all_models()
 
 
 @pytest.mark.parametrize("by_name", [False, True])

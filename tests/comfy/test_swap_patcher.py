@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
+from tessera.memory import make_room
 from tessera.memory.masters import parts_of
 from tessera.memory.swap_patcher import SwapPatcher, swap_model
 from tessera.memory.swapped_forward import SwappedForward
@@ -421,6 +422,30 @@ def test_hook_loras_change_by_prompt_and_step_and_never_reach_the_masters(
     assert all(torch.equal(after[key], masters[key]) for key in masters if key in model.swap.keys)
     mm.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in tiny_flux.model.state_dict().items())
+
+
+@pytest.mark.parametrize("call", [1, 6])
+def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux: Any, monkeypatch, call: int) -> None:
+    lora = lora_of(tiny_flux, 3)
+    want = hooked_picture(with_lora(tiny_flux), lora)
+    mm.unload_all_models()
+    model, calls = swapped(with_lora(tiny_flux), *BLOCKS[2:]), [0]
+    monkeypatch.setattr(make_room, "LEAST", 2**18)
+    make_room.make_room(model, True, lambda sentence: None)
+    last = model.model.diffusion_model.final_layer
+    forward = last.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise torch.OutOfMemoryError("no room for activations")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(last, "forward", run)
+    # A LoRA under the hooks' is added at each use from there on, so that the last bits differ.
+    torch.testing.assert_close(hooked_picture(model, lora), want, rtol=0, atol=1e-4)
+    assert model.model.lowvram_patch_counter > 0
+    mm.unload_all_models()
 
 
 def test_control_residuals_reach_the_blocks(tiny_flux: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tessera.memory import page_locked as module
 from tessera.memory.flat import Layout, empty_bytes
-from tessera.memory.page_locked import host_bytes, page_locked, unlock
+from tessera.memory.page_locked import give_back, host_bytes, page_locked, unlock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own allocator is taken")
 SIZE = 3 * 2**20 + 1  # torch's own allocator would lock 4 MiB
@@ -81,9 +81,9 @@ def test_it_is_unlocked_once_and_only_with_the_last_tensor_over_it(registry: Reg
 
 def test_it_can_be_unlocked_before_it_goes(registry: Registry) -> None:
     flat = empty_bytes(SIZE, torch.device("cpu"), pinned=True)
-    unlock(torch.zeros(3))  # ordinary memory
+    assert unlock(torch.zeros(3))  # ordinary memory
     assert len(registry.locked) == 1
-    unlock(flat[100:200])
+    assert unlock(flat[100:200])
     assert registry.locked == {} and len(registry.ended) == 1
     flat.fill_(7)
     assert int(flat[-1]) == 7
@@ -91,6 +91,21 @@ def test_it_can_be_unlocked_before_it_goes(registry: Registry) -> None:
     del flat
     gc.collect()
     assert len(registry.ended) == 1
+
+
+def test_what_torch_has_locked_itself_is_told_apart(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfTorch(torch.Tensor):
+        def is_pinned(self, *_: Any) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(torch, "empty", lambda size, pin_memory, **kw: torch.zeros(size, **kw).as_subclass(OfTorch))
+    buffer = page_locked(SIZE)
+    assert not unlock(buffer) and registry.ended == []
+    given: list[bool] = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: given.append(True))
+    give_back()
+    assert given == [True]
 
 
 def test_where_cuda_refuses_plain_memory_is_taken_and_nothing_is_unlocked(registry: Registry, caplog: Any) -> None:
