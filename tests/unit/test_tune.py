@@ -407,7 +407,7 @@ def test_the_returned_model_samples_the_tuned_size_without_compiling(
 # The inputs
 
 
-@pytest.mark.parametrize("name", list(tiny.INPUTS))
+@pytest.mark.parametrize("name", list(tiny.LOADERS))
 def test_the_widths_of_a_models_text_are_read_from_its_layers(name: str, tiny_files: dict[str, Path]) -> None:
     model = tiny.load_model(name, tiny_files[name])
     wanted = tiny.INPUTS[name]
@@ -422,7 +422,7 @@ def test_the_widths_of_a_models_text_are_read_from_its_layers(name: str, tiny_fi
 
 
 def test_what_is_usual_for_a_model_is_sampled_unless_something_else_is_asked(tiny_files: dict[str, Path]) -> None:
-    words = {name: step_inputs(tiny.load_model(name, tiny_files[name]), StepSize(64, 64)).size for name in tiny.INPUTS}
+    words = {name: step_inputs(tiny.load_model(name, tiny_files[name]), StepSize(64, 64)).size for name in tiny.LOADERS}
     assert words == {
         "flux": "64x64, batch 1, 256 text tokens, cfg 1",
         "schnell": "64x64, batch 1, 256 text tokens, cfg 1",
