@@ -22,6 +22,7 @@ if _CPU_FACTS.is_file() and "AuthenticAMD" in _CPU_FACTS.read_text():
     # last digit from what lies in a file's memory. See oneMKL's "Conditional Numerical Reproducibility".
     os.environ.setdefault("MKL_CBWR", "AUTO")
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -64,6 +65,15 @@ ComfyServer = _load("comfy_server", TESTS / "server.py").ComfyServer
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_base, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def enough_memory() -> Iterator[None]:
+    """64 GB of RAM are free unless a test says otherwise: where blocks stream from, and what is said, goes by that."""
+    memory = psutil.virtual_memory()._replace(available=64 * 2**30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: memory)
+        yield
 
 
 @pytest.fixture(scope="session")
