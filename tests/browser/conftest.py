@@ -58,6 +58,10 @@ FAULTS = """() => ({
   red_nodes: app.graph.nodes.filter((n) => n.has_errors).map((n) => n.type),
   red_inputs: app.graph.nodes.flatMap((n) => n.inputs.filter((i) => i.hasErrors).map((i) => `${n.type} ${i.name}`)),
   refused: Object.values(app.lastNodeErrors ?? {}),
+  overlapping: app.graph.nodes.flatMap((a, i) => app.graph.nodes.slice(i + 1).filter((b) => {
+    const [p, q] = [a.boundingRect, b.boundingRect]
+    return p[0] < q[0] + q[2] && q[0] < p[0] + p[2] && p[1] < q[1] + q[3] && q[1] < p[1] + p[3]
+  }).map((b) => `${a.type} and ${b.type}`)),
 })"""
 
 # The tiny loader takes the id of core's, so that the prompt stays the one of the API workflow.

@@ -1,7 +1,21 @@
 """The workflows of FLUX."""
 
 from graph import Graph, ModelFile, Node, Output
-from parts import DATA, EDIT, MEMORY, SAMPLE, first_column, hub_file, ksampler, load, picture, pictures, prompts, train
+from parts import (
+    DATA,
+    EDIT,
+    QUICK,
+    SAMPLE,
+    SWAPPED,
+    first_column,
+    hub_file,
+    ksampler,
+    load,
+    picture,
+    pictures,
+    prompts,
+    train,
+)
 
 CLIP_L = ModelFile(
     "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main/clip_l.safetensors", "text_encoders"
@@ -10,6 +24,38 @@ T5 = ModelFile(
     "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders"
 )
 FLUX_VAE = hub_file("Lumina_Image_2.0_Repackaged/resolve/main/split_files/vae/ae.safetensors", "vae")
+
+
+def flux_lora(graph: Graph) -> None:
+    model_file = hub_file("flux1-dev/resolve/main/flux1-dev.safetensors", "diffusion_models")
+    first_column(graph, [model_file, CLIP_L, T5, FLUX_VAE])
+    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE)
+    data = pictures(graph, vae, clip, QUICK)
+    trained = train(graph, "my_lora", model, data, steps=1500)
+    graph.column(
+        "Sample with and without the LoRA",
+        360,
+        "Compare",
+        "Two pictures from the same seed, one without and one with the LoRA. Write a prompt like one of your captions, "
+        "with the trigger words if you set any.\n\nWhen you change the prompt, only this part runs again: a finished "
+        "LoRA is returned at once. To train without sampling, right-click this group and choose *Bypass Group Nodes*.",
+    )
+    prompt = graph.node(
+        "CLIPTextEncode", title="Prompt", clip=clip[0], text="a photograph of a fox in a misty forest at sunrise"
+    )
+    guided = graph.node("FluxGuidance", conditioning=prompt[0], guidance=3.5)
+    negative = graph.node("ConditioningZeroOut", conditioning=prompt[0])
+    latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
+    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    graph.beside()
+    decoded = []
+    for words, chosen in (("Without", model), ("With", with_lora)):
+        sampled = ksampler(graph, chosen, guided[0], negative[0], latent[0], steps=20, cfg=1, title=f"{words} the LoRA")
+        decoded.append((words.lower(), graph.node("VAEDecode", samples=sampled[0], vae=vae[0])))
+    graph.beside()
+    for words, images in decoded:
+        title = f"Picture {words} the LoRA"
+        graph.node("SaveImage", title=title, tall=400, images=images[0], filename_prefix=f"my_lora_{words}")
 
 
 def flux_kontext_lora(graph: Graph) -> None:
@@ -48,10 +94,12 @@ def flux2_lora(graph: Graph) -> None:
     clip_file = hub_file("flux2-klein/resolve/main/split_files/text_encoders/qwen_3_4b.safetensors", "text_encoders")
     vae_file = hub_file("flux2-dev/resolve/main/split_files/vae/flux2-vae.safetensors", "vae")
     first_column(
-        graph, [model_file, clip_file, vae_file], f"{MEMORY} FLUX.2 dev trains the same way, with its own text encoder."
+        graph,
+        [model_file, clip_file, vae_file],
+        f"{SWAPPED} FLUX.2 dev trains the same way, with its own text encoder.",
     )
     model, clip, vae = load(graph, model_file, "flux2", [clip_file], vae_file)
-    data = pictures(graph, vae, clip, "512 x 512 (**megapixels** 0.25) trains about four times as fast.")
+    data = pictures(graph, vae, clip, QUICK)
     trained = train(graph, "my_flux2_lora", model, data)
     graph.column(
         "Sample with the LoRA",
@@ -104,7 +152,7 @@ def lora_with_everything(graph: Graph) -> None:
         "Each node below stands at what suits a face. None of those around *Train LoRA* has to be there: delete one, "
         "and the run takes its defaults.",
     )
-    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE, blocks_to_swap=-1)
+    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE)
     compiled = graph.node("TesseraCompileModel", model=model[0])
     more = (
         "Each caption has the trigger words *ohwx woman* in front. **class_word** gives it a second form, with *woman* "
@@ -172,14 +220,10 @@ def lora_with_everything(graph: Graph) -> None:
 
 def everything_at_once(graph: Graph) -> None:
     model_file = hub_file("flux1-dev/resolve/main/flux1-dev.safetensors", "diffusion_models")
-    first_column(
-        graph,
-        [model_file, CLIP_L, T5, FLUX_VAE],
-        "Blocks that do not fit the GPU stream from the computer's memory (**blocks_to_swap** -1).",
-    )
-    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE, blocks_to_swap=-1)
+    first_column(graph, [model_file, CLIP_L, T5, FLUX_VAE])
+    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE)
     compiled = graph.node("TesseraCompileModel", model=model[0])
-    data = pictures(graph, vae, clip, "512 x 512 (**megapixels** 0.25) trains about four times as fast.")
+    data = pictures(graph, vae, clip, QUICK)
     trained = train(
         graph,
         "my_lora",
@@ -197,8 +241,12 @@ def everything_at_once(graph: Graph) -> None:
 
 def compare_loras(graph: Graph) -> None:
     model_file = hub_file("flux1-dev/resolve/main/flux1-dev.safetensors", "diffusion_models")
-    first_column(graph, [model_file, CLIP_L, T5, FLUX_VAE])
-    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE)
+    first_column(
+        graph,
+        [model_file, CLIP_L, T5, FLUX_VAE],
+        "A model that does not fit the GPU is streamed by ComfyUI itself while it samples.",
+    )
+    model, clip, vae = load(graph, model_file, "flux", [CLIP_L, T5], FLUX_VAE, blocks_to_swap=0)
     note = (
         "**Compare LoRAs** samples each prompt and seed with each LoRA: `my_lora-*/*` in **loras** is every save of "
         "the runs named *my_lora*. Or name LoRAs as a LoRA loader lists them, one per line, or choose a **run**.\n\n"
@@ -236,4 +284,4 @@ def compare_loras(graph: Graph) -> None:
     graph.node("SaveImage", title="The grid", tall=520, images=compared[0], filename_prefix="compare_loras")
 
 
-DESCRIPTIONS = [flux_kontext_lora, flux2_lora, everything_at_once, lora_with_everything, compare_loras]
+DESCRIPTIONS = [flux_lora, flux_kontext_lora, flux2_lora, everything_at_once, lora_with_everything, compare_loras]

@@ -33,8 +33,8 @@ class ModelFile:
 
 @dataclass
 class Node:
-    """kind: of the node; given: its inputs that are not defaults, an `Output` where it is linked; tall: in pixels,
-    where what it shows needs more than its inputs do."""
+    """kind: of the node; given: its inputs that are not defaults, an `Output` where it is linked; tall: its least
+    height in pixels, for what it shows beside its inputs."""
 
     id: int
     kind: str
@@ -202,7 +202,7 @@ class Graph:
             for kind, name in zip(info["output"], info["output_name"], strict=True)
         ]
         slots = sum("widget" not in slot for slot in inputs)
-        height = node.tall or HEAD + ROW * (max(slots, len(outputs)) + rows)
+        height = max(node.tall, HEAD + ROW * (max(slots, len(outputs)) + rows))
         properties: dict[str, Any] = {"Node name for S&R": node.kind}
         if node.files:
             properties["models"] = [{"name": f.name, "url": f.url, "directory": f.directory} for f in node.files]

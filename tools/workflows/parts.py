@@ -9,7 +9,10 @@ def hub_file(path: str, directory: str) -> ModelFile:
     return ModelFile(f"{HUB}/{path}", directory)
 
 
-MEMORY = "Short of memory? Set **blocks_to_swap** to -1: as many blocks as have to stream from the computer's memory."
+SWAPPED = (
+    "Blocks that do not fit the GPU stream from the computer's memory (**blocks_to_swap** -1). Where all fit, none do."
+)
+QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 DATA = (
     "Put {what} in `ComfyUI/input/{folder}`, each with a caption in a text file of the same name: `a.{ending}`, "
     "`a.txt`. Then press R and choose the folder.\n\n{more}\n\n**Prepare Dataset** shows what it crops. What is "
@@ -18,7 +21,8 @@ DATA = (
 TRAIN = (
     "Press **Run**. The LoRA, its saved states and `summary.json` lie in `output/loras/{name}-…`, and every LoRA "
     "loader lists them.\n\nA run that was stopped goes on where it was saved; to train further, raise **steps** and "
-    "run again. A finished run is returned at once.\n\n{more}"
+    "run again. A finished run is returned at once. **Save LoRA** writes a smaller copy, in the format that you "
+    "choose.\n\n{more}"
 )
 OPTIONS = (
     "More options: connect *LoRA Network*, *Optimizer*, *Training Objective* or *Training Memory* to Train LoRA. Each "
@@ -34,17 +38,29 @@ EDIT = (
 
 
 def load(
-    graph: Graph, model: ModelFile, clip_type: str, clips: list[ModelFile], vae: ModelFile, **more: object
+    graph: Graph,
+    model: ModelFile,
+    clip_type: str,
+    clips: list[ModelFile],
+    vae: ModelFile,
+    blocks_to_swap: int = -1,
+    title: str | None = None,
 ) -> tuple[Node, Node, Node]:
     """MODEL, CLIP and VAE."""
-    loaded = graph.node("TesseraLoadDiffusionModel", files=[model], unet_name=model.name, **more)
+    loaded = graph.node(
+        "TesseraLoadDiffusionModel",
+        title=title,
+        files=[model],
+        unet_name=model.name,
+        blocks_to_swap=blocks_to_swap,
+    )
     kind = "CLIPLoader" if len(clips) == 1 else "DualCLIPLoader"
     names = {f"clip_name{number if len(clips) > 1 else ''}": file.name for number, file in enumerate(clips, start=1)}
     clip = graph.node(kind, files=clips, type=clip_type, **names)
     return loaded, clip, graph.node("VAELoader", files=[vae], vae_name=vae.name)
 
 
-def first_column(graph: Graph, files: list[ModelFile], note: str = MEMORY) -> None:
+def first_column(graph: Graph, files: list[ModelFile], note: str = SWAPPED) -> None:
     text = f"{list_of_files(files)}\n\n{note}"
     graph.column("Model", 400, "Load the model", text, 200 + 20 * max(0, len(files) - 3))
 
@@ -82,9 +98,10 @@ def ksampler(
     steps: int,
     cfg: float,
     sampler: str = "euler",
+    title: str | None = None,
 ) -> Node:
     given = {"positive": positive, "negative": negative, "latent_image": latent, "steps": steps, "cfg": cfg}
-    return graph.node("KSampler", model=model[0], sampler_name=sampler, scheduler="simple", **given)
+    return graph.node("KSampler", title=title, model=model[0], sampler_name=sampler, scheduler="simple", **given)
 
 
 def prompts(graph: Graph, clip: Node, text: str, negative: str = "") -> tuple[Node, Node]:

@@ -42,13 +42,8 @@ def wan_t2v_lora(graph: Graph) -> None:
 def wan_i2v_lora(graph: Graph) -> None:
     model_file = _wan("2.1", "wan2.1_i2v_480p_14B_fp16")
     vision_file = _wan("2.1", "clip_vision_h", "clip_vision")
-    first_column(
-        graph,
-        [model_file, UMT5, WAN_VAE, vision_file],
-        "This model is large: blocks that do not fit the GPU stream from the computer's memory "
-        "(**blocks_to_swap** -1).",
-    )
-    model, clip, vae = load(graph, model_file, "wan", [UMT5], WAN_VAE, blocks_to_swap=-1)
+    first_column(graph, [model_file, UMT5, WAN_VAE, vision_file])
+    model, clip, vae = load(graph, model_file, "wan", [UMT5], WAN_VAE)
     vision = graph.node("CLIPVisionLoader", files=[vision_file], clip_name=vision_file.name)
     more = (
         "**image_to_video** makes each clip's first frame its start picture. Wan 2.1 sees it "
@@ -98,7 +93,7 @@ def wan22_two_experts_lora(graph: Graph) -> None:
         [high_file, low_file, UMT5, WAN_VAE],
         "Only one expert is trained at a time, so one has to fit, with **blocks_to_swap** -1 as far as it does not.",
     )
-    high, clip, vae = load(graph, high_file, "wan", [UMT5], WAN_VAE, blocks_to_swap=-1)
+    high, clip, vae = load(graph, high_file, "wan", [UMT5], WAN_VAE, title="High noise expert")
     low = graph.node(
         "TesseraLoadDiffusionModel",
         title="Low noise expert",
@@ -106,7 +101,6 @@ def wan22_two_experts_lora(graph: Graph) -> None:
         unet_name=low_file.name,
         blocks_to_swap=-1,
     )
-    high.title = "High noise expert"
     more = "Still pictures train as well: chain *Training Images* to `dataset`."
     note = DATA.format(what="10 to 30 clips", folder="my_clips", ending="mp4", more=more)
     graph.column("Clips and captions", 440, "Clips", note, 240)
