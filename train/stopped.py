@@ -23,8 +23,9 @@ def broken_off(saved: int, state: str) -> str:
 
 def out_of_memory_while_loading() -> TrainingStopped:
     return TrainingStopped(
-        "Out of memory while the model was loaded; close other programs on this GPU, or load the model with "
-        "weight_dtype fp8_e4m3fn, and queue again."
+        "Out of memory while the model was loaded; set blocks_to_swap to -1 on Load Diffusion Model (Block Swap) or "
+        "Training Memory, or load the model with weight_dtype fp8_e4m3fn, or close other programs on this GPU, and "
+        "queue again."
     )
 
 

@@ -71,6 +71,7 @@ USE_TINY_ENCODERS = """names => {
   app.graph.remove(old)
   const loader = LiteGraph.createNode('TesseraTinyClipLoader')
   loader.id = old.id
+  loader.pos = old.pos
   app.graph.add(loader)
   for (const widget of loader.widgets) widget.value = names[widget.name]
   for (const { target_id, target_slot } of readers) loader.connect(0, app.graph.getNodeById(target_id), target_slot)

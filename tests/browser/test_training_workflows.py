@@ -21,4 +21,8 @@ def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):
             for node in prompt.values():
                 node.pop("_meta")
         assert shown == api, name
+    labels = frontend.page.evaluate(
+        "app.graph.nodes.find((n) => n.type === 'TesseraCompareLoras').inputs.map((i) => i.label)"
+    )
+    assert {"lora0", "low noise lora0"} <= set(labels)  # the places of the two experts are told apart
     assert frontend.crashes == []

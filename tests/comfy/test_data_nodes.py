@@ -77,6 +77,12 @@ def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(ho
     assert (home / "elsewhere").as_posix() in settings.list_picture_folders()
 
 
+def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
+    for node, place in ((data.TesseraImageFolder, "input/my_pictures"), (data.TesseraVideoFolder, "input/my_clips")):
+        assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place]
+        assert f"{place!r} does not exist; put your pictures and captions there" in node.validate_inputs(place)
+
+
 def test_the_list_of_folders_has_an_end(home, monkeypatch):
     deep = home / "input" / "1" / "2" / "3" / "4" / "5" / "6"
     put_pictures(deep / "7")

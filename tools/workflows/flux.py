@@ -4,9 +4,11 @@ from graph import Graph, ModelFile, Node, Output
 from parts import (
     DATA,
     EDIT,
+    PLAN_TALL,
     QUICK,
     SAMPLE,
     SWAPPED,
+    TABLE_WIDE,
     first_column,
     hub_file,
     ksampler,
@@ -170,7 +172,7 @@ def lora_with_everything(graph: Graph) -> None:
         class_word="woman",
     )
     graph.beside()
-    data = graph.node("TesseraPrepareDataset", tall=590, dataset=own[0], vae=vae[0], clip=clip[0])
+    data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=own[0], vae=vae[0], clip=clip[0])
     graph.node("PreviewImage", title="What is cropped", tall=420, images=data[1])
     options = (
         "**LoRA Network** sets what is trained, **Optimizer** how it is stepped, **Training Objective** which noise "
@@ -179,7 +181,8 @@ def lora_with_everything(graph: Graph) -> None:
         "two prompts as the run goes."
     )
     graph.column("Options", 400, "Options", options, 240)
-    network = graph.node("TesseraLoraNetwork", tall=560, rank=16, alpha=16, model=model[0])
+    graph.columns[-1].widths[0] = TABLE_WIDE
+    network = graph.node("TesseraLoraNetwork", tall=1000, rank=16, alpha=16, model=model[0])
     optimizer = graph.node("TesseraOptimizer", lr_scheduler="cosine", warmup_steps=50, ema_decay=0.99)
     graph.beside()
     objective = graph.node(
@@ -236,6 +239,7 @@ def everything_at_once(graph: Graph) -> None:
     more = "The sampler streams and compiles the same blocks. A LoRA, or another strength of it, compiles nothing."
     text = "a photograph of a fox in a misty forest at sunrise"
     sampled = sample_with_lora(graph, compiled, trained, clip, vae, text, "my_lora", more)
+    graph.beside(TABLE_WIDE)
     graph.node("TesseraCompileReport", tall=300, model=compiled[0], after=sampled[0])
 
 

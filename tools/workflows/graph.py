@@ -54,10 +54,12 @@ class Column:
     note: tuple[str, str]
     note_height: int = NOTE_HEIGHT
     nodes: list[list[Node]] = field(default_factory=lambda: [[]])
+    widths: list[int] = field(default_factory=list)  # of the rows of nodes beside one another; `width` unless given
 
 
 class Graph:
-    """`column` begins a column, `beside` a second row of nodes in it, `node` puts a node below the last one."""
+    """`column` begins a column, `beside` a second row of nodes in it (of another width if one is given), `node` puts a
+    node below the last one."""
 
     def __init__(self, name: str, object_info: Mapping[str, Any]):
         self.name, self.info = name, object_info
@@ -65,11 +67,13 @@ class Graph:
         self._last = 0
 
     def column(self, title: str, width: int, heading: str, note: str, note_height: int = NOTE_HEIGHT) -> None:
-        self.columns.append(Column(title, width, (heading, note), note_height))
+        self.columns.append(Column(title, width, (heading, note), note_height, widths=[width]))
         self._last += 1  # the note's
 
-    def beside(self) -> None:
-        self.columns[-1].nodes.append([])
+    def beside(self, width: int = 0) -> None:
+        column = self.columns[-1]
+        column.nodes.append([])
+        column.widths.append(width or column.width)
 
     def node(
         self, kind: str, title: str | None = None, tall: int = 0, files: Sequence[ModelFile] = (), **given: Any
@@ -134,17 +138,19 @@ class Graph:
         bottom = 0
         for place, column in enumerate(self.columns):
             number += 1
-            width = len(column.nodes) * column.width + (len(column.nodes) - 1) * GAP
+            width = sum(column.widths) + (len(column.nodes) - 1) * GAP
             made.append(_note(number, x, width, *column.note, column.note_height))
-            for row, nodes in enumerate(column.nodes):
-                left, y = x + row * (column.width + GAP), TOP + column.note_height + 60
+            left = x
+            for row_width, nodes in zip(column.widths, column.nodes, strict=True):
+                y = TOP + column.note_height + 60
                 for node in nodes:
                     number += 1
                     assert number == node.id, (number, node)
-                    drawn = self._draw(node, left, y, column.width, links)
+                    drawn = self._draw(node, left, y, row_width, links)
                     made.append(drawn)
                     y += drawn["size"][1] + GAP + 10
                 bottom = max(bottom, y)
+                left += row_width + GAP
             groups.append(
                 {"id": place + 1, "title": f"{place + 1}  {column.title}", "bounding": [x - 20, 0, width + 40, 0]}
             )

@@ -12,6 +12,9 @@ def hub_file(path: str, directory: str) -> ModelFile:
 SWAPPED = (
     "Blocks that do not fit the GPU stream from the computer's memory (**blocks_to_swap** -1). Where all fit, none do."
 )
+# Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
+PLAN_TALL = 760
+TABLE_WIDE = 680
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 DATA = (
     "Put {what} in `ComfyUI/input/{folder}`, each with a caption in a text file of the same name: `a.{ending}`, "
@@ -70,7 +73,7 @@ def pictures(graph: Graph, vae: Node, clip: Node, more: str, folder: str = "my_p
     graph.column("Pictures and captions", 440, "Pictures", note, 240)
     controls = {"control_folder": given.pop("control_folder")} if "control_folder" in given else {}
     chosen = graph.node("TesseraImageFolder", folder=f"input/{folder}", **controls)
-    return graph.node("TesseraPrepareDataset", tall=590, dataset=chosen[0], vae=vae[0], clip=clip[0], **given)
+    return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=vae[0], clip=clip[0], **given)
 
 
 def train(

@@ -1,7 +1,7 @@
 """The workflows of Wan."""
 
 from graph import Graph, ModelFile
-from parts import DATA, SAMPLE, first_column, hub_file, ksampler, load, prompts, train, video
+from parts import DATA, PLAN_TALL, SAMPLE, first_column, hub_file, ksampler, load, prompts, train, video
 
 
 def _wan(version: str, name: str, directory: str = "diffusion_models") -> ModelFile:
@@ -25,7 +25,9 @@ def wan_t2v_lora(graph: Graph) -> None:
     note = DATA.format(what="10 to 30 clips", folder="my_clips", ending="mp4", more=more)
     graph.column("Clips and captions", 440, "Clips", note, 240)
     clips = graph.node("TesseraVideoFolder", folder="input/my_clips", target_frames="17, 33")
-    data = graph.node("TesseraPrepareDataset", tall=590, dataset=clips[0], vae=vae[0], clip=clip[0], megapixels=0.25)
+    data = graph.node(
+        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=clips[0], vae=vae[0], clip=clip[0], megapixels=0.25
+    )
     trained = train(graph, "my_wan_lora", model, data)
     graph.column(
         "Sample with the LoRA", 360, "Sample", SAMPLE.format(more="832 x 480 is what this model was made for.")
@@ -54,7 +56,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     clips = graph.node("TesseraVideoFolder", folder="input/my_clips", target_frames="33")
     data = graph.node(
         "TesseraPrepareDataset",
-        tall=590,
+        tall=PLAN_TALL,
         dataset=clips[0],
         vae=vae[0],
         clip=clip[0],
@@ -105,7 +107,9 @@ def wan22_two_experts_lora(graph: Graph) -> None:
     note = DATA.format(what="10 to 30 clips", folder="my_clips", ending="mp4", more=more)
     graph.column("Clips and captions", 440, "Clips", note, 240)
     clips = graph.node("TesseraVideoFolder", folder="input/my_clips", target_frames="33")
-    data = graph.node("TesseraPrepareDataset", tall=590, dataset=clips[0], vae=vae[0], clip=clip[0], megapixels=0.25)
+    data = graph.node(
+        "TesseraPrepareDataset", tall=PLAN_TALL, dataset=clips[0], vae=vae[0], clip=clip[0], megapixels=0.25
+    )
     more = (
         "Both experts are trained, one after the other, each for all **steps**, and give a LoRA each: `_high_noise` "
         "and `_low_noise`. To go on from such a pair connect *LoRA Network* to `network`: **start_from** takes the "

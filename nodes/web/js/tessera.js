@@ -109,7 +109,13 @@ app.registerExtension({
   beforeRegisterNodeDef(nodeType, nodeData) {
     const lines = describe[nodeData.name]
     if (!lines) return
-    const { onExecuted, onExecutionStart } = nodeType.prototype
+    const { onExecuted, onExecutionStart, onNodeCreated } = nodeType.prototype
+    nodeType.prototype.onNodeCreated = function (...rest) {
+      const result = onNodeCreated?.apply(this, rest)
+      const width = LiteGraph.NODE_TEXT_SIZE * this.title.length // a node without widgets is narrower than its title
+      if (width > this.size[0]) this.setSize([width, this.size[1]])
+      return result
+    }
     nodeType.prototype.onExecutionStart = function (...rest) {
       onExecutionStart?.apply(this, rest)
       begin(this, [])
