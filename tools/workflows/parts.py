@@ -14,6 +14,7 @@ SWAPPED = (
 )
 # Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
 PLAN_TALL = 760
+LOADER_TALL = 290
 TABLE_WIDE = 680
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 DATA = (
@@ -53,6 +54,7 @@ def load(
     loaded = graph.node(
         "TesseraLoadDiffusionModel",
         title=title,
+        tall=LOADER_TALL,
         files=[model],
         unet_name=model.name,
         blocks_to_swap=blocks_to_swap,

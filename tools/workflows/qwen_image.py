@@ -44,7 +44,7 @@ def qwen_edit_lora(graph: Graph) -> None:
     graph.column(
         "Edit a picture with the LoRA", 360, "Sample", SAMPLE.format(more="Choose the picture to edit in *Load Image*.")
     )
-    start = graph.node("LoadImage", tall=320, image="example.png")
+    start = graph.node("LoadImage", tall=340, image="example.png")
     scaled = graph.node("FluxKontextImageScale", image=start[0])
     positive = graph.node(
         "TextEncodeQwenImageEditPlus",

@@ -1,7 +1,7 @@
 """The workflows of Wan."""
 
 from graph import Graph, ModelFile
-from parts import DATA, PLAN_TALL, SAMPLE, first_column, hub_file, ksampler, load, prompts, train, video
+from parts import DATA, LOADER_TALL, PLAN_TALL, SAMPLE, first_column, hub_file, ksampler, load, prompts, train, video
 
 
 def _wan(version: str, name: str, directory: str = "diffusion_models") -> ModelFile:
@@ -67,7 +67,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     trained = train(graph, "my_i2v_lora", model, data)
     graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="Choose a start picture in *Load Image*."))
     positive, negative = prompts(graph, clip, "the fox turns its head and walks away", NEGATIVE_CLIP)
-    start = graph.node("LoadImage", tall=320, image="example.png")
+    start = graph.node("LoadImage", tall=340, image="example.png")
     seen = graph.node("CLIPVisionEncode", clip_vision=vision[0], image=start[0], crop="none")
     graph.beside()
     started = graph.node(
@@ -99,6 +99,7 @@ def wan22_two_experts_lora(graph: Graph) -> None:
     low = graph.node(
         "TesseraLoadDiffusionModel",
         title="Low noise expert",
+        tall=LOADER_TALL,
         files=[low_file],
         unet_name=low_file.name,
         blocks_to_swap=-1,
