@@ -89,7 +89,7 @@ def train(
     graph.beside()
     for place, title in ((0, ""),) if low is None else ((0, "_high_noise"), (3, "_low_noise")):
         graph.node("TesseraLossPlot", tall=380, loss=trained[place + 1])
-        graph.node("TesseraSaveLora", lora=trained[place], filename_prefix=f"loras/{name}{title}")
+        graph.node("TesseraSaveLora", tall=210, lora=trained[place], filename_prefix=f"loras/{name}{title}")
     return trained
 
 
