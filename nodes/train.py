@@ -167,8 +167,9 @@ class TesseraTrainLora(io.ComfyNode):
                     max=1_000_000,
                     optional=True,
                     tooltip="Saves each time that this many epochs were shown, in place of save_every, which has to be "
-                    "0 then. An epoch is as many showings as there are pictures, repeats counted; with mixed sizes and "
-                    "batch_size above 1 some pictures come a little sooner than others. 0 is off.",
+                    "0 then. An epoch is as many showings as there are pictures, repeats counted, and as many again of "
+                    "regularisation pictures where there are any; with mixed sizes and batch_size above 1 some "
+                    "pictures come a little sooner than others. 0 is off.",
                     advanced=True,
                 ),
                 io.Int.Input(

@@ -21,7 +21,7 @@ from .optimizer_check import check_optimizer
 from .preservation import check_preservation
 from .run import TrainSettings
 from .schedule import lr_factor
-from .settings_notes import guidance_notes, memory_notes, saving_notes
+from .settings_notes import guidance_notes, memory_notes, saving_notes, weight_notes
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *objective_notes(settings.objective, strata),
         *guidance_notes(family, patcher.model, settings.objective, data.samples),
         *saving_notes(settings, strata),
+        *weight_notes(settings.objective, data.samples),
         *memory_notes(settings.memory),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
     )

@@ -148,6 +148,8 @@ def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
         notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
     if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
         notes.append(_needs_no_schedule(name, options.lr_scheduler))
+    if options.lr_scheduler == "constant" and options.warmup_steps == 1:
+        notes.append("warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.")
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
     return (*notes, *_without_effect(options))

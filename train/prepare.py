@@ -106,9 +106,8 @@ def prepare(
     )
     placed = control_plan.placements
     cache = Cache(cache_dir)
-    forms, counted = read_masks(
-        items, plan.placements, make_forms(items, plan.placements, placed, encoder), cache, progress, interrupted
-    )
+    wanted = make_forms(items, plan.placements, placed, encoder)
+    forms, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
     # A caption is encoded for each form of its control pictures where the text encoder sees those.
     shown = [(item, form.controls) for item, of in zip(items, forms, strict=True) for form in of]
     of_forms = iter(
@@ -154,7 +153,7 @@ def prepare(
         *start_notes(items, latents, image_to_video, clip_vision),
         *mask_notes(counted),
         *regularisation_notes(items),
-        *view_notes(items, [[form.view for form in of] for of in forms]),
+        *view_notes(items, *([[form.view for form in of] for of in made] for made in (wanted, forms))),
         *encoded_note([item.caption_forms for item in items], {job.key: job.bytes for job in caption_jobs}),
     )
     made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}

@@ -213,10 +213,12 @@ class Saver:
 
     def _resume_best(self, path: Path, state: TrainingState) -> None:
         """The best LoRA so far, where the state's folder still has it."""
-        best = next(iter(path.parent.glob("*-best.safetensors")), None)
-        found = read_best(best) if best is not None else None
-        if best is None or found is None or found.of != self.measured:
+        # A LoRA that is named so itself is none that was kept.
+        named = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
+        there = [(best, found) for best, found in named if found is not None and found.of == self.measured]
+        if not there:
             return
+        best, found = min(there, key=lambda one: one[1].loss)
         if best.parent != self.folder.path:
             if found.step > state.step:  # of how the other run went on from here
                 return

@@ -55,6 +55,15 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
         )
 
 
+def weight_notes(options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
+    weights = {sample.loss_weight for sample in samples}
+    if len(weights) == 1 and weights != {1.0} and not options.preservation_weight:
+        yield (
+            f"loss_weight is {weights.pop():g} for all that is trained on, so that none of it counts less or more than "
+            "the rest; change learning_rate to learn less or more of all."
+        )
+
+
 def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
     if not family.takes_guidance(model):
         if options.guidance != ObjectiveOptions.guidance:

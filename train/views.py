@@ -74,9 +74,9 @@ def _windows(
     return (first, *spread)
 
 
-def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]]) -> Iterator[str]:
-    """What a user may not expect of the forms."""
-    several = [len(of) for of in views if len(of) > 1]
+def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Sequence[Sequence[View]]) -> Iterator[str]:
+    """What a user may not expect of the forms. kept: those of which a mask leaves something."""
+    several = [len(of) for of in kept if len(of) > 1]
     if several:
         yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")
     mirrored = [item for item in items if item.treatment.flip == HORIZONTAL]
@@ -86,15 +86,21 @@ def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]]) -> Iterat
             f"Captions that say left or right, of pictures that are shown mirrored too: {shortlist(named)}; set flip "
             f"to off for them, or take the words out."
         )
-    wanted = [item for item in items if item.treatment.crops > 1]
-    whole = [
-        item.name for item, of in zip(items, views, strict=True) if item in wanted and len({v.at for v in of}) == 1
-    ]
-    if whole:
+    wanted = [(item, of) for item, of in zip(items, views, strict=True) if item.treatment.crops > 1]
+    whole = [item for item, of in wanted if len({view.at for view in of}) == 1]
+    if unzoomed := [item.name for item in whole if item.treatment.crop_zoom == 1]:
         yield (
-            f"Shown in one crop, as hardly anything of them is cropped: {shortlist(whole)}; set crop_zoom above 1 to "
-            f"show parts of them that are smaller."
+            f"Shown in one crop, as hardly anything of them is cropped: {shortlist(unzoomed)}; set crop_zoom above 1 "
+            f"to show parts of them that are smaller."
         )
+    if small := [item.name for item, of in wanted if item.treatment.crop_zoom > 1 and all(v.zoom == 1 for v in of)]:
+        yield (
+            f"crop_zoom has no effect on {shortlist(small)}, whose files have no pixels to spare at this size; lower "
+            f"megapixels, or take larger files."
+        )
+    lost = [(item.name, len(of) - len(left)) for item, of, left in zip(items, views, kept, strict=True)]
+    if masked := [f"{name} ({count})" for name, count in lost if count]:
+        yield f"Crops and mirrored pictures left out, as their mask leaves nothing of them: {shortlist(masked)}."
     still = [item.name for item in items if item.treatment.crop_zoom > 1 and item.treatment.crops == 1]
     if still:
         yield f"crop_zoom has no effect with crops 1, for: {shortlist(still)}."

@@ -143,6 +143,19 @@ def test_one_mask_serves_all_frames_of_a_clip_which_is_mirrored_whole(tiny_files
         assert torch.equal(mirrored.latent, vae.encode(pixels.flip(2))[0])
 
 
+def test_a_zoom_without_pixels_to_spare_is_said_to_do_nothing_and_not_asked_for(folder, tiny_vae, tiny_clip, tmp_path):
+    def told(zoom, megapixels):
+        dataset = scan_folder(folder, treatment=Treatment(crops=2, crop_zoom=zoom))
+        notes = run(dataset, tiny_vae, tiny_clip, tmp_path, megapixels=megapixels).notes
+        return [note for note in notes if "crop_zoom" in note]
+
+    (small,) = told(1.5, 0.02)
+    assert small.startswith("crop_zoom has no effect on a.png, b.png, whose files have no pixels to spare")
+    assert not told(1.5, 0.001)
+    (unzoomed,) = told(1.0, 0.006)
+    assert unzoomed.startswith("Shown in one crop, as hardly anything of them is cropped: ")
+
+
 def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_is_refused(
     folder, tiny_vae, tiny_clip, tmp_path
 ):
@@ -154,6 +167,8 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     sample = prepared.data.samples[0]
     (_, right), target = windows((64, 160), prepared.plan.placements[0], (0.0, 1.0))
     assert sample.pictures == 1
+    lost = "Crops and mirrored pictures left out, as their mask leaves nothing of them: a.png (1)."
+    assert lost in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]
     with torch.inference_mode():
         expected = tiny_vae.encode(load_picture(folder / "a.png", right, *target))[0]
     assert torch.equal(sample.load().latent, expected)

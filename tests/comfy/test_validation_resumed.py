@@ -50,6 +50,19 @@ def test_a_resumed_run_has_the_earlier_points_and_the_same_best(tiny_flux, tmp_p
         assert all(torch.equal(tensors[name], kept[name]) for name in kept)
 
 
+def test_a_lora_whose_own_name_ends_in_best_is_not_taken_for_the_best(tiny_flux, tmp_path):
+    options = {"validation": {"data": held_out(), "every_n_steps": 2}, "output_name": "the-best", "save_every": 0}
+    first = train(tiny_flux, mixed_data(), tmp_path, steps=3, **options)
+    best = first.summary["validation"]["best"]
+    watcher = Watcher()
+    state = f"{first.path.parent.name}/state-000003.tessera"
+    again = train(tiny_flux, mixed_data(), tmp_path, watcher, resume=state, seed=4, steps=4, **options)
+    assert not [note for note in watcher.notes if "is not kept" in note]
+    least = min((point for point in again.validation if point["step"]), key=lambda point: point["loss"])
+    kept = again.summary["validation"]["best"]
+    assert kept["loss"] == least["loss"] <= best["loss"]
+
+
 def test_a_run_that_goes_on_elsewhere_takes_the_best_with_it(tiny_flux, tmp_path):
     options = {"validation": {"data": held_out(), "every_n_steps": 2}, "optimizer": {"learning_rate": 0.1}}
     with pytest.raises(InterruptProcessingException):

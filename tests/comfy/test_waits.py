@@ -133,18 +133,21 @@ def after_a_backward(tiny_files, tmp_path_factory) -> Any:
 # What an optimizer's library does by itself, for the p matrices that it steps: reads in the first step and in later
 # ones, and what it moves in the first. Prodigy sums its estimate on the host, two numbers of each matrix (prodigyopt's
 # prodigy.py: delta_numerator and d_denom), and asks at first whether each is zero.
+TWICE = {"_local_scalar_dense": 2}
 OWN = {
     "prodigy": (lambda p: {"_local_scalar_dense": 3 * p}, lambda p: {"_local_scalar_dense": 2 * p}, 0),
+    "pytorch_optimizer.Prodigy": (lambda p: TWICE, lambda p: TWICE, 0),  # whether there is a gradient, and its estimate
     "adafactor": (lambda p: {}, lambda p: {}, 2),  # its two rows of zeros
 }
-OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon")
+OPTIMIZERS += ("pytorch_optimizer.AdaBelief", "pytorch_optimizer.Prodigy")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(name, after_a_backward) -> None:
     trainer, devices, loss = after_a_backward
-    custom = {"optimizer_class": "pytorch_optimizer.AdaBelief"} if name == "custom" else {}
-    options = OptimizerOptions(name, ema_decay=0.0 if name == "adamw_schedulefree" else 0.9, **custom)
+    custom = {"optimizer": "custom", "optimizer_class": name} if "." in name else {"optimizer": name}
+    options = OptimizerOptions(**custom, ema_decay=0.0 if name == "adamw_schedulefree" else 0.9)
     trainer.learner = Learner(trainer.network, options, 4, torch.float32, "cpu")
     devices.put_weights_of(trainer)
     matrices = len(trainer.network.parameters())

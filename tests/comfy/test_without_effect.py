@@ -15,7 +15,7 @@ from tessera.train.objective import Strata
 from tessera.train.options import MemoryOptions, ObjectiveOptions, ValidationOptions
 from tessera.train.preview import Preview, Previewer, preview_notes
 from tessera.train.sampling import Sampling, Stages, sample_latent
-from tessera.train.settings_notes import guidance_notes, memory_notes, saving_notes
+from tessera.train.settings_notes import guidance_notes, memory_notes, saving_notes, weight_notes
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from tiny.sampling import conditioning
@@ -119,6 +119,16 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
 def test_what_is_never_saved_or_kept_is_told(settings, told):
     notes = list(saving_notes(run_settings(**settings), Strata(1, 5)))  # six steps
     assert len(notes) == (told is not None) and all(note.startswith(told) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("weights", "preservation", "told"),
+    [((0.5, 0.5), 0.0, True), ((0.5, 1.0), 0.0, False), ((1.0, 1.0), 0.0, False), ((0.5, 0.5), 1.0, False)],
+)
+def test_a_loss_weight_that_all_share_is_told(weights, preservation, told):
+    samples = [replace(sample(f"{number}", 4, 4), loss_weight=weight) for number, weight in enumerate(weights)]
+    notes = list(weight_notes(ObjectiveOptions(preservation_weight=preservation), samples))
+    assert [note.startswith("loss_weight is 0.5 for all that is trained on") for note in notes] == [True] * told
 
 
 def test_saves_are_foretold_as_they_come(tiny_flux, tmp_path):

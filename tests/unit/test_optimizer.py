@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tessera.train.draws import generator
 from tessera.train.optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
-from tessera.train.optimizer_check import optimizer_notes
+from tessera.train.optimizer_check import check_optimizer, optimizer_notes
 from tessera.train.optimizer_state import pack_state, unpack_state
 from tessera.train.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
 from tessera.train.schedule import lr_factor
@@ -16,6 +16,7 @@ from torch import nn
 
 # The first is large enough for 8-bit moments and no multiple of their block of 256.
 SHAPES = [(16, 273), (8, 4), (3,)]
+LOW_RANK = {"down": (8, 64), "wanted": (32, 64)}
 RATES = {"prodigy": 1.0}
 NAMES = (*CHOICES, "custom")
 
@@ -159,6 +160,31 @@ def test_a_build_of_bitsandbytes_without_a_kernel_for_the_device_is_named_at_onc
         build_optimizer(OptimizerOptions("adamw8bit"), parameters())
 
 
+def test_prodigy_of_the_other_library_makes_the_same_steps_with_the_arguments_that_the_help_page_names():
+    """The help page offers it, as it waits for the device less often (tests/comfy/test_waits.py)."""
+    other = OptimizerOptions(
+        "custom",
+        learning_rate=1.0,
+        optimizer_class="pytorch_optimizer.Prodigy",
+        optimizer_args="weight_decay=0.01\nbias_correction=True\nsafeguard_warmup=True",
+    )
+    assert check_optimizer(other, torch.device("cpu")) == ()
+    drawn = {name: torch.randn(shape, generator=generator(0, name)) for name, shape in LOW_RANK.items()}
+    losses, estimates = [], []
+    for options in (OptimizerOptions("prodigy", learning_rate=1.0), other):
+        down, up = nn.Parameter(0.1 * drawn["down"]), nn.Parameter(torch.zeros(32, 8))
+        optimizer = build_optimizer(options, [down, up])
+        for _ in range(120):
+            optimizer.zero_grad()
+            loss = (up @ down - 0.05 * drawn["wanted"]).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        estimates.append(float(optimizer.param_groups[0]["d"]))
+    assert losses[0] < 0.7 * float((0.05 * drawn["wanted"]).square().mean()) and estimates[0] > 1e-3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and estimates[1] == pytest.approx(estimates[0], rel=1e-5)
+
+
 def test_notes_speak_only_of_what_surprises():
     assert optimizer_notes(OptimizerOptions()) == ()
     assert optimizer_notes(OptimizerOptions("prodigy", learning_rate=1.0)) == ()
@@ -179,6 +205,10 @@ def test_notes_speak_only_of_what_surprises():
         (
             {"min_lr_ratio": 1.0, "lr_scheduler": "cosine"},
             "lr_scheduler cosine has no effect: min_lr_ratio 1 keeps the rate where it is.",
+        ),
+        (
+            {"warmup_steps": 1},
+            "warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.",
         ),
         ({"lr_cycles": 2}, "lr_cycles is not used by the constant schedule; cosine_with_restarts reads it."),
         ({"lr_power": 1.0}, "lr_power is not used by the constant schedule; polynomial reads it."),
