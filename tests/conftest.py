@@ -142,6 +142,17 @@ def fresh_graphs() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor finds neither a C++ compiler nor what it compiled before."""
+    import torch._inductor.config as inductor_config
+
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    # Not by monkeypatch: taken back, these entries would be gone, and nothing would compile any more.
+    with inductor_config.patch({"cpp.cxx": ("/nonexistent/compiler",), "force_disable_caches": True}):
+        yield
+
+
+@pytest.fixture
 def other_family(tiny_files: dict[str, Path]) -> dict[str, Any]:
     """Inputs that FLUX cannot take: a VACE `model`, which no family trains, an SD1 `clip`, a 4-channel `vae`."""
     return {

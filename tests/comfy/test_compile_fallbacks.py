@@ -2,7 +2,7 @@
 sampler unless fullgraph asked for it."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,16 +100,6 @@ def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(
     without, same = compiled(wan, scope=scope, fullgraph=True)
     assert same is branch and torch.equal(sample(without, "wan"), sample(wan, "wan"))
     assert branch.report().counts().graphs == 1
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import torch._inductor.config as inductor_config
-
-    monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    # Not by monkeypatch: taken back, these entries would be gone.
-    with inductor_config.patch({"cpp.cxx": ("/nonexistent/compiler",), "force_disable_caches": True}):
-        yield
 
 
 @pytest.mark.parametrize("scope", SCOPES)

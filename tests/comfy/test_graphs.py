@@ -118,7 +118,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
     assert counted() == trainer.placed.runner.planned_graphs == 3
 
 
-def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, monkeypatch):
+def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
     from tessera.train.events import Silent
 
     said: list[str] = []
@@ -127,11 +127,6 @@ def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, 
         def note(self, text: str) -> None:
             said.append(text)
 
-    import torch._inductor.config as inductor_config
-
-    monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    monkeypatch.setattr(inductor_config.cpp, "cxx", ("/nonexistent/compiler",))
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     torch._dynamo.reset()
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend="inductor", steps=3)
