@@ -143,10 +143,13 @@ def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> 
         other = OUTER * stored.itemsize
         if training:
             other += sum(trained for _, trained in costs) * 16
-            choices = plan.Choices(counts, (1, 2, 3), ("none", "selective", "full"))
+            choices = plan.Choices(counts, plan.prefetches(1), ("none", "selective", "full"))
         else:
             other += int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR * 2**20)
-            choices = plan.Choices(counts, (1, 2, 3))
+            # What a block takes to compute is not measured before it samples: it is chosen without, and reckoned with.
+            unknown = [replace(block, forward=0.0) for block in blocks]
+            chosen = plan.plan(unknown, other, machine, order, plan.Choices(counts, plan.prefetches(1)))
+            choices = plan.Choices((len(chosen.swapped),), (chosen.prefetch,))
         made = plan.plan(blocks, other, machine, order, choices)
         computing = sum(sum(plan.block_seconds(block, made.checkpointing, choices.budget)) for block in blocks)
         row = [f"{card} GB", name, str(len(made.swapped)), str(made.prefetch) if made.swapped else "–"]
@@ -183,7 +186,8 @@ Rank {args.rank} on attention and MLP, AdamW (16 bytes for each trained number).
 
 ## Sampling
 
-Seconds are of the blocks in one pass. Beside the weights {int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR)} MB
+Chosen without knowing how long the blocks compute, as the nodes do; seconds are of the blocks in one pass. Beside the
+weights {int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR)} MB
 are kept for activations, as ComfyUI does.
 
 {markdown_table([*common, *figures], sampling)}

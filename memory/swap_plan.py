@@ -11,6 +11,15 @@ from itertools import product
 from .file_source import FileSource, streams_from_file
 
 GB = 2**30
+MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
+# How long all blocks compute, as a part of what copying them all takes, where that is not known: a quarter to four
+# times as long. Outside of that either always waits for the other, however many blocks are copied ahead.
+COMPUTING = tuple(2 ** (i / 3) for i in range(-6, 7))
+
+
+def prefetches(least: int) -> tuple[int, ...]:
+    """What a plan may choose from where the user's prefetch_blocks is `least`."""
+    return tuple(range(least, max(MOST_PREFETCH, least) + 1))
 
 
 def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
@@ -120,7 +129,8 @@ def plan(
     blocks: Sequence[BlockCost], other_bytes: int, machine: Machine, order: Sequence[str], choices: Choices
 ) -> SwapPlan:
     """The fastest plan that fits; of equally fast ones the one that swaps least, and then the one that takes least.
-    Where none fits, the one that takes least, with `fits` False.
+    Where no block's time is known, the one that is least behind the fastest, whatever the blocks take. Where none fits,
+    the one that takes least, with `fits` False.
 
     blocks: in the order of the forward; other_bytes: everything else that lies on the device while the model runs;
     order: the lists of blocks in the order in which they are to be used, () where all are alike.
@@ -135,32 +145,17 @@ def plan(
                 fitting.append(candidate)
                 break  # what swaps more than it has to is no faster
     assert smallest is not None
-    # Differences of a thousandth are below what was measured.
-    fastest = min((c.seconds for c in fitting), default=0.0) * 1.001
+    known = choices.checkpointing or any(block.forward for block in blocks)
+    behind = [c.seconds for c in fitting] if known else _behind(blocks, fitting)
+    # Differences of a thousandth are below what was measured, those of a hundredth below what can be reckoned without.
+    least = min(behind, default=0.0) * (1.001 if known else 1.01)
     best = min(
-        (c for c in fitting if c.seconds <= fastest),
+        (c for c, much in zip(fitting, behind, strict=True) if much <= least),
         key=lambda c: (len(c.swapped), c.device, c.prefetch),
         default=smallest,
     )
     text = _text(best, len(blocks), machine, best in fitting)
     return SwapPlan(best.swapped, best.prefetch, best.checkpointing, best.device, best.seconds, best in fitting, text)
-
-
-def plan_sampling(
-    blocks: Mapping[str, int],
-    other_bytes: int,
-    working_bytes: int,
-    machine: Machine,
-    prefetch: int,
-    order: Sequence[str] = (),
-) -> SwapPlan:
-    """The plan for sampling with a model whose blocks have these bytes by name, in the order of the forward.
-
-    other_bytes: of its other weights; working_bytes: of its activations; prefetch: the least that is copied ahead.
-    """
-    costs = [BlockCost(name, weights) for name, weights in blocks.items()]
-    choices = Choices(tuple(range(len(costs) + 1)), (prefetch,))
-    return plan(costs, other_bytes + working_bytes, machine, order, choices)
 
 
 def step_down(
@@ -224,6 +219,19 @@ def _speed(swapped: Sequence[BlockCost], machine: Machine, checkpointing: str | 
     if file is None or not streams_from_file(inside, sum(block.weights for block in swapped), file.room):
         return machine.link, False
     return min(machine.link, file.speed(inside, turns=checkpointing is not None)), True
+
+
+def _behind(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[float]:
+    """How many times as long as the fastest each takes at worst, if a block computes for as long as it is large. A slot
+    more is a block less on the device, and evens out the copies of blocks of several sizes: which counts for more
+    depends on what is not known."""
+    worst = [1.0] * len(fitting)
+    for part in COMPUTING if fitting else ():
+        timed = [replace(block, forward=part * block.weights / fitting[0].speed) for block in blocks]
+        seconds = [_pass_seconds(timed, c.swapped, c.prefetch, None, 0.0, c.speed) for c in fitting]
+        least = min(seconds)
+        worst = [max(w, s / least) if least else w for w, s in zip(worst, seconds, strict=True)]
+    return worst
 
 
 def kept_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:

@@ -16,20 +16,20 @@ from ..memory.make_room import make_room
 from ..memory.masters import parts_of
 from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
 from ..memory.swap_patcher import SwapPatcher, swap_model
-from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan
+from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan, prefetches
 from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES
 
 log = logging.getLogger(__name__)
 
 KEY = "tessera.swap_settings"
-PICTURE = 128  # latent cells a side of the picture that -1 leaves room for: one megapixel
+PICTURE = 1024  # pixels a side of the picture that -1 leaves room for
 
 
 @dataclass(frozen=True)
 class SwapSettings:
     """blocks_to_swap: how many blocks stream, -1 for as many as are needed; prefetch_blocks: how many are copied
-    ahead; pin_memory: auto, on or off."""
+    ahead, with -1 at least; pin_memory: auto, on or off."""
 
     blocks_to_swap: int = 0
     prefetch_blocks: int = 1
@@ -91,8 +91,9 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     prefetch, notes = settings.prefetch_blocks, []
     automatic = settings.blocks_to_swap == -1
     if automatic:
-        fitting = _fit(clone, numbers, order, max(1, prefetch), settings.pin_memory)
-        chosen = fitting.swapped
+        # Less than one ahead is no choice; it is said below.
+        fitting = _fit(clone, numbers, order, prefetches(prefetch) if prefetch >= 1 else (1,), settings.pin_memory)
+        chosen, prefetch = fitting.swapped, fitting.prefetch if prefetch >= 1 else prefetch
         notes += _said(fitting.text)
     else:
         chosen = choose_blocks(settings.blocks_to_swap, {n: len(m) for n, m in lists.items()}, order)
@@ -141,10 +142,15 @@ def _bytes_on_device(module: nn.Module) -> int:
 
 
 def _fit(
-    patcher: ModelPatcher, blocks: dict[str, BlockOfModel], order: list[str], prefetch: int, pin_memory: str
+    patcher: ModelPatcher,
+    blocks: dict[str, BlockOfModel],
+    order: list[str],
+    prefetch: tuple[int, ...],
+    pin_memory: str,
 ) -> SwapPlan:
     """As many blocks as have to stream so that the rest, and what a picture of one megapixel takes beside it, fit into
-    what ComfyUI may use of the device. blocks: by <list>.<index>, in the order of the forward."""
+    what ComfyUI may use of the device, and how many of them are copied ahead. blocks: by <list>.<index>, in the order
+    of the forward; prefetch: what may be chosen."""
     device = patcher.load_device
     available = psutil.virtual_memory().available
     weights = {name: list(block.module.parameters()) for name, block in blocks.items()}
@@ -152,7 +158,9 @@ def _fit(
     in_file = {name: bytes_in_file(own) if file is not None else 0 for name, own in weights.items()}
     costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)
-    shape = [1, patcher.model.latent_format.latent_channels, PICTURE, PICTURE]
+    latent = patcher.model.latent_format
+    side = PICTURE // latent.spacial_downscale_ratio
+    shape = [1, latent.latent_channels, side, side]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
     # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
     listed = comfy.model_management.current_loaded_models
@@ -160,4 +168,4 @@ def _fit(
     free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
     free -= comfy.model_management.extra_reserved_memory()
     machine = Machine(int(free), link_bandwidth(device), available + inside, file)
-    return plan(costs, other, machine, order, Choices(tuple(range(len(costs) + 1)), (prefetch,)))
+    return plan(costs, other, machine, order, Choices(tuple(range(len(costs) + 1)), prefetch))

@@ -31,7 +31,7 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
             optional=optional,
             advanced=True,
             tooltip="How many blocks are copied ahead. Each takes the memory of one more block on the GPU. Raise it to "
-            "2 if the GPU waits for copies.",
+            "2 if the GPU waits for copies. With blocks_to_swap -1 this is the least, and up to 3 may be chosen.",
         ),
         io.Combo.Input(
             "pin_memory",

@@ -23,7 +23,7 @@ from ..memory.file_speed import file_source
 from ..memory.flat import Layout
 from ..memory.in_file import bytes_in_file
 from ..memory.pinning import link_bandwidth
-from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, step_down
+from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
 from ..models.family import Block, Family, ModelInputs
 from .batch import make_batch
 from .data import TrainingData
@@ -31,7 +31,6 @@ from .lora import LoraNetwork, build_network
 from .options import MemoryOptions
 from .run import TrainSettings
 
-MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
 # Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
 # Adafactor's and CAME's factors are as large as the matrix at rank 1 and less above it; custom: as the hungriest.
 STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16, "adafactor": 4, "came": 12, "adamw_schedulefree": 8}
@@ -86,7 +85,7 @@ def choices_of(asked: MemoryOptions, blocks: int) -> Choices:
     prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
     if asked.blocks_to_swap == -1:
         counts = tuple(range(blocks + 1))
-        prefetch = tuple(range(asked.prefetch_blocks, max(MOST_PREFETCH, asked.prefetch_blocks) + 1))
+        prefetch = prefetches(asked.prefetch_blocks)
     return Choices(
         counts=counts,
         prefetch=prefetch,

@@ -74,6 +74,38 @@ def test_minus_one_counts_what_others_hold_and_passes_over_a_model_that_is_gone(
     del weights
 
 
+@pytest.mark.parametrize(("asked", "taken"), [(1, 2), (2, 2), (4, 4)])
+def test_minus_one_chooses_how_many_are_copied_ahead_too(tmp_path: Path, monkeypatch, asked: int, taken: int) -> None:
+    """Of twelve blocks in two sizes, of which a few more than fit: two ahead lose least, whatever a block takes."""
+    with torch.inference_mode(False):
+        flux = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", depth=4, depth_single=8))
+    want = sample(flux, "flux")
+    comfy.model_management.unload_all_models()
+    blocks = [*flux.model.diffusion_model.double_blocks, *flux.model.diffusion_model.single_blocks]
+    needed = flux.model_size() + int(flux.memory_required([1, 16, 128, 128]))
+    free = needed - 7 * sum(map(comfy.model_management.module_size, blocks)) // 100
+    reserved = comfy.model_management.extra_reserved_memory()
+    with monkeypatch.context() as small:
+        small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: free + reserved)
+        small.setattr(comfy.model_management, "current_loaded_models", [])
+        model, notes = swap(flux, SwapSettings(-1, asked))
+    assert model.swap.prefetch == taken and f" blocks stream, {taken} ahead" in notes[0]
+    assert model.model_size() <= flux.model_size() - (needed - free)
+    assert swap_settings_of(model) == SwapSettings(-1, asked)  # training chooses by what it measures
+    assert torch.equal(sample(model, "flux"), want)
+    comfy.model_management.unload_all_models()
+
+
+@pytest.mark.parametrize(("kind", "side"), [("flux", 128), ("flux2", 64)])
+def test_minus_one_leaves_room_for_a_megapixel_in_the_models_own_latents(tiny_files, monkeypatch, kind, side) -> None:
+    with torch.inference_mode(False):
+        model = tiny.load_model(kind, tiny_files[kind])
+    asked: list[Any] = []
+    monkeypatch.setattr(type(model), "memory_required", lambda self, shape: asked.append(shape) or 0)
+    swap(model, SwapSettings(-1))
+    assert [shape[2:] for shape in asked] == [[side, side]]
+
+
 def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The model's last layer finds memory only where no more than `limit` bytes of weights are loaded. Returns what was
     loaded at each try."""
