@@ -74,7 +74,7 @@ class TesseraAverageStates(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, run: str | None) -> bool | str:  # None where it is linked
+    def validate_inputs(cls, run: str | None = None) -> bool | str:  # None where it is linked
         if run is not None and run not in list_runs(runs_folder()):
             return f"run: there is no run {run!r} with two saved LoRAs or more; choose another (press R)."
         return True

@@ -152,7 +152,9 @@ class TesseraCompareLoras(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, run: str | None, lora_models: Any = None, lora_models_low_noise: Any = None) -> bool | str:
+    def validate_inputs(
+        cls, run: str | None = None, lora_models: Any = None, lora_models_low_noise: Any = None
+    ) -> bool | str:
         """run: None where it is linked. ComfyUI hands inputs that grow to whoever checks anything."""
         if run not in (None, NONE) and run not in runs():
             return f"run: there is no run {run!r} any more; choose another, or {NONE!r}."

@@ -1,5 +1,6 @@
 """The nodes that read folders of pictures and clips."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ class TesseraImageFolder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, folder, control_folder=NONE, mask_folder=NONE):
-        return _readable(folder, _chosen(control_folder), _chosen(mask_folder))
+    def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
+        others = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
+        return _readable({"folder": folder} | others)
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
@@ -197,8 +199,8 @@ class TesseraVideoFolder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, folder, mask_folder=NONE):
-        return _readable(folder, _chosen(mask_folder))
+    def validate_inputs(cls, folder=None, mask_folder=NONE):
+        return _readable({"folder": folder, "mask_folder": _chosen(mask_folder)})
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
@@ -259,12 +261,13 @@ def _other_folder(folder: str | None) -> Path | None:
     return None if chosen is None else resolve_folder(chosen)
 
 
-def _readable(*folders: str | None) -> bool | str:
-    """Whether a workflow may read these folders, or why not. None is one that is linked: execute checks it."""
-    try:
-        for folder in folders:
+def _readable(folders: Mapping[str, str | None]) -> bool | str:
+    """Whether a workflow may read these folders, by the names of their inputs, or why not: ComfyUI shows the answer at
+    every input. None is one that is linked, which execute checks, or missing, which ComfyUI tells."""
+    for name, folder in folders.items():
+        try:
             if folder is not None:
                 resolve_folder(folder)
-    except ValueError as error:
-        return str(error)
+        except ValueError as error:
+            return f"{name}: {error}"
     return True

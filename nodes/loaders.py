@@ -1,5 +1,8 @@
 """The node that loads a diffusion model for sampling and for training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import folder_paths
 import torch
 from comfy import sd
@@ -55,8 +58,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, unet_name: str | None) -> bool | str:
-        if unet_name is None:  # linked: its value is not known yet, and execute checks it
+    def validate_inputs(cls, unet_name: str | None = None) -> bool | str:
+        if unet_name is None:  # linked: its value is not known yet, and execute checks it; or missing
             return True
         if folder_paths.get_full_path("diffusion_models", unet_name) is None:
             return f"unet_name: there is no {unet_name} in models/diffusion_models; put it there, or choose another."
@@ -81,17 +84,30 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         # under it. Training looks at the same memory through ordinary tensors. Dynamic VRAM, which block swap stands in
         # for, would load the file a second time.
         if blocks_to_swap == 0:
-            model = sd.load_diffusion_model(path, model_options=options)
+            with _readable(unet_name):
+                model = sd.load_diffusion_model(path, model_options=options)
             return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
         if blocks_to_swap != -1:
             _check_count(path, blocks_to_swap)
         # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
-        with StayInFile():
+        with StayInFile(), _readable(unet_name):
             model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=True)
         cast_as_asked(model.model)
         settle(model.model)
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
+
+
+@contextmanager
+def _readable(unet_name: str) -> Iterator[None]:
+    """A file that is no safetensors file, or not all of one, ends with a sentence that names it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"unet_name: {unet_name} can't be read as safetensors ({error}); it is damaged or was not downloaded to "
+            "its end, so download it again."
+        ) from error
 
 
 def _check_count(path: str, blocks_to_swap: int) -> None:
@@ -103,7 +119,7 @@ def _check_count(path: str, blocks_to_swap: int) -> None:
             names = [name for name in file.keys() if name.endswith(".weight")]
             most = most_blocks(name for name in names if len(file.get_slice(name).get_shape()) > 1)
     except SafetensorError:
-        return  # ComfyUI says what is wrong with it
+        return  # loading says what is wrong with it
     if most:
         check_count(blocks_to_swap, most)
 

@@ -207,7 +207,7 @@ class TesseraTrainLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, resume: str | None) -> bool | str:  # None where it is linked
+    def validate_inputs(cls, resume: str | None = None) -> bool | str:  # None where it is linked
         if resume not in (None, "latest", "off") and resume not in list_states(runs_folder()):
             return f"resume: there is no state {resume!r} any more; choose another, 'latest' or 'off'."
         return True

@@ -112,12 +112,14 @@ class Sample:
 @dataclass(frozen=True)
 class TrainingData:
     """Prepared data (TESSERA_TRAINING_DATA). `fingerprint` changes whenever a tensor, an order or a repeat changes.
-    made_with: what was set to make it, as plain values, for the LoRA's metadata."""
+    made_with: what was set to make it, as plain values, for the LoRA's metadata. family: the `TextPolicy.family` whose
+    encoders made it, which the family's title begins with; empty where that is not known."""
 
     samples: tuple[Sample, ...]
     fingerprint: str
     notes: tuple[str, ...] = ()
     made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    family: str = ""
 
     def graph_keys(self) -> list[GraphKey]:
         """The keys that occur: one compiled graph of each block kind for each."""

@@ -159,7 +159,7 @@ def prepare(
     made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
     made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
     made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
-    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with)
+    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
     return PreparedData(data, plan, sizes, notes)
 
 

@@ -64,6 +64,12 @@ def test_data_of_another_family_is_refused(fields, sentence, tiny_flux, tmp_path
     assert_refused(tiny_flux, TrainingData((first,), "other"), tmp_path, sentence)
 
 
+def test_data_of_another_family_with_the_same_shapes_is_refused(tiny_flux, tmp_path):
+    data = TrainingData((sample("picture 0", 4, 4),), "wan", family="Wan")
+    sentence = "data was prepared with the VAE and the text encoders of Wan, and model is one of FLUX.1; load the VAE"
+    assert_refused(tiny_flux, data, tmp_path, sentence)
+
+
 def test_a_clip_is_refused(tiny_flux, tmp_path):
     clip = replace(sample("clip 7", 4, 4), grid=(5, 4, 4), tokens=80)
     data = TrainingData((sample("picture 0", 4, 4), clip), "clip")
