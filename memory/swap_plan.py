@@ -315,7 +315,7 @@ def _text(chosen: _Candidate, total: int, machine: Machine, fits: bool) -> str:
         waiting = chosen.seconds - chosen.computing
         if waiting > 0.02 * chosen.seconds:
             what += f", {waiting:.2f} s of them waiting for copies"
-    return f"{verdict} ({_size(chosen.device)} of {_size(machine.free)}): {what}."
+    return f"{verdict} ({_size(chosen.device)} needed, {_size(machine.free)} free): {what}."
 
 
 def _size(bytes_: int) -> str:

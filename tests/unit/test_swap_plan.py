@@ -62,8 +62,8 @@ def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -
     assert made.device_bytes == OTHER + WEIGHTS + 8 * GB + GB // 2
     assert made.seconds == pytest.approx(8 * 3.0)
     assert made.text == (
-        "Fits with 80.5 GB to spare (19.5 GB of 100.0 GB): all blocks stay on the device, checkpointing none; about "
-        "24.00 s in the blocks of each step."
+        "Fits with 80.5 GB to spare (19.5 GB needed, 100.0 GB free): all blocks stay on the device, checkpointing "
+        "none; about 24.00 s in the blocks of each step."
     )
 
 
@@ -118,7 +118,9 @@ def test_where_nothing_fits_the_smallest_is_taken_and_it_says_what_is_missing() 
     made = plan(BLOCKS, OTHER, replace(FAST, free=2 * GB), ORDER, ALL)
     assert not made.fits and len(made.swapped) == 8 and made.prefetch == 1 and made.checkpointing == "full"
     assert made.device_bytes == OTHER + 2 * 2 * GB + GB + GB // 2 + 7 * GB // 8
-    assert made.text.startswith("Needs 5.4 GB more than is free, even so (7.4 GB of 2.0 GB): 8 of 8 blocks stream")
+    assert made.text.startswith(
+        "Needs 5.4 GB more than is free, even so (7.4 GB needed, 2.0 GB free): 8 of 8 blocks stream"
+    )
 
 
 def test_stepping_down_takes_a_tenth_less_each_time_until_there_is_no_less() -> None:
@@ -138,7 +140,7 @@ def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
     assert made.device_bytes == OTHER + WEIGHTS - 4 * GB + 2 * GB + GB // 2
     assert "checkpointing" not in made.text
     assert made.text.startswith(
-        "Fits with 0.5 GB to spare (9.5 GB of 10.0 GB): 4 of 8 blocks stream, 1 ahead at 107 GB/s"
+        "Fits with 0.5 GB to spare (9.5 GB needed, 10.0 GB free): 4 of 8 blocks stream, 1 ahead at 107 GB/s"
     )
 
 
