@@ -84,8 +84,9 @@ class TesseraObjective(io.ComfyNode):
             ],
         )
 
+    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
     @classmethod
-    def execute(cls, **chosen: Any) -> io.NodeOutput:
+    async def execute(cls, **chosen: Any) -> io.NodeOutput:
         options = ObjectiveOptions(**chosen)  # each input has the name of its field
         return io.NodeOutput(options, image_tensor(draw_distribution(options)))
 

@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..train.optimizer import check_choice
 from ..train.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
 
 OptimizerType = io.Custom("TESSERA_OPTIMIZER")
@@ -208,8 +209,9 @@ class TesseraOptimizer(io.ComfyNode):
             outputs=[OptimizerType.Output(display_name="optimizer")],
         )
 
+    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
     @classmethod
-    def execute(
+    async def execute(
         cls,
         optimizer: str,
         learning_rate: float,
@@ -229,27 +231,27 @@ class TesseraOptimizer(io.ComfyNode):
         optimizer_class: str = OptimizerOptions.optimizer_class,
         optimizer_args: str = OptimizerOptions.optimizer_args,
     ) -> io.NodeOutput:
-        return io.NodeOutput(
-            OptimizerOptions(
-                optimizer=optimizer,
-                learning_rate=learning_rate,
-                lr_scheduler=lr_scheduler,
-                warmup_steps=warmup_steps,
-                max_grad_norm=max_grad_norm,
-                weight_decay=weight_decay,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                min_lr_ratio=min_lr_ratio,
-                lr_cycles=lr_cycles,
-                lr_power=lr_power,
-                lr_decay_part=lr_decay_part,
-                lr_curve=lr_curve,
-                ema_decay=ema_decay,
-                optimizer_class=optimizer_class.strip(),
-                optimizer_args=optimizer_args,
-            )
+        options = OptimizerOptions(
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm,
+            weight_decay=weight_decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            min_lr_ratio=min_lr_ratio,
+            lr_cycles=lr_cycles,
+            lr_power=lr_power,
+            lr_decay_part=lr_decay_part,
+            lr_curve=lr_curve,
+            ema_decay=ema_decay,
+            optimizer_class=optimizer_class.strip(),
+            optimizer_args=optimizer_args,
         )
+        check_choice(options)
+        return io.NodeOutput(options)
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraOptimizer]

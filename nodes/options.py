@@ -273,8 +273,9 @@ class TesseraLoraNetwork(io.ComfyNode):
     ) -> object:
         return lora_file_fingerprint(start_from, base_lora, start_from_low_noise, base_lora_low_noise)
 
+    # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
     @classmethod
-    def execute(
+    async def execute(
         cls,
         algorithm: str,
         rank: int,

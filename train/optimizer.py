@@ -51,16 +51,9 @@ def build_optimizer(
     Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
     """
     params = list(params)
-    name, choice = _choice(options)
-    kind: Callable[..., torch.optim.Optimizer] = optimizer_class(name, choice.path)
-    inputs = {
-        "betas": (options.beta1, options.beta2),
-        "eps": options.eps,
-        "weight_decay": options.weight_decay,
-    }
-    given = parse_args(options.optimizer_args)
-    values = {key: inputs[key] for key in choice.takes} | choice.fixed | given
-    check_args(name, kind, values)
+    name, _ = _choice(options)
+    kind: Callable[..., torch.optim.Optimizer] = chosen_class(options)
+    values, given = check_choice(options), parse_args(options.optimizer_args)
     if options.optimizer == "adamw8bit":
         _try_a_step(kind, flat(params)[0].device)
     try:
@@ -71,6 +64,20 @@ def build_optimizer(
     if is_schedule_free(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def check_choice(options: OptimizerOptions) -> dict[str, Any]:
+    """What the chosen class is made with, beside the rate. Raises ValueError where its library is missing or does not
+    take an argument."""
+    name, choice = _choice(options)
+    inputs = {
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+    }
+    values = {key: inputs[key] for key in choice.takes} | choice.fixed | parse_args(options.optimizer_args)
+    check_args(name, optimizer_class(name, choice.path), values)
+    return values
 
 
 def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:

@@ -18,6 +18,7 @@ from tessera.train.lora_start import fit, read_start
 from tessera.train.options import NetworkOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.lora_files import delta, loaded_in_comfyui, patched_deltas, random_update, random_updates
+from tiny.prompt import executed
 from tiny.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
 NO_STEP = {"steps": 1, "optimizer": {"learning_rate": 1e-30, "weight_decay": 0.0}}
@@ -234,8 +235,8 @@ def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):
     assert name in shown
     base = {"algorithm": "lora", "rank": 8, "alpha": 8.0, "targets": "", "dropout": 0.0}
     with torch.inference_mode():
-        options, _ = TesseraLoraNetwork.execute(**base, start_from=name).result
-        connected, _ = TesseraLoraNetwork.execute(**base, start_lora=tensors).result
+        options, _ = executed(TesseraLoraNetwork, **base, start_from=name).result
+        connected, _ = executed(TesseraLoraNetwork, **base, start_lora=tensors).result
     assert options.start_from.name == "mine.safetensors" and "/" not in repr(options)
     assert options.start_from.content == connected.start_from.content
     assert options.start_from.tensors().keys() == tensors.keys()
@@ -246,11 +247,11 @@ def test_the_node_takes_files_of_the_lora_folders_only(tiny_flux, lora_folder):
     assert before != TesseraLoraNetwork.fingerprint_inputs(start_from=name)
     for wrong in ("../mine.safetensors", str(file), "absent.safetensors"):
         with pytest.raises(ValueError, match="start_from: there is no LoRA .* in ComfyUI's LoRA folders; choose one"):
-            TesseraLoraNetwork.execute(**base, start_from=wrong)
+            executed(TesseraLoraNetwork, **base, start_from=wrong)
     with pytest.raises(ValueError, match="start_from: broken.safetensors cannot be read as safetensors"):
         lora_source("start_from", "broken.safetensors")
     with pytest.raises(ValueError, match="is connected too; set start_from to none, or disconnect it"):
-        TesseraLoraNetwork.execute(**base, start_from=name, start_lora=tensors)
+        executed(TesseraLoraNetwork, **base, start_from=name, start_lora=tensors)
 
 
 def test_training_on_a_base_lora_is_training_on_the_model_with_it_and_saves_what_is_new(tiny_flux, tmp_path, caplog):

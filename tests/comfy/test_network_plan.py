@@ -7,7 +7,7 @@ from tessera.models.registry import family_of
 from tessera.nodes.options import NO_MODEL, TesseraLoraNetwork
 from tessera.train.network_plan import adapter_specs, choose_targets, network_notes
 from tessera.train.options import NetworkOptions
-from tiny.prompt import node
+from tiny.prompt import executed, node
 from tiny.runs import Watcher, mixed_data, train
 
 
@@ -21,9 +21,9 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
     }
     patterns = "single_blocks.0.*: rank=2"
     with torch.inference_mode():
-        options, text = TesseraLoraNetwork.execute(**values, rank_patterns=patterns, model=tiny_flux).result
-        assert TesseraLoraNetwork.execute(**values).result[1] == NO_MODEL
-        shown = TesseraLoraNetwork.execute(**values, model=tiny_flux).ui["tessera"]
+        options, text = executed(TesseraLoraNetwork, **values, rank_patterns=patterns, model=tiny_flux).result
+        assert executed(TesseraLoraNetwork, **values).result[1] == NO_MODEL
+        shown = executed(TesseraLoraNetwork, **values, model=tiny_flux).ui["tessera"]
     assert list(shown[0]) == ["text"]
     watcher = Watcher()
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, network={**vars(options)})

@@ -11,6 +11,7 @@ from tessera.nodes.options import TesseraLoraNetwork
 from tessera.nodes.validation import TesseraValidation
 from tessera.train.objective import picture
 from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from tiny.prompt import executed
 
 NODES = {
     TesseraLoraNetwork: NetworkOptions,
@@ -41,7 +42,7 @@ def inputs(node) -> dict[str, tuple[str, dict]]:
 
 def run(node, **values):
     with torch.inference_mode():
-        return node.execute(**values).result[0]
+        return executed(node, **values).result[0]
 
 
 @pairs
@@ -151,7 +152,7 @@ def test_the_objective_shows_its_distribution_as_a_picture():
     pictures = []
     for values in ({}, {"timestep_sampling": "logsnr"}, {"timestep_sampling": "logsnr", "weighting": "cosmap"}):
         with torch.inference_mode():
-            _, drawn = TesseraObjective.execute(**(shown | values)).result
+            _, drawn = executed(TesseraObjective, **(shown | values)).result
         assert drawn.shape == (1, 512, 1024, 3) and drawn.dtype == torch.float32
         assert 0 <= drawn.min() and drawn.max() <= 1 and drawn.std() > 0.05
         pictures.append(drawn)

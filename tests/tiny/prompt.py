@@ -1,6 +1,14 @@
-"""Pieces of API prompts, as a test writes them down."""
+"""Pieces of API prompts, as a test writes them down, and a node executed without one."""
 
+import asyncio
+import inspect
 from typing import Any
+
+
+def executed(kind: Any, *args: Any, **inputs: Any) -> Any:
+    """What a node gives when it is executed, at once or as a coroutine."""
+    given = kind.execute(*args, **inputs)
+    return asyncio.run(given) if inspect.iscoroutine(given) else given
 
 
 def node(kind: str, **inputs: Any) -> dict[str, Any]:
