@@ -12,11 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
+PATIENCE = 900.0  # seconds until something is given up: a busy machine takes many times what an idle one does
 # The server is on this machine: a proxy that the environment names can't reach it.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -96,10 +98,15 @@ class ComfyServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, timeout: float = 180) -> None:
+    def start(self, timeout: float = PATIENCE) -> None:
         """Starts the server and returns when it answers."""
+        end = time.monotonic() + timeout
+        while not self._start_at(free_port(), end):
+            pass
+
+    def _start_at(self, port: int, end: float) -> bool:
+        """Whether it got the port, which another process may take before the server does."""
         assert self.process is None, "the server runs already"
-        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
@@ -110,19 +117,26 @@ class ComfyServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        end = time.monotonic() + timeout
-        while True:
+        while not self._answers():
             try:
-                self.get("/system_stats")
-                return
-            except OSError:
                 self._check_alive()
+            except ServerFailure as failure:
+                if f"Port {port} is already in use" in str(failure):
+                    return False
+                raise
             if time.monotonic() > end:
                 self.kill()
-                raise ServerFailure(f"ComfyUI did not answer within {timeout:g} s.\n{self.log_tail()}")
+                raise ServerFailure(f"ComfyUI did not answer in time.\n{self.log_tail()}")
             time.sleep(0.2)
+        return True
 
-    def stop(self, timeout: float = 20) -> None:
+    def _answers(self) -> bool:
+        try:
+            return str(self.base) in self.get("/system_stats")["system"]["argv"]
+        except (OSError, HTTPException, ValueError, KeyError):
+            return False
+
+    def stop(self, timeout: float = 60) -> None:
         """Ends the server in an orderly way, by force where that does not work."""
         if self.process is None:
             return
@@ -142,7 +156,7 @@ class ComfyServer:
             self.process = None
 
     def get(self, path: str) -> Any:
-        with DIRECT.open(self.url + path, timeout=30) as reply:
+        with DIRECT.open(self.url + path, timeout=PATIENCE) as reply:
             return json.load(reply)
 
     def post(self, path: str, body: Any) -> Any:
@@ -150,7 +164,7 @@ class ComfyServer:
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with DIRECT.open(request, timeout=30) as reply:
+            with DIRECT.open(request, timeout=PATIENCE) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as error:
             raise ServerFailure(f"{path} answered {error.code}: {error.read().decode()}") from None
@@ -167,7 +181,7 @@ class ComfyServer:
         """The history entry of a prompt that has ended, else None."""
         return self.get(f"/history/{prompt_id}").get(prompt_id)
 
-    def wait(self, prompt_id: str, timeout: float = 300) -> dict[str, Any]:
+    def wait(self, prompt_id: str, timeout: float = PATIENCE) -> dict[str, Any]:
         """Waits for a prompt to end, well or badly, and returns its history entry."""
         end = time.monotonic() + timeout
         while (entry := self.history(prompt_id)) is None:
@@ -177,7 +191,7 @@ class ComfyServer:
             time.sleep(0.1)
         return entry
 
-    def wait_until_running(self, prompt_id: str, timeout: float = 60) -> None:
+    def wait_until_running(self, prompt_id: str, timeout: float = PATIENCE) -> None:
         """Waits until a queued prompt is being executed (or has ended already)."""
         end = time.monotonic() + timeout
         while prompt_id not in [item[1] for item in self.get("/queue")["queue_running"]]:
@@ -188,7 +202,7 @@ class ComfyServer:
                 raise ServerFailure(f"The prompt did not start within {timeout:g} s.\n{self.log_tail()}")
             time.sleep(0.05)
 
-    def run(self, prompt: Mapping[str, Any], timeout: float = 300) -> dict[str, Any]:
+    def run(self, prompt: Mapping[str, Any], timeout: float = PATIENCE) -> dict[str, Any]:
         """Queues a prompt, waits for it and returns its history entry; fails where it did not end well."""
         entry = self.wait(self.queue(prompt), timeout)
         if entry["status"]["status_str"] != "success":
@@ -198,7 +212,7 @@ class ComfyServer:
     def interrupt(self) -> None:
         self.post("/interrupt", {})
 
-    def cancel(self, prompt_id: str, timeout: float = 60) -> dict[str, Any]:
+    def cancel(self, prompt_id: str, timeout: float = PATIENCE) -> dict[str, Any]:
         """Interrupts a prompt until it has ended, and returns its history entry: core forgets an interrupt that comes
         between taking the prompt from its queue and beginning to execute it."""
         end = time.monotonic() + timeout

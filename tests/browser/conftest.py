@@ -14,6 +14,8 @@ from tessera_dev import find_chromium, find_comfyui
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 CHROMIUM_OPTIONS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
+PATIENCE = 120_000  # milliseconds until the page is given up: a busy machine takes many times what an idle one does
+
 MODELS = {
     "diffusion_models/flux1-dev.safetensors": tiny.write_flux,
     "text_encoders/clip_l.safetensors": tiny.write_clip_l,
@@ -42,10 +44,17 @@ FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]
 
 READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.TesseraTrainLora)"
 # It shows the workflow that it begins with, and the mask of its start is gone: a file that is dropped while the mask
-# fades leaves the mask behind for good.
-STARTED = "app.graph.nodes.length > 0 && !document.querySelector('.p-blockui-mask')"
+# fades leaves the mask behind for good. The server has told its name: it gets no events of prompts queued before.
+STARTED = "app.graph.nodes.length > 0 && !document.querySelector('.p-blockui-mask') && !!app.api.clientId"
 
+# `opened` once the graph is loaded, what is missing has been looked for, and what was found is drawn.
 DROP = """text => {
+  window.opened = false
+  app.loadGraphData = async (...given) => {
+    delete app.loadGraphData
+    await app.loadGraphData(...given)
+    requestAnimationFrame(() => requestAnimationFrame(() => (window.opened = true)))
+  }
   const data = new DataTransfer()
   data.items.add(new File([text], 'dropped.json', { type: 'application/json' }))
   const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 600, clientY: 400 }
@@ -99,14 +108,13 @@ class Frontend:
 
     def open(self) -> None:
         self.page.goto(self.server.url)
-        self.page.wait_for_function(READY, timeout=60_000)
-        self.page.wait_for_function(STARTED, timeout=60_000)
+        self.page.wait_for_function(READY)
+        self.page.wait_for_function(STARTED)
 
     def drop(self, workflow: str) -> None:
         """Drops a file with this text on the canvas and waits until its graph is there, checked for faults."""
         self.page.evaluate(DROP, workflow)
-        self.page.wait_for_function("id => app.graph.id === id", arg=json.loads(workflow)["id"], timeout=60_000)
-        self.page.wait_for_timeout(2000)  # the search for missing models and nodes follows the loading
+        self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=json.loads(workflow)["id"])
 
     def faults(self) -> dict[str, list[Any]]:
         """What the frontend finds wrong with the graph, by kind, without the kinds of which there is nothing."""
@@ -127,14 +135,14 @@ class Frontend:
         """The graph in API form."""
         return self.page.evaluate("async () => (await app.graphToPrompt()).output")
 
-    def run(self, timeout: float = 120) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Presses the Run button; returns the prompt that it posted and its history entry."""
         posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
         with self.page.expect_response(posts) as answer:
             self.page.get_by_test_id("queue-button").first.click()
         body = answer.value.json()
         assert answer.value.ok, body
-        return answer.value.request.post_data_json["prompt"], self.server.wait(body["prompt_id"], timeout)
+        return answer.value.request.post_data_json["prompt"], self.server.wait(body["prompt_id"])
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +177,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         context = session.chromium.launch_persistent_context(
             profile, executable_path=executable, args=CHROMIUM_OPTIONS, viewport={"width": 1800, "height": 1000}
         )
+        context.set_default_timeout(PATIENCE)
+        playwright.expect.set_options(timeout=PATIENCE)
         yield context
         context.close()
 

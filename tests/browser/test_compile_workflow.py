@@ -102,11 +102,18 @@ def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
     assert loader[2:] == [3, 1, "auto"]  # what is shown is no value
 
 
+# All cells at one time, once the table says that the first region was called so often.
+TABLE = """calls => {
+  const { rows } = document.querySelector('.tessera-report table') ?? { rows: [] }
+  const [heads, ...regions] = [...rows].map((row) => [...row.cells].map((cell) => cell.innerText))
+  return regions.length > 0 && regions[0][heads.indexOf('calls')] === String(calls) && [heads, ...regions]
+}"""
+
+
 def read_table(page: Any, calls: int) -> list[dict[str, Any]]:
-    """The table that a person sees on the node, once it says that the first region was called so often."""
-    shown = page.locator(".tessera-report table")
-    playwright.expect(shown.get_by_role("cell", name=str(calls), exact=True).first).to_be_visible()
-    heads, *rows = ([cell.inner_text() for cell in row.locator("th, td").all()] for row in shown.locator("tr").all())
+    """The table that a person sees on the node, once it is the one of so many calls."""
+    heads, *rows = page.wait_for_function(TABLE, arg=calls).json_value()
+    playwright.expect(page.locator(".tessera-report table")).to_be_visible()
     return [{head: number(cell) for head, cell in zip(heads, row, strict=True)} for row in rows]
 
 

@@ -112,7 +112,7 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     assert len(values) == len(shared_values("TesseraTrainLora"))  # the report is no value of the workflow
     assert frontend.crashes == []
 
-    posted = comfyui.run(small_api_prompt(f"api_{new_renderer}", frontend.ENCODERS), 120)
+    posted = comfyui.run(small_api_prompt(f"api_{new_renderer}", frontend.ENCODERS))
     of_api = trained_file(comfyui, posted)
     assert of_api != of_graph
     assert same_tensors(of_graph, of_api)

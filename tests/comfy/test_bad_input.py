@@ -365,7 +365,7 @@ def test_the_server_shows_the_sentence_on_the_training_node(server, tiny_loaders
             "output_name is '/bad'; use a plain name": graph(tiny_loaders, output_name="/bad"),
         }
         for sentence, prompt in cases.items():
-            entry = server.wait(server.queue(prompt), 60)
+            entry = server.wait(server.queue(prompt))
             assert error_of(entry).startswith("TesseraTrainLora train: ") and sentence in error_of(entry)
     finally:
         vace.unlink()

@@ -238,7 +238,7 @@ def test_the_server_shows_the_sentence_on_compile_model_before_it_samples(server
         "blocks.* eager": "overrides: blocks.* matches no block of this model, which has double_blocks.*, single_",
         "double_blocks.*": "overrides, line 1: double_blocks.* stands alone",
     }.items():
-        entry = server.wait(server.queue(compile_graph(tiny_loaders, overrides=overrides)), 60)
+        entry = server.wait(server.queue(compile_graph(tiny_loaders, overrides=overrides)))
         assert error_of(entry).startswith("TesseraCompileModel compile: ") and sentence in error_of(entry)
     compiled = compile_graph(tiny_loaders)
     compiled["compile"]["inputs"]["model"] = ["clip", 0]

@@ -5,16 +5,17 @@ import math
 import random
 import shutil
 import time
+from contextlib import contextmanager
 
 import comfy.lora
 import pytest
 import torch
-from comfy_server import ServerFailure, error_of
+from comfy_server import PATIENCE, ServerFailure, error_of
 from PIL import Image
 from safetensors.torch import load_file
 from tiny.prompt import ksampler, node
 
-STEPS = 40  # some seconds, so that what breaks in comes in time
+STEPS = 40
 
 
 @pytest.fixture
@@ -56,8 +57,19 @@ def newest_step(server, name):
     return max((int(path.stem.removeprefix("state-")) for path in states), default=0)
 
 
+@contextmanager
+def held(server, step):
+    """No run goes on after this step meanwhile, so that what breaks in comes in time."""
+    hold = server.base / "hold"
+    hold.write_text(str(step))
+    try:
+        yield
+    finally:
+        hold.unlink()
+
+
 def wait_for_step(server, name, step, prompt_id):
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while newest_step(server, name) < step:
         assert time.monotonic() < end and server.history(prompt_id) is None, server.log_tail()
         time.sleep(0.01)
@@ -81,10 +93,11 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
     killed_at = []
     for _ in range(2):
         step = newest_step(own_server, "killed")
-        prompt_id = own_server.queue(training_graph(tiny_loaders, "killed"))
-        wait_for_step(own_server, "killed", min(step + chance.randrange(2, 13), STEPS - 12), prompt_id)
-        time.sleep(chance.random() * 0.1)
-        own_server.kill()
+        with held(own_server, STEPS - 4):
+            prompt_id = own_server.queue(training_graph(tiny_loaders, "killed"))
+            wait_for_step(own_server, "killed", min(step + chance.randrange(2, 13), STEPS - 12), prompt_id)
+            time.sleep(chance.random() * 0.1)
+            own_server.kill()
         killed_at.append(newest_step(own_server, "killed"))
         assert not (folder_of(own_server, "killed") / "killed.safetensors").exists()
         own_server.start()
@@ -99,10 +112,11 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
 def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(server, tiny_loaders, pictures, tiny_flux):
     pictures(server.base)
     graph = training_graph(tiny_loaders, "cancelled")
-    prompt_id = server.queue(graph)
-    wait_for_step(server, "cancelled", 4, prompt_id)
-    server.interrupt()
-    entry = server.wait(prompt_id, 60)
+    with held(server, STEPS - 4):
+        prompt_id = server.queue(graph)
+        wait_for_step(server, "cancelled", 4, prompt_id)
+        server.interrupt()
+    entry = server.wait(prompt_id)
     assert "TesseraTrainLora train was interrupted" in error_of(entry)
 
     folder = folder_of(server, "cancelled")

@@ -130,7 +130,7 @@ def saved_frames(server: ComfyServer, entry: dict[str, Any]) -> list[Path]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_workflow_trains_and_samples_with_its_lora(name, filled):
     prompt = fitted(name)
-    entry = filled.run(prompt, 180)
+    entry = filled.run(prompt)
     (train,) = of_kind(prompt, "TesseraTrainLora")
     summaries = entry["outputs"][train]["tessera"]
     assert len(summaries) == (2 if name == "wan22_two_experts_lora" else 1)
@@ -169,7 +169,7 @@ def _without(kind: str, *names: str) -> Callable[[dict[str, Any]], None]:
 
 def test_the_saves_of_a_run_are_compared_in_a_grid(filled):
     """A column without LoRA and one for each save of `my_face`, a row for each of three prompts with two seeds."""
-    filled.run(fitted("lora_with_everything"), 180)  # what ran above is not trained again
+    filled.run(fitted("lora_with_everything"))  # what ran above is not trained again
     saves = list((filled.base / "output" / "loras").glob("my_face-*/my_face*.safetensors"))
     prompt = fit_workflow(json.loads((API / "compare_loras.json").read_text(encoding="utf-8")), FLUX)
     for node in prompt.values():
@@ -177,7 +177,7 @@ def test_the_saves_of_a_run_are_compared_in_a_grid(filled):
             node["inputs"] |= {"width": 64, "height": 64, "steps": 1}
         if node["class_type"] == "TesseraCompareLoras":
             node["inputs"]["loras"] = "my_face-*/*"
-    (grid,) = saved_frames(filled, filled.run(prompt, 180))
+    (grid,) = saved_frames(filled, filled.run(prompt))
     width, height = Image.open(grid).size
     columns, rows = width // 64, height // 64
     assert (columns, len(saves)) == (3, 2) and 6 <= rows < 12, (width, height, saves)
@@ -194,4 +194,4 @@ def test_an_image_to_video_model_is_never_trained_blind(name, change, told, fill
     prompt = fitted(name)
     change(prompt)
     with pytest.raises(ServerFailure, match=told):
-        filled.run(prompt, 120)
+        filled.run(prompt)

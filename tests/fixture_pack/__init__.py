@@ -2,14 +2,21 @@
 
 While this pack is installed, ComfyUI's detection also takes the sizes that a tiny diffusion model's file names itself
 (tests/tiny/injection.py), so that every loader node, core's and ours, loads a tiny Qwen-Image.
+
+Whatever counts its steps waits at the one that the file `hold` in the base folder names, until the file is gone: what
+breaks in on a run comes in time however fast the run is.
 """
 
 import importlib.util
+import math
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import comfy.model_detection
+import comfy.utils
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
@@ -26,6 +33,25 @@ def _load_tiny() -> ModuleType:
 
 tiny = _load_tiny()
 comfy.model_detection.model_config_from_unet = tiny.tiny_detection(comfy.model_detection.model_config_from_unet)
+
+
+def _last_step() -> float:
+    try:
+        return float(Path(folder_paths.base_path, "hold").read_text())
+    except FileNotFoundError:
+        return math.inf
+
+
+def _holding(update_absolute: Any) -> Any:
+    def update(self: Any, value: int, *args: Any, **kwargs: Any) -> None:
+        update_absolute(self, value, *args, **kwargs)
+        while value >= _last_step():
+            time.sleep(0.01)
+
+    return update
+
+
+comfy.utils.ProgressBar.update_absolute = _holding(comfy.utils.ProgressBar.update_absolute)
 
 
 def _text_encoder(name: str) -> Path:
