@@ -173,7 +173,7 @@ def test_what_is_no_diffusion_model_is_refused(tiny_clip: Any) -> None:
 def tune_graph(**values: Any) -> dict[str, Any]:
     name = tiny.WAN_NAMES["unet_name"]
     return {
-        "model": node("UNETLoader", unet_name=name, weight_dtype="default"),
+        "model": node("TesseraLoadDiffusionModel", unet_name=name, weight_dtype="default", blocks_to_swap=1),
         "tuned": node("TesseraTuneCompile", model=["model", 0], **values),
     }
 
@@ -190,9 +190,9 @@ def sampling() -> dict[str, Any]:
     }
 
 
-def test_the_server_measures_with_inductor_within_the_budget_and_samples_with_what_it_remembers(server: Any) -> None:
-    """A second is used up by the first compile, so nothing else is begun."""
-    graph = tune_graph(**SIZE, time_budget=1)
+def test_the_server_measures_with_inductor_and_samples_with_what_it_remembers(server: Any) -> None:
+    """As a block streams, the other candidates are left out, however much time there is."""
+    graph = tune_graph(**SIZE)
     outputs = server.run(graph)["outputs"]["tuned"]
     (facts,) = outputs["tessera"]
     assert [row["label"] for row in facts["measured"]] == ["blocks, default"]
