@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .flat import Pieces
-from .page_locked import host_bytes
+from .page_locked import give_back, host_bytes, unlock
 
 PIN_MEMORY = ("auto", "on", "off")
 KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
@@ -232,8 +232,11 @@ class StagedStream:
         """Settles, and gives the stages back until they are needed again."""
         self.settle()
         if not self._ended:
+            unlocked = all([unlock(stage) for stage in self.stages])
             self.stages = []
             self._leaving = [None] * len(self._leaving)
+            if not unlocked:
+                give_back()
 
 
 def staged_stream(
@@ -257,7 +260,11 @@ def link_bandwidth(device: torch.device) -> float:
     size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
     there = _there(size, device)
     host = host_bytes(len(there), device.type == "cuda").fill_(1)
-    return len(there) / min(_copy_seconds(there, host) for _ in range(3))
+    seconds = min(_copy_seconds(there, host) for _ in range(3))
+    if not unlock(host):
+        del host
+        give_back()
+    return len(there) / seconds
 
 
 def _there(size: int, device: torch.device) -> Tensor:

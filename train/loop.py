@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -183,7 +184,8 @@ class Trainer:
             cause = cannot_compile(error) if self.placed.runner.planned_graphs and not smaller else None
             if cause is None and not smaller:
                 raise
-            log.warning("A step failed and is tried again", exc_info=error)
+            # As text: whoever keeps the record would keep the error, and the first try's activations by it.
+            log.warning("A step failed and is tried again\n%s", "".join(traceback.format_exception(error)))
         # Outside the handler, which holds the first try's activations. The draws depend on the step only.
         if cause is None:
             self.learner.zero_grad()

@@ -8,6 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from ..compile.settings import CompileSettings
 from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.in_file import bytes_in_file, stream_from_file
+from ..memory.page_locked import give_back
 from ..memory.pinning import Pinning, choose_pinning, is_windows, not_pinned
 from ..memory.residency import Holder, ResidentWeights
 from ..memory.swap_plan import choose_blocks
@@ -196,6 +197,7 @@ class PlacedModel:
         """Gives all memory back."""
         self.forget()
         del self.resident, self.runner, self.swap, self.transformer, self.network
+        give_back()  # what activations and batches took on the host
 
     def copies(self) -> int:
         """How many times a block was copied to the device since the blocks have their present place."""

@@ -20,6 +20,7 @@ from tessera.memory.pinning import (
     staged_stream,
 )
 from tessera.memory.slot_ring import SlotRing
+from torch.multiprocessing.reductions import StorageWeakRef
 
 GB = 2**30
 
@@ -216,6 +217,27 @@ def test_stages_are_made_for_pageable_masters_alone_and_given_back() -> None:
     assert stream.stages == []
     stream.wait(stream.copy(slot, torch.full((8,), 5, dtype=torch.uint8), None))
     assert (slot == 5).all()
+
+
+def test_what_torch_has_locked_for_stages_and_for_a_measurement_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, given = [], []
+
+    def lock(size: int, pinned: bool) -> torch.Tensor:
+        made = torch.zeros(size, dtype=torch.uint8)
+        held.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(pinning, "host_bytes", lock)
+    monkeypatch.setattr(pinning, "unlock", lambda buffer: False)
+    monkeypatch.setattr(pinning, "give_back", lambda: given.append([one.expired() for one in held]))
+    stream = StagedStream(PromptLink(), 8)
+    stream.release()  # nothing to give back
+    stream.wait(stream.copy(torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8), None))
+    stream.link.sent.clear()
+    stream.release()
+    assert given == [[True, True]]
+    link_bandwidth.__wrapped__(torch.device("cpu"))
+    assert given[1:] == [[True, True, True]]
 
 
 def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
