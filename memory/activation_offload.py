@@ -47,6 +47,7 @@ class ActivationOffload:
         self.said = False
         self._kept: defaultdict[int, list[weakref.ref[_Kept]]] = defaultdict(list)
         self._leaving: list[tuple[int, Tensor, Any]] = []
+        self._coming: dict[int, Tensor] = {}  # a backward that breaks off lets go of them while they are written
 
     def stays(self, block: Any) -> None:
         """The inputs of this block, the last one, stay on the device: they are needed again at once."""
@@ -110,6 +111,7 @@ class ActivationOffload:
         """The tensor on the device and what to wait for. One that was asked for before is there or on its way."""
         if kept.fetched is None:
             there = kept.field.on(empty_bytes(kept.size, kept.device))
+            self._coming[id(kept)] = there
             kept.fetched = there, self._copy(there, kept.field.on(kept.buffer))
             self.bytes_in += kept.bytes
         return kept.fetched
@@ -125,6 +127,7 @@ class ActivationOffload:
         self._kept.pop(kept.turn, None)
         if fetched is not None:
             torch.cuda.current_stream(self.device).wait_event(fetched)
+        self._coming.pop(id(kept), None)
         return there
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
@@ -143,6 +146,7 @@ class ActivationOffload:
         if self.stream is not None:
             self.stream.synchronize()
         self._leaving.clear()
+        self._coming.clear()
         self._kept.clear()
 
 

@@ -13,7 +13,7 @@ from tiny.compiling import make_lora, with_lora
 from tiny.runs import Watcher
 from tiny.sampling import sample
 from tiny.streams import streams
-from torch import equal
+from torch import OutOfMemoryError, equal, ones
 
 # Where anything waits, by what the copies go through; what settles everything stands beside.
 WAITS = {
@@ -95,6 +95,41 @@ def test_no_wait_can_be_left_out(deep_flux, resident, tmp_path, monkeypatch, sit
             assert type(error).__name__ == "WrongOrder" or "not a number" in str(error) or "NaN" in str(error), error
         else:
             assert not same(found, want)
+
+
+def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way_to(
+    deep_flux, resident, tmp_path, monkeypatch
+) -> None:
+    """The activations of the block before the one where it breaks off have been asked for by then. The CPU's queue of
+    autograd keeps what it had still to do until it is used again; a GPU's goes on with it at once."""
+    with streams(monkeypatch, True) as device:
+        memory = MemoryOptions(checkpointing="full", blocks_to_swap=-1, offload_activations=True)
+        data = tiny.make_data([(4, 4), (2, 8)], [16, 16])
+        trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=2, memory=memory)
+        trainer.observer = Watcher()
+        tiny.fill_up_matrices(trainer)
+        loss, build, hooks = trainer.loss, trainer.placed.build_again, []
+
+        def fail(grad: Any) -> None:
+            hooks[0].remove()
+            raise OutOfMemoryError("CUDA out of memory")
+
+        def watched(*args: Any) -> Any:
+            value = loss(*args)
+            if not hooks:
+                _, block = trainer.placed.transformer.blocks()[2]
+                linear = next(linear for linear in block.linears().values() if linear.adapter is not None)
+                hooks.append(linear.adapter.up.register_hook(fail))
+            return value
+
+        def build_again(step: int) -> None:
+            ones(1, requires_grad=True).sum().backward()
+            build(step)
+
+        trainer.loss, trainer.placed.build_again = watched, build_again
+        trainer.run()
+    assert hooks and trainer.placed.swap is not None  # it went on with less
+    assert same(trainer, resident("full")) and device.deferred > 0
 
 
 @pytest.mark.parametrize("site", [None, "CudaLink.send", "CudaLink.order"])
