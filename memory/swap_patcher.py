@@ -171,6 +171,10 @@ class SwapPatcher(ModelPatcher):
         # Outside inference mode ComfyUI's move to a device copies quantised weights that are there already: they would
         # leave their flat buffers, which small tensors keep in memory.
         with torch.inference_mode() if self.swap.quantised else nullcontext():
+            if unpatch_weights:
+                # ComfyUI takes what applies a LoRA at each use off its modules only where a load in part has come to
+                # its end, and leaves it out where modules that are cast to another dtype still look so loaded.
+                self.model.model_lowvram = True
             super().unpatch_model(device_to, unpatch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
