@@ -36,17 +36,23 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
         saves = (steps - 1) * strata.step // (strata.epoch * epochs)
     else:
         saves = (steps - 1) // settings.save_every if settings.save_every else 0
+    # Of a run that keeps its best LoRA, that one is there before the end.
+    best = validation is not None and validation.keep_best and validation.every_n_steps < steps
     if epochs and not saves:
         yield (
             f"save_every_epochs is {epochs} and the run shows all pictures {steps * strata.step / strata.epoch:.3g} "
-            "times, so nothing is saved before its end."
+            f"times, so nothing {'but the best LoRA ' if best else ''}is saved before its end."
         )
     if settings.keep_last and not saves:
-        yield "keep_last is not used: no LoRA is saved on the way, as save_every and save_every_epochs are set."
-    elif settings.save_every and not saves:
         yield (
-            f"save_every is {settings.save_every} and the run has {steps} steps, so it is saved at its end, at Cancel "
-            "and at an error only, and a crash loses it; lower save_every to save on the way."
+            f"keep_last is not used: no LoRA {'but the best ' if best else ''}is saved on the way, as save_every and "
+            "save_every_epochs are set."
+        )
+    if settings.save_every and not saves:
+        what, lost = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
+        yield (
+            f"save_every is {settings.save_every} and the run has {steps} steps, so {what} is saved at its end, at "
+            f"Cancel and at an error only, and a crash {lost}; lower save_every to save on the way."
         )
     if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
         yield (
