@@ -15,7 +15,8 @@ from ..train.data import TrainingData
 from ..train.experts import ExpertObserver, plan_experts
 from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
 from ..train.preview import Partner, Preview, check_previews
-from ..train.run import TrainSettings, list_states
+from ..train.run import TrainSettings
+from ..train.states import list_states
 from ..train.train_lora import TrainResult
 from .data import TrainingDataType
 from .events import ServerObserver

@@ -1,5 +1,6 @@
 """Where a run begins: what it is known by, whether it was finished before, the state that it goes on from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from .checked_run import CheckedRun
 from .checkpoint import read_header
 from .fingerprint import weights_fingerprint
-from .run import RunFolder, TrainSettings, continued_lineage, find_finished, find_state, further_state, open_folder
+from .run import RunFolder, TrainSettings, find_finished, open_folder
 from .state_fit import check_state
+from .states import continued_lineage, find_state, further_state, other_state, step_past
 
 
 @dataclass(frozen=True)
@@ -45,5 +47,32 @@ def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, roo
     check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
     header, folder = read_header(state), open_folder(root, settings, key, state)
     step: int = header["step"]
-    further = None if header["lineage"] == lineage else further_state(root, settings, lineage, step)
+    further = further_state(root, settings, lineage, step)
     return Beginning(weights, asked, lineage, key, folder, state=state, step=step, further=further)
+
+
+def notes_of(begun: Beginning, settings: TrainSettings, root: Path) -> Iterator[str]:
+    """What a run does not go on from, or goes on from unasked, and how to have it otherwise, a sentence each."""
+    if settings.resume == "latest" and begun.lineage != begun.asked:
+        folder = begun.folder.path if begun.state is None else begun.state.parent
+        yield (
+            f"There is no run to go on with that had these settings from step 0 on, so {folder.name} is taken, which "
+            "came to them from others; set resume to 'latest' to train from step 0."
+        )
+    if begun.further is not None:
+        yield (
+            f"A run like this one went on from the state in resume before; this one begins there again. Choose "
+            f"{begun.further} in resume to go on from where that was left."
+        )
+    if begun.finished or begun.state is not None or settings.resume != "latest":
+        return
+    if (past := step_past(root, settings, begun.lineage)) is not None:
+        yield (
+            f"The states that are kept of this run are past steps = {settings.steps}, so it starts at step 0; raise "
+            f"steps to {past} or more to go on from one."
+        )
+    elif other := other_state(root, settings):
+        yield (
+            f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
+            f"this run starts at step 0; choose {other} in resume to go on from one."
+        )

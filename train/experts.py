@@ -114,7 +114,8 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
         network=settings.network.of_high_noise() if side == HIGH else settings.network.of_low_noise(),
         objective=replace(objective, min_sigma=low, max_sigma=high, expert_boundary=0.0),
         validation=_validation_of(side, settings.validation, boundary),
-        resume=_resume(side, settings),
+        resume=(resume := _resume(side, settings)),
+        continued=resume != settings.resume,
     )
 
 
@@ -133,7 +134,8 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
 
 
 def _resume(side: str, settings: TrainSettings) -> str:
-    """A state belongs to one of the two, by the name of its folder; the other one goes on from its latest."""
+    """A state belongs to one of the two, by the name of its folder; the other one goes on from its latest, which may
+    have come to these settings from others, as that one has: only one of the two can be named."""
     if settings.resume in ("latest", "off"):
         return settings.resume
     name = place_of(settings.output_name).name

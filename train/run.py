@@ -13,7 +13,7 @@ from typing import Any
 from unicodedata import normalize
 
 from .atomic_write import write_atomically
-from .checkpoint import STATE_SUFFIX, read_header
+from .checkpoint import STATE_SUFFIX
 from .fingerprint import changed_fields, fingerprint
 from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
 from .output_name import plain_name
@@ -27,7 +27,7 @@ class TrainSettings:
     """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` counts steps,
     `save_every_epochs` as many showings as there are samples, and with both at 0 it saves at the end only; of these
     LoRAs the newest `keep_last` stay, with 0 all; `resume` is 'off', 'latest' or a state's path below the LoRA
-    folder."""
+    folder. continued: 'latest' of a run that is not there takes one that came to these settings from others."""
 
     output_name: str
     steps: int
@@ -44,6 +44,7 @@ class TrainSettings:
     save_every_epochs: int = 0
     keep_last: int = 0
     validation: ValidationOptions | None = None
+    continued: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_name", plain_name(self.output_name))
@@ -139,11 +140,16 @@ class RunFolder:
         """Saved states, oldest first."""
         return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
-    def forget_old_states(self, step: int) -> None:
+    def states_but(self, begun_from: Path | None) -> list[Path]:
+        """Saved states without that which the run was told to go on from, oldest first."""
+        return [path for path in self.states() if begun_from is None or not _same(path, begun_from)]
+
+    def forget_old_states(self, step: int, begun_from: Path | None = None) -> None:
         """Keeps the newest of those up to `step`, which was saved just now. Later ones are of a run that went on from
-        there before: they stay."""
+        there before: they stay. begun_from: what the run was told to go on from; it stays beside them, for the run to
+        be queued so again."""
         last = f"state-{step:06d}{STATE_SUFFIX}"
-        until = [path for path in self.states() if (len(path.name), path.name) <= (len(last), last)]
+        until = [path for path in self.states_but(begun_from) if (len(path.name), path.name) <= (len(last), last)]
         for path in until[:-STATES_KEPT]:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
@@ -209,80 +215,6 @@ def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
         if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
             return folder
     return None
-
-
-def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None:
-    """The state to resume from, or None where the run starts at step 0.
-
-    'latest' takes the furthest whole state of this lineage that is not past `steps`. Raises ValueError where a named
-    state is missing or lies outside the LoRA folder.
-    """
-    if settings.resume == "off":
-        return None
-    if settings.resume != "latest":
-        named = _named_state(root, settings.resume)
-        if named is None:
-            raise ValueError(
-                f"resume: there is no state {settings.resume!r}; choose one of the list, 'latest' or 'off'."
-            )
-        if (step := read_header(named)["step"]) > settings.steps:
-            raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
-        return named
-    found = _furthest(root, settings, lineage)
-    return None if found is None else found[1]
-
-
-def _named_state(root: Path, name: str) -> Path | None:
-    path = (root / name).resolve()
-    return path if path.is_relative_to(root.resolve()) and path.is_file() else None
-
-
-def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """The lineage of what these settings make: a named state of other settings founds a new one, which is known by
-    both, so that it is never taken for a run that went through these settings from its start. A state of a run that was
-    founded so by these same settings goes on with that one."""
-    named = None if settings.resume in ("off", "latest") else _named_state(root, settings.resume)
-    if named is None:
-        return lineage
-    header = read_header(named)
-    if lineage in (header["lineage"], (header.get("parts") or [{}])[-1].get("asked")):
-        return header["lineage"]
-    return fingerprint({"from": header["lineage"], "step": header["step"], "to": lineage})
-
-
-def other_state(root: Path, settings: TrainSettings) -> str | None:
-    """The newest state of this output name, whatever it was made with, as `resume` names it."""
-    paths = [path for folder in run_folders(root, settings.output_name) for path in folder.states()]
-    # The further one of two that were written within a tick of the file system's clock.
-    newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
-    return None if newest is None else newest.relative_to(root).as_posix()
-
-
-def further_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
-    """The furthest whole state of this lineage after `step`, as `resume` names it."""
-    found = _furthest(root, settings, lineage)
-    return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None
-
-
-def _furthest(root: Path, settings: TrainSettings, lineage: str) -> tuple[int, Path] | None:
-    """The furthest whole state of this lineage that is not past `steps`, with its step."""
-    found: list[tuple[int, Path]] = []
-    for folder in run_folders(root, settings.output_name):
-        for path in folder.states():
-            try:
-                header = read_header(path)
-            except ValueError:
-                continue  # a broken file is no reason not to go on from a whole one
-            if header["lineage"] == lineage and header["step"] <= settings.steps:
-                found.append((header["step"], path))
-    return max(found, default=None)
-
-
-def list_states(root: Path) -> list[str]:
-    """Every state below the LoRA folder, as `resume` names it."""
-    if not root.is_dir():
-        return []
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob(f"state-*{STATE_SUFFIX}"))
 
 
 def open_folder(root: Path, settings: TrainSettings, key: str, state: Path | None) -> RunFolder:

@@ -87,6 +87,7 @@ class Saver:
         self.strata, self.measured = strata, ""
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
+        self.begun_from: Path | None = None  # where `resume` names it
         self.best: Best | None = None
         self.beside: dict[str, str] = {}
         self.parts: list[dict[str, Any]] = []
@@ -105,7 +106,10 @@ class Saver:
         progress = self.progress
         progress.step, progress.batches, progress.saved_step = state.step, state.batches, state.step
         progress.loss = list(state.loss)
-        self.last_state = self._named(path) if self.settings.resume == "latest" else self.settings.resume
+        if self.settings.resume == "latest":
+            self.last_state = self._named(path)
+        else:
+            self.last_state, self.begun_from = self.settings.resume, path
         self._resume_validation(path, state)
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:
@@ -234,7 +238,7 @@ class Saver:
             self.folder.forget_old_loras(step, self.settings.keep_last)
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)
-        self.folder.forget_old_states(step)
+        self.folder.forget_old_states(step, self.begun_from)
         self.observer.saved(path)
         return lora
 

@@ -10,7 +10,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
-from .beginning import begin
+from .beginning import begin, notes_of
 from .checked_run import check_run
 from .data import TrainingData
 from .description import describer, facts_of, now
@@ -22,7 +22,7 @@ from .lora_model import LoraModel
 from .parts import continued_from, made_with, parts_of
 from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET
-from .run import RunFolder, TrainSettings, other_state
+from .run import RunFolder, TrainSettings
 from .stopped import TrainingStopped
 from .tensor_file import read_tensors
 from .watcher import Watcher
@@ -101,7 +101,10 @@ def train_lora(
     observer.phase("Reading the model's fingerprint")
     begun = begin(model, checked, settings, root)
     key, lineage, state, folder = begun.key, begun.lineage, begun.state, begun.folder
+    told = list(notes_of(begun, settings, root))
     if begun.finished:
+        for note in told:
+            observer.note(note)
         observer.note("This run was finished before with the same data, model and settings; its files are returned.")
         result = read_finished(folder)
         if watchers and not result.summary.get("previews"):
@@ -109,19 +112,9 @@ def train_lora(
         return result
 
     chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
-    recorder = _Recorder(observer, (*data.notes, *checked.notes))
-    if state is None and settings.resume == "latest" and (other := other_state(root, settings)):
-        recorder.note(
-            f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
-            f"this run starts at step 0; choose {other} in resume to go on from one."
-        )
+    recorder = _Recorder(observer, (*data.notes, *checked.notes, *told))
     folder.check_writable()
     check_room(folder, room_for(checked, settings, begun))
-    if begun.further is not None:
-        recorder.note(
-            f"A run like this one went on from the state in resume before; this one begins there again. Choose "
-            f"{begun.further} in resume to go on from where that was left."
-        )
     started = now()
     with torch.enable_grad():
         facts = facts_of(settings, family, patcher, data, started)

@@ -337,6 +337,9 @@ def test_a_disk_without_room_for_the_least_that_a_run_writes_is_told_before_it_t
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), root, cancel_at(2), **options, steps=4)
     leave(sizes["tiny.safetensors"] + sizes["state-000004.tessera"])
+    (named,) = root.rglob("state-000002.tessera")  # which stays beside the newest two
+    with pytest.raises(ValueError, match="writes at least .* and 2 states of"):
+        train(tiny_flux, mixed_data(), root, **options, steps=4, resume=named.relative_to(root).as_posix())
     train(tiny_flux, mixed_data(), root, watcher := Watcher(), **options, steps=4)
     assert "Resumed at step 2." in watcher.notes
 

@@ -87,6 +87,38 @@ def test_the_second_goes_on_where_it_was_cancelled_and_the_first_is_not_trained_
     assert [r.loss for r in resumed] == [w.loss for w in whole]
 
 
+def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_and_the_first_is_found(
+    experts, tmp_path
+):
+    """The state that the message of a run that breaks off names is of one expert only."""
+
+    def cancelled(step, **changes):
+        with pytest.raises(InterruptProcessingException):
+            run_both(experts, tmp_path, cancel_at(step), **changes)
+
+    def goes_on(steps, **changes):
+        watcher = Watcher()
+        high, _ = run_both(experts, tmp_path, watcher, steps=steps, resume=low.as_posix(), **changes)
+        told = [note for note in watcher.notes if note.startswith("High noise expert: There is no run to go on with")]
+        return high.path.parent, len(watcher.losses), told
+
+    slower = {"optimizer": {"learning_rate": 1e-3}}
+    cancelled(1, steps=2)
+    (first,) = (path.relative_to(tmp_path) for path in tmp_path.rglob("*.tessera"))
+    cancelled(2 + 1, steps=2, resume=first.as_posix(), **slower)
+    (low,) = (path.relative_to(tmp_path) for path in tmp_path.glob("film_low_noise-*/*.tessera"))
+    (found,) = {path.parent for path in tmp_path.rglob("film_high_noise.safetensors")}
+    assert found.name != first.parent.name
+    folder, steps, (note,) = goes_on(2, **slower)
+    assert (folder, steps) == (found, 1) and f"so {found.name} is taken" in note
+    # It is gone on with too where it is not finished.
+    folder, steps, (note,) = goes_on(3, **slower)
+    assert steps == 1 + 2 and folder != found and f"so {found.name} is taken" in note
+    # A run with these settings from its start comes before it.
+    cancelled(1, steps=4, **slower)
+    assert goes_on(4, **slower)[1:] == (3 + 3, [])
+
+
 def test_a_named_state_goes_to_the_expert_it_is_of(experts):
     state = "styles/film_low_noise-1a2b3c4d/state-000003.tessera"
     settings = run_settings(output_name="styles/film", resume=state)

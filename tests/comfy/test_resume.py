@@ -229,15 +229,27 @@ def test_weights_that_are_half_moved_are_never_saved(tiny_flux, tmp_path):
     equal(train(tiny_flux, data, tmp_path / "part", **HARD), whole)
 
 
-def test_a_named_state_goes_on_from_just_that_one(tiny_flux, tmp_path):
-    data = mixed_data()
+def test_a_named_state_goes_on_from_just_that_one_as_often_as_it_is_queued(tiny_flux, tmp_path):
+    data, part = mixed_data(), tmp_path / "part"
     whole = train(tiny_flux, data, tmp_path / "whole")
-    cancelled(tiny_flux, data, tmp_path / "part", 5)
-    folder = run_folder(tmp_path / "part")
+    cancelled(tiny_flux, data, part, 3, save_every=1)
+    folder = run_folder(part)
+    queued = {"resume": f"{folder.name}/state-000002.tessera", "save_every": 1}
+    cancelled(tiny_flux, data, part, 5, **queued)
     watcher = Watcher()
-    result = train(tiny_flux, data, tmp_path / "part", watcher, resume=f"{folder.name}/state-000004.tessera")
-    assert "Resumed at step 4." in watcher.notes
-    equal(result, whole)
+    equal(train(tiny_flux, data, part, watcher, **queued), whole)
+    assert "Resumed at step 2." in watcher.notes and len(watcher.losses) == 4
+    assert any(f"Choose {folder.name}/state-000005.tessera in resume" in note for note in watcher.notes)
+    assert sorted(path.name[6:12] for path in folder.glob("*.tessera")) == ["000002", "000005", "000006"]
+    equal(train(tiny_flux, data, part, watcher, **queued), whole)
+    assert len(watcher.losses) == 4
+
+
+def test_a_named_state_that_is_gone_is_told_and_no_finished_run_is_taken_for_its(tiny_flux, tmp_path):
+    train(tiny_flux, mixed_data(), tmp_path, steps=1)
+    gone = f"{run_folder(tmp_path).name}/state-000002.tessera"
+    with pytest.raises(ValueError, match=f"^resume: there is no state '{gone}'; choose one of the list, 'latest'"):
+        train(tiny_flux, mixed_data(), tmp_path, steps=1, resume=gone)
 
 
 def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, tmp_path):
@@ -290,11 +302,23 @@ def test_raised_steps_go_on_where_the_finished_run_ended(tiny_flux, tmp_path):
 def test_a_run_that_finds_only_states_of_other_settings_says_how_to_go_on_from_one(tiny_flux, tmp_path):
     data = mixed_data()
     cancelled(tiny_flux, data, tmp_path, 4)
-    for state in tmp_path.rglob("*.tessera"):
+    folder = run_folder(tmp_path)
+    for state in folder.glob("*.tessera"):
         os.utime(state, (1, 1))  # steps are quicker than the clock of some disks
-    watcher = Watcher()
-    train(tiny_flux, data, tmp_path, watcher, optimizer={"learning_rate": 1e-3})
-    assert any("starts at step 0" in note and "/state-000004.tessera in resume" in note for note in watcher.notes)
+    (folder / "state-000005.tessera").write_bytes(b"not whole")
+
+    def told(**changes):
+        watcher = cancel_at(0)
+        with pytest.raises(InterruptProcessingException):
+            train(tiny_flux, data, tmp_path, watcher, **changes)
+        return [note for note in watcher.notes if "step 0" in note]
+
+    for steps, state in ((6, "state-000004"), (3, "state-000002")):
+        (note,) = told(optimizer={"learning_rate": 1e-3}, steps=steps)
+        assert "are of runs with other" in note and f"choose {folder.name}/{state}.tessera in resume" in note
+    assert not told(optimizer={"learning_rate": 1e-3}, steps=1)
+    (note,) = told(steps=1)
+    assert "of this run are past steps = 1" in note and "raise steps to 2 or more" in note
 
 
 def test_raised_steps_start_anew_where_the_schedule_depends_on_them(tiny_flux, tmp_path):

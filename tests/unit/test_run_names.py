@@ -106,6 +106,8 @@ def test_a_run_that_went_on_from_an_early_state_keeps_what_it_saves_and_what_lay
         (tmp_path / f"state-{step:06d}.tessera").write_text("state")
     folder.forget_old_states(300)
     assert [path.name[6:12] for path in folder.states()] == ["000250", "000300", "000500", "000750"]
+    folder.forget_old_states(750, begun_from=tmp_path / "state-000300.tessera")
+    assert [path.name[6:12] for path in folder.states()] == ["000300", "000500", "000750"]
 
 
 def test_a_run_is_found_by_its_whole_name(tmp_path):
