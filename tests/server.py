@@ -18,7 +18,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
-PATIENCE = 900.0  # seconds until something is given up: a busy machine takes many times what an idle one does
+PATIENCE = 300.0  # seconds until something is given up: a busy machine takes many times what an idle one does
 # The server is on this machine: a proxy that the environment names can't reach it.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -182,11 +182,13 @@ class ComfyServer:
         return self.get(f"/history/{prompt_id}").get(prompt_id)
 
     def wait(self, prompt_id: str, timeout: float = PATIENCE) -> dict[str, Any]:
-        """Waits for a prompt to end, well or badly, and returns its history entry."""
+        """Waits for a prompt to end, well or badly, and returns its history entry. A server whose prompt does not end
+        is killed: every later one would wait behind it."""
         end = time.monotonic() + timeout
         while (entry := self.history(prompt_id)) is None:
             self._check_alive()
             if time.monotonic() > end:
+                self.kill()
                 raise ServerFailure(f"The prompt did not end within {timeout:g} s.\n{self.log_tail()}")
             time.sleep(0.1)
         return entry
@@ -226,7 +228,8 @@ class ComfyServer:
         return "\n".join(["The last lines of ComfyUI's log:", *text.splitlines()[-lines:]])
 
     def _check_alive(self) -> None:
-        assert self.process is not None, "the server was not started"
+        if self.process is None:
+            raise ServerFailure("The server was not started, or was killed by what came before.")
         if (status := self.process.poll()) is not None:
             self.process = None
             raise ServerFailure(f"ComfyUI ended with status {status}.\n{self.log_tail()}")

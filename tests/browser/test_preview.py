@@ -66,3 +66,26 @@ def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui)
         page.unroute_all(behavior="ignoreErrors")
         comfyui.cancel(prompt_id)
     assert frontend.faults() == {} and frontend.crashes == []
+
+
+TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"
+
+
+def test_what_comes_last_is_shown_on_the_nodes_that_it_is_for(frontend):
+    """The second of two experts counts its steps from the start again; of a workflow that was opened meanwhile another
+    node may have the id."""
+    page = frontend.page
+    page.evaluate("prompt => app.loadApiJson(prompt, 'told')", graph(frontend.ENCODERS))
+    page.wait_for_function("app.graph.nodes.length === 8")
+    for step in (1000, 250):
+        sheet = {"kind": "preview", "filename": "example.png", "subfolder": "", "type": "input", "step": step}
+        page.evaluate(TELL, {**sheet, "node": "8"})
+        page.wait_for_function(
+            "alt => document.querySelector('.tessera-report img')?.alt === alt", arg=f"Previews up to step {step}"
+        )
+    page.evaluate(TELL, {"kind": "note", "node": "1", "text": "A note"})
+    page.evaluate(TELL, {"kind": "note", "node": "8", "text": "Another note"})
+    shown = "app.graph.nodes.filter((n) => n.widgets?.some((w) => w.name === 'tessera_report')).map((n) => n.type)"
+    assert page.evaluate(shown) == ["TesseraTrainLora"]
+    assert page.locator(".tessera-report").inner_text().strip() == "Another note"
+    assert frontend.crashes == []

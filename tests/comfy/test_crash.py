@@ -61,7 +61,8 @@ def newest_step(server, name):
 def held(server, step):
     """No run goes on after this step meanwhile, so that what breaks in comes in time."""
     hold = server.base / "hold"
-    hold.write_text(str(step))
+    (beside := server.base / "hold.new").write_text(str(step))
+    beside.replace(hold)
     try:
         yield
     finally:

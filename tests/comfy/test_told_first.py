@@ -40,7 +40,7 @@ def test_wrong_options_end_the_prompt_before_anything_is_loaded(name, server, ti
         "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], **train, **{name: [f"{name} set", 0]}),
         f"{name} set": node(kind, **inputs),
     }
-    entry = server.wait(server.queue(prompt), 60)
+    entry = server.wait(server.queue(prompt))
     (error,) = [message for what, message in entry["status"]["messages"] if what == "execution_error"]
     assert error_of(entry).startswith(f"{kind} ") and sentence in error_of(entry)
     assert not error["executed"], error["executed"]

@@ -50,7 +50,8 @@ function backend(run) {
   return how ? ` by ${how.backend}` : ''
 }
 
-/** The node that the server names: ids of nodes in subgraphs are paths such as 12:5. */
+/** The node of ours that the server names: ids of nodes in subgraphs are paths such as 12:5. In another workflow that
+ * was opened meanwhile the same id may be any node's. */
 function nodeAt(path) {
   let graph = app.rootGraph ?? app.graph
   let node
@@ -58,27 +59,31 @@ function nodeAt(path) {
     node = graph?.getNodeById(id)
     graph = node?.subgraph
   }
-  return node
+  return node?.type in describe ? node : undefined
 }
 
 /** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until
  * the next one is loaded, and one that is loaded late takes no newer one's place. */
 function showPreviews(node, { filename, subfolder, type, step }) {
-  const run = node.tesseraRun
+  const run = (node.tesseraRun ??= newRun()) // a page that was opened meanwhile has seen no beginning
+  const number = ++run.sheets
   const place = new URLSearchParams({ filename, subfolder, type, step })
   const sheet = picture(api.apiURL(`/view?${place}`), `Previews up to step ${step}`, () => {
-    if (node.tesseraRun !== run || node.tesseraSheet?.step > step) return
-    node.tesseraSheet = { image: sheet, step }
+    if (node.tesseraRun !== run || run.shown > number) return
+    run.shown = number
+    node.tesseraSheet = sheet
     showLive(node)
   })
 }
 
+const newRun = () => ({ sheets: 0, shown: 0 })
+
 function showLive(node) {
-  show(node, [...(node.tesseraLines ?? []), node.tesseraSheet?.image])
+  show(node, [...(node.tesseraLines ?? []), node.tesseraSheet])
 }
 
 function begin(node, lines) {
-  node.tesseraRun = {}
+  node.tesseraRun = newRun()
   node.tesseraLines = lines
   node.tesseraSheet = undefined
 }
