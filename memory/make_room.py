@@ -36,6 +36,7 @@ class MakeRoom:
         self.spill = SpillWatch(device)
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        smaller = False
         while True:
             mine = _control_kept(args, kwargs) if self.automatic else (args, kwargs)
             try:
@@ -54,6 +55,8 @@ class MakeRoom:
             comfy.model_management.soft_empty_cache()
             if hooks is not None:
                 patcher.patch_hooks(hooks)
+            smaller = True
+        if smaller:
             self.say(TOLD)
         if (told := self.spill.told()) is not None:
             self.say(told)
@@ -68,10 +71,10 @@ def _control_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 def _take_off_hooks(patcher: ModelPatcher) -> HookGroup | None:
     """The hooks whose weights are in force. ComfyUI takes them off where it unloads a part of a patched model, and
-    keeps weights for them in which the patches are that it then applies at each use."""
+    keeps weights for them, and for hooks that are not in force now, in which the patches are that it then applies at
+    each use."""
     hooks = patcher.current_hooks
-    if hooks is not None:
-        patcher.clear_cached_hook_weights()
+    patcher.clear_cached_hook_weights()
     return hooks
 
 

@@ -107,10 +107,19 @@ class SwapPatcher(ModelPatcher):
 
         Raises torch.OutOfMemoryError with a sentence for the user where no less can be had.
         """
+        try:
+            return self._load_what_fits(device_to, extra_memory, force_patch_weights)
+        except BaseException:
+            self.detach()  # ComfyUI injects on its way out, whatever has come of the load
+            raise
+
+    def _load_what_fits(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
         room = min(self.model_size(), self.loaded_size() + extra_memory)
+        smaller = False
         while True:
             try:
-                return self._partially_load(device_to, extra_memory, force_patch_weights)
+                loaded = self._partially_load(device_to, extra_memory, force_patch_weights)
+                break
             except Exception as error:
                 if not comfy.model_management.is_oom(error):
                     raise
@@ -120,10 +129,13 @@ class SwapPatcher(ModelPatcher):
             # Outside the handler, which holds what was placed.
             self.detach()
             comfy.model_management.soft_empty_cache()
-            self.swap.say(TOLD)
+            smaller = True
             self.model_patches_to(device_to)
             self.model_patches_to(self.model_dtype())
             extra_memory = room = self.swap.slot_bytes() + max(0, others - part_of(others))
+        if smaller:
+            self.swap.say(TOLD)
+        return loaded
 
     def _no_room(self) -> str:
         swap = self.swap
@@ -140,8 +152,10 @@ class SwapPatcher(ModelPatcher):
         )
 
     def _partially_load(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
-        if extra_memory < 0 and not self.swap.attached:
-            # The slots were given back by `detach`; here they have to find room again.
+        same = self.model.current_weight_patches_uuid == self.patches_uuid and not force_patch_weights
+        if same and extra_memory < self.swap.slot_bytes() and self.loaded_size() > 0 and not self.swap.attached:
+            # The slots were given back by `detach`; here they have to find room again, if need be from the rest.
+            # ComfyUI can't make the rest less by a load.
             extra_memory -= self.swap.slot_bytes()
         loaded = super().partially_load(device_to, extra_memory, force_patch_weights)
         if not self.swap.attached:  # core found all of the rest on the device

@@ -2,6 +2,7 @@
 the first one was given."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_management
@@ -9,7 +10,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import PatcherInjection, WrappersMP
 from tessera.memory import make_room
 from tessera.memory.slot_ring import SlotRing
 from tessera.models.swapped_model import SwapSettings, swap
@@ -96,11 +97,14 @@ def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypa
     comfy.model_management.unload_all_models()
     for model, _ in (swap(flux, SwapSettings(3)), automatic(flux, monkeypatch)):
         mine = model.swap.automatic
+        injected: list[Any] = []
+        model.set_injections("test", [PatcherInjection(injected.append, injected.remove)])
         said = "is -1, and the GPU has no room even" if mine else "is 3 and prefetch_blocks is 1, and the GPU has no"
         with monkeypatch.context() as small:
             seen = full(model, "slots", -1, small)
             with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
                 sample(model, "flux")
+        assert not injected and make_room.TOLD not in model.notes
         assert (len(seen) > 2) is mine and seen[-1] < seen[0] + (not mine)
         assert model.loaded_size() == 0 and model.swap.ring.masters == []
         assert torch.equal(sample(model, "flux"), want)
@@ -120,6 +124,19 @@ def test_a_load_that_breaks_off_leaves_no_lora_to_another_model(flux: Any, monke
                 sample(model, "flux")
         assert torch.equal(sample(plain, "flux"), want)
     comfy.model_management.unload_all_models()
+
+
+def test_room_that_does_not_help_is_not_told(monkeypatch: Any) -> None:
+    def executor() -> None:
+        raise torch.OutOfMemoryError("no room for activations")
+
+    executor.class_obj = SimpleNamespace(current_patcher=object())  # type: ignore[attr-defined]
+    freed, said = [1, 0], list[str]()
+    monkeypatch.setattr(make_room, "_take_off_hooks", lambda patcher: None)
+    monkeypatch.setattr(make_room, "_free_some", lambda patcher: freed.pop(0))
+    with pytest.raises(torch.OutOfMemoryError, match="activations"):
+        make_room.MakeRoom(torch.device("cpu"), True, said.append)(executor)
+    assert not freed and not said
 
 
 @pytest.mark.parametrize("by_name", [False, True])

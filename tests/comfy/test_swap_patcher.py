@@ -23,6 +23,7 @@ from tessera.memory import make_room
 from tessera.memory.masters import parts_of
 from tessera.memory.swap_patcher import SwapPatcher, swap_model
 from tessera.memory.swapped_forward import SwappedForward
+from tiny.compiling import memory_for_weights
 from tiny.sampling import conditioning, sample, sample_prompts
 
 BLOCKS = ("double_blocks.0", "double_blocks.1", "single_blocks.0", "single_blocks.1")
@@ -194,6 +195,24 @@ def test_the_resident_rest_may_be_loaded_in_part(tiny_flux: Any, monkeypatch: An
     monkeypatch.setattr(mm.LoadedModel, "model_load", whole)
     assert torch.equal(picture(model), want)
     assert_true_sizes(model)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("less", [0.25, 0.9, 1.2])
+def test_between_two_pictures_the_room_may_become_less_by_a_part_of_the_slots(tiny_flux: Any, whole, less) -> None:
+    want = picture(with_lora(tiny_flux))
+    mm.unload_all_models()
+    model = swapped(with_lora(tiny_flux), *BLOCKS[2:])
+    size, slots = model.model_size(), model.swap.slot_bytes()
+    with memory_for_weights(size + slots if whole else size - (size - slots) // 3):
+        torch.testing.assert_close(picture(model), want, rtol=0, atol=1e-4)
+        had = model.loaded_size()
+    assert (had == size) is whole
+    room = had - int(less * slots)
+    with memory_for_weights(room):
+        torch.testing.assert_close(picture(model), want, rtol=0, atol=1e-4)
+    assert slots <= model.loaded_size() <= room
+    mm.unload_all_models()
 
 
 def test_buffers_of_modules_without_a_parameter_go_to_the_device_as_in_a_full_load(tiny_flux: Any) -> None:
@@ -424,10 +443,10 @@ def test_hook_loras_change_by_prompt_and_step_and_never_reach_the_masters(
     assert all(torch.equal(t, masters[key]) for key, t in tiny_flux.model.state_dict().items())
 
 
-@pytest.mark.parametrize("call", [1, 6])
-def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux: Any, monkeypatch, call: int) -> None:
+@pytest.mark.parametrize(("both", "call"), [(True, 1), (True, 6), (False, 2), (False, 6)])
+def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux, monkeypatch, both, call) -> None:
     lora = lora_of(tiny_flux, 3)
-    want = hooked_picture(with_lora(tiny_flux), lora)
+    want = hooked_picture(with_lora(tiny_flux), lora, both=both)
     mm.unload_all_models()
     model, calls = swapped(with_lora(tiny_flux), *BLOCKS[2:]), [0]
     monkeypatch.setattr(make_room, "LEAST", 2**18)
@@ -443,7 +462,7 @@ def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux:
 
     monkeypatch.setattr(last, "forward", run)
     # A LoRA under the hooks' is added at each use from there on, so that the last bits differ.
-    torch.testing.assert_close(hooked_picture(model, lora), want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(hooked_picture(model, lora, both=both), want, rtol=0, atol=1e-4)
     assert model.model.lowvram_patch_counter > 0
     mm.unload_all_models()
 
