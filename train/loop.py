@@ -191,6 +191,7 @@ class Trainer:
             self.learner.zero_grad()
             self.placed.build_again(self.progress.step)
             return self.attempt(compute)
+        self.placed.runner.let_go()
         self.train_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()

@@ -195,6 +195,7 @@ class PlacedModel:
 
     def close(self) -> None:
         """Gives all memory back."""
+        self.runner.let_go()  # copies of a step that broke off may be under way
         self.forget()
         del self.resident, self.runner, self.swap, self.transformer, self.network
         give_back()  # what activations and batches took on the host

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from tessera.memory.activation_offload import ActivationOffload
+from tessera.train import loop
 from tessera.train.events import Silent
 from tessera.train.options import MemoryOptions
 from tiny import swapping
@@ -72,6 +73,35 @@ def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_p
     for turn in (1, 2, 3):
         assert asked.index(("copy", turn)) < asked.index(("need", turn))
         assert asked.index(("copy", turn)) > asked.index(("need", turn + 1))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
+    deep_flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    options = MemoryOptions(checkpointing="full", offload_activations=True)
+    data = tiny.make_data([(4, 4)], [TEXT])
+    trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=options)
+    tiny.fill_up_matrices(trainer)
+    _, block = trainer.placed.transformer.blocks()[2]
+    linear = next(linear for linear in block.linears().values() if linear.adapter is not None)
+    offload, coming = trainer.placed.runner.offload, []
+
+    def fail(grad: torch.Tensor) -> None:
+        hook.remove()
+        coming.append(len(offload._coming))
+        raise RuntimeError("no compiler")
+
+    hook = linear.adapter.up.register_hook(fail)
+    if goes_on:
+        trainer.placed.runner.planned_graphs = 1
+        monkeypatch.setattr(loop, "cannot_compile", str)
+        trainer.run()
+    else:
+        with pytest.raises(RuntimeError, match="no compiler"):
+            trainer.run()
+        trainer.close()
+    assert coming == [2] and not offload._coming and trainer.progress.step == goes_on
 
 
 def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flux, tmp_path, monkeypatch) -> None:
