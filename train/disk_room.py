@@ -48,7 +48,7 @@ def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> 
     specs = adapter_specs(settings.network, checked.targets)
     numbers = sum(trained_numbers(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0
-    begun_from = None if settings.resume == "latest" else begun.state
+    begun_from = begun.state if settings.names_state else None
     there = min(STATES_KEPT, len(begun.folder.states_but(begun_from)))
     saves = max(1, saves_to_come(settings, strata_of(settings, checked.data.samples), begun.step))
     return Room(

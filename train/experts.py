@@ -136,7 +136,7 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
 def _resume(side: str, settings: TrainSettings) -> str:
     """A state belongs to one of the two, by the name of its folder; the other one goes on from its latest, which may
     have come to these settings from others, as that one has: only one of the two can be named."""
-    if settings.resume in ("latest", "off"):
+    if not settings.names_state:
         return settings.resume
     name = place_of(settings.output_name).name
     folder = PurePosixPath(settings.resume).parent.name

@@ -51,15 +51,15 @@ def build_optimizer(
     Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
     """
     params = list(params)
-    name, _ = _choice(options)
+    values = check_choice(options)
     kind: Callable[..., torch.optim.Optimizer] = chosen_class(options)
-    values, given = check_choice(options), parse_args(options.optimizer_args)
     if options.optimizer == "adamw8bit":
         _try_a_step(kind, flat(params)[0].device)
     try:
         optimizer = kind(params, lr=options.learning_rate, **values)
     except Exception as error:  # a library's own checks
-        cause = "these optimizer_args" if given else "these settings"
+        name, _ = _choice(options)
+        cause = "these optimizer_args" if parse_args(options.optimizer_args) else "these settings"
         raise ValueError(f"The optimizer {name} does not take {cause} or this network: {_told(error)}") from error
     if is_schedule_free(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def check_choice(options: OptimizerOptions) -> dict[str, Any]:
         "weight_decay": options.weight_decay,
     }
     values = {key: inputs[key] for key in choice.takes} | choice.fixed | parse_args(options.optimizer_args)
-    check_args(name, optimizer_class(name, choice.path), values)
+    check_args(name, chosen_class(options), values)
     return values
 
 

@@ -28,7 +28,7 @@ def made_with(facts: RunFacts, data: str, weights: str) -> Plain:
 
 def parts_of(state: Path | None, lineage: str, now: Plain, asked: str) -> list[Plain]:
     """The parts of a run of this lineage that goes on from `state`. One of a state from before they were kept has no
-    `made_with`. asked: the lineage of its settings, by which it is found again; see `run.continued_lineage`."""
+    `made_with`. asked: the lineage of its settings, by which it is found again; see `states.continued_lineage`."""
     last = {"made_with": now, "asked": asked}
     if state is None:
         return [last]

@@ -65,6 +65,11 @@ class TrainSettings:
         if self.compile not in ("auto", "off"):
             raise ValueError(f"compile is {self.compile!r}; choose 'auto' or 'off'.")
 
+    @property
+    def names_state(self) -> bool:
+        """Whether `resume` is a state's path."""
+        return self.resume not in ("off", "latest")
+
     def lineage(self, data: str, model: str) -> str:
         """Runs of one lineage go through the same steps; they may differ in how memory is used, and in length where
         the learning rate does not depend on it. Options at their default are left out, so that runs keep their names

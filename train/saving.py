@@ -106,10 +106,10 @@ class Saver:
         progress = self.progress
         progress.step, progress.batches, progress.saved_step = state.step, state.batches, state.step
         progress.loss = list(state.loss)
-        if self.settings.resume == "latest":
-            self.last_state = self._named(path)
-        else:
+        if self.settings.names_state:
             self.last_state, self.begun_from = self.settings.resume, path
+        else:
+            self.last_state = self._named(path)
         self._resume_validation(path, state)
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:

@@ -12,7 +12,7 @@ from .run import TrainSettings, find_finished, run_folders
 def named_state(root: Path, settings: TrainSettings) -> Path | None:
     """The state that `resume` names, or None where it names none. Raises ValueError where that is missing or lies
     outside the LoRA folder."""
-    if settings.resume in ("off", "latest"):
+    if not settings.names_state:
         return None
     path = (root / settings.resume).resolve()
     if not (path.is_relative_to(root.resolve()) and path.is_file()):
