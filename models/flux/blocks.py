@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...memory.frozen import FrozenWeights
-from ..attention import Attention
 from ..family import Block, ModelInputs
 from ..lora_linear import LoraLinear, Masks, masks_of
 from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate
@@ -66,14 +65,18 @@ class Stream(nn.Module):
 
 
 class JointBlock(Block):
-    """Pictures and text with weights of their own, joined in attention. Text comes first in the joint sequence."""
+    """Pictures and text with weights of their own, joined in attention.
+
+    text_first: where the text stands in the joint sequence; last for an attention that leaves out pads at the end.
+    """
 
     kind = "double"
+    text_first = True
     native = {"mod": "mod.lin", "qkv": "attn.qkv", "proj": "attn.proj", "mlp_in": "mlp.0", "mlp_out": "mlp.2"}
     activation = staticmethod(gelu)
     modulated = True
 
-    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
+    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Callable[..., Tensor]):
         super().__init__()
         self.img = Stream(weights, f"{prefix}.img", block, self.activation, self.modulated)
         self.txt = Stream(weights, f"{prefix}.txt", block, self.activation, self.modulated)
@@ -88,20 +91,36 @@ class JointBlock(Block):
         return {name: 1 if name.endswith("mod") else rows[name.partition(".")[0]] for name in self.linears()}
 
     def run(
-        self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, own: int, masks: Masks
+        self,
+        img: Tensor,
+        txt: Tensor,
+        img_mod: Tensor,
+        txt_mod: Tensor,
+        pe: Tensor,
+        own: int,
+        masks: Masks,
+        *bounds: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; the rest as in `forward`."""
+        """img_mod: (B, 1 or 2, 6·D), txt_mod: (B, 1, 6·D), both after their Linear; bounds: of the samples, for an
+        attention that takes them; the rest as in `forward`."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
         img_q, img_k, img_v = self.img.heads(img, img_parts[:3], own, img_masks)
         txt_q, txt_k, txt_v = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
-        q = rotate(torch.cat((txt_q, img_q), dim=2), pe)
-        k = rotate(torch.cat((txt_k, img_k), dim=2), pe)
-        attended = self.attention(q, k, torch.cat((txt_v, img_v), dim=2))
-        txt_attended, img_attended = attended.split((text, img.shape[1]), dim=1)
+        q = rotate(self.joined(txt_q, img_q), pe)
+        k = rotate(self.joined(txt_k, img_k), pe)
+        attended = self.attention(q, k, self.joined(txt_v, img_v), *bounds)
+        if self.text_first:
+            txt_attended, img_attended = attended.split((text, img.shape[1]), dim=1)
+        else:
+            img_attended, txt_attended = attended.split((img.shape[1], text), dim=1)
         img = self.img.after_attention(img, img_attended, img_parts[:3], img_parts[3:], own, img_masks)
         txt = self.txt.after_attention(txt, txt_attended, txt_parts[:3], txt_parts[3:], text, txt_masks)
         return img, finite_in_fp16(txt)
+
+    def joined(self, txt: Tensor, img: Tensor) -> Tensor:
+        """txt: (B, H, L, head), img: (B, H, N + R, head) → (B, H, L + N + R, head)."""
+        return torch.cat((txt, img) if self.text_first else (img, txt), dim=2)
 
 
 class DoubleBlock(JointBlock):
@@ -136,7 +155,7 @@ class ParallelBlock(Block):
     activation = staticmethod(gelu)
     modulated = True
 
-    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Attention):
+    def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Callable[..., Tensor]):
         super().__init__()
         self.mod = LoraLinear(weights, f"{prefix}.modulation.lin") if self.modulated else None
         self.linear1 = LoraLinear(weights, f"{prefix}.linear1")
@@ -151,14 +170,15 @@ class ParallelBlock(Block):
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
         return {name: 1 if name == "mod" else inputs.image_tokens + inputs.text_tokens for name in self.linears()}
 
-    def run(self, x: Tensor, modulation: Tensor, pe: Tensor, own: int, masks: Masks) -> Tensor:
-        """modulation: (B, 1 or 2, 3·D) after its Linear; the rest as in `forward`."""
+    def run(self, x: Tensor, modulation: Tensor, pe: Tensor, own: int, masks: Masks, *bounds: Tensor) -> Tensor:
+        """modulation: (B, 1 or 2, 3·D) after its Linear; bounds: of the samples, for an attention that takes them; the
+        rest as in `forward`."""
         shift, scale, gate = modulation.chunk(3, dim=-1)
         width = x.shape[-1]
         joint = self.linear1(modulate_parts(x, shift, scale, own), masks.get("linear1"))
         qkv, hidden = joint.split((3 * width, joint.shape[-1] - 3 * width), dim=-1)
         q, k, v = _heads(qkv, self.num_heads, self.norm)
-        attended = self.attention(rotate(q, pe), rotate(k, pe), v)
+        attended = self.attention(rotate(q, pe), rotate(k, pe), v, *bounds)
         joint = torch.cat((attended, self.activation(hidden)), dim=-1)
         return finite_in_fp16(gate_parts(x, self.linear2(joint, masks.get("linear2")), gate, own))
 

@@ -1,5 +1,6 @@
 """FLUX's transformers (black-forest-labs/flux and flux2) over the weights of `comfy.ldm.flux.model.Flux`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,28 +31,23 @@ class FluxInputs(ModelInputs):
     reference_timestep: Tensor | None = None
 
 
-class FluxTransformer:
-    """FLUX.1 with its weights frozen, ready for LoRA."""
+class FluxBackbone:
+    """The blocks of a model of FLUX's kind, and the Linears before and behind them, frozen and ready for LoRA."""
 
-    double: type[JointBlock] = DoubleBlock
-    single: type[ParallelBlock] = SingleBlock
+    double: type[JointBlock]
+    single: type[ParallelBlock]
 
-    def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
+    def __init__(self, weights: FrozenWeights, flux: Any, attention: Callable[..., Tensor]):
         self.axes_dim, self.theta = tuple(flux.params.axes_dim), flux.params.theta
-        self.text_axes = tuple(flux.params.txt_ids_dims)
         self.dtype = weights.compute_dtype
         self.img_in = LoraLinear(weights, "img_in")
         self.txt_in = LoraLinear(weights, "txt_in")
-        self.time_in = Embedder(weights, "time_in")
-        self.vector_in = Embedder(weights, "vector_in") if flux.vector_in is not None else None
-        self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
         self.double_blocks = [
             self.double(weights, f"double_blocks.{i}", b, attention) for i, b in enumerate(flux.double_blocks)
         ]
         self.single_blocks = [
             self.single(weights, f"single_blocks.{i}", b, attention) for i, b in enumerate(flux.single_blocks)
         ]
-        self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
         self.final_linear = LoraLinear(weights, "final_layer.linear")
 
     def blocks(self) -> list[tuple[str, Block]]:
@@ -62,16 +58,33 @@ class FluxTransformer:
     def linears(self) -> dict[str, LoraLinear]:
         """Every Linear by the model's own module name."""
         found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
-        outer = {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
-        outer["final_layer.adaLN_modulation.1"] = self.final_modulation
-        for name in ("time_in", "vector_in", "guidance_in"):
-            if (embedder := getattr(self, name)) is not None:
-                outer |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
-        return found | outer
+        return found | {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
 
     def frozen_modules(self) -> list[FrozenModule]:
         norms = [m for _, block in self.blocks() for m in block.modules() if isinstance(m, RMSNorm)]
         return [*self.linears().values(), *norms]
+
+
+class FluxTransformer(FluxBackbone):
+    """FLUX.1 with its weights frozen, ready for LoRA."""
+
+    double: type[JointBlock] = DoubleBlock
+    single: type[ParallelBlock] = SingleBlock
+
+    def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
+        super().__init__(weights, flux, attention)
+        self.text_axes = tuple(flux.params.txt_ids_dims)
+        self.time_in = Embedder(weights, "time_in")
+        self.vector_in = Embedder(weights, "vector_in") if flux.vector_in is not None else None
+        self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
+        self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
+
+    def linears(self) -> dict[str, LoraLinear]:
+        found = super().linears() | {"final_layer.adaLN_modulation.1": self.final_modulation}
+        for name in ("time_in", "vector_in", "guidance_in"):
+            if (embedder := getattr(self, name)) is not None:
+                found |= {f"{name}.in_layer": embedder.in_layer, f"{name}.out_layer": embedder.out_layer}
+        return found
 
     def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """→ img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, where a second row is that of the
@@ -127,8 +140,8 @@ class FluxTransformer:
 class Flux2Transformer(FluxTransformer):
     """FLUX.2: blocks of a kind share one modulation, computed once per step."""
 
-    double = DoubleBlock2
-    single = SingleBlock2
+    double: type[JointBlock] = DoubleBlock2
+    single: type[ParallelBlock] = SingleBlock2
 
     def __init__(self, weights: FrozenWeights, flux: Any, attention: Attention):
         super().__init__(weights, flux, attention)
