@@ -27,12 +27,20 @@ ENDLESS = 10**6  # steps; the parent ends the run
 
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
     """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
-    options, run = import_module("tessera.train.options"), import_module("tessera.train.run")
+    network_options, memory_options = (
+        import_module("tessera.train.options.network"),
+        import_module("tessera.train.options.memory"),
+    )
+    optimizer_options, objective_options = (
+        import_module("tessera.train.options.optimizer"),
+        import_module("tessera.train.options.objective"),
+    )
+    run = import_module("tessera.train.run")
     loop, plan = import_module("tessera.train.loop"), import_module("tessera.train.network_plan")
     events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
-    network = options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
+    network = network_options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
     blocks = swapped_blocks(spec["swap"], sum(family.block_lists(patcher.model).values()))
     settings = run.TrainSettings(
         output_name="benchmark",
@@ -44,9 +52,9 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         save_every=0,
         resume="off",
         network=network,
-        optimizer=options.OptimizerOptions(),
-        objective=options.ObjectiveOptions(),
-        memory=options.MemoryOptions(
+        optimizer=optimizer_options.OptimizerOptions(),
+        objective=objective_options.ObjectiveOptions(),
+        memory=memory_options.MemoryOptions(
             checkpointing=spec["checkpointing"], blocks_to_swap=blocks, prefetch_blocks=spec["prefetch"]
         ),
     )

@@ -79,13 +79,13 @@ class CountedStep:
         )
 
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
-        plan, options = import_module("tessera.train.network_plan"), import_module("tessera.train.options")
-        adapters = import_module("tessera.models.adapters")
+        plan, options = import_module("tessera.train.network_plan"), import_module("tessera.train.options.network")
+        base, lora = import_module("tessera.models.adapters.base"), import_module("tessera.models.adapters.lora")
         network = options.NetworkOptions(rank=rank, alpha=float(rank), include=include)
         linears = self.transformer.linears()
         for name in plan.choose_targets(self.family, self.patcher.model, network):
-            spec = adapters.AdapterSpec("lora", rank, float(rank))
-            linears[name].adapter = adapters.LoraAdapter(spec, *linears[name].weight.shape).to("meta")
+            spec = base.AdapterSpec("lora", rank, float(rank))
+            linears[name].adapter = lora.LoraAdapter(spec, *linears[name].weight.shape).to("meta")
 
     def _inputs(self) -> Any:
         """The sample as the family hands it to its transformer."""

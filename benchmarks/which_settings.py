@@ -76,15 +76,16 @@ SHAPES = {
 
 
 def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
-    flux, adapters, weights = pack("models.flux"), pack("models.adapters"), MetaWeights(pack, stored)
+    blocks, weights = pack("models.flux.blocks"), MetaWeights(pack, stored)
+    base, lora = pack("models.adapters.base"), pack("models.adapters.lora")
     norm = SimpleNamespace(query_norm=SimpleNamespace(eps=1e-6))
     side = SimpleNamespace(norm=norm)
     native = SimpleNamespace(num_heads=HEADS, norm=norm, img_attn=side, txt_attn=side)
-    block = (flux.DoubleBlock if kind == "double" else flux.SingleBlock)(weights, "block", native, attend)
+    block = (blocks.DoubleBlock if kind == "double" else blocks.SingleBlock)(weights, "block", native, attend)
     for name, linear in block.linears().items():
         if not name.endswith("mod"):
-            spec = adapters.AdapterSpec("lora", rank, float(rank))
-            linear.adapter = adapters.LoraAdapter(spec, *linear.weight.shape).to("meta")
+            spec = base.AdapterSpec("lora", rank, float(rank))
+            linear.adapter = lora.LoraAdapter(spec, *linear.weight.shape).to("meta")
     return block
 
 
@@ -131,7 +132,7 @@ def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: 
 
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
-    plan, order = pack("memory.swap_plan"), pack("models.flux").Flux.swap_order
+    plan, order = pack("memory.swap_plan"), pack("models.flux.flux1").Flux.swap_order
     tokens = (args.side // 16) ** 2
     rows = []
     for name, stored in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):

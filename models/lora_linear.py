@@ -5,7 +5,7 @@ from torch import Tensor
 from ..memory.frozen import FrozenLinear, FrozenWeights
 from ..memory.quantised import read_format
 from ..memory.residency import FrozenModule
-from .adapters import Adapter, DropMask
+from .adapters.base import Adapter, DropMask
 
 
 class LoraLinear(FrozenModule):

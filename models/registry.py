@@ -3,9 +3,10 @@
 from comfy.model_patcher import ModelPatcher
 
 from .family import Family
-from .flux import Flux, Flux2
+from .flux.flux1 import Flux
+from .flux.flux2 import Flux2
 from .qwen_image import QwenImage
-from .wan import Wan
+from .wan.family import Wan
 
 FAMILIES: list[Family] = [Flux(), Flux2(), QwenImage(), Wan()]
 

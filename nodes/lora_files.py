@@ -7,7 +7,7 @@ import folder_paths
 from torch import Tensor
 
 from ..train.lora_source import LoraSource
-from ..train.options import NONE, SAME
+from ..train.options.network import NONE, SAME
 
 _ENDINGS = (".safetensors", ".sft")
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..train.options import ATTENTION, CHECKPOINTING, MemoryOptions
+from ..train.options.memory import ATTENTION, CHECKPOINTING, MemoryOptions
 from .swap import swap_inputs
 
 MemoryType = io.Custom("TESSERA_MEMORY")

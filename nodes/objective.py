@@ -5,7 +5,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..train.objective.picture import draw_distribution
-from ..train.options import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
+from ..train.options.objective import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
 from .images import image_tensor
 from .objective_inputs import loss_terms, noise_levels
 

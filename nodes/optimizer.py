@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..train.optimizer import check_choice
-from ..train.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from ..train.options.optimizer import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
 
 OptimizerType = io.Custom("TESSERA_OPTIMIZER")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..models.registry import family_of
 from ..train.network_plan import describe_network
-from ..train.options import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
+from ..train.options.network import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
 from ..train.targets import parse_targets
 from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source
 from .output import LoraModelType

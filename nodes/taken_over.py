@@ -7,7 +7,8 @@ from comfy.model_patcher import ModelPatcher
 from ..compile.compiled_model import branch_of
 from ..compile.settings import CompileSettings
 from ..models.swapped_model import swap_settings_of
-from ..train.options import SAME, MemoryOptions
+from ..train.options.memory import MemoryOptions
+from ..train.options.network import SAME
 from ..train.run import TrainSettings
 
 _MEMORY = MemoryOptions()

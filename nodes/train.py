@@ -13,7 +13,11 @@ from ..models.registry import family_of
 from ..train.base_lora import with_base
 from ..train.data import TrainingData
 from ..train.experts import ExpertObserver, plan_experts
-from ..train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from ..train.options.memory import MemoryOptions
+from ..train.options.network import NetworkOptions
+from ..train.options.objective import ObjectiveOptions
+from ..train.options.optimizer import OptimizerOptions
+from ..train.options.validation import ValidationOptions
 from ..train.preview import Partner, Preview, check_previews
 from ..train.run import TrainSettings
 from ..train.states import list_states

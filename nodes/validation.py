@@ -3,8 +3,7 @@
 from comfy_api.latest import io
 
 from ..train.data import TrainingData
-from ..train.options import ValidationOptions
-from ..train.options.validation import MOST_HELD_OUT
+from ..train.options.validation import MOST_HELD_OUT, ValidationOptions
 from .data import TrainingDataType
 
 ValidationType = io.Custom("TESSERA_VALIDATION")

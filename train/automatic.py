@@ -28,7 +28,7 @@ from ..models.family import Block, Family, ModelInputs
 from .batch import make_batch
 from .data import TrainingData
 from .lora import LoraNetwork, build_network
-from .options import MemoryOptions
+from .options.memory import MemoryOptions
 from .run import TrainSettings
 
 # Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.

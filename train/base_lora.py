@@ -10,7 +10,7 @@ from ..models.family import Family, linear_shapes
 from ..models.registry import family_of
 from .lora_patches import DoesNotFit, Patch
 from .lora_reader import Patches, layer_of, name_of, read_patches
-from .options import NetworkOptions
+from .options.network import NetworkOptions
 
 
 def put_under(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:

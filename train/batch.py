@@ -12,8 +12,9 @@ from ..memory.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
 from .data import Sample, SampleTensors, shown_per_epoch
 from .draws import generator
-from .objective import Strata, draw_noise, draw_sigma, noised, perturbed, stratum_of, velocity_target
-from .options import ObjectiveOptions
+from .objective.noise import draw_noise, noised, perturbed, velocity_target
+from .objective.sampling import Strata, draw_sigma, stratum_of
+from .options.objective import ObjectiveOptions
 from .preservation import Preserved
 from .run import TrainSettings
 

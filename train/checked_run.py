@@ -16,7 +16,8 @@ from .data import TrainingData, check_something_is_learnt
 from .held_out import hold_out, validation_notes
 from .lora_start import StartLora, read_start
 from .network_plan import choose_targets, network_notes, one_expert_notes
-from .objective import check_range, objective_notes
+from .objective.notes import objective_notes
+from .objective.sampling import check_range
 from .optimizer_check import check_optimizer
 from .preservation import check_preservation
 from .run import TrainSettings

@@ -10,7 +10,7 @@ from .batch import strata_of
 from .beginning import Beginning
 from .checked_run import CheckedRun
 from .network_plan import adapter_specs, trained_numbers
-from .objective import Strata
+from .objective.sampling import Strata
 from .run import STATES_KEPT, RunFolder, TrainSettings
 
 # Bytes of state that each optimizer keeps of a trained number whatever its arguments. Of factors, whose size depends on

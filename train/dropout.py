@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..models.adapters import Adapter, DropMask
+from ..models.adapters.base import Adapter, DropMask
 from ..models.family import Block, ModelInputs
 from .draws import generator
-from .options import NetworkOptions
+from .options.network import NetworkOptions
 
 
 def draw_masks(

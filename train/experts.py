@@ -18,7 +18,7 @@ from .data import TrainingData
 from .disk_room import Room, check_room_for_both, room_for
 from .events import Observer, StepReport
 from .fingerprint import weights_fingerprint
-from .options import ValidationOptions
+from .options.validation import ValidationOptions
 from .run import RunFolder, TrainSettings, is_of_run, place_of
 from .train_lora import TrainResult
 

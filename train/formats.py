@@ -11,7 +11,7 @@ from torch import Tensor
 from .atomic_write import write_atomically
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 from .metadata import for_file
-from .names import NameTable
+from .names.table import NameTable
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]

@@ -9,7 +9,7 @@ import torch
 from .data import Sample, TrainingData
 from .draws import generator
 from .fingerprint import fingerprint
-from .options import ValidationOptions
+from .options.validation import ValidationOptions
 
 
 def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingData, TrainingData]:

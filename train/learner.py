@@ -16,7 +16,7 @@ from .lora_start import StartLora
 from .max_norm import MaxNorm
 from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_weights import LoraAverage, is_schedule_free, saved_weights
-from .options import OptimizerOptions
+from .options.optimizer import OptimizerOptions
 
 
 class Learner:

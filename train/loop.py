@@ -32,7 +32,7 @@ from .learner import Learner
 from .lora_model import LoraModel
 from .lora_start import StartLora
 from .machine import forget_memory_peak, machine_facts, memory_peak
-from .objective import training_loss
+from .objective.loss import training_loss
 from .placed_model import PlacedModel
 from .preservation import preservation_loss, with_class_caption
 from .reader import SampleReader, Shown

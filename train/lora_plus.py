@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from .options import OptimizerOptions
+from .options.optimizer import OptimizerOptions
 
 UP = ".up"
 Params = list[nn.Parameter | dict[str, Any]]

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..models.family import Family, linear_shapes
 from .lora_model import ALPHA, DOWN, UP, LowRank
 from .lora_patches import DoesNotFit, Patch, Target
-from .names import TABLES, flat_name
+from .names.lora_names import TABLES
+from .names.table import flat_name
 
 Patches = dict[Target, Any]
 Parts = dict[str, Tensor]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.adapters import ADAPTERS, Adapter, AdapterSpec, LoraAdapter
+from ..models.adapters.base import Adapter, AdapterSpec
+from ..models.adapters.lora import LoraAdapter
+from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
 from .draws import generator
 from .lora_dense import EMPTY, cut_to_rank, delta_of
@@ -23,7 +25,7 @@ from .lora_patches import DoesNotFit, Patch
 from .lora_reader import Parts, ReadLora, read_lora
 from .lora_source import LoraSource
 from .network_plan import adapter_specs
-from .options import NetworkOptions
+from .options.network import NetworkOptions
 
 OWN = "start_from"
 NOTICEABLE = 1e-3  # what of an update may be lost unsaid

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..models.adapters import Adapter
+from ..models.adapters.base import Adapter
 
 
 class MaxNorm:

@@ -17,7 +17,10 @@ from typing import Any
 from torch import Tensor, uint8
 
 from ..models.family import Origin
-from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from .options.memory import MemoryOptions
+from .options.network import NetworkOptions
+from .options.objective import ObjectiveOptions
+from .options.optimizer import OptimizerOptions
 
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
 # Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5

@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ..models.adapters import ADAPTERS, AdapterSpec, LokrAdapter
-from ..models.adapters.base import cut
+from ..models.adapters.base import AdapterSpec, cut
+from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
+from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
-from .options import LOW_NOISE, NetworkOptions
+from .options.network import LOW_NOISE, NetworkOptions
 from .ranks import RankPattern, parse_rank_patterns
 from .targets import examples, match_targets
 

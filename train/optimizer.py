@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from .lora_plus import check_groups, flat, group_sizes
 from .optimizer_class import arguments, check_args, optimizer_class, parse_args
 from .optimizer_weights import is_schedule_free
-from .options import OptimizerOptions
+from .options.optimizer import OptimizerOptions
 from .schedule import lr_factor
 
 

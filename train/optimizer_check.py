@@ -6,14 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..models.adapters import ADAPTERS, AdapterSpec, Shape
+from ..models.adapters.base import AdapterSpec, Shape
+from ..models.adapters.registry import ADAPTERS
 from .draws import generator
 from .lora_plus import Params, check_ratio, flat, parameter_groups
 from .optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_class import parse_args
 from .optimizer_state import pack_state, unpack_state
 from .optimizer_weights import is_schedule_free
-from .options import NetworkOptions, OptimizerOptions
+from .options.network import NetworkOptions
+from .options.optimizer import OptimizerOptions
 from .schedule import INVERSE_SQRT_STEPS
 
 PRODIGY_USUAL_RATE = 0.1

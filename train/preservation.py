@@ -10,8 +10,8 @@ from ..memory.to_device import to_device
 from ..models.family import ModelInputs
 from .data import Choice, Sample
 from .listing import shortlist
-from .objective import velocity_loss
-from .options import ObjectiveOptions
+from .objective.loss import velocity_loss
+from .options.objective import ObjectiveOptions
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,11 @@ from unicodedata import normalize
 from .atomic_write import write_atomically
 from .checkpoint import STATE_SUFFIX
 from .fingerprint import changed_fields, fingerprint
-from .options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from .options.memory import MemoryOptions
+from .options.network import NetworkOptions
+from .options.objective import ObjectiveOptions
+from .options.optimizer import OptimizerOptions
+from .options.validation import ValidationOptions
 from .output_name import plain_name
 from .schedule import ENDLESS_SCHEDULERS
 

@@ -13,7 +13,7 @@ from ..compile.settings import CompileSettings, HowToCompile
 from ..memory import checkpointing
 from ..memory.activation_offload import ActivationOffload
 from ..models.family import Block
-from .options import MemoryOptions
+from .options.memory import MemoryOptions
 
 
 class BlockRunner:

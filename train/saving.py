@@ -16,7 +16,7 @@ from .events import Observer
 from .formats import save_lora
 from .learner import Learner
 from .lora_model import LoraModel
-from .objective import Strata
+from .objective.sampling import Strata
 from .run import RunFolder, TrainSettings, place_of
 from .stopped import TrainingStopped, broken_off, kept
 

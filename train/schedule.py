@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from .lr_curve import on_curve, parse_curve
-from .options import OptimizerOptions
+from .options.optimizer import OptimizerOptions
 
 # Their factors depend on the step only, so that a run can be lengthened and go on.
 ENDLESS_SCHEDULERS = ("constant", "inverse_sqrt")

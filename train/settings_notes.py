@@ -9,8 +9,9 @@ from torch import Tensor
 from ..memory.swap_plan import all_on_device
 from ..models.family import Family
 from .data import Sample
-from .objective import Strata
-from .options import MemoryOptions, ObjectiveOptions
+from .objective.sampling import Strata
+from .options.memory import MemoryOptions
+from .options.objective import ObjectiveOptions
 from .run import TrainSettings
 
 _MEMORY = {field.name: field.default for field in fields(MemoryOptions)}

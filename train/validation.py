@@ -12,8 +12,8 @@ import torch
 from .batch import fixed_batch
 from .data import GraphKey, SampleTensors, TrainingData
 from .fingerprint import fingerprint
-from .objective import velocity_loss
-from .options import ValidationOptions
+from .objective.loss import velocity_loss
+from .options.validation import ValidationOptions
 from .saving import Saver
 
 if TYPE_CHECKING:

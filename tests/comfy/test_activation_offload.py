@@ -9,7 +9,7 @@ import torch
 from tessera.memory.activation_offload import ActivationOffload
 from tessera.train import loop
 from tessera.train.events import Silent
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run

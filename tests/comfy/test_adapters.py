@@ -8,11 +8,11 @@ import pytest
 import torch
 from comfy.weight_adapter.base import factorization
 from tessera.memory.frozen import FrozenLinear
-from tessera.models.adapters import Adapter, DropMask, adapter_kind
-from tessera.models.adapters.base import cut
+from tessera.models.adapters.base import Adapter, DropMask, cut
+from tessera.models.adapters.registry import adapter_kind
 from tessera.train.formats import LoraModel, convert
 from tessera.train.network_plan import base_spec
-from tessera.train.options import NetworkOptions
+from tessera.train.options.network import NetworkOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.compiling import Graphs
 from tiny.flux import QUANTISED

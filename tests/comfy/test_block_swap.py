@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.block_swap import frozen_modules
 from tessera.memory.flat import Layout
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run

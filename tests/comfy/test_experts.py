@@ -19,7 +19,9 @@ from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
 from tessera.train.formats import LoraModel, convert
 from tessera.train.lora_source import LoraSource
 from tessera.train.network_plan import choose_targets
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data

@@ -16,7 +16,7 @@ from tessera.memory.in_file import StayInFile
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train import automatic
 from tessera.train.automatic import AutomaticMemory, Measured
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 
 GB = 2**30
 

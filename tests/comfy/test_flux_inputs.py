@@ -4,7 +4,7 @@ import tiny
 import torch
 from tessera.memory.frozen import unload_everything
 from tessera.models.family import NoisySample
-from tessera.models.flux import Flux
+from tessera.models.flux.flux1 import Flux
 
 TOKENS, TEXT = 24, 10
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from tessera.train.data import TrainingData
 from tessera.train.dataset import Dataset, Picture
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tessera.train.prepare import prepare
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 
@@ -107,7 +107,7 @@ def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp
 
 
 def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_path):
-    from tessera.train.options import NetworkOptions
+    from tessera.train.options.network import NetworkOptions
 
     network = NetworkOptions(rank=2, alpha=2.0, include=("double_blocks.0.*", "single_blocks.*"))
     data = tiny.make_data([(4, 4)], [16])

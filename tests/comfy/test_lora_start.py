@@ -15,7 +15,7 @@ from tessera.nodes.options import TesseraLoraNetwork
 from tessera.train.formats import LoraModel, LowRank, convert
 from tessera.train.lora_source import LoraSource
 from tessera.train.lora_start import fit, read_start
-from tessera.train.options import NetworkOptions
+from tessera.train.options.network import NetworkOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.lora_files import delta, loaded_in_comfyui, patched_deltas, random_update, random_updates
 from tiny.prompt import executed

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.train.data import SampleTensors
-from tessera.train.options import ObjectiveOptions
+from tessera.train.options.objective import ObjectiveOptions
 from tiny.runs import sample, train, training_data
 
 

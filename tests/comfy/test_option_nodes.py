@@ -10,7 +10,11 @@ from tessera.nodes.optimizer import TesseraOptimizer
 from tessera.nodes.options import TesseraLoraNetwork
 from tessera.nodes.validation import TesseraValidation
 from tessera.train.objective import picture
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions, ValidationOptions
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.options.validation import ValidationOptions
 from tiny.prompt import executed
 
 NODES = {

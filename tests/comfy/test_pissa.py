@@ -4,10 +4,11 @@ import pytest
 import tiny
 import torch
 from tessera.memory.frozen import FrozenLinear
-from tessera.models.adapters import AdapterSpec, DropMask
+from tessera.models.adapters.base import AdapterSpec, DropMask
 from tessera.models.adapters.pissa import PissaAdapter, largest_parts
 from tessera.train.draws import generator
-from tessera.train.options import MemoryOptions, NetworkOptions
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
 from tiny.lora_files import loaded_in_comfyui, patched_deltas
 from tiny.resuming import resumed_as_whole
 from tiny.runs import mixed_data, train

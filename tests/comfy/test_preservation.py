@@ -9,11 +9,15 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.models.adapters import ADAPTERS
+from tessera.models.adapters.registry import ADAPTERS
 from tessera.train.data import Choice, Prompt
 from tessera.train.draws import generator
-from tessera.train.objective import draw_noise, draw_sigma
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from tessera.train.objective.noise import draw_noise
+from tessera.train.objective.sampling import draw_sigma
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.options.optimizer import OptimizerOptions
 from tiny.compiling import Graphs
 from tiny.runs import Watcher, cancel_at, sample, train, training_data
 

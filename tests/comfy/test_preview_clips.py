@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tessera.train import compare
 from tessera.train.experts import HIGH, LOW
-from tessera.train.options import ObjectiveOptions
+from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.preview import Partner, Preview, Previewer
 from tessera.train.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.sheet import draw_sheet, to_picture

@@ -13,7 +13,7 @@ from tessera.memory.masters import parts_of
 from tessera.memory.quantised import Format, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.lora_linear import LoraLinear
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny.compiling import Graphs, make_lora, with_lora
 from tiny.flux import QUANTISED
 from tiny.quantised import LAYER, core_layer, stored_layer

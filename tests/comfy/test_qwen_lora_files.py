@@ -13,7 +13,9 @@ from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 from tessera.models.family import linear_shapes
 from tessera.models.qwen_image import QwenImage
 from tessera.train.formats import LoraModel, LowRank, save_lora
-from tessera.train.names import FLUX, QWEN_IMAGE, table_of
+from tessera.train.names.flux import FLUX
+from tessera.train.names.lora_names import table_of
+from tessera.train.names.qwen_image import QWEN_IMAGE
 from tessera.train.targets import match_targets
 from torch import Tensor
 

@@ -9,7 +9,7 @@ import torch
 from tessera.memory.block_swap import BlockSwap, frozen_modules
 from tessera.train import automatic, placed_model
 from tessera.train.events import Silent
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tessera.train.stopped import TrainingStopped
 from tiny.compiling import Graphs
 

@@ -29,7 +29,7 @@ from tessera.memory.in_file import FileMaps, StayInFile, WeightsInFile, bytes_in
 from tessera.memory.masters import parts_of, places_of
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny.compiling import compiled, make_lora, with_lora
 from tiny.qwen_data import qwen_sample
 from tiny.runs import training_data
@@ -444,7 +444,7 @@ import conftest
 import tiny, torch, psutil, folder_paths
 import comfy.model_management
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny.host_memory import Peak, anonymous, settle
 from tiny.sampling import sample
 

@@ -13,7 +13,7 @@ from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
 from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.swap import TesseraBlockSwap
 from tessera.nodes.taken_over import memory_of
-from tessera.train.options import MemoryOptions
+from tessera.train.options.memory import MemoryOptions
 from tiny.sampling import sample
 
 

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file
 from tessera.train.draws import generator
 from tessera.train.loop import Trainer
-from tessera.train.objective import draw_noise
-from tessera.train.options import MemoryOptions, NetworkOptions, OptimizerOptions, ValidationOptions
+from tessera.train.objective.noise import draw_noise
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.options.validation import ValidationOptions
 from tessera.train.validation import Validation
 from tiny.compiling import Graphs
 from tiny.runs import Watcher, mixed_data, sample, train, training_data

@@ -15,7 +15,10 @@ from tessera.train import preservation
 from tessera.train.data import Prompt
 from tessera.train.events import Silent, StepReport
 from tessera.train.learner import Learner
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.options.optimizer import OptimizerOptions
 from tessera.train.stopped import TrainingStopped
 from tiny.qwen_data import qwen_sample
 from tiny.runs import sample, training_data

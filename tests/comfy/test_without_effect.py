@@ -12,8 +12,10 @@ from tessera.nodes.swap import TesseraBlockSwap
 from tessera.nodes.taken_over import memory_of
 from tessera.train.checked_run import check_run
 from tessera.train.data import TrainingData
-from tessera.train.objective import Strata
-from tessera.train.options import MemoryOptions, ObjectiveOptions, ValidationOptions
+from tessera.train.objective.sampling import Strata
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.options.validation import ValidationOptions
 from tessera.train.preview import Preview, Previewer, preview_notes
 from tessera.train.sampling import Sampling, Stages, sample_latent
 from tessera.train.settings_notes import guidance_notes, memory_notes, saving_notes, weight_notes

@@ -28,7 +28,10 @@ def make_trainer(
     from tessera.train.events import Silent
     from tessera.train.loop import Trainer
     from tessera.train.network_plan import choose_targets
-    from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+    from tessera.train.options.memory import MemoryOptions
+    from tessera.train.options.network import NetworkOptions
+    from tessera.train.options.objective import ObjectiveOptions
+    from tessera.train.options.optimizer import OptimizerOptions
     from tessera.train.run import RunFolder, TrainSettings
 
     defaults = {

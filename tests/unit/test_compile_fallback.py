@@ -47,7 +47,7 @@ def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs)
 
 
 def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
-    from tessera.train.options import MemoryOptions
+    from tessera.train.options.memory import MemoryOptions
     from tessera.train.runner import BlockRunner
 
     def refuses(*args, **kwargs):

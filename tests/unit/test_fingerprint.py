@@ -9,7 +9,7 @@ import pytest
 import torch
 from tessera.train.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.train.lora_source import LoraSource
-from tessera.train.options import ValidationOptions
+from tessera.train.options.validation import ValidationOptions
 from tiny.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]

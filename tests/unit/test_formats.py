@@ -13,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.train.atomic_write import write_atomically
 from tessera.train.formats import LoraModel, LowRank, convert, normalised, save_lora
-from tessera.train.names import FLUX, FLUX2, flat_name
+from tessera.train.names.flux import FLUX
+from tessera.train.names.flux2 import FLUX2
+from tessera.train.names.table import flat_name
 
 RANK, ALPHA, HIDDEN = 4, 3.3, 8
 

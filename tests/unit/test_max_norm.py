@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tessera.models.adapters import adapter_kind, loha
+from tessera.models.adapters import loha
+from tessera.models.adapters.registry import adapter_kind
 from tessera.train.draws import generator
 from tessera.train.max_norm import MaxNorm
 from tessera.train.network_plan import base_spec
 from tessera.train.optimizer_check import check_optimizer
-from tessera.train.options import NetworkOptions, OptimizerOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.optimizer import OptimizerOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 
 KINDS = {

@@ -7,16 +7,10 @@ import torch
 from scipy import stats
 from tessera.models.math import resolution_shift
 from tessera.train.draws import generator
-from tessera.train.objective import (
-    check_range,
-    draw_noise,
-    draw_sigma,
-    noised,
-    shift_sigma,
-    velocity_loss,
-    velocity_target,
-)
-from tessera.train.options import ObjectiveOptions
+from tessera.train.objective.loss import velocity_loss
+from tessera.train.objective.noise import draw_noise, noised, velocity_target
+from tessera.train.objective.sampling import check_range, draw_sigma, shift_sigma
+from tessera.train.options.objective import ObjectiveOptions
 
 DRAWS = 20_000
 

@@ -5,17 +5,11 @@ import pytest
 import torch
 from scipy import stats
 from tessera.train.draws import generator
-from tessera.train.objective import (
-    Strata,
-    draw_noise,
-    huber_threshold,
-    objective_notes,
-    perturbed,
-    sigma_weight,
-    training_loss,
-    velocity_loss,
-)
-from tessera.train.options import LOSSES, WEIGHTINGS, ObjectiveOptions
+from tessera.train.objective.loss import huber_threshold, sigma_weight, training_loss, velocity_loss
+from tessera.train.objective.noise import draw_noise, perturbed
+from tessera.train.objective.notes import objective_notes
+from tessera.train.objective.sampling import Strata
+from tessera.train.options.objective import LOSSES, WEIGHTINGS, ObjectiveOptions
 
 SIGMA = torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])
 # One sample of two tokens with two channels; the errors are 0.1, -0.2, 0.5 and -3.

@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 from tessera.train.objective import picture
 from tessera.train.objective.picture import BARS, DRAWS, POINTS, density, draw_distribution, drawn_bars
-from tessera.train.options import TIMESTEP_SAMPLING, ObjectiveOptions
+from tessera.train.options.objective import TIMESTEP_SAMPLING, ObjectiveOptions
 
 
 def colours(image):

@@ -6,8 +6,8 @@ import pytest
 from scipy import integrate, optimize, special, stats
 from tessera.models.math import flux2_resolution_shift, qwen_resolution_shift
 from tessera.train.draws import generator
-from tessera.train.objective import Strata, check_range, draw_sigma, part_below, stratum_of
-from tessera.train.options import TIMESTEP_SAMPLING, ObjectiveOptions
+from tessera.train.objective.sampling import Strata, check_range, draw_sigma, part_below, stratum_of
+from tessera.train.options.objective import TIMESTEP_SAMPLING, ObjectiveOptions
 from tessera.train.sigma_curve import parse_curve
 
 DRAWS = 10_000

@@ -10,7 +10,7 @@ from tessera.train.draws import generator
 from tessera.train.optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
 from tessera.train.optimizer_check import check_optimizer, optimizer_notes
 from tessera.train.optimizer_state import pack_state, unpack_state
-from tessera.train.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from tessera.train.options.optimizer import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
 from tessera.train.schedule import lr_factor
 from torch import nn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tessera.train.optimizer_check import check_optimizer
 from tessera.train.optimizer_class import optimizer_class, parse_args
-from tessera.train.options import OptimizerOptions
+from tessera.train.options.optimizer import OptimizerOptions
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from tessera.train.draws import generator
 from tessera.train.optimizer import build_optimizer
 from tessera.train.optimizer_weights import LoraAverage, is_schedule_free, saved_weights
-from tessera.train.options import OptimizerOptions
+from tessera.train.options.optimizer import OptimizerOptions
 from torch import nn
 
 

@@ -1,7 +1,10 @@
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from tessera.train.options import MemoryOptions, NetworkOptions, ObjectiveOptions, OptimizerOptions
+from tessera.train.options.memory import MemoryOptions
+from tessera.train.options.network import NetworkOptions
+from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.options.optimizer import OptimizerOptions
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,7 @@ import torch
 import transformers.optimization as theirs
 from tessera.train.lr_curve import parse_curve
 from tessera.train.optimizer import build_scheduler
-from tessera.train.options import LR_SCHEDULERS, OptimizerOptions
+from tessera.train.options.optimizer import LR_SCHEDULERS, OptimizerOptions
 from tessera.train.run import TrainSettings
 from tessera.train.schedule import lr_factor
 from tiny.runs import run_settings

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from scipy import special
 
-from ..options import ObjectiveOptions
+from ..options.objective import ObjectiveOptions
 from ..sigma_curve import parse_curve
 
 

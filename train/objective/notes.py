@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from ..options import RESOLUTION_SAMPLINGS, ObjectiveOptions
+from ..options.objective import RESOLUTION_SAMPLINGS, ObjectiveOptions
 from .sampling import Strata
 
 _LOGIT = ("logit_normal", *RESOLUTION_SAMPLINGS)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ..draws import generator
-from ..options import RESOLUTION_SAMPLINGS, ObjectiveOptions
+from ..options.objective import RESOLUTION_SAMPLINGS, ObjectiveOptions
 from .loss import sigma_weight
 from .sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_sigma, part_below
 

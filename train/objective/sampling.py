@@ -7,7 +7,7 @@ import torch
 
 from ...models.math import flux2_resolution_shift, qwen_resolution_shift, resolution_shift
 from ..draws import generator as generator_for
-from ..options import ObjectiveOptions
+from ..options.objective import ObjectiveOptions
 from .distribution import Distribution, distribution_of, draw_from
 
 LEAST_PART = 1e-4  # of the draws, that a range has to hold

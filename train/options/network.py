@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...models.adapters import ADAPTERS, DROPOUTS, INITS
+from ...models.adapters.base import DROPOUTS, INITS
+from ...models.adapters.registry import ADAPTERS
 from ..lora_source import LoraSource
 from ..ranks import parse_rank_patterns
 from .checks import finite, one_of
