@@ -10,9 +10,9 @@ import folder_paths
 import torch
 from comfy_api.latest import io, ui
 
+from ..common.file_names import ENDING
 from ..train.formats import DTYPES, FORMATS, save_lora
 from ..train.loss_plot import plot_loss
-from ..train.output_name import ENDING
 from .dates import with_dates
 from .images import image_tensor
 

@@ -6,8 +6,8 @@ from itertools import count, islice
 
 import torch
 
+from ..common.rng import generator
 from .data import GraphKey, Sample
-from .draws import generator
 
 
 def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[tuple[int, ...]]:

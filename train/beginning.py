@@ -6,9 +6,9 @@ from pathlib import Path
 
 from comfy.model_patcher import ModelPatcher
 
+from ..common.fingerprint import weights_fingerprint
 from .checked_run import CheckedRun
 from .checkpoint import read_header
-from .fingerprint import weights_fingerprint
 from .run import RunFolder, TrainSettings, find_finished, open_folder
 from .state_fit import check_state
 from .states import continued_lineage, find_state, further_state, other_state, step_past

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..common.text import shortlist
 from .folder_files import listed, name_below, picture_files, same_folder, stem_of
-from .listing import shortlist
 
 
 def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path, ...]], tuple[str, ...]]:

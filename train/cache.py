@@ -7,8 +7,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .atomic_write import write_atomically
-from .tensor_file import read_tensors
+from ..common.files import write_atomically
+from ..common.tensor_file import read_tensors
 
 Shape = tuple[int | None, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .draws import generator
+from ..common.rng import generator
 from .options.captions import MOST_FORMS, CaptionOptions
 from .tags import TagRules, split_tags
 from .wildcards import WildcardError, Wildcards, parse_wildcards

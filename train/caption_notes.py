@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..common.text import joined, shortlist
 from .caption_forms import CaptionForms, caption_lines
-from .listing import joined, shortlist
 from .options.captions import MOST_FORMS, CaptionOptions
 from .tags import TagRules, split_tags
 

@@ -11,12 +11,12 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ..common.fingerprint import fingerprint, weights_fingerprint
+from ..common.text import shortlist
 from ..models.text import PLUS, CaptionTokens, QwenImageText, TextPolicy
 from .caption_forms import CaptionForms
-from .fingerprint import fingerprint, weights_fingerprint
 from .items import Item
 from .jobs import Interrupted, Job, Progress
-from .listing import shortlist
 from .picture_jobs import BYTES, VERSION
 from .pixels import Cut
 

@@ -13,9 +13,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from .atomic_write import write_atomically
+from ..common.files import write_atomically
+from ..common.tensor_file import read_tensors
 from .optimizer_state import pack_state, unpack_state
-from .tensor_file import read_tensors
 
 STATE_SUFFIX = ".tessera"
 MASTERS = "masters."

@@ -5,8 +5,8 @@ from itertools import accumulate
 
 import torch
 
+from ..common.rng import generator
 from .data import PLAIN, Choice, Sample
-from .draws import generator
 
 
 def choose(sample: Sample, seed: int, draw: tuple[int, int], place: int) -> Choice:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .listing import shortlist
+from ..common.text import shortlist
 
 
 @dataclass(frozen=True)

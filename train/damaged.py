@@ -7,8 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from ..common.text import shortlist
 from .jobs import Interrupted, Progress
-from .listing import shortlist
 from .pictures import load_picture
 from .pixels import StillPixels
 

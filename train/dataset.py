@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..common.fingerprint import fingerprint
 from .beside import apart, match_controls, match_masks
 from .caption_forms import CaptionForms, caption_forms
 from .caption_notes import form_notes
 from .class_captions import check_class_captions, read_class_word
 from .extraction import Extraction
-from .fingerprint import fingerprint
 from .folder_files import VIDEO_EXTENSIONS, files_in, listed, name_below, picture_files, state_of
 from .folder_notes import extraction_notes, folder_notes
 from .options.captions import CaptionOptions

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..common.rng import generator
 from ..models.adapters.base import Adapter, DropMask
 from ..models.family import Block, ModelInputs
-from .draws import generator
 from .options.network import NetworkOptions
 
 

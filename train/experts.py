@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from comfy.model_patcher import ModelPatcher
 
+from ..common.fingerprint import weights_fingerprint
 from ..models.family import linear_shapes
 from ..models.registry import family_of
 from .beginning import begin
@@ -17,7 +18,6 @@ from .checked_run import check_run
 from .data import TrainingData
 from .disk_room import Room, check_room_for_both, room_for
 from .events import Observer, StepReport
-from .fingerprint import weights_fingerprint
 from .options.validation import ValidationOptions
 from .run import RunFolder, TrainSettings, is_of_run, place_of
 from .train_lora import TrainResult

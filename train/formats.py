@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .atomic_write import write_atomically
+from ..common.files import write_atomically
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 from .metadata import for_file
 from .names.table import NameTable

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..common.fingerprint import fingerprint
+from ..common.rng import generator
 from .data import Sample, TrainingData
-from .draws import generator
-from .fingerprint import fingerprint
 from .options.validation import ValidationOptions
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.text import shortlist
 from .caption_forms import CaptionForms
 from .clips import VideoFacts, inspect_video
 from .dataset import Dataset, Film, Picture
 from .extraction import Extraction, whole_frames
 from .jobs import Interrupted, Progress
-from .listing import shortlist
 from .masks import Mask, check_alpha, mask_of
 from .pictures import inspect_picture
 from .pixels import ClipPixels, Pixels, StillPixels

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .listing import shortlist
+from ..common.text import shortlist
 from .masks import area_mean
 from .tokens import Grid, Placement
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.fingerprint import fingerprint
+from ..common.text import shortlist
 from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
 from .clip_vision import seen_by, vision_output
 from .data import PLAIN, Choice, Sample, SampleTensors, TrainingData
-from .fingerprint import fingerprint
 from .latent_masks import mask_notes, weights_of
-from .listing import shortlist
 from .tokens import Grid, Placement, place_latents
 
 Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]

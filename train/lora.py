@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.rng import generator
 from ..models.adapters.base import Adapter, DropMask
 from ..models.adapters.registry import adapter_kind
 from ..models.family import Block, ModelInputs, Transformer
 from ..models.lora_linear import LoraLinear
-from .draws import generator
 from .dropout import draw_masks
 from .lora_model import LoraModel
 from .network_plan import adapter_specs

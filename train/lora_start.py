@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.rng import generator
 from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
-from .draws import generator
 from .lora_dense import EMPTY, cut_to_rank, delta_of
 from .lora_model import ALPHA, LowRank, low_rank
 from .lora_patches import DoesNotFit, Patch

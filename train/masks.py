@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .fingerprint import fingerprint
+from ..common.fingerprint import fingerprint
+from ..common.text import shortlist
 from .jobs import Job
-from .listing import shortlist
 from .pictures import inspect_picture, load_mask
 from .pixels import Cut
 from .tokens import Placement

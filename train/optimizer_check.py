@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..common.rng import generator
 from ..models.adapters.base import AdapterSpec, Shape
 from ..models.adapters.registry import ADAPTERS
-from .draws import generator
 from .lora_plus import Params, check_ratio, flat, parameter_groups
 from .optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_class import parse_args

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.fingerprint import fingerprint
 from .checkpoint import read_header
-from .fingerprint import fingerprint
 from .metadata import RunFacts, plain_facts
 
 Plain = dict[str, Any]

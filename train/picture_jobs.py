@@ -11,9 +11,9 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
+from ..common.fingerprint import fingerprint, weights_fingerprint
 from ..models.latents import LatentPolicy
 from .clip_vision import SEEN, WIDTH, seen_by
-from .fingerprint import fingerprint, weights_fingerprint
 from .jobs import Job
 from .pixels import Cut, Pixels
 from .tokens import Placement, crop_box

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..common.tensor_file import read_tensors
 from .lora_model import LoraModel
 from .optimizer_weights import decay_at
 from .run import step_loras
-from .tensor_file import read_tensors
 
 PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
 WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common.fingerprint import changed_fields, fingerprint
 from ..models.latents import WAN21, WAN22, latent_policy
 from ..models.text import PLUS, TextPolicy, check_pair, text_policy
 from .cache import Cache
@@ -27,7 +28,6 @@ from .data import (
     shown_per_epoch,
 )
 from .dataset import Dataset
-from .fingerprint import changed_fields, fingerprint
 from .items import Item, find_items
 from .jobs import Interrupted, Progress, check_space, encode, lacking
 from .masks import TOKENS, mask_notes, token_weights

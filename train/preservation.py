@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..common.text import shortlist
 from ..memory.to_device import to_device
 from ..models.family import ModelInputs
 from .data import Choice, Sample
-from .listing import shortlist
 from .objective.loss import velocity_loss
 from .options.objective import ObjectiveOptions
 

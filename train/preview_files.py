@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from .atomic_write import write_atomically
+from ..common.files import write_atomically
 from .sheet import draw_sheet, middle, spread, to_picture
 
 FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"

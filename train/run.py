@@ -12,15 +12,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from unicodedata import normalize
 
-from .atomic_write import write_atomically
+from ..common.file_names import plain_name
+from ..common.files import write_atomically
+from ..common.fingerprint import changed_fields, fingerprint
 from .checkpoint import STATE_SUFFIX
-from .fingerprint import changed_fields, fingerprint
 from .options.memory import MemoryOptions
 from .options.network import NetworkOptions
 from .options.objective import ObjectiveOptions
 from .options.optimizer import OptimizerOptions
 from .options.validation import ValidationOptions
-from .output_name import plain_name
 from .schedule import ENDLESS_SCHEDULERS
 
 STATES_KEPT = 2

@@ -18,7 +18,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .listing import joined
+from ..common.text import joined
 
 Conditioning = list[list[Any]]
 MOST_SEED = 0xFFFFFFFFFFFFFFFF

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .atomic_write import write_atomically
+from ..common.files import write_atomically
 from .checkpoint import TrainingState, load_state, save_state, state_path
 from .events import Observer
 from .formats import save_lora

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..common.fingerprint import fingerprint
 from .checkpoint import STATE_SUFFIX, read_header
-from .fingerprint import fingerprint
 from .run import TrainSettings, find_finished, run_folders
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..common.text import shortlist
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
 from .captions import ItemCaptions
 from .clip_vision import check_vision
 from .items import Item
-from .listing import shortlist
 from .tokens import RAGGED_EDGE, BucketPlan
 
 

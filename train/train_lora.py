@@ -9,6 +9,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
+from ..common.tensor_file import read_tensors
 from ..compile.settings import CompileSettings
 from .beginning import begin, notes_of
 from .checked_run import check_run
@@ -24,7 +25,6 @@ from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET
 from .run import RunFolder, TrainSettings
 from .stopped import TrainingStopped
-from .tensor_file import read_tensors
 from .watcher import Watcher
 
 

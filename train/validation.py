@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.fingerprint import fingerprint
 from .batch import fixed_batch
 from .data import GraphKey, SampleTensors, TrainingData
-from .fingerprint import fingerprint
 from .objective.loss import velocity_loss
 from .options.validation import ValidationOptions
 from .saving import Saver

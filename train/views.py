@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .draws import generator
-from .fingerprint import fingerprint
+from ..common.fingerprint import fingerprint
+from ..common.rng import generator
+from ..common.text import shortlist
 from .items import Item
-from .listing import shortlist
 from .tokens import Placement, crop_box
 from .treatment import HORIZONTAL, Treatment
 

@@ -8,9 +8,9 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from tessera.common.rng import generator
 from tessera.models.family import NoisySample
 from tessera.models.flux.flux1 import Flux
-from tessera.train.draws import generator
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.sampling import draw_sigma
 from tessera.train.options.memory import MemoryOptions

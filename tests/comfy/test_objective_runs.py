@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
+from tessera.common.rng import generator
 from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_of
-from tessera.train.draws import generator
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.sampling import Strata
 from tessera.train.options.network import NetworkOptions

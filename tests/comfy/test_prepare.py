@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tessera.common.fingerprint import weights_fingerprint
 from tessera.train import damaged, jobs
 from tessera.train.dataset import Dataset, scan_folder
-from tessera.train.fingerprint import weights_fingerprint
 from tessera.train.pictures import load_picture
 from tessera.train.prepare import prepare, summary
 from tessera.train.tokens import crop_box

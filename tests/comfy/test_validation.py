@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 from tessera.train.loop import Trainer
 from tessera.train.objective.noise import draw_noise
 from tessera.train.options.memory import MemoryOptions

@@ -5,8 +5,8 @@ import comfy.sd
 import pytest
 import torch
 from safetensors.torch import load_file
+from tessera.common.fingerprint import weights_fingerprint
 from tessera.memory.dynamic_vram import cast_as_asked
-from tessera.train.fingerprint import weights_fingerprint
 
 FP8 = torch.float8_e4m3fn
 

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 
 
 def draw(*keys) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tessera.train.atomic_write import write_atomically
+from tessera.common.files import write_atomically
 from tessera.train.formats import LoraModel, LowRank, convert, normalised, save_lora
 from tessera.train.names.flux import FLUX
 from tessera.train.names.flux2 import FLUX2

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 from tessera.train.lora_plus import flat, parameter_groups
 from tessera.train.optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
 from tessera.train.optimizer_check import check_optimizer

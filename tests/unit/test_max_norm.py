@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tessera.common.rng import generator
 from tessera.models.adapters import loha
 from tessera.models.adapters.registry import adapter_kind
-from tessera.train.draws import generator
 from tessera.train.max_norm import MaxNorm
 from tessera.train.network_plan import base_spec
 from tessera.train.optimizer_check import check_optimizer

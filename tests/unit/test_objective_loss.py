@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from scipy import stats
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 from tessera.train.objective.loss import huber_threshold, sigma_weight, training_loss, velocity_loss
 from tessera.train.objective.noise import draw_noise, perturbed
 from tessera.train.objective.notes import objective_notes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 from tessera.train.optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
 from tessera.train.optimizer_check import check_optimizer, optimizer_notes
 from tessera.train.optimizer_state import pack_state, unpack_state

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tessera.train.draws import generator
+from tessera.common.rng import generator
 from tessera.train.optimizer import build_optimizer
 from tessera.train.optimizer_weights import LoraAverage, is_schedule_free, saved_weights
 from tessera.train.options.optimizer import OptimizerOptions

@@ -2,9 +2,9 @@ from datetime import datetime
 from unicodedata import normalize
 
 import pytest
+from tessera.common.file_names import LONGEST_NAME, plain_name
 from tessera.nodes.dates import with_dates
 from tessera.nodes.output import checked_prefix
-from tessera.train.output_name import LONGEST_NAME, plain_name
 from tessera.train.run import RunFolder, run_folders
 from tiny.runs import run_settings
 

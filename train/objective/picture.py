@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..draws import generator
+from ...common.rng import generator
 from ..options.objective import RESOLUTION_SAMPLINGS, ObjectiveOptions
 from .loss import sigma_weight
 from .sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_sigma, part_below

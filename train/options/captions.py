@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..listing import joined
+from ...common.checks import finite
+from ...common.text import joined
 from ..tags import TagRules
-from .checks import finite
 
 MOST_FORMS = 1000
 """Of one caption. More are neither encoded nor counted."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ...common.checks import finite, one_of, within
 from ...memory.pinning import PIN_MEMORY
-from .checks import finite, one_of, within
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")

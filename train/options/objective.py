@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from ...common.checks import finite, one_of, within
 from ..sigma_curve import parse_curve
-from .checks import finite, one_of, within
 
 SIGMA_RANGE = ("cut", "squeeze")
 RESOLUTION_SAMPLINGS = ("resolution_shifted", "resolution_flux2", "resolution_qwen")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from ...common.checks import finite, one_of, within
 from ..lr_curve import parse_curve
 from ..optimizer_class import package_of, parse_args
-from .checks import finite, one_of, within
 
 OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
 LR_SCHEDULERS = (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ...common.checks import finite, within
 from ..data import TrainingData
-from .checks import finite, within
 
 MOST_HELD_OUT = 0.9
 
