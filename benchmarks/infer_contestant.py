@@ -47,7 +47,7 @@ def compile_as_ours(model: Any, spec: dict[str, Any]) -> Any:
     settings = import_module("tessera.compile.settings").CompileSettings(
         backend=spec["backend"], dynamic=spec["dynamic"], scope=spec["scope"]
     )
-    return import_module("tessera.compile.compiled_model").compile_model(model, settings)[0]
+    return import_module("tessera.compile.attach").compile_model(model, settings)[0]
 
 
 class Graph:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .apply import Region
+from .region import Region
 from .stack import Threading
 from .transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_code, steady
 

@@ -1,51 +1,296 @@
-"""A MODEL that carries a way of compiling it."""
+"""A MODEL that is compiled in inference: its blocks run compiled for the time of each call of the model.
 
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+The MODEL's modules are left as they are: nothing is wrapped or replaced for longer than a call, so names of weights,
+saving, LoRAs, cloning and unloading are as without compiling.
+"""
 
-from ..memory.dynamic_vram import without_dynamic_vram
-from .branch import Branch, branch_for
-from .settings import CompileSettings
+import itertools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
-KEY = "tessera.compile"
+import torch
+from comfy.patcher_extension import WrappersMP, get_all_wrappers
+from torch import nn
+
+from ..memory.swapped_forward import swapped_forward
+from ..models.blocks import BlockOfModel, block_lists, find_blocks
+from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
+from .region import Region, signature
+from .report.report import CompileReport
+from .settings import CompileSettings, HowToCompile
+from .stack import StackModule, Threading, Watch, run_stack
+from .transformer_options import carries_code
+from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
 
 
-def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, Branch]:
-    """A clone of the MODEL that runs compiled. Raises ValueError for settings that can't be meant."""
-    settings.check()
-    clone, why_not, note = _compilable_clone(patcher)
-    branch = branch_for(clone.model, settings, clone.load_device)
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
-    if why_not is None:
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, branch.apply_model)
-        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, branch.next_run)
-    for sentence in (why_not, note):
-        if sentence is not None:
-            branch.say(sentence)
-    clone.set_attachments(KEY, branch)
-    return clone, branch
+class Branch:
+    """One way of compiling one model. Clones of the MODEL share it, and so do Compile Model nodes of equal settings."""
 
+    def __init__(self, settings: CompileSettings, base: Any, device: torch.device):
+        """base: ComfyUI's BaseModel. Raises ValueError for an override that matches no block."""
+        self.settings, self.device = settings, device
+        self.base = weakref.ref(base)
+        self.notes: list[str] = []
+        self.observer: Callable[[str], None] | None = None
+        self.regions: dict[Any, Region] = {}
+        self._first_sizes: Any = None
+        self._threading: dict[str, Threading | str] = {}
+        self._read(base.diffusion_model)
+        for note in settings.ignored([block.name for block in self.blocks], device):
+            self.say(note)
+        if not self.blocks and settings.scope != "model":
+            self.say(
+                f"No list of like blocks was found in {type(self.model).__name__}, so nothing is compiled; choose "
+                "scope model."
+            )
 
-def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
-    """(clone, why it can't be compiled or None, what has to be said or None)."""
-    clone = without_dynamic_vram(patcher)
-    if clone is None:
-        why = (
-            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so it runs eager; load "
-            "it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
-            "--disable-dynamic-vram."
+    def _read(self, model: nn.Module) -> None:
+        self.model = model
+        self.blocks = find_blocks(model)
+        self.lists = block_lists(model, self.blocks)
+        # With the modules around them: a whole list may be replaced.
+        names = (block.name.split(".") for block in self.blocks)
+        paths = dict.fromkeys(".".join(parts[:n]) for parts in names for n in range(1, len(parts) + 1))
+        self._entries = [entry_of(model, path) for path in paths]
+        weighted = [m for m in model.modules() if m._parameters]
+        inside = {id(m) for block in self.blocks for m in block.module.modules()}
+        self._weighted = weighted if self.settings.scope == "model" else [m for m in weighted if id(m) in inside]
+        keep_flags_on_modules(model.modules())
+        self._threading.clear()
+
+    def say(self, sentence: str) -> None:
+        """Each sentence once, to the log and to whoever shows the node."""
+        if sentence in self.notes:
+            return
+        self.notes.append(sentence)
+        log.info(sentence)
+        if self.observer is not None:
+            self.observer(sentence)
+
+    # What ComfyUI calls.
+
+    def next_run(self, *_: Any) -> None:
+        for region in self.regions.values():
+            region.next_run()
+
+    def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`."""
+        base: Any = executor.class_obj
+        own: Any = self.base()
+        if own is not base:  # a copy on another GPU
+            return branch_for(base, self.settings, base.device).apply_model(executor, *args, **kwargs)
+        model = base.diffusion_model
+        if model is not self.model or any(modules.get(key) is not module for modules, key, module in self._entries):
+            self._read(model)
+        with ExitStack() as call:
+            leave_inference_mode(self._weighted)
+            call.enter_context(self._torch_settings(self._met_first(args, kwargs)))
+            if base.lowvram_patch_counter:
+                call.enter_context(opaque_patches(self._weighted))
+            call.enter_context(self._in_place(model, args, kwargs))
+            return executor(*args, **kwargs)
+
+    def _met_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the sizes of this call are those of the very first."""
+        sizes = signature((tuple(value for value in args if not isinstance(value, dict)), kwargs))
+        if self._first_sizes is None:
+            self._first_sizes = sizes
+        return sizes == self._first_sizes
+
+    @contextmanager
+    def _torch_settings(self, first_sizes: bool) -> Iterator[None]:
+        """For the time of the call and for this thread only."""
+        from torch.fx.experimental import _config
+
+        regions = self.regions.values()
+        if any(r.how.cuda_graphs() for r in regions) and self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        # Dynamic auto: the first sizes have a graph of their own, and all others share one. By itself torch leaves open
+        # only what it has seen to change, which is a graph for each thing that a user changes (the width, the batch,
+        # the prompt) and for most pairs of them.
+        changes: dict[str, bool] = {} if first_sizes else {"assume_static_by_default": False}
+        # Where sizes are left open each float is an input of the graph, a norm's epsilon too, which torch finds at the
+        # very end to be of no use and then traces all again. A float that does change is an input from the fifth graph
+        # on.
+        if all(len(r.report.events) < 4 for r in regions):
+            changes["specialize_float"] = True
+        # Equal sizes are no reason to tie two dimensions together: a batch of 2 would be tied to RoPE's 2x2, and 3072
+        # tokens to a width of 3072.
+        with _config.patch(use_duck_shape=False), torch._dynamo.config.patch(changes):  # type: ignore[attr-defined]
+            yield
+
+    # Where compiled code stands.
+
+    @contextmanager
+    def _in_place(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        # Another wrapper may hand them on by name.
+        control = args[4] if len(args) > 4 else kwargs.get("control")
+        options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
+        scope = self.settings.scope
+        if scope == "stack" and (why := self._no_stack(control, options, kwargs)):
+            self.say(f"scope stack: this run compiles block by block, since {why}.")
+            scope = "blocks"
+        streams = any(swapped_forward(block.module) for block in self.blocks)
+        if scope != "blocks" and streams:
+            self.say(f"scope {scope}: blocks are compiled one by one, since some stream from the host (block swap).")
+            scope = "blocks"
+        with ExitStack() as placed:
+            if scope != "model" or not self._place_model(placed, model):
+                stacked = self._place_stacks(placed, model) if scope == "stack" else set()
+                for block in self.blocks:
+                    if block.name not in stacked:
+                        self._place_block(placed, block, streams)
+            yield
+
+    @staticmethod
+    def _no_stack(control: Any, options: dict[str, Any], conds: dict[str, Any]) -> str | None:
+        if control is not None:
+            return "a ControlNet adds to the blocks' results"
+        if "vace_context" in conds:
+            return "VACE adds to the blocks' results"
+        if options.get("patches_replace"):
+            return "another node replaces blocks"
+        if carries_code(options):
+            return "another node patches the model"
+        if get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options):
+            return "another node's wrapper runs inside the model"
+        return None
+
+    def _place_block(self, placed: ExitStack, block: BlockOfModel, streams: bool) -> None:
+        how = self.settings.how_for(block.name)
+        if how is None:
+            return
+        if streams and how.cuda_graphs():
+            how = self._without_cuda_graphs(how)
+        swapped = swapped_forward(block.module)
+        if swapped is not None and swapped.inner is None:
+            # The weights come and go under it: what is compiled is the block in its slot, as any other.
+            set_for_now(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, how)))
+            return
+        if "forward" in vars(block.module):
+            self.say(f"{block.name} and blocks like it run eager, since another node has replaced their forward.")
+            return
+        region = self._region(block.kind, run_forward, how)
+        set_for_now(placed, block.module, "forward", partial(call_block, region, block.module))
+
+    def _without_cuda_graphs(self, how: HowToCompile) -> HowToCompile:
+        """A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has
+        those of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes
+        memory that no plan counts. Those that stay go without as well, as blocks of one kind share their graph.
+        """
+        asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
+        instead = how.without_cuda_graphs()
+        self.say(
+            f"{asked}: blocks are compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
+            "some stream from the host (block swap)."
         )
-        return patcher.clone(), why, None
-    if not patcher.is_dynamic():
-        return clone, None, None
-    note = (
-        "ComfyUI's dynamic VRAM can't be compiled, so this MODEL was loaded once more without it; where it does not "
-        "fit the GPU as a whole, ComfyUI streams the rest at each use."
-    )
-    return clone, None, note
+        return instead
+
+    def _place_model(self, placed: ExitStack, model: nn.Module) -> bool:
+        name = "_forward" if hasattr(type(model), "_forward") else "forward"
+        if name in vars(model):
+            self.say("scope model: blocks are compiled instead, since another node has replaced the model's forward.")
+            return False
+        region = self._region(f"{type(model).__name__}:model", run_model, self.settings.how())
+        set_for_now(placed, model, name, partial(call_model, region, model))
+        return True
+
+    def _place_stacks(self, placed: ExitStack, model: nn.Module) -> set[str]:
+        """Puts what is known to run as one region in place of its list, and watches the others, eager. Returns the
+        names of the blocks that are provided for."""
+        provided: set[str] = set()
+        for name, blocks in self.lists.items():
+            hows = {self.settings.how_for(block.name) for block in blocks}
+            how = next(iter(hows))
+            threading = self._threading.get(name)
+            if len(hows) > 1:
+                self.say(f"scope stack: {name} is compiled block by block, since overrides tell its blocks apart.")
+            elif how is None or isinstance(threading, str):
+                continue
+            elif any("forward" in vars(block.module) for block in blocks):
+                self.say(f"scope stack: {name} is compiled block by block, since another node has replaced a forward.")
+            elif threading is None:
+                self._watch(placed, name, blocks)
+                provided |= {block.name for block in blocks}
+            else:
+                kinds = "+".join(dict.fromkeys(block.kind for block in blocks))
+                region = self._region(f"{name}:{kinds}", run_stack, how)
+                members = tuple(block.module for block in blocks)
+                stack = StackModule(partial(call_stack, region, members, threading))
+                modules, key, own = entry_of(model, name)
+                modules[key] = nn.ModuleList([stack])
+                placed.callback(modules.__setitem__, key, own)
+                provided |= {block.name for block in blocks}
+        return provided
+
+    def _watch(self, placed: ExitStack, name: str, blocks: list[BlockOfModel]) -> None:
+        """For this call the blocks run eager under a watch, which learns how they hang together."""
+        watch = Watch([block.module for block in blocks])
+
+        def watched(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            watch.before(block, args, kwargs)
+            out = type(block).forward(block, *args, **kwargs)
+            watch.after(out)
+            return out
+
+        def learn(kind: type[BaseException] | None, *_: Any) -> None:
+            if kind is not None:  # interrupted: what was seen is no whole pass
+                return
+            found = self._threading[name] = watch.threading()
+            if isinstance(found, str):
+                self.say(f"scope stack: {name} is compiled block by block, since {found}.")
+
+        placed.push(learn)
+        for block in blocks:
+            set_for_now(placed, block.module, "forward", partial(watched, block.module))
+
+    def _region(self, key: str, body: Callable[..., Any], how: HowToCompile) -> Region:
+        found = self.regions.get((key, how))
+        if found is None:
+            title = self._title(key.partition(":")[0], how)
+            # The number keeps branches apart: torch remembers by name which sizes have varied, and would give a new
+            # branch its graph for any size at once.
+            name = re.sub(r"\W", "_", f"run_{title}_{next(_numbers)}")
+            found = self.regions[key, how] = Region(name, title, body, how, self.say, self.device)
+        return found
+
+    def _title(self, kind: str, how: HowToCompile) -> str:
+        """A region's name in the report; where one name has several regions they are numbered."""
+        others = sum(region.report.title.partition(" ")[0] == kind for region in self.regions.values())
+        return kind if not others else f"{kind} ({others + 1})"
+
+    def report(self) -> CompileReport:
+        how = self.settings
+        heading = (
+            f"Compile Model: backend {how.backend}, mode {how.mode}, dynamic {how.dynamic}, scope {how.scope}, "
+            f"{len(self.blocks)} blocks of {len({block.kind for block in self.blocks})} kinds"
+        )
+        return CompileReport(heading, [region.report for region in self.regions.values()], list(self.notes))
 
 
-def branch_of(patcher: ModelPatcher) -> Branch | None:
-    """The branch of a MODEL that came through Compile Model."""
-    return patcher.get_attachment(KEY)
+_branches: "WeakKeyDictionary[nn.Module, dict[CompileSettings, Branch]]" = WeakKeyDictionary()
+
+
+def branch_for(base: nn.Module, settings: CompileSettings, device: torch.device) -> Branch:
+    """The branch of this model and these settings. It is kept with the model: the same settings find their graphs
+    again, also where a LoRA in front of the node has changed and the node runs anew."""
+    of_model = _branches.setdefault(base, {})
+    if settings not in of_model:
+        of_model[settings] = Branch(settings, base, device)
+    return of_model[settings]
+
+
+def forget_branch(branch: Branch) -> None:
+    """Its graphs go with the last MODEL that was compiled by it."""
+    if (base := branch.base()) is not None:
+        _branches.get(base, {}).pop(branch.settings, None)

@@ -8,8 +8,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import nn
 
-from ..compile.compiled_model import branch_of, compile_model
-from ..compile.report import CompileReport
+from ..compile.attach import branch_of, compile_model
+from ..compile.report.report import CompileReport
 from ..compile.settings import (
     DYNAMIC,
     MODES,

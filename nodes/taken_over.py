@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from comfy.model_patcher import ModelPatcher
 
-from ..compile.compiled_model import branch_of
+from ..compile.attach import branch_of
 from ..compile.settings import CompileSettings
 from ..models.swapped_model import swap_settings_of
 from ..train.options.memory import MemoryOptions

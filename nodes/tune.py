@@ -10,11 +10,11 @@ from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
 from ..common.files import write_atomically
-from ..compile.compiled_model import branch_of
-from ..compile.tune import candidates, tune, tuned_model
-from ..compile.tune_chart import draw_chart
-from ..compile.tune_results import TuneResult, file_name, read_result, result_key, to_json
-from ..compile.tune_step import StepInputs, StepSize, step_inputs
+from ..compile.attach import branch_of
+from ..compile.tune.chart import draw_chart
+from ..compile.tune.inputs import StepInputs, StepSize, step_inputs
+from ..compile.tune.results import TuneResult, file_name, read_result, result_key, to_json
+from ..compile.tune.search import candidates, tune, tuned_model
 from .compile import check_is_diffusion_model
 from .events import show_text
 from .images import image_tensor

@@ -17,7 +17,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.apply import cannot_compile
+from ..compile.region import cannot_compile
 from ..compile.settings import CompileSettings
 from ..memory.frozen import unload_everything
 from ..memory.spill import SpillWatch

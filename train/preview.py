@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..compile.compiled_model import branch_of
+from ..compile.attach import branch_of
 from ..memory.frozen import unload_everything
 from ..memory.host_copies import host_copies_kept
 from ..memory.masters import as_loaded

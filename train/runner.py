@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..compile.apply import compiled_function
+from ..compile.region import compiled_function
 from ..compile.regions import block_regions, run_block
-from ..compile.report import CompileReport, RegionReport
+from ..compile.report.report import CompileReport, RegionReport
 from ..compile.settings import CompileSettings, HowToCompile
 from ..memory import checkpointing
 from ..memory.activation_offload import ActivationOffload

@@ -2,7 +2,7 @@
 
 import comfy.model_management
 
-from ..compile.apply import over_the_limit
+from ..compile.region import over_the_limit
 
 
 class TrainingStopped(RuntimeError):

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
-from tessera.compile.compiled_model import branch_of, compile_model
+from tessera.compile.attach import branch_of, compile_model
 from tessera.compile.settings import CompileSettings
 from tiny.sampling import sample
 

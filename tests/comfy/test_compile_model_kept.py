@@ -11,8 +11,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.compile.apply import CompileFailed
-from tessera.compile.compiled_model import branch_of
+from tessera.compile.attach import branch_of
+from tessera.compile.region import CompileFailed
 from tessera.compile.settings import SCOPES
 from tiny.compiling import Graphs, compiled, load_as, make_lora, with_lora
 from tiny.sampling import sample

@@ -9,7 +9,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_server import ServerFailure, error_of
 from tessera.common.fingerprint import weights_fingerprint
-from tessera.compile.compiled_model import branch_of
+from tessera.compile.attach import branch_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.compile import TesseraCompileModel, TesseraCompileReport

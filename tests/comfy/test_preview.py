@@ -10,7 +10,7 @@ import tiny
 import torch
 from comfy.quant_ops import QuantizedTensor
 from PIL import Image
-from tessera.compile.compiled_model import branch_of
+from tessera.compile.attach import branch_of
 from tessera.compile.settings import CompileSettings
 from tessera.memory import block_swap, stand_ins
 from tessera.memory.frozen import FrozenWeights

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.compile.compiled_model import branch_of, compile_model
+from tessera.compile.attach import branch_of, compile_model
 from tessera.compile.settings import CompileSettings
-from tessera.compile.tune_results import Measured, Spread, TuneResult, Unmeasured, file_name, result_key, to_json
-from tessera.compile.tune_step import StepSize, step_inputs
+from tessera.compile.tune.inputs import StepSize, step_inputs
+from tessera.compile.tune.results import Measured, Spread, TuneResult, Unmeasured, file_name, result_key, to_json
 from tessera.nodes import tune as tune_node
 from tessera.nodes.tune import TesseraTuneCompile
 from tiny.compiling import Graphs

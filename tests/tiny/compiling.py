@@ -57,7 +57,7 @@ def graphs_expected(kinds: int, keys: Sequence[tuple[int, int]]) -> list[int]:
 def compiled(model: Any, **settings: Any) -> tuple[Any, Any]:
     """(a clone of the MODEL that runs compiled, its branch). The backend is `eager` unless another is named: dynamo's
     graphs and guards are those of every backend, and nothing is generated, so that counting is cheap."""
-    from tessera.compile.compiled_model import compile_model
+    from tessera.compile.attach import compile_model
     from tessera.compile.settings import CompileSettings
 
     return compile_model(model, CompileSettings(**({"backend": "eager"} | settings)))

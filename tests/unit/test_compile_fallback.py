@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from tessera.compile import apply
-from tessera.compile.apply import compiled_function
+from tessera.compile import region
+from tessera.compile.region import compiled_function
 from tessera.compile.regions import run_block
 from tessera.compile.settings import CompileSettings, HowToCompile
 from torch import nn
@@ -31,7 +31,7 @@ def older_torch(monkeypatch):
         return compile_now(*args, **kwargs)
 
     older.__signature__ = inspect.Signature(parameters)
-    monkeypatch.setattr(apply.torch, "compile", older)
+    monkeypatch.setattr(region.torch, "compile", older)
     torch._dynamo.reset()
 
 
@@ -57,7 +57,7 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkey
         def structure(self) -> str:
             return "block:"
 
-    monkeypatch.setattr(apply.torch, "compile", refuses)
+    monkeypatch.setattr(region.torch, "compile", refuses)
     block = Named()
     runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), CompileSettings(), 1, torch.device("cpu"))
     assert runner.not_compiled == "torch.compile is not supported on Python 3.99+"

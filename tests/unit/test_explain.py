@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tessera.compile.explain import advice, plain_words
+from tessera.compile.report.explain import advice, plain_words
 
 _REGISTRY = json.loads((Path(torch.__file__).parent / "_dynamo" / "graph_break_registry.json").read_text())
 KINDS = sorted({entry["Gb_type"] for entries in _REGISTRY.values() for entry in entries})

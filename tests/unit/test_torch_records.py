@@ -8,10 +8,10 @@ from types import FunctionType
 
 import pytest
 import torch
-from tessera.compile import torch_records
-from tessera.compile.explain import advice, plain_words
-from tessera.compile.torch_names import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, untold
-from tessera.compile.torch_records import recording
+from tessera.compile.report import events
+from tessera.compile.report.events import recording
+from tessera.compile.report.explain import advice, plain_words
+from tessera.compile.report.torch_private import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, untold
 from torch import nn
 from torch._dynamo import utils as dynamo
 
@@ -572,7 +572,7 @@ def test_an_error_of_ours_does_not_end_the_compilation(block, monkeypatch):
     def broken(*_):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(torch_records, "_recompile", broken)
+    monkeypatch.setattr(events, "_recompile", broken)
     event = event_of(region(), block, torch.ones(2, 4))
     assert event.graphs == 1
 
@@ -589,11 +589,11 @@ def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkey
     dynamo.reset_recompile_user_contexts()
     assert untold() == ()
     with monkeypatch.context() as patch:
-        patch.setattr(torch_records, "dynamo", _Without(dynamo, name))
+        patch.setattr(events, "dynamo", _Without(dynamo, name))
         patch.delattr(dynamo, name)
         (sentence,) = untold()
         patch.undo()
-        patch.setattr(torch_records, "dynamo", _Without(dynamo, name))
+        patch.setattr(events, "dynamo", _Without(dynamo, name))
         event = event_of(region(), block, torch.ones(2, 4))
     assert told in sentence
     assert getattr(event, field) is None and event.graphs == 1
@@ -601,14 +601,14 @@ def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkey
 
 def test_breaks_are_told_after_a_reset_on_a_torch_that_does_not_say_when_it_compiles(monkeypatch):
     dynamo.reset_recompile_user_contexts()
-    monkeypatch.setattr(torch_records, "dynamo", _Without(dynamo, "register_hook_for_recompile_user_context"))
+    monkeypatch.setattr(events, "dynamo", _Without(dynamo, "register_hook_for_recompile_user_context"))
     for _ in range(2):
         torch._dynamo.reset()
         assert len(event_of(torch.compile(prints, backend="eager"), torch.ones(3)).breaks) == 1
 
 
 def test_a_torch_that_keeps_no_metrics_leaves_no_event(block, monkeypatch):
-    monkeypatch.setattr(torch_records, "dynamo", _Without(dynamo, "_compilation_metrics"))
+    monkeypatch.setattr(events, "dynamo", _Without(dynamo, "_compilation_metrics"))
     assert event_of(region(), block, torch.ones(2, 4)) is None
 
 

@@ -15,12 +15,12 @@ import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from tessera.compile.branch import Branch
-from tessera.compile.compiled_model import branch_of, compile_model
+from tessera.compile.attach import branch_of, compile_model
+from tessera.compile.compiled_model import Branch
 from tessera.compile.settings import CompileSettings
-from tessera.compile.tune import candidates, tune, tuned_model
-from tessera.compile.tune_chart import draw_chart
-from tessera.compile.tune_results import (
+from tessera.compile.tune.chart import draw_chart
+from tessera.compile.tune.inputs import StepSize, pooled_width, step_inputs, text_width
+from tessera.compile.tune.results import (
     Measured,
     Spread,
     TuneResult,
@@ -31,7 +31,7 @@ from tessera.compile.tune_results import (
     result_key,
     to_json,
 )
-from tessera.compile.tune_step import StepSize, pooled_width, step_inputs, text_width
+from tessera.compile.tune.search import candidates, tune, tuned_model
 from tessera.models.swapped_model import SwapSettings, swap
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters

@@ -12,11 +12,11 @@ import comfy.model_management
 import torch
 
 from ..memory.again import kept_for_another
-from . import measure
-from .explain import plain_words
-from .report import RegionReport, break_text
+from .report import timing
+from .report.events import CompileEvent
+from .report.explain import plain_words
+from .report.report import RegionReport, break_text
 from .settings import DYNAMIC, HowToCompile
-from .torch_records import CompileEvent
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Region:
             self._check_limit(record.event)
         elif measuring:
             self._to_measure = False
-            if (speed := measure.compare(self._run, self.body, kept)) is not None:
+            if (speed := timing.compare(self._run, self.body, kept)) is not None:
                 self.report.speeds.append(speed)
         return out
 

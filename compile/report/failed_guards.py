@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .guard_text import differences, tidy
+from .guards import differences, tidy
 
 logger = logging.getLogger(__name__)
 

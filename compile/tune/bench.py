@@ -8,10 +8,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from .branch import Branch
-from .compiled_model import KEY
-from .measure import synchronise
-from .tune_step import StepInputs
+from ..attach import KEY
+from ..compiled_model import Branch
+from ..report.timing import synchronise
+from .inputs import StepInputs
 
 STAND = "tessera.tune"
 WARM_UP = 2  # steps at least: with scope stack the first one only learns how the blocks hang together

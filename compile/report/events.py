@@ -25,8 +25,8 @@ from torch._dynamo import utils as dynamo
 
 from .failed_guards import failed_guards
 from .graph_breaks import Break, message, places_of, plain_function
-from .guard_text import distance
-from .torch_names import COMPILE_LOCALS, missing
+from .guards import distance
+from .torch_private import COMPILE_LOCALS, missing
 
 logger = logging.getLogger(__name__)
 

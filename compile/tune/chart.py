@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .tune_results import Spread, TuneResult, label
+from .results import Spread, TuneResult, label
 
 # Pillow's lines have hard edges: everything is drawn this many times larger and scaled down.
 _SUPERSAMPLING = 3

@@ -12,16 +12,16 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ..memory.swap_patcher import SwapPatcher
-from ..models.blocks import BlockOfModel, block_lists, find_blocks
-from .apply import first_line
-from .branch import Branch, forget_branch
-from .compiled_model import KEY, branch_of, compile_model
-from .measure import memory_beside_tensors
-from .settings import CompileSettings
-from .tune_bench import WARM_UP, Bench, uncompiled
-from .tune_results import Measured, Spread, TuneResult, Unmeasured, label, result_key
-from .tune_step import StepInputs
+from ...memory.swap_patcher import SwapPatcher
+from ...models.blocks import BlockOfModel, block_lists, find_blocks
+from ..attach import KEY, branch_of, compile_model
+from ..compiled_model import Branch, forget_branch
+from ..region import first_line
+from ..report.timing import memory_beside_tensors
+from ..settings import CompileSettings
+from .bench import WARM_UP, Bench, uncompiled
+from .inputs import StepInputs
+from .results import Measured, Spread, TuneResult, Unmeasured, label, result_key
 
 log = logging.getLogger(__name__)
 

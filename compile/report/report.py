@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..settings import HowToCompile
+from .events import CompileEvent, Recompile, recording
 from .explain import advice, plain_words
 from .graph_breaks import Break
-from .measure import Speed, memory_beside_tensors
-from .settings import HowToCompile
-from .torch_names import untold
-from .torch_records import CompileEvent, Recompile, recording
+from .timing import Speed, memory_beside_tensors
+from .torch_private import untold
 
 MIB = 2**20
 

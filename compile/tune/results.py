@@ -14,8 +14,8 @@ import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.model_patcher import ModelPatcher
 
-from .settings import CompileSettings
-from .tune_step import StepInputs
+from ..settings import CompileSettings
+from .inputs import StepInputs
 
 FORMAT = 1  # of the remembered files
 LEAST_GAIN = 0.01  # what is faster by less is not worth a compile

@@ -1,0 +1,51 @@
+"""A MODEL that carries a way of compiling it."""
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..memory.dynamic_vram import without_dynamic_vram
+from .compiled_model import Branch, branch_for
+from .settings import CompileSettings
+
+KEY = "tessera.compile"
+
+
+def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, Branch]:
+    """A clone of the MODEL that runs compiled. Raises ValueError for settings that can't be meant."""
+    settings.check()
+    clone, why_not, note = _compilable_clone(patcher)
+    branch = branch_for(clone.model, settings, clone.load_device)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    if why_not is None:
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, branch.apply_model)
+        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, branch.next_run)
+    for sentence in (why_not, note):
+        if sentence is not None:
+            branch.say(sentence)
+    clone.set_attachments(KEY, branch)
+    return clone, branch
+
+
+def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
+    """(clone, why it can't be compiled or None, what has to be said or None)."""
+    clone = without_dynamic_vram(patcher)
+    if clone is None:
+        why = (
+            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so it runs eager; load "
+            "it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
+            "--disable-dynamic-vram."
+        )
+        return patcher.clone(), why, None
+    if not patcher.is_dynamic():
+        return clone, None, None
+    note = (
+        "ComfyUI's dynamic VRAM can't be compiled, so this MODEL was loaded once more without it; where it does not "
+        "fit the GPU as a whole, ComfyUI streams the rest at each use."
+    )
+    return clone, None, note
+
+
+def branch_of(patcher: ModelPatcher) -> Branch | None:
+    """The branch of a MODEL that came through Compile Model."""
+    return patcher.get_attachment(KEY)
