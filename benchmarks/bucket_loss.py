@@ -22,7 +22,7 @@ def load_planner():
     )
     sys.modules["tessera"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["tessera"])
-    return import_module("tessera.train.tokens")
+    return import_module("tessera.data.buckets.planner")
 
 
 def read_table(path: Path = TABLE) -> tuple[list[tuple[int, int]], list[int]]:

@@ -12,11 +12,11 @@ def random_data(patcher: Any, picture: Picture, count: int) -> Any:
     family = import_module("tessera.models.registry").family_of(patcher)
     generator = torch.Generator().manual_seed(1)
     samples = [_sample(family, patcher.model, picture, f"sample {i}", generator) for i in range(count)]
-    return import_module("tessera.train.data").TrainingData(tuple(samples), "random")
+    return import_module("tessera.data.samples").TrainingData(tuple(samples), "random")
 
 
 def _sample(family: Any, model: Any, picture: Picture, name: str, generator: torch.Generator) -> Any:
-    data = import_module("tessera.train.data")
+    data = import_module("tessera.data.samples")
     policy = family.latents(model)
     clips = model.latent_format.latent_dimensions == 3
     frames = (picture.frames - 1) // policy.frames_per_latent + 1 if clips else 1

@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..train.options.captions import MOST_FORMS, CaptionOptions
+from ..data.captions.options import MOST_FORMS, CaptionOptions
 
 
 def caption_inputs() -> list[Any]:

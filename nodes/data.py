@@ -4,13 +4,13 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
+from ..data.buckets.planner import FITS, RAGGED_EDGE
+from ..data.buckets.plot import draw_plan
+from ..data.folders.dataset import Dataset
+from ..data.from_latents import latents_to_data
+from ..data.jobs import Progress
+from ..data.prepare import prepare, summary
 from ..models.text import EDIT_PROMPTS, PLUS
-from ..train.dataset import Dataset
-from ..train.jobs import Progress
-from ..train.latents import latents_to_data
-from ..train.plan_picture import draw_plan
-from ..train.prepare import prepare, summary
-from ..train.tokens import FITS, RAGGED_EDGE
 from .events import show_text
 from .folder_inputs import DatasetType
 from .folders import TesseraImageFolder, TesseraVideoFolder

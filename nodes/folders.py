@@ -7,10 +7,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..train.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
-from ..train.extraction import EXTRACTIONS, HEAD, Extraction, parse_target_frames
-from ..train.options.captions import CaptionOptions
-from ..train.treatment import Treatment
+from ..data.captions.options import CaptionOptions
+from ..data.folders.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
+from ..data.folders.options import Treatment
+from ..data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
 from . import folder_inputs, picture_inputs
 from .caption_inputs import caption_inputs
 from .folder_inputs import DatasetType

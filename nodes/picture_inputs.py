@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..train.treatment import FLIPS, OFF
+from ..data.folders.options import FLIPS, OFF
 from .settings import list_picture_folders
 
 NONE = "none"

@@ -10,7 +10,7 @@ from typing import Any
 
 import folder_paths
 
-from ..train.folder_files import is_film, is_picture
+from ..data.folders.files import is_film, is_picture
 
 SETTINGS_FILE = "tessera.json"
 # The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.

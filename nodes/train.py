@@ -9,9 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from ..data.samples import TrainingData
 from ..models.registry import family_of
 from ..train.base_lora import with_base
-from ..train.data import TrainingData
 from ..train.experts import ExpertObserver, plan_experts
 from ..train.options.memory import MemoryOptions
 from ..train.options.network import NetworkOptions

@@ -11,8 +11,8 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from PIL import Image
 from torch import Tensor
 
+from ..data.samples import TrainingData
 from ..train.base_lora import with_base
-from ..train.data import TrainingData
 from ..train.events import Observer
 from ..train.experts import Expert
 from ..train.lora_model import LoraModel

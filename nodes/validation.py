@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..train.data import TrainingData
+from ..data.samples import TrainingData
 from ..train.options.validation import MOST_HELD_OUT, ValidationOptions
 from .data import TrainingDataType
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..compile.regions import run_block
+from ..data.samples import TrainingData
 from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.file_speed import file_source
 from ..memory.flat import Layout
@@ -26,7 +27,6 @@ from ..memory.pinning import link_bandwidth
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
 from ..models.family import Block, Family, ModelInputs
 from .batch import make_batch
-from .data import TrainingData
 from .lora import LoraNetwork, build_network
 from .options.memory import MemoryOptions
 from .run import TrainSettings

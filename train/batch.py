@@ -9,9 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..common.rng import generator
+from ..data.samples import Sample, SampleTensors, shown_per_epoch
 from ..memory.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
-from .data import Sample, SampleTensors, shown_per_epoch
 from .objective.noise import draw_noise, noised, perturbed, velocity_target
 from .objective.sampling import Strata, draw_sigma, stratum_of
 from .options.objective import ObjectiveOptions

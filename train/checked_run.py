@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from comfy.model_patcher import ModelPatcher
 
+from ..data.encode.clip_vision import seen_by
+from ..data.samples import TrainingData, check_something_is_learnt
 from ..memory.frozen import dequantised_notes
 from ..models.attention import attention_function
 from ..models.family import Family
@@ -11,8 +13,6 @@ from ..models.model_patches import trainable_model
 from ..models.registry import family_of
 from .base_lora import put_under
 from .batch import strata_of
-from .clip_vision import seen_by
-from .data import TrainingData, check_something_is_learnt
 from .held_out import hold_out, validation_notes
 from .lora_start import StartLora, read_start
 from .network_plan import choose_targets, network_notes, one_expert_notes

@@ -8,9 +8,9 @@ import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ..data.data_facts import data_facts
+from ..data.samples import TrainingData, shown_per_epoch
 from ..models.family import Family
-from .data import TrainingData, shown_per_epoch
-from .data_facts import data_facts
 from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .run import TrainSettings

@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 from comfy.model_patcher import ModelPatcher
 
 from ..common.fingerprint import weights_fingerprint
+from ..data.samples import TrainingData
 from ..models.family import linear_shapes
 from ..models.registry import family_of
 from .beginning import begin
 from .checked_run import check_run
-from .data import TrainingData
 from .disk_room import Room, check_room_for_both, room_for
 from .events import Observer, StepReport
 from .options.validation import ValidationOptions

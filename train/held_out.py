@@ -8,7 +8,7 @@ import torch
 
 from ..common.fingerprint import fingerprint
 from ..common.rng import generator
-from .data import Sample, TrainingData
+from ..data.samples import Sample, TrainingData
 from .options.validation import ValidationOptions
 
 

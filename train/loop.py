@@ -19,14 +19,15 @@ from torch import Tensor
 
 from ..compile.region import cannot_compile
 from ..compile.settings import CompileSettings
+from ..data.choices import choose
+from ..data.loader import batch_order
+from ..data.reader import SampleReader, Shown
+from ..data.samples import TrainingData
 from ..memory.frozen import unload_everything
 from ..memory.spill import SpillWatch
 from ..models.family import Family
 from . import automatic, stopped
 from .batch import Batch, make_batch, strata_of
-from .batches import batch_order
-from .choices import choose
-from .data import TrainingData
 from .events import Observer, StepReport
 from .learner import Learner
 from .lora_model import LoraModel
@@ -35,7 +36,6 @@ from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective.loss import training_loss
 from .placed_model import PlacedModel
 from .preservation import preservation_loss, with_class_caption
-from .reader import SampleReader, Shown
 from .run import RunFolder, TrainSettings
 from .saving import Describe, Progress, Saver
 from .validation import Validation

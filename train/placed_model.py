@@ -6,6 +6,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
+from ..data.samples import TrainingData
 from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.in_file import bytes_in_file, stream_from_file
 from ..memory.page_locked import give_back
@@ -15,7 +16,6 @@ from ..memory.swap_plan import choose_blocks
 from ..models.family import Block, Family, ModelInputs, RunBlock, Transformer
 from . import automatic
 from .automatic import AutomaticMemory
-from .data import TrainingData
 from .events import Observer
 from .lora import LoraNetwork, build_network
 from .run import TrainSettings

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..common.text import shortlist
+from ..data.samples import Choice, Sample
 from ..memory.to_device import to_device
 from ..models.family import ModelInputs
-from .data import Choice, Sample
 from .objective.loss import velocity_loss
 from .options.objective import ObjectiveOptions
 

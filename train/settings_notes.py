@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..data.samples import Sample
 from ..memory.swap_plan import all_on_device
 from ..models.family import Family
-from .data import Sample
 from .objective.sampling import Strata
 from .options.memory import MemoryOptions
 from .options.objective import ObjectiveOptions

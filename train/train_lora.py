@@ -11,9 +11,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ..common.tensor_file import read_tensors
 from ..compile.settings import CompileSettings
+from ..data.samples import TrainingData
 from .beginning import begin, notes_of
 from .checked_run import check_run
-from .data import TrainingData
 from .description import describer, facts_of, now
 from .disk_room import check_room, room_for
 from .events import Observer, StepReport

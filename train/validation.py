@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.fingerprint import fingerprint
+from ..data.samples import GraphKey, SampleTensors, TrainingData
 from .batch import fixed_batch
-from .data import GraphKey, SampleTensors, TrainingData
 from .objective.loss import velocity_loss
 from .options.validation import ValidationOptions
 from .saving import Saver

@@ -14,8 +14,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
-from tessera.train.batches import batch_order
-from tessera.train.data import TrainingData
+from tessera.data.loader import batch_order
+from tessera.data.samples import TrainingData
 from tessera.train.loop import Trainer
 from tessera.train.stopped import TrainingStopped
 from tiny.prompt import node

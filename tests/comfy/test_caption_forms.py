@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from scipy.stats import binomtest
 from tessera.compile.settings import CompileSettings
+from tessera.data.captions.options import CaptionOptions
+from tessera.data.folders.dataset import scan_films, scan_folder
+from tessera.data.folders.options import Treatment
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.prepare import prepare, summary
+from tessera.data.samples import PLAIN, Choice
 from tessera.nodes import data as data_nodes
-from tessera.train.data import PLAIN, Choice
-from tessera.train.dataset import scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.options.captions import CaptionOptions
-from tessera.train.prepare import prepare, summary
 from tessera.train.train_lora import train_lora
-from tessera.train.treatment import Treatment
 from tiny.compiling import Graphs
 from tiny.films import write_film
 from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip, load_seeing_qwen_clip

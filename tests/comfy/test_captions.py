@@ -3,8 +3,8 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from tessera.data.encode.text import encode_caption
 from tessera.models.text import text_policy
-from tessera.train.captions import encode_caption
 
 PLAIN = [
     "",

@@ -10,11 +10,11 @@ import pytest
 import tiny
 import torch
 from PIL import Image
+from tessera.data.folders.dataset import Dataset, Picture
+from tessera.data.folders.options import Treatment
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.samples import TrainingData
 from tessera.nodes import data, settings
-from tessera.train.data import TrainingData
-from tessera.train.dataset import Dataset, Picture
-from tessera.train.extraction import Extraction
-from tessera.train.treatment import Treatment
 from tiny.films import write_film
 
 

@@ -6,10 +6,10 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.data import TrainingData
-from tessera.train.dataset import Dataset, Picture
+from tessera.data.folders.dataset import Dataset, Picture
+from tessera.data.prepare import prepare
+from tessera.data.samples import TrainingData
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.prepare import prepare
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tessera.train.latents import latents_to_data
+from tessera.data.from_latents import latents_to_data
 
 
 def latent(*shape, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from tessera.train.latents import latents_to_data
+from tessera.data.from_latents import latents_to_data
 from tiny.image_encoders import load_clip_vision, load_seeing_qwen_clip, load_wan22_vae
 
 
@@ -60,7 +60,7 @@ def test_a_clip_with_its_start_picture_is_cut_together(wan_vae):
 
 
 def test_what_clip_vision_saw_is_part_of_the_fingerprint():
-    from tessera.train.clip_vision import vision_output
+    from tessera.data.encode.clip_vision import vision_output
 
     names = {
         latents_to_data([{"samples": noise(1, 16, 2, 4, 4)}], [[entry(clip_vision_output=seen)]], 1).fingerprint

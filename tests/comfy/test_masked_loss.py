@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from tessera.train.data import SampleTensors
+from tessera.data.samples import SampleTensors
 from tessera.train.options.objective import ObjectiveOptions
 from tiny.runs import sample, train, training_data
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from tessera.common.fingerprint import weights_fingerprint
-from tessera.train import damaged, jobs
-from tessera.train.dataset import Dataset, scan_folder
-from tessera.train.pictures import load_picture
-from tessera.train.prepare import prepare, summary
-from tessera.train.tokens import crop_box
+from tessera.data import jobs
+from tessera.data.buckets.planner import crop_box
+from tessera.data.folders.dataset import Dataset, scan_folder
+from tessera.data.media import integrity
+from tessera.data.media.images import load_picture
+from tessera.data.prepare import prepare, summary
 
 SIZES = {"a": (96, 64), "b": (64, 96), "c": (70, 70), "d": (64, 200)}  # width, height
 CAPTIONS = {"a": "a red fox", "b": "a (very) small house", "c": "a red fox", "d": "tree " * 300}
@@ -360,7 +361,7 @@ def test_a_picture_that_breaks_off_is_named_before_anything_is_encoded(
 def test_pictures_are_checked_to_their_end_if_they_will_be_encoded_and_else_not(
     folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
 ):
-    checked = Counted(monkeypatch, damaged, "is_sound")
+    checked = Counted(monkeypatch, integrity, "is_sound")
     run(folder, tiny_vae, tiny_clip, tmp_path)
     assert checked.since_last() == 4
     Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")

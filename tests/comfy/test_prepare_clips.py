@@ -7,13 +7,13 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train import clips
-from tessera.train.clips import inspect_video, load_clip
-from tessera.train.dataset import Dataset, scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.pictures import load_picture
-from tessera.train.prepare import prepare, summary
-from tessera.train.tokens import crop_box
+from tessera.data.buckets.planner import crop_box
+from tessera.data.folders.dataset import Dataset, scan_films, scan_folder
+from tessera.data.media import videos
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.media.images import load_picture
+from tessera.data.media.videos import inspect_video, load_clip
+from tessera.data.prepare import prepare, summary
 from tiny.films import write_film
 from tiny.image_encoders import load_clip_vision, load_wan22_vae
 
@@ -160,7 +160,7 @@ def test_each_clip_is_encoded_once_and_again_when_its_frames_change(films, wan_v
 
 
 def test_a_film_is_read_once_however_many_clips_it_gives(films, wan_vae, wan_clip, tmp_path, monkeypatch):
-    read = calls_of(monkeypatch, clips, "_digest")
+    read = calls_of(monkeypatch, videos, "_digest")
     prepared = run(films_of(films, 5, method="chunk"), wan_vae, wan_clip, tmp_path, image_to_video=True)
     assert len(prepared.data.samples) == 11
     assert sorted(path.name for (path,) in read) == ["a.mp4", "b.webm"]

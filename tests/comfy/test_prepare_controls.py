@@ -5,10 +5,10 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.dataset import scan_folder
-from tessera.train.pictures import load_picture
-from tessera.train.prepare import prepare, summary
-from tessera.train.tokens import Grid, crop_box
+from tessera.data.buckets.planner import Grid, crop_box
+from tessera.data.folders.dataset import scan_folder
+from tessera.data.media.images import load_picture
+from tessera.data.prepare import prepare, summary
 from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_seeing_qwen_clip
 
 OPTIONS = {
@@ -135,11 +135,11 @@ def test_qwen_captions_see_the_control_pictures_as_core_text_encode_qwen_image_e
 
 def test_the_first_edit_model_has_its_own_caption_and_takes_one_control_picture(folder, models, tmp_path, monkeypatch):
     from comfy_extras import nodes_qwen
-    from tessera.train import captions
+    from tessera.data.encode import text
 
     # A megapixel takes a minute to look at on a CPU.
     monkeypatch.setattr(nodes_qwen, "int", lambda value: int(value) // 64, raising=False)
-    monkeypatch.setitem(captions._SEEN_AREA, False, 1024 * 1024 // 64)
+    monkeypatch.setitem(text._SEEN_AREA, False, 1024 * 1024 // 64)
     with pytest.raises(
         ValueError,
         match=r"edit_prompt is 'first edit', which takes one control picture, and there are several for: b.png; choose",
@@ -171,19 +171,19 @@ def test_other_edit_models_read_the_caption_alone(folder, models, tmp_path, name
 
 def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, models, tmp_path, monkeypatch):
     vae, clip = models["qwen"]
-    encoded, captions = [], []
+    encoded, text = [], []
     encode, read = vae.encode, clip.encode_from_tokens
     monkeypatch.setattr(vae, "encode", lambda pixels: encoded.append(1) or encode(pixels))
-    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kw: captions.append(1) or read(*args, **kw))
+    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kw: text.append(1) or read(*args, **kw))
     before = run(folder, models["qwen"], tmp_path).data.fingerprint
-    assert (len(encoded), len(captions)) == (7, 3)
+    assert (len(encoded), len(text)) == (7, 3)
     assert run(folder, models["qwen"], tmp_path).data.fingerprint == before
-    assert (len(encoded), len(captions)) == (7, 3)
+    assert (len(encoded), len(text)) == (7, 3)
     write_picture(folder.parent / "before" / "a.png", 96, 64, 99)
     after = run(folder, models["qwen"], tmp_path).data.fingerprint
-    assert (len(encoded), len(captions)) == (8, 4) and after != before
+    assert (len(encoded), len(text)) == (8, 4) and after != before
     run(folder, models["qwen"], tmp_path, control_megapixels=0.0075)
-    assert len(encoded) == 12 and len(captions) == 7
+    assert len(encoded) == 12 and len(text) == 7
     # A control picture of the size of its result is one and the same file, encoded once.
     write_picture(folder.parent / "before" / "c.png", *SIZES["c"], 2)
     same = run(folder, models["qwen"], tmp_path, fit="whole grids", megapixels=0.0075, control_megapixels=0.0075)

@@ -7,16 +7,16 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.choices import choose
-from tessera.train.clips import inspect_video, load_clip
-from tessera.train.data import Choice
-from tessera.train.dataset import scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.options.captions import CaptionOptions
-from tessera.train.pictures import load_mask, load_picture
-from tessera.train.prepare import prepare
-from tessera.train.tokens import Grid, crop_box
-from tessera.train.treatment import Treatment
+from tessera.data.buckets.planner import Grid, crop_box
+from tessera.data.captions.options import CaptionOptions
+from tessera.data.choices import choose
+from tessera.data.folders.dataset import scan_films, scan_folder
+from tessera.data.folders.options import Treatment
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.media.images import load_mask, load_picture
+from tessera.data.media.videos import inspect_video, load_clip
+from tessera.data.prepare import prepare
+from tessera.data.samples import Choice
 from tiny.films import write_film
 from tiny.image_encoders import load_seeing_qwen_clip
 from tiny.runs import train

@@ -5,9 +5,9 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.dataset import scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.prepare import prepare
+from tessera.data.folders.dataset import scan_films, scan_folder
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.prepare import prepare
 from tiny.films import write_film
 from tiny.image_encoders import (
     load_clip_vision,

@@ -10,8 +10,8 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
 from tessera.common.rng import generator
+from tessera.data.samples import Choice, Prompt
 from tessera.models.adapters.registry import ADAPTERS
-from tessera.train.data import Choice, Prompt
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.sampling import draw_sigma
 from tessera.train.options.memory import MemoryOptions

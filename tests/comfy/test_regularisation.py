@@ -8,11 +8,11 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from PIL import Image
+from tessera.data.folders.dataset import scan_folder
+from tessera.data.folders.options import Treatment
+from tessera.data.prepare import prepare, summary
 from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_of
-from tessera.train.dataset import scan_folder
-from tessera.train.prepare import prepare, summary
-from tessera.train.treatment import Treatment
 from tiny.runs import cancel_at, run_settings, sample, train, training_data
 
 

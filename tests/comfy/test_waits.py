@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tessera.data.samples import Prompt
 from tessera.memory.to_device import to_device
 from tessera.models import family as family_module
 from tessera.train import batch as batch_module
 from tessera.train import preservation
-from tessera.train.data import Prompt
 from tessera.train.events import Silent, StepReport
 from tessera.train.learner import Learner
 from tessera.train.options.memory import MemoryOptions

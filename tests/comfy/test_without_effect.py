@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.swap import TesseraBlockSwap
 from tessera.nodes.taken_over import memory_of
 from tessera.train.checked_run import check_run
-from tessera.train.data import TrainingData
 from tessera.train.objective.sampling import Strata
 from tessera.train.options.memory import MemoryOptions
 from tessera.train.options.objective import ObjectiveOptions

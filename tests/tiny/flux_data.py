@@ -27,7 +27,7 @@ def flux_sample(
 ) -> Any:
     """A sample whose numbers are a function of its name. height, width: in tokens; text: tokens of the caption;
     references: (height, width) of each, in latent cells; tokens: how many are kept."""
-    from tessera.train.data import Sample, SampleTensors
+    from tessera.data.samples import Sample, SampleTensors
 
     channels, patch, least = SHAPES[family]
     generator = torch.Generator().manual_seed(crc32(name.encode()))

@@ -21,8 +21,8 @@ def qwen_sample(
 ) -> Any:
     """A sample of height x width tokens whose numbers are a function of its name. references: (height, width) of each
     in latent cells. The caption is padded as the family does."""
+    from tessera.data.samples import Sample, SampleTensors
     from tessera.models.text_lengths import padded_length
-    from tessera.train.data import Sample, SampleTensors
 
     generator = torch.Generator().manual_seed(crc32(name.encode()))
 

@@ -18,7 +18,7 @@ OPTIONS = {"network": "NetworkOptions", "optimizer": "OptimizerOptions"} | {
 
 def sample(name: str, height: int, width: int, text_length: int = 16, repeats: int = 1, scale: float = 1.0) -> Any:
     """A sample of height x width tokens whose numbers are a function of its name."""
-    from tessera.train.data import Sample, SampleTensors
+    from tessera.data.samples import Sample, SampleTensors
 
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     tensors = SampleTensors(
@@ -30,7 +30,7 @@ def sample(name: str, height: int, width: int, text_length: int = 16, repeats: i
 
 
 def training_data(*samples: Any) -> Any:
-    from tessera.train.data import TrainingData
+    from tessera.data.samples import TrainingData
 
     return TrainingData(samples, "-".join(f"{s.name}:{s.grid}:{s.text_length}x{s.repeats}" for s in samples))
 

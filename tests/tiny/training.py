@@ -60,7 +60,7 @@ def make_trainer(
 
 def shown(*indices: int) -> list[Any]:
     """The first form of these samples: a micro-batch as the trainer draws them."""
-    from tessera.train.data import PLAIN
+    from tessera.data.samples import PLAIN
 
     return [(index, PLAIN) for index in indices]
 

@@ -27,7 +27,7 @@ def wan_sample(
 ) -> Any:
     """A sample whose numbers are a function of its name. grid: (frames, height, width) in tokens; keep: tokens kept of
     each frame; text: tokens of the caption, text_length: what it is padded to; pictures: how many CLIP vision saw."""
-    from tessera.train.data import Sample, SampleTensors
+    from tessera.data.samples import Sample, SampleTensors
 
     frames, height, width = grid
     generator = torch.Generator().manual_seed(crc32(name.encode()))

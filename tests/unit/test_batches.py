@@ -4,8 +4,8 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from tessera.train.batches import batch_order
-from tessera.train.data import Sample
+from tessera.data.loader import batch_order
+from tessera.data.samples import Sample
 
 # (tokens, text length) of each sample and its repeats: two shapes share 12 tokens.
 SAMPLES = [

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from tessera.train.batches import batch_order
-from tessera.train.data import Sample, check_something_is_learnt, shown_per_epoch
+from tessera.data.loader import batch_order
+from tessera.data.samples import Sample, check_something_is_learnt, shown_per_epoch
 
 
 def make(training, regularisation):

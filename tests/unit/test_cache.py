@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from tessera.train.cache import Cache
+from tessera.data.cache import Cache
 
 SHAPES = {"latent": (16, 4, 6), "extra": (1, None)}
 

@@ -6,10 +6,10 @@ from itertools import permutations
 from math import isclose
 
 import pytest
-from tessera.train.caption_forms import CaptionForms, caption_forms
-from tessera.train.caption_notes import encoded_note
-from tessera.train.dataset import scan_folder
-from tessera.train.options.captions import CaptionOptions
+from tessera.data.captions.notes import encoded_note
+from tessera.data.captions.options import CaptionOptions
+from tessera.data.captions.variants import CaptionForms, caption_forms
+from tessera.data.folders.dataset import scan_folder
 
 
 def forms(text, trigger_words="", **options):

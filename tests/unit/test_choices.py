@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 from scipy.stats import binomtest, chisquare
-from tessera.train.choices import choose
-from tessera.train.data import PLAIN, Choice, Sample
+from tessera.data.choices import choose
+from tessera.data.samples import PLAIN, Choice, Sample
 
 DRAWS = 4000
 

@@ -2,10 +2,10 @@
 
 import pytest
 from PIL import Image
-from tessera.train.class_captions import read_class_word
-from tessera.train.dataset import scan_folder
-from tessera.train.options.captions import CaptionOptions
-from tessera.train.treatment import Treatment
+from tessera.data.captions.options import CaptionOptions
+from tessera.data.folders.class_words import read_class_word
+from tessera.data.folders.dataset import scan_folder
+from tessera.data.folders.options import Treatment
 
 
 def folder(tmp_path, *captions):

@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from tessera.train.clips import inspect_video, load_clip
+from tessera.data.media.videos import inspect_video, load_clip
 from tiny.films import grey, plain, write_film
 
 WHOLE = (0, 0, 64, 48)
@@ -113,7 +113,7 @@ def test_pixels_that_are_not_square_are_stretched_to_be(tmp_path):
 
 def test_a_box_is_cut_and_scaled_as_that_of_a_picture(tmp_path):
     from PIL import Image
-    from tessera.train.pictures import load_picture
+    from tessera.data.media.images import load_picture
 
     noise = [np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(3)]
     path = write_film(tmp_path / "a.mkv", noise, codec=("ffv1", "bgr0"))

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tessera.train.controls import place_controls
-from tessera.train.grids import crop_box
-from tessera.train.items import Item
-from tessera.train.pixels import StillPixels
-from tessera.train.tokens import RAGGED_EDGE, WHOLE_GRIDS, plan_buckets
+from tessera.data.buckets.grids import crop_box
+from tessera.data.buckets.planner import RAGGED_EDGE, WHOLE_GRIDS, plan_buckets
+from tessera.data.encode.control_crops import place_controls
+from tessera.data.folders.items import Item
+from tessera.data.media.frames import StillPixels
 
 MANY = [(1000, 1500), (1500, 1000), (1080, 1920), (900, 1200), (1000, 1000), (1280, 800), (1100, 1000), (500, 1100)]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tessera.train.dataset import CLIPS, Dataset, Film, folder_fingerprint, scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.options.captions import CaptionOptions
-from tessera.train.treatment import Treatment
+from tessera.data.captions.options import CaptionOptions
+from tessera.data.folders.dataset import CLIPS, Dataset, Film, folder_fingerprint, scan_films, scan_folder
+from tessera.data.folders.options import Treatment
+from tessera.data.media.clip_windows import Extraction
 
 
 @pytest.fixture

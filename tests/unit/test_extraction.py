@@ -1,7 +1,7 @@
 """Which frames of a film become clips, drawn as musubi-tuner's guide draws them."""
 
 import pytest
-from tessera.train.extraction import EXTRACTIONS, Extraction, parse_target_frames, whole_frames
+from tessera.data.media.clip_windows import EXTRACTIONS, Extraction, parse_target_frames, whole_frames
 
 
 def drawn(extraction, frames):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tessera.train.grids import FITS, RAGGED_EDGE, Grid, Placement, find_family
+from tessera.data.buckets.grids import FITS, RAGGED_EDGE, Grid, Placement, find_family
 
 
 def all_grids(tokens: int, fit: str, max_aspect: float) -> list[tuple[int, int]]:

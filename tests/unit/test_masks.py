@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tessera.train.beside import match_masks
-from tessera.train.dataset import scan_films, scan_folder
-from tessera.train.extraction import Extraction
-from tessera.train.grids import Grid, Placement
-from tessera.train.masks import area_mean, mask_of, token_weights
-from tessera.train.pictures import inspect_picture, load_mask, load_picture
-from tessera.train.treatment import Treatment
+from tessera.data.buckets.grids import Grid, Placement
+from tessera.data.folders.dataset import scan_films, scan_folder
+from tessera.data.folders.options import Treatment
+from tessera.data.folders.pairing import match_masks
+from tessera.data.media.clip_windows import Extraction
+from tessera.data.media.images import inspect_picture, load_mask, load_picture
+from tessera.data.media.masks import area_mean, mask_of, token_weights
 
 
 def put(folder, name, size=(8, 8), value=255, mode="L"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms, features
-from tessera.train.pictures import check_pillow, inspect_picture, load_mask, load_picture
+from tessera.data.media.images import check_pillow, inspect_picture, load_mask, load_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from tessera.train.plan_picture import (
+from tessera.data.buckets.planner import plan_buckets
+from tessera.data.buckets.plot import (
     CROPS,
     FAMILY_COLOURS,
     GRIDS,
@@ -13,7 +14,6 @@ from tessera.train.plan_picture import (
     describe_plan,
     draw_plan,
 )
-from tessera.train.tokens import plan_buckets
 
 FLUX = {"megapixels": 1.0, "pixels_per_token": 16}
 SIZES = [(3000, 4000)] * 20 + [(1080, 1920)] * 10 + [(1000, 1000)] * 5 + [(1500, 1200), (700, 2000), (2000, 800)]

@@ -2,8 +2,8 @@ import threading
 
 import pytest
 import torch
-from tessera.train.data import PLAIN, Choice, Sample, SampleTensors
-from tessera.train.reader import SampleReader
+from tessera.data.reader import SampleReader
+from tessera.data.samples import PLAIN, Choice, Sample, SampleTensors
 
 
 class Counting:

@@ -5,10 +5,10 @@ from itertools import combinations
 from math import ceil, floor, log
 
 import pytest
-from tessera.train.cut_latents import place_latents
-from tessera.train.grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Grid
-from tessera.train.plan_picture import describe_plan, draw_plan
-from tessera.train.tokens import equal_area_crop, plan_buckets
+from tessera.data.buckets.grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Grid
+from tessera.data.buckets.latent_crops import place_latents
+from tessera.data.buckets.planner import equal_area_crop, plan_buckets
+from tessera.data.buckets.plot import describe_plan, draw_plan
 
 WAN = {"megapixels": 0.38, "pixels_per_token": 16}
 
@@ -21,13 +21,13 @@ def some_sizes(count: int, seed: int) -> list[tuple[int, int]]:
 def lost(size: tuple[int, int], height: int, width: int, tokens: int) -> float:
     """The part of a frame that is lost on a (height, width) grid of which `tokens` are kept."""
     aspect, target = size[1] / size[0], width / height
-    return 1 - min(aspect / target, target / aspect) * tokens / (height * width)
+    return 1 - min(aspect / target, target / aspect) * planner / (height * width)
 
 
 def least_loss(size: tuple[int, int], tokens: int, fit: str) -> float:
-    grids = [(ceil(tokens / width), width) for width in range(1, tokens + 1)]
-    grids = [(h, w) for h, w in grids if (fit == RAGGED_EDGE or h * w == tokens) and 1 / 4 <= w / h <= 4]
-    return min((lost(size, h, w, tokens) for h, w in grids), default=float("inf"))
+    grids = [(ceil(planner / width), width) for width in range(1, planner + 1)]
+    grids = [(h, w) for h, w in grids if (fit == RAGGED_EDGE or h * w == planner) and 1 / 4 <= w / h <= 4]
+    return min((lost(size, h, w, planner) for h, w in grids), default=float("inf"))
 
 
 def objective(sizes, frames, counts, fit, wanted) -> float:
@@ -108,17 +108,17 @@ def test_a_graph_beyond_the_least_is_used_only_where_it_pays():
 
 
 def test_searching_by_exchange_finds_a_plan_for_every_frame_count(monkeypatch):
-    from tessera.train import tokens
+    from tessera.data.buckets import planner
 
     sizes = some_sizes(60, 11)
     frames = [(1, 6, 7, 21)[index % 4] for index in range(60)]
     exact = plan_buckets(sizes, frames=frames, max_graphs=3, **WAN)
-    monkeypatch.setattr(tokens, "EXHAUSTIVE_LIMIT", 0)
-    monkeypatch.setattr(tokens, "SUBSET_TABLE_LIMIT", 1)
+    monkeypatch.setattr(planner, "EXHAUSTIVE_LIMIT", 0)
+    monkeypatch.setattr(planner, "SUBSET_TABLE_LIMIT", 1)
     searched = plan_buckets(sizes, frames=frames, max_graphs=3, **WAN)
     assert [p.grid.frames for p in searched.placements] == frames
     assert objective_of(searched, sizes) <= objective_of(exact, sizes) + 0.003
-    monkeypatch.setattr(tokens, "TABLE_LIMIT", 1)
+    monkeypatch.setattr(planner, "TABLE_LIMIT", 1)
     few = plan_buckets(sizes, frames=frames, max_graphs=3, **WAN)
     assert [p.grid.frames for p in few.placements] == frames and len(few.token_counts) == 3
 

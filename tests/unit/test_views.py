@@ -1,9 +1,9 @@
 """The forms that a picture is shown in: which windows, how large, mirrored or not."""
 
 import pytest
-from tessera.train.grids import Grid, crop_box, place
-from tessera.train.treatment import Treatment
-from tessera.train.views import PLAIN_VIEW, View, views_of
+from tessera.data.buckets.grids import Grid, crop_box, place
+from tessera.data.encode.augmentation import PLAIN_VIEW, View, views_of
+from tessera.data.folders.options import Treatment
 
 WIDE = (160, 640)  # height, width
 GRID = Grid(8, 8)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...common.checks import finite, within
-from ..data import TrainingData
+from ...data.samples import TrainingData
 
 MOST_HELD_OUT = 0.9
 

@@ -1,0 +1,86 @@
+"""What a user should know of the forms of a data set's captions."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...common.text import joined, shortlist
+from .options import MOST_FORMS, CaptionOptions
+from .tags import TagRules, split_tags
+from .variants import CaptionForms, caption_lines
+
+# A full stop within a part between commas, or a part of many words, which no tag is.
+_SENTENCE = re.compile(r"\w\. \w|(\S+\s+){11}\S")
+
+
+def form_notes(
+    options: CaptionOptions, folder: str, texts: Sequence[str], forms: Mapping[str, CaptionForms]
+) -> tuple[str, ...]:
+    """What a user should know of the captions of a folder. texts: of the files; forms: by the names of the pictures."""
+    more = [
+        f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_FORMS)})"
+        for name, of in forms.items()
+        if of.possible
+    ]
+    drawn = f"Of the forms of these captions as many as caption_variants allows were drawn: {shortlist(more)}."
+    read = dict(zip(forms, texts, strict=True))
+    return (*[drawn] * bool(more), *_without_effect(options, folder, texts), *_sentences(options, folder, read))
+
+
+def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
+    rules = options.tags
+    if not rules.on:
+        tags = {"keep_tokens": options.keep_tokens, "keep_tokens_separator": rules.separator != TagRules().separator}
+        if unused := [name for name, value in tags.items() if value]:
+            yield (
+                f"{joined(unused)} {'has' if len(unused) == 1 else 'have'} no effect on {folder!r}, as neither "
+                f"shuffle_tags nor tag_dropout is on."
+            )
+        if rules.separator and any(rules.separator in text for text in texts):
+            yield (
+                f"Captions of {folder!r} hold {rules.separator!r}, which is text like any other, as neither "
+                f"shuffle_tags nor tag_dropout is on."
+            )
+    if options.caption_variants != CaptionOptions.caption_variants and not options.drawn():
+        yield (
+            f"caption_variants has no effect on {folder!r}, as neither shuffle_tags, tag_dropout nor wildcards is on."
+        )
+    if options.caption_dropout == 1:
+        return
+    captions = [line for text in texts for line in caption_lines(text, options) if line.strip()]
+    if options.caption_per_line and len(captions) <= len(texts):
+        yield f"caption_per_line has no effect on {folder!r}, where no caption file has a second line."
+    if options.wildcards and not any("{" in text for text in texts):
+        yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
+    if rules.on and rules.keep and captions and all(rules.separator and rules.separator in line for line in captions):
+        yield f"keep_tokens has no effect on {folder!r}, where {rules.separator!r} in each caption says what stays."
+    free = max((len(split_tags(line, rules).free) for line in captions), default=0)
+    if rules.shuffle and free < 2:
+        yield f"shuffle_tags has no effect on {folder!r}, where no caption has two tags, with a comma between, to move."
+    if rules.dropout and not free:
+        yield f"tag_dropout has no effect on {folder!r}, where no caption has a tag that may be left out."
+
+
+def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -> Iterator[str]:
+    """A note on captions that read as sentences and are taken as tags. texts: by the names of the pictures."""
+    rules = options.tags
+    named = [name for name, text in texts.items() if any(map(_SENTENCE.search, split_tags(text, rules).free))]
+    if rules.on and options.caption_dropout < 1 and named:
+        on = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
+        yield (
+            f"Captions of {folder!r} that read as sentences, whose parts between commas {on} would take as tags: "
+            f"{shortlist(named)}; leave it off for them."
+        )
+
+
+def encoded_note(forms: Sequence[CaptionForms], sizes: Mapping[str, int]) -> Iterator[str]:
+    """What encoding captions of several forms comes to. sizes: bytes of what is kept, by its key in the cache."""
+    if all(of.plain for of in forms):
+        return
+    rates = sorted({of.dropout for of in forms})
+    dropped = " to ".join(f"{rate:.4g}" for rate in dict.fromkeys((rates[0] * 100, rates[-1] * 100)))
+    empty = f" The empty prompt takes a caption's place in {dropped} % of showings." if rates[-1] else ""
+    most = max(len(of.texts) for of in forms)
+    yield (
+        f"The {len(forms)} captions have up to {most} form{'s' * (most > 1)} each: {len(sizes)} texts, each encoded "
+        f"once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
+    )

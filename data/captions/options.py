@@ -1,0 +1,65 @@
+"""What is made of the captions of a folder."""
+
+from dataclasses import dataclass
+
+from ...common.checks import finite
+from ...common.text import joined
+from .tags import TagRules
+
+MOST_FORMS = 1000
+"""Of one caption. More are neither encoded nor counted."""
+
+
+@dataclass(frozen=True)
+class CaptionOptions:
+    """What is made of a folder's captions.
+
+    caption_per_line: each line of a caption file is a caption. wildcards: `{a|b}` stands for either.
+    shuffle_tags, tag_dropout, keep_tokens, keep_tokens_separator: of captions that are tags, see TagRules.
+    caption_variants: how many forms of a caption are drawn, where there are more.
+    caption_dropout: how likely a showing has the empty prompt for its caption.
+    """
+
+    caption_dropout: float = 0.0
+    shuffle_tags: bool = False
+    keep_tokens: int = 0
+    tag_dropout: float = 0.0
+    caption_per_line: bool = False
+    wildcards: bool = False
+    caption_variants: int = 8
+    keep_tokens_separator: str = "|||"
+
+    def __post_init__(self) -> None:
+        finite(self)
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"caption_dropout is {self.caption_dropout:g}; set it between 0 and 1.")
+        if not 0 <= self.tag_dropout < 1:
+            raise ValueError(f"tag_dropout is {self.tag_dropout:g}; set it to 0 or more and below 1.")
+        if self.keep_tokens < 0:
+            raise ValueError(f"keep_tokens is {self.keep_tokens}; set it to 0 or more.")
+        if "," in self.keep_tokens_separator:
+            raise ValueError(
+                f"keep_tokens_separator is {self.keep_tokens_separator!r}, and a comma stands between tags; set it to "
+                f"something else, such as |||."
+            )
+        if not 1 <= self.caption_variants <= MOST_FORMS:
+            raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_FORMS}.")
+        if self.caption_variants == 1 and (drawn := self.drawn()):
+            raise ValueError(
+                f"caption_variants is 1, so {joined(drawn)} would show one form of each caption for ever; set it to 2 "
+                f"or more, or switch {joined(drawn)} off."
+            )
+        if self.caption_dropout == 1 and (unseen := [*self.drawn(), *["caption_per_line"] * self.caption_per_line]):
+            raise ValueError(
+                f"caption_dropout is 1, so no caption is ever shown and {joined(unseen)} can do nothing; lower "
+                f"caption_dropout, or switch {joined(unseen)} off."
+            )
+
+    @property
+    def tags(self) -> TagRules:
+        return TagRules(self.shuffle_tags, self.tag_dropout, self.keep_tokens, self.keep_tokens_separator.strip())
+
+    def drawn(self) -> list[str]:
+        """The options that are on and make forms to draw from."""
+        on = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
+        return [name for name, value in on.items() if value]

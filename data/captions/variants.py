@@ -1,0 +1,142 @@
+"""The forms that a picture's caption may take: its lines, wildcards, and the orders and selections of its tags.
+
+All forms that will ever be shown are chosen here, before anything is encoded, so that training needs no text encoder.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...common.rng import generator
+from .options import MOST_FORMS, CaptionOptions
+from .tags import TagRules, split_tags
+from .wildcards import WildcardError, Wildcards, parse_wildcards
+
+
+@dataclass(frozen=True)
+class CaptionForms:
+    """The forms of one picture's caption.
+
+    texts: all different, the first is the one that validation measures: of tags the caption as it is written; weights:
+    how likely each is shown in training, 1 in sum, 0 for the first where it is none of those drawn; dropout: how likely
+    the empty prompt is shown in place of any. possible: how many forms there were to draw from, MOST_FORMS where there
+    are more, and 0 where all are taken. of_class: each form with the class's word in place of the trigger words, None
+    for one without them; empty where none is asked for.
+    """
+
+    texts: tuple[str, ...]
+    weights: tuple[float, ...] = (1.0,)
+    dropout: float = 0.0
+    possible: int = 0
+    of_class: tuple[str | None, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        return len(self.texts) == 1 and not self.dropout and not self.of_class
+
+
+@dataclass(frozen=True)
+class _Caption:
+    """One caption of a file: as it is written, and read."""
+
+    written: str
+    read: Wildcards
+
+
+def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: str) -> CaptionForms:
+    """The forms of the caption whose file holds `text`; name: of that file, in messages.
+
+    Where a caption has no more than `caption_variants` forms, those are all; of others as many are drawn, always the
+    same ones for the same text, and more variants add to them. Where tags are drawn, the caption with all of them in
+    their order comes first, as likely as it was drawn. Each caption of a file is as likely as its others. The trigger
+    words come first in each form. Raises ValueError for braces without their partners, with their place, and for
+    trigger words that would never be shown.
+    """
+    words = trigger_words.strip().rstrip(",").rstrip()
+    if options.caption_dropout == 1:
+        if words:
+            raise ValueError(
+                "caption_dropout is 1, so the trigger_words would never be shown; lower caption_dropout, or leave "
+                "trigger_words empty."
+            )
+        return CaptionForms(("",))
+    captions = list(_captions(text, options, name)) or [_Caption("", Wildcards(("",)))]
+    shown: dict[str, float] = {}
+    possible, drawn = 0, False
+    for caption in captions:
+        count = _count(caption.read, options.tags)
+        taken = _all if count <= options.caption_variants else _drawn
+        written = [(_written(caption, options.tags), 0.0)] if taken is _drawn and options.tags.on and not shown else []
+        for form, likely in (*written, *taken(caption, options)):
+            shown_form = ", ".join(filter(None, (words, form.strip())))
+            shown[shown_form] = shown.get(shown_form, 0.0) + likely / len(captions)
+        possible += count
+        drawn |= taken is _drawn
+    return CaptionForms(
+        tuple(shown), tuple(shown.values()), options.caption_dropout, min(possible, MOST_FORMS) if drawn else 0
+    )
+
+
+def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Caption]:
+    for number, line in enumerate(caption_lines(text, options)):
+        if written := line.strip():
+            yield _Caption(written, _read(line, name, number) if options.wildcards else Wildcards((written,)))
+
+
+def caption_lines(text: str, options: CaptionOptions) -> list[str]:
+    """The captions of a file as they stand in it, and lines without any."""
+    return text.split("\n") if options.caption_per_line else [text]
+
+
+def _read(text: str, name: str, lines_before: int) -> Wildcards:
+    try:
+        return parse_wildcards(text)
+    except WildcardError as error:
+        before = text[: error.place].split("\n")
+        place = f"line {lines_before + len(before)}, column {len(before[-1]) + 1}"
+        raise ValueError(f"The caption file {name!r} has in {place} {error}, or switch wildcards off.") from error
+
+
+def _count(caption: Wildcards, rules: TagRules) -> int:
+    """How many forms a caption has; beyond MOST_FORMS any number above it."""
+    if caption.count > MOST_FORMS or not rules.on:
+        return caption.count
+    return sum(split_tags(text, rules).count(rules) for text, _ in caption.all())
+
+
+def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
+    """Every form of a caption, with how likely it is."""
+    rules = options.tags
+    for text, likely in caption.read.all():
+        for form, share in split_tags(text, rules).all(rules) if rules.on else [(text, 1.0)]:
+            yield form, likely * share
+
+
+def _written(caption: _Caption, rules: TagRules) -> str:
+    """With every tag, in the order of the file; of wildcards as the first draw takes them."""
+    tags = split_tags(caption.read.draw(_draws_of(caption))[1], rules)
+    return tags.text(tags.free)
+
+
+def _draws_of(caption: _Caption) -> torch.Generator:
+    return generator(0, "caption form", caption.written)
+
+
+def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
+    """As many forms as there may be, each drawn in its share of all draws."""
+    rules, most = options.tags, options.caption_variants
+    # Where all ways are alike, none is drawn twice. Elsewhere one that comes twice has to count twice.
+    alike = caption.read.even and not rules.dropout and (caption.read.count == 1 or not rules.shuffle)
+    draws = _draws_of(caption)
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    number = 0
+    while number < most:
+        way, text = caption.read.draw(draws)
+        kept: tuple[int, ...] = ()
+        if rules.on:
+            kept, text = split_tags(text, rules).draw(rules, draws)
+        if not alike or (way, kept) not in seen:
+            seen.add((way, kept))
+            number += 1
+            yield text, 1 / most

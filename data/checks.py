@@ -1,0 +1,123 @@
+"""What does not go together in a data set, its encoders and its options, told before anything is encoded."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..common.text import shortlist
+from ..models.latents import WAN21, WAN22, LatentPolicy
+from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
+from .buckets.planner import RAGGED_EDGE, BucketPlan
+from .encode.clip_vision import check_vision
+from .encode.text import ItemCaptions
+from .folders.items import Item
+
+
+def check_options(
+    text: TextPolicy,
+    latents: LatentPolicy,
+    max_text_length: int,
+    clip_vision: Any,
+    image_to_video: bool,
+    edit_prompt: str,
+) -> None:
+    if text.lengths and max_text_length not in text.lengths:
+        raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
+    if edit_prompt not in EDIT_PROMPTS:
+        raise ValueError(f"edit_prompt is {edit_prompt!r}; choose one of {', '.join(EDIT_PROMPTS)}.")
+    if image_to_video and not text.clips:
+        raise ValueError(
+            f"image_to_video is on, and {text.family} makes no video; switch it off, or connect Wan's VAE and text "
+            f"encoder."
+        )
+    if clip_vision is not None and not image_to_video:
+        raise ValueError(
+            "clip_vision is connected and image_to_video is off; switch it on to train Wan 2.1 image to video, or "
+            "disconnect clip_vision."
+        )
+    if clip_vision is not None and latents is WAN21:
+        check_vision(clip_vision)
+
+
+def check_items(
+    items: Sequence[Item], text: TextPolicy, latents: LatentPolicy, image_to_video: bool, edit_prompt: str
+) -> None:
+    clips = [item.name for item in items if item.pixels.frames > 1]
+    if clips and not text.clips:
+        raise ValueError(
+            f"{text.family} makes pictures, and the data set holds clips ({shortlist(clips)}); take Training Clips "
+            f"out, set target_frames to 1, or connect Wan's VAE and text encoder."
+        )
+    controlled = [item for item in items if item.controls]
+    if controlled and not text.controls:
+        raise ValueError(
+            f"{text.family} takes no control pictures, and {controlled[0].name!r} has one; set control_folder to none, "
+            f"or connect the VAE and text encoders of an edit model (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2)."
+        )
+    several = [item.name for item in controlled if len(item.controls) > 1]
+    if several and isinstance(text, QwenImageText) and edit_prompt == FIRST_EDIT:
+        raise ValueError(
+            f"edit_prompt is {FIRST_EDIT!r}, which takes one control picture, and there are several for: "
+            f"{shortlist(several)}; choose {PLUS!r}, or leave one control picture for each."
+        )
+    still = [item.name for item in items if item.pixels.frames == 1]
+    if still and image_to_video and latents is WAN21:
+        raise ValueError(
+            f"image_to_video gives each clip's first frame as its start picture, and these have no frame after it to "
+            f"learn: {shortlist(still)}; take pictures out of the data set and 1 out of target_frames, or switch "
+            f"image_to_video off."
+        )
+
+
+def plan_notes(
+    items: Sequence[Item],
+    captions: Sequence[ItemCaptions],
+    plan: BucketPlan,
+    text: TextPolicy,
+    max_graphs: int,
+    max_text_length: int,
+    control_megapixels: float,
+    edit_prompt: str,
+) -> Iterator[str]:
+    frames = sorted({placement.grid.frames for placement in plan.placements})
+    if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
+        yield (
+            f"There are {plan.least_graphs} token counts, the fewest for clips of {', '.join(map(str, frames))} latent "
+            f"frames; each is compiled. Clips of one length need one."
+        )
+    elif plan.fit == RAGGED_EDGE and max_graphs > 1 and not any(item.controls for item in items):
+        yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
+    if not text.lengths and max_text_length != 512:
+        yield f"max_text_length has no effect with {text.family}, whose captions have lengths of their own."
+    controlled = any(item.controls for item in items)
+    if not controlled and control_megapixels != 1.0:
+        yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
+    if edit_prompt != PLUS and not isinstance(text, QwenImageText):
+        yield f"edit_prompt has no effect with {text.family}, whose text encoder sees no control pictures."
+    elif edit_prompt != PLUS and not controlled:
+        yield "edit_prompt has no effect, as no picture has a control picture; set control_folder to give some."
+    cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
+    if cut:
+        listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
+        yield f"Cut at the end, being longer than {cut[0][1].longest} tokens, the captions of {listed}."
+
+
+def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bool, clip_vision: Any) -> Iterator[str]:
+    if not image_to_video or latents is not WAN22:
+        return
+    if clip_vision is not None:
+        yield "clip_vision has no effect with Wan 2.2 5B, which takes the start picture as its first frame."
+    still = [item.name for item in items if item.pixels.frames == 1]
+    if still:
+        yield f"Trained without a start picture, being one frame: {shortlist(still)}."
+
+
+def regularisation_notes(items: Sequence[Item]) -> Iterator[str]:
+    kept = [item for item in items if item.treatment.regularisation]
+    if not kept:
+        return
+    learnt = sum(item.repeats for item in items if not item.treatment.regularisation)
+    shown = sum(item.repeats for item in kept)
+    yield (
+        f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "
+        f"{learnt / shown:.3g} times all of them with their repeats."
+    )

@@ -1,0 +1,89 @@
+"""The files of a folder and its subfolders, and what messages call them."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...common.text import shortlist
+from ..media.images import EXTENSIONS
+
+VIDEO_EXTENSIONS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".gif"})
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """The picture files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
+    return files_in(folder, EXTENSIONS)
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file of this name belongs to a data set of pictures."""
+    return has_ending(name, EXTENSIONS)
+
+
+def is_film(name: str) -> bool:
+    """Whether a file of this name belongs to a data set of clips."""
+    return has_ending(name, VIDEO_EXTENSIONS)
+
+
+def has_ending(name: str, endings: frozenset[str]) -> bool:
+    """Whether a file of this name is not hidden and ends in one of these."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
+
+
+def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()) -> list[Path]:
+    """The files with one of these endings, without hidden ones and those in the folders `without`, sorted by their path
+    below the folder. Links to folders are followed after all else, unless they lead to one that was read already or to
+    one that they lie in."""
+    seen = {os.path.realpath(other) for other in without}
+    found: list[Path] = []
+    starts = [folder]
+    while starts:
+        links: list[Path] = []
+        for start in starts:
+            for parent, names, files in os.walk(start):
+                here = os.path.realpath(parent)
+                if here in seen:
+                    names.clear()
+                    continue
+                seen.add(here)
+                found += [Path(parent, name) for name in files if has_ending(name, endings)]
+                names[:] = [name for name in names if not name.startswith(".")]
+                linked = [name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(here, name)]
+                links += [Path(parent, name) for name in linked if not _leads_back(Path(parent, name))]
+                names[:] = [name for name in names if name not in linked]
+        starts = sorted(links)
+    return sorted(found, key=lambda path: name_below(folder, path))
+
+
+def _leads_back(link: Path) -> bool:
+    """Whether a link leads to a folder that it lies in."""
+    return Path(os.path.realpath(link.parent)).is_relative_to(os.path.realpath(link))
+
+
+def same_folder(folder: Path, other: Path) -> bool:
+    """Whether both are one place, links followed."""
+    return os.path.realpath(folder) == os.path.realpath(other)
+
+
+def name_below(folder: Path, file: Path) -> str:
+    """What messages call a file: its path below the folder."""
+    return file.relative_to(folder).as_posix()
+
+
+def stem_of(name: str) -> str:
+    """The name without its ending."""
+    return os.path.splitext(name)[0]
+
+
+def listed(folder: Path, files: Sequence[Path]) -> str:
+    """Up to five of the files, by their names."""
+    return shortlist([name_below(folder, file) for file in files])
+
+
+def state_of(file: Path) -> str:
+    """Changes when the file is written to."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return "missing"
+    return f"{stat.st_size} {stat.st_mtime_ns}"

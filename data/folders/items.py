@@ -1,0 +1,137 @@
+"""From files to what is trained on: each picture, and each clip that a film gives, with its size and its frames."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.text import shortlist
+from ..captions.variants import CaptionForms
+from ..jobs import Interrupted, Progress
+from ..media.clip_windows import Extraction, whole_frames
+from ..media.frames import ClipPixels, Pixels, StillPixels
+from ..media.images import inspect_picture
+from ..media.masks import Mask, check_alpha, mask_of
+from ..media.videos import VideoFacts, inspect_video
+from .dataset import Dataset, Film, Picture
+from .options import AS_IT_IS, Treatment
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model; mask:
+    what of it counts; file: what it was taken from, where `name` says more; forms: of its caption, where there are
+    several."""
+
+    name: str
+    caption: str
+    repeats: int
+    pixels: Pixels
+    controls: tuple[Pixels, ...] = ()
+    mask: Mask | None = None
+    treatment: Treatment = AS_IT_IS
+    file: str = ""
+    forms: CaptionForms | None = None
+
+    @property
+    def caption_forms(self) -> CaptionForms:
+        return self.forms or CaptionForms((self.caption,))
+
+
+def find_items(
+    dataset: Dataset, progress: Progress, interrupted: Interrupted
+) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    """The items of a data set in its order, and notes; every file is looked at, none is decoded whole.
+
+    Raises ValueError for files that can't be read, and for films too short for any clip that is asked of them.
+    """
+    items: list[Item] = []
+    short: list[tuple[Film, int]] = []
+    lacking: dict[int, list[str]] = {}
+    slow: list[str] = []
+    hdr: list[str] = []
+    what = "clips" if all(isinstance(entry, Film) for entry in dataset.entries) else "pictures"
+    for index, entry in enumerate(dataset.entries):
+        interrupted()
+        progress(index, len(dataset.entries), f"Reading {what}: {index} of {len(dataset.entries)}")
+        if isinstance(entry, Picture):
+            items.append(_picture(entry))
+            continue
+        facts = inspect_video(entry.path, entry.name)
+        shown = facts.frames_at(entry.extraction.fps)
+        windows = entry.extraction.windows(len(shown))
+        if not windows:
+            short.append((entry, len(shown)))
+        for count in entry.extraction.too_long(len(shown)) if windows else ():
+            lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
+        if facts.fps < entry.extraction.fps * 0.95:
+            slow.append(f"{entry.name} ({facts.fps:.4g})")
+        if facts.hdr:
+            hdr.append(entry.name)
+        items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
+    if short:
+        raise ValueError(_too_short(short))
+    _check_alpha(dataset.entries)
+    return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
+
+
+def _picture(picture: Picture) -> Item:
+    def pixels(path: Path, name: str, opaque: bool = False) -> StillPixels:
+        facts = inspect_picture(path, name)
+        return StillPixels(path, name, facts.digest, facts.size, opaque, facts.wide)
+
+    controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
+    alpha = picture.treatment.alpha_mask
+    own = pixels(picture.path, picture.name, opaque=alpha)
+    mask = mask_of(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
+    treatment = picture.treatment
+    return Item(picture.name, picture.caption, picture.repeats, own, controls, mask, treatment, forms=picture.forms)
+
+
+def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
+    of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
+    name = f"{film.name}, {of}"
+    mask = mask_of(film.path, film.mask, film.name, facts.size) if film.mask else None
+    pixels = ClipPixels(film.path, name, facts, tuple(stamps))
+    treatment, forms = film.treatment, film.forms
+    return Item(name, film.caption, film.repeats, pixels, (), mask, treatment, file=film.name, forms=forms)
+
+
+def _check_alpha(entries: Sequence[Picture | Film]) -> None:
+    masked = [entry for entry in entries if isinstance(entry, Picture) and entry.treatment.alpha_mask]
+    check_alpha([entry.name for entry in masked if not inspect_picture(entry.path, entry.name).alpha], len(masked))
+
+
+def _too_short(short: list[tuple[Film, int]]) -> str:
+    """A sentence for each way of taking clips, as several folders may have each their own."""
+    ways: dict[Extraction, list[tuple[Film, int]]] = {}
+    for film, frames in short:
+        ways.setdefault(film.extraction, []).append((film, frames))
+    return " ".join(_too_short_for(extraction, films) for extraction, films in ways.items())
+
+
+def _too_short_for(extraction: Extraction, films: list[tuple[Film, int]]) -> str:
+    rate = f" at {extraction.fps:g} frames per second" if extraction.fps else ""
+    return (
+        f"Shorter than the {min(extraction.target_frames)} frames asked for{rate}: "
+        f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in films])}; put "
+        f"{whole_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is too "
+        f"short out of the folder."
+    )
+
+
+def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) -> Iterator[str]:
+    for count, names in sorted(lacking.items()):
+        yield f"Without a clip of {count} frames, being shorter: {shortlist(names)}."
+    if slow:
+        yield (
+            f"Frames are repeated, as these have fewer per second than fps asks for: {shortlist(slow)}; set fps to 0 "
+            f"to take each as it is."
+        )
+    if hdr:
+        yield f"HDR video is read as SDR and looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
+
+
+def _chunk_notes(entries: Sequence[Picture | Film]) -> Iterator[str]:
+    films = [entry.extraction for entry in entries if isinstance(entry, Film)]
+    if any(of.method == "chunk" and 1 in of.target_frames for of in films):
+        yield "chunk with 1 in target_frames takes every frame of every clip as a picture."

@@ -1,0 +1,81 @@
+"""Pictures that belong to others by their names: control pictures and masks."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...common.text import shortlist
+from .files import listed, name_below, picture_files, same_folder, stem_of
+
+
+def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path, ...]], tuple[str, ...]]:
+    """The control pictures of each picture, and a note on those that belong to none.
+
+    names: of pictures, as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the control folder, whatever its
+    ending, then `sub/a_0.png`, `sub/a_1.png`, … in the order of their numbers, as musubi-tuner names them; a file that
+    has the whole name of another picture is that one's. ValueError names up to five pictures that have none.
+    """
+    stems = [stem_of(name) for name in names]
+    files = _by_stem(folder, "control folder", "control picture")
+    numbered: dict[str, list[tuple[int, str]]] = {}
+    for stem in files.keys() - set(stems):
+        if match := re.fullmatch(r"(.*)_(\d+)", stem, re.DOTALL):
+            numbered.setdefault(match[1], []).append((int(match[2]), stem))
+    matched = [[stem] * (stem in files) + [other for _, other in sorted(numbered.get(stem, []))] for stem in stems]
+    missing = [name for name, of in zip(names, matched, strict=True) if not of]
+    if missing:
+        stem = stem_of(missing[0])
+        raise ValueError(
+            f"{len(missing)} of {len(names)} pictures have no control picture in {folder.name!r}: "
+            f"{shortlist(missing)}; put one of the same name there, such as {stem + '.png'!r} or {stem + '_0.png'!r} "
+            f"for {missing[0]!r}, or take the picture out of its folder."
+        )
+    spare = sorted(files.keys() - {stem for of in matched for stem in of})
+    notes = (f"Control pictures that belong to no picture: {listed(folder, [files[s] for s in spare])}.",)
+    return [tuple(files[stem] for stem in of) for of in matched], notes if spare else ()
+
+
+def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """The mask of each picture or clip, and a note on those that belong to none.
+
+    names: as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the mask folder, whatever its ending.
+    ValueError names up to five that have none.
+    """
+    files = _by_stem(folder, "mask folder", "mask")
+    missing = [name for name in names if stem_of(name) not in files]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(names)} have no mask in {folder.name!r}: {shortlist(missing)}; put a picture of "
+            f"the same name there, such as {stem_of(missing[0]) + '.png'!r} for {missing[0]!r} (all white where "
+            f"nothing is to be masked), or keep those without masks in a folder of their own."
+        )
+    spare = sorted(files.keys() - {stem_of(name) for name in names})
+    notes = (f"Masks that belong to no picture or clip: {listed(folder, [files[stem] for stem in spare])}.",)
+    return [files[stem_of(name)] for name in names], notes if spare else ()
+
+
+def apart(folder: Path, **others: Path | None) -> tuple[Path, ...]:
+    """The folders that belong to this one, given by the names of their inputs; ValueError where one is the folder
+    itself."""
+    for name, other in others.items():
+        if other is not None and same_folder(folder, other):
+            what = name.removesuffix("_folder")
+            raise ValueError(
+                f"{name} is {folder.name!r}, the folder of the pictures themselves; put the {what} pictures into a "
+                f"folder of their own."
+            )
+    return tuple(other for other in others.values() if other is not None)
+
+
+def _by_stem(folder: Path, what: str, noun: str) -> dict[str, Path]:
+    """The pictures of a folder by their names without ending; ValueError for two of one name."""
+    files: dict[str, Path] = {}
+    for file in picture_files(folder):
+        stem = stem_of(name_below(folder, file))
+        if stem in files:
+            raise ValueError(
+                f"The {what} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are one {noun} by "
+                f"their names; remove one."
+            )
+        files[stem] = file
+    return files

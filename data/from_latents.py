@@ -1,0 +1,323 @@
+"""Latents and conditionings that core's nodes encoded, as training data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.fingerprint import fingerprint
+from ..common.text import shortlist
+from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
+from .buckets.planner import Grid, Placement, place_latents
+from .encode.clip_vision import seen_by, vision_output
+from .media.latent_masks import mask_notes, weights_of
+from .samples import PLAIN, Choice, Sample, SampleTensors, TrainingData
+
+Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]
+# What of a conditioning lies on the latent's own grid, and is cut with it.
+ON_THE_GRID = ("concat_latent_image", "concat_mask")
+
+
+@dataclass(frozen=True)
+class _Latent:
+    """One picture, (C, H, W), or clip, (C, T, H, W), with its noise mask, (1, T, h, w), (1, H, W) or None."""
+
+    name: str
+    tensor: Tensor
+    mask: Tensor | None
+
+    @property
+    def frames(self) -> int:
+        return self.tensor.shape[1] if self.tensor.ndim == 4 else 1
+
+    def clean_frames(self, policy: LatentPolicy) -> int:
+        """How many of a clip's first latent frames its mask gives clean, as core's Wan22ImageToVideoLatent does."""
+        if policy is not WAN22 or self.mask is None or self.mask.ndim != 4 or self.mask.shape[1] != self.frames:
+            return 0
+        noisy = self.mask.flatten(2).amax(dim=(0, 2)) > 0
+        whole = self.mask.flatten(2).amin(dim=(0, 2)) == 1
+        count = int((~noisy).long().cumprod(0).sum())
+        return count if 0 < count < self.frames and bool(whole[count:].all()) else 0
+
+
+def latents_to_data(
+    latents: Sequence[Mapping[str, Any]],
+    positive: Sequence[Conditioning],
+    max_graphs: int,
+    masked_loss: bool = False,
+) -> TrainingData:
+    """Training data from lists of ComfyUI's LATENT and CONDITIONING, as core's dataset nodes give them.
+
+    latents: dicts whose "samples" are (C, H, W), (B, C, H, W) or (B, C, T, H, W); each picture of a batch is a sample.
+    positive: one conditioning for each latent of the list (for a batch: one entry per picture, or one for all of it),
+        or as many entries as there are pictures in all, or a single one for all. Reference latents, start pictures
+        (core's WanImageToVideo) and what CLIP vision saw of them are kept.
+    Latents of more than `max_graphs` token counts are cut in the middle to few counts, and an odd side loses one row or
+    column of cells; notes say so. A noise mask that gives the first frames of a Wan 2.2 5B clip clean makes them so;
+    others are how much each token counts with `masked_loss`, else left out, with a note. Tensors are copied to the host
+    so that they can be saved for backward.
+    Raises ValueError where counts or shapes do not fit, and for values that are not finite.
+    """
+    batches = [_split(latent, index) for index, latent in enumerate(latents)]
+    given = [
+        _Latent(f"latent {index + 1}", *one) for index, one in enumerate(one for batch in batches for one in batch)
+    ]
+    if not given:
+        raise ValueError("latents is empty; connect the latents of Make Training Dataset or VAE Encode.")
+    policy = _check_channels([latent.tensor for latent in given])
+    entries = _match(positive, [len(batch) for batch in batches])
+    grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(given)]
+    placements = place_latents(grids, max_graphs)
+    samples, names, odd, whole = [], [], [], []
+    for latent, entry, grid, placement in zip(given, entries, grids, placements, strict=True):
+        tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
+        references = _references(tensors.conditioning, latent, grid, placement, policy)
+        odd += [latent.name] * references.odd
+        whole += [latent.name] * references.whole
+        known = frozenset(key for key, value in tensors.conditioning.items() if value is not None)
+        clean = latent.clean_frames(policy)
+        if masked_loss and latent.mask is not None and not clean:
+            height, width = latent.tensor.shape[-2:]
+            weights = weights_of(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
+            tensors = replace(tensors, weights=_own(weights))
+        sample = Sample(
+            name=latent.name,
+            grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
+            tokens=placement.tokens,
+            text_length=tensors.text.shape[1],
+            load=partial(_given, tensors),
+            references=references.tokens,
+            clean_frames=clean,
+            conditioning=known,
+        )
+        samples.append(sample)
+        parts = (placement.tokens, references.tokens, clean)
+        weighed = () if tensors.weights is None else (tensors.weights,)
+        names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts, *weighed))
+    notes = (
+        *mask_notes([of.name for of in given if of.mask is not None and not of.clean_frames(policy)], masked_loss),
+        *_reference_notes(samples, odd, whole, max_graphs),
+        *_notes(given, grids, placements, samples, max_graphs, policy),
+    )
+    return TrainingData(tuple(samples), fingerprint(names), notes)
+
+
+def _given(tensors: SampleTensors, choice: Choice = PLAIN) -> SampleTensors:
+    return tensors
+
+
+def _split(latent: Mapping[str, Any], index: int) -> list[tuple[Tensor, Tensor | None]]:
+    """A latent as its pictures, (C, H, W), or clips, (C, T, H, W), with their masks; a single frame is a picture."""
+    samples, mask = latent["samples"], latent.get("noise_mask")
+    if samples.ndim not in (3, 4, 5):
+        raise ValueError(
+            f"Latent {index + 1} has the shape {tuple(samples.shape)}; it must be (C, H, W), (B, C, H, W) or "
+            f"(B, C, T, H, W)."
+        )
+    batch = samples[None] if samples.ndim == 3 else samples
+    masks = [None] * len(batch) if mask is None else [mask[min(one, len(mask) - 1)] for one in range(len(batch))]
+    pictures = [one.squeeze(1) if one.ndim == 4 and one.shape[1] == 1 else one for one in batch]
+    return list(zip(pictures, masks, strict=True))
+
+
+def _match(positive: Sequence[Conditioning], batches: list[int]) -> list[Any]:
+    """One conditioning entry for each picture."""
+    pictures = sum(batches)
+    if len(positive) == len(batches) and all(len(p) in (1, size) for p, size in zip(positive, batches, strict=True)):
+        return [
+            entry
+            for entries, size in zip(positive, batches, strict=True)
+            for entry in (entries if len(entries) == size else entries * size)
+        ]
+    flat = [entry for entries in positive for entry in entries]
+    if len(flat) == pictures:
+        return flat
+    if len(flat) == 1:
+        return flat * pictures
+    raise ValueError(
+        f"positive has {len(flat)} conditionings and latents has {pictures} pictures; give one for each picture, or "
+        f"one for all."
+    )
+
+
+def _check_channels(pictures: list[Tensor]) -> LatentPolicy:
+    """The policy of latents of these channels, which are the same for all."""
+    channels = [picture.shape[0] for picture in pictures]
+    other = next((index for index, count in enumerate(channels) if count != channels[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"latents have different numbers of channels (latent 1 has {channels[0]}, latent {other + 1} has "
+            f"{channels[other]}); encode all pictures with one VAE."
+        )
+    policy = policy_of_latent(channels[0])
+    if policy is None:
+        known = ", ".join(f"{policy.channels} ({policy.family})" for policy in POLICIES)
+        raise ValueError(
+            f"latents have {channels[0]} channels, which no model that is trained here takes (they take {known}); "
+            f"encode the pictures with the model's VAE."
+        )
+    return policy
+
+
+def _grid(picture: Tensor, index: int, patch: int) -> Grid:
+    height, width = (side // patch for side in picture.shape[-2:])
+    if height < 1 or width < 1:
+        raise ValueError(
+            f"Picture {index + 1} of latents is {picture.shape[-2]} x {picture.shape[-1]} cells, too small for a "
+            f"token of {patch} x {patch}; encode a larger picture."
+        )
+    return Grid(height, width, picture.shape[1] if picture.ndim == 4 else 1)
+
+
+def _cut(picture: Tensor, grid: Grid, target: Grid, patch: int) -> Tensor:
+    """The middle of a latent, in whole tokens of its own grid."""
+    top = (grid.height - target.height) // 2 * patch
+    left = (grid.width - target.width) // 2 * patch
+    return picture[..., top : top + target.height * patch, left : left + target.width * patch]
+
+
+def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) -> SampleTensors:
+    cond, conditioning = entry[0], dict(entry[1])
+    if cond.ndim != 3 or cond.shape[0] != 1:
+        shape = tuple(cond.shape)
+        raise ValueError(f"The conditioning of {latent.name} has the shape {shape}; it must be (1, tokens, width).")
+    for what, tensor in ((latent.name, latent.tensor), (f"The conditioning of {latent.name}", cond)):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{what[0].upper()}{what[1:]} holds values that are not finite; encode it again, with the VAE or the "
+                f"text encoders in a wider dtype (ComfyUI's --fp32-vae or --fp32-text-enc)."
+            )
+    for name in ON_THE_GRID:
+        if (value := conditioning.get(name)) is not None:
+            if value.shape[-2:] != latent.tensor.shape[-2:] or (value.ndim == 5 and value.shape[2] != latent.frames):
+                raise ValueError(
+                    f"{latent.name.capitalize()} is {_sides(latent.tensor)} and the start picture of its conditioning "
+                    f"({name}) is {_sides(value)}; give WanImageToVideo the width, height and length of the clip."
+                )
+            conditioning[name] = _cut(value, grid, target, patch)
+    if (seen := conditioning.get("clip_vision_output")) is not None:
+        conditioning["clip_vision_output"] = vision_output(_own(seen_by(seen)))
+    return SampleTensors(
+        _own(_cut(latent.tensor, grid, target, patch)),
+        _own(cond),
+        {key: _own_all(value) for key, value in conditioning.items()},
+    )
+
+
+def _sides(tensor: Tensor) -> str:
+    frames = tensor.shape[-3] if tensor.ndim > 3 else 1
+    return f"{tensor.shape[-1]} x {tensor.shape[-2]} cells and {frames} frames"
+
+
+@dataclass(frozen=True)
+class _References:
+    """tokens: of each reference. odd: whether one lost an odd row or column of cells. whole: whether one of another
+    size was left whole while the latent was cropped."""
+
+    tokens: tuple[int, ...]
+    odd: bool
+    whole: bool
+
+
+def _references(
+    conditioning: Mapping[str, Any], latent: _Latent, grid: Grid, placement: Placement, policy: LatentPolicy
+) -> _References:
+    """The reference latents, cut to whole tokens in place, and cropped as the latent where they have its sides."""
+    references = conditioning.get("reference_latents") or []
+    tokens, odd, whole = [], False, False
+    for index, reference in enumerate(references):
+        height, width = (side // policy.patch for side in reference.shape[-2:])
+        if (
+            reference.ndim not in (4, 5)
+            or (reference.ndim == 5 and reference.shape[2] != 1)
+            or reference.shape[0] != 1
+            or reference.shape[1] != policy.channels
+            or not height * width
+        ):
+            raise ValueError(
+                f"A reference latent of {latent.name} has the shape {tuple(reference.shape)}; it must be one picture "
+                f"of {policy.channels} channels, encoded with the VAE of latents."
+            )
+        odd |= (height * policy.patch, width * policy.patch) != reference.shape[-2:]
+        kept = Grid(height, width)
+        if placement.crop > 0 and reference.shape[-2:] == latent.tensor.shape[-2:]:
+            kept = Grid(placement.grid.height, placement.grid.width)
+        elif placement.crop > 0:
+            whole = True
+        references[index] = _own(_cut(reference, Grid(height, width), kept, policy.patch))
+        tokens.append(kept.tokens)
+    return _References(tuple(tokens), odd, whole)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy on the host that autograd accepts: ComfyUI runs nodes in inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _own_all(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _own(value)
+    return [_own_all(one) for one in value] if isinstance(value, list) else value
+
+
+def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
+    """A conditioning as a fingerprint reads it: what CLIP vision saw is the tensor."""
+    return {
+        key: seen_by(value) if key == "clip_vision_output" and value is not None else value
+        for key, value in conditioning.items()
+    }
+
+
+def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], max_graphs: int) -> Iterator[str]:
+    if odd:
+        yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd)}."
+    if whole:
+        yield (
+            f"Cropped without their reference latents, which have other sides than they: {shortlist(whole)}; raise "
+            f"max_graphs to crop less, or encode both at one size."
+        )
+    shapes = {sample.references for sample in samples}
+    graphs = {(sample.tokens, sample.references) for sample in samples}
+    if len(shapes) > 1 and len(graphs) > max_graphs:
+        listed = ", ".join(" + ".join(map(str, shape)) or "none" for shape in sorted(shapes))
+        yield (
+            f"With their reference latents ({listed} tokens) the latents make {len(graphs)} graphs, each compiled; "
+            f"encode the control pictures at fewer sizes, or use Prepare Dataset, which plans them."
+        )
+
+
+def _notes(
+    latents: list[_Latent],
+    grids: list[Grid],
+    placements: list[Placement],
+    samples: list[Sample],
+    max_graphs: int,
+    policy: LatentPolicy,
+) -> Iterator[str]:
+    sides = [latent.tensor.shape[-2:] for latent in latents]
+    odd = [s.name for s, side in zip(samples, sides, strict=True) if any(cells % policy.patch for cells in side)]
+    if odd:
+        yield f"Cut to whole tokens, having an odd number of cells along a side: {shortlist(odd)}."
+    counts = sorted({p.tokens for p in placements})
+    listed = ", ".join(map(str, counts))
+    cut = [
+        f"{sample.name} (from {grid.width} x {grid.height} to {p.grid.width} x {p.grid.height} tokens, {p.crop:.1%})"
+        for sample, grid, p in zip(samples, grids, placements, strict=True)
+        if p.crop > 0
+    ]
+    if cut:
+        yield f"Cropped to keep within max_graphs ({listed} tokens, ragged edge): {shortlist(cut)}."
+    if len(counts) > max_graphs:
+        yield (
+            f"There are {len(counts)} token counts ({listed}), the fewest for pictures and clips of these lengths; "
+            f"each is compiled."
+        )
+    lengths = sorted({sample.text_length for sample in samples})
+    # FLUX.1, which alone has pooled captions, takes each length as it is; other models pad to lengths of their own.
+    if len(lengths) > 1 and all("pooled_output" in sample.conditioning for sample in samples):
+        listed = ", ".join(map(str, lengths))
+        yield f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."

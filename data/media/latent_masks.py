@@ -1,0 +1,48 @@
+"""The noise mask of a latent of core's nodes as the weights of its tokens: what a sampler may change is learnt."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ...common.text import shortlist
+from ..buckets.planner import Grid, Placement
+from .masks import area_mean
+
+
+def weights_of(mask: Tensor, name: str, cells: tuple[int, int], grid: Grid, placement: Placement, patch: int) -> Tensor:
+    """How much each kept token counts, (tokens,): the mean of the mask over its square of the latent.
+
+    mask: (1, H, W), (H, W) or (1, T, H, W), which core stretches over the latent whatever H and W are. cells: (height,
+    width) of the latent; grid: all of its tokens, placement: the part in their middle that is kept.
+    Raises ValueError for a mask of other frames than the latent's, and for one of which nothing is left.
+    """
+    frames = mask.reshape(1, *mask.shape[-2:]) if mask.ndim < 4 else mask[0]
+    if len(frames) not in (1, grid.frames):
+        raise ValueError(
+            f"The noise mask of {name} has {len(frames)} frames and the latent {grid.frames}; give it one, or as many."
+        )
+    kept = placement.grid
+    top, left = (grid.height - kept.height) // 2, (grid.width - kept.width) // 2
+    down, across = (frames.shape[1] * patch / cells[0], frames.shape[2] * patch / cells[1])
+    box = (left * across, top * down, (left + kept.width) * across, (top + kept.height) * down)
+    means = [area_mean(frame.float().cpu().numpy(), box, kept.height, kept.width).flatten() for frame in frames]
+    of_frame = placement.tokens // kept.frames
+    weights = torch.cat([means[min(frame, len(means) - 1)][:of_frame] for frame in range(kept.frames)])
+    if not float(weights.sum()) > 0:
+        raise ValueError(
+            f"The noise mask of {name} is 0 all over, as the latent is cropped, which leaves nothing to learn; set it "
+            f"to 1 where it is to be learnt, or switch masked_loss off."
+        )
+    return weights
+
+
+def mask_notes(masked: Sequence[str], used: bool) -> Iterator[str]:
+    """masked: the latents with a noise mask that gives no frames clean."""
+    if masked and not used:
+        yield (
+            f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}; switch masked_loss "
+            f"on to learn only where it is 1."
+        )
+    if used and not masked:
+        yield "masked_loss has no effect, as no latent has a noise mask; set one with Set Latent Noise Mask."

@@ -1,0 +1,285 @@
+"""From a data set to training data: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..common.fingerprint import changed_fields, fingerprint
+from ..models.latents import WAN21, WAN22, latent_policy
+from ..models.text import PLUS, TextPolicy, check_pair, text_policy
+from .buckets.planner import BucketPlan, Placement, plan_buckets
+from .buckets.plot import describe_plan
+from .cache import Cache
+from .captions.notes import encoded_note
+from .checks import check_items, check_options, plan_notes, regularisation_notes, start_notes
+from .encode.augmentation import view_notes
+from .encode.clip_vision import SEEN, vision_output
+from .encode.control_crops import place_controls
+from .encode.image_variants import PictureKeys, form_jobs, make_forms, pictures_of, read_masks
+from .encode.text import CaptionKeys, read_captions
+from .encode.vae import PictureEncoder
+from .folders.dataset import Dataset
+from .folders.items import Item, find_items
+from .folders.options import AS_IT_IS
+from .jobs import Interrupted, Progress, check_space, encode, lacking
+from .media.integrity import check_decodes
+from .media.masks import TOKENS, mask_notes, token_weights
+from .samples import (
+    PLAIN,
+    Choice,
+    Prompt,
+    Sample,
+    SampleTensors,
+    TrainingData,
+    check_something_is_learnt,
+    shown_per_epoch,
+)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What Prepare Dataset gives. sizes: (height, width) in pixels of each picture or clip, in the order of the
+    samples."""
+
+    data: TrainingData
+    plan: BucketPlan
+    sizes: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
+
+
+def prepare(
+    dataset: Dataset,
+    vae: Any,
+    clip: Any,
+    *,
+    megapixels: float,
+    max_graphs: int,
+    fit: str,
+    max_text_length: int,
+    cache_dir: Path,
+    clip_vision: Any = None,
+    image_to_video: bool = False,
+    control_megapixels: float = 1.0,
+    edit_prompt: str = PLUS,
+    progress: Progress = lambda done, total, text: None,
+    interrupted: Interrupted = lambda: None,
+) -> PreparedData:
+    """Encode a data set with a ComfyUI VAE and CLIP.
+
+    The encoders and all files are checked before anything is encoded, to their end those pictures that will be; an
+    encoder is loaded only if the cache lacks something of it: the VAE for all pictures, clips, start frames and control
+    pictures first, then the CLIP vision model, then the CLIP for all captions. `interrupted` is called before each and
+    may raise; what is encoded by then stays in the cache.
+    image_to_video: each clip's first frame is its start picture, in the way of the Wan model of that VAE; with
+        clip_vision (Wan 2.1) it is seen by that as well.
+    control_megapixels: the size of control pictures, which take whole grids: at `megapixels` the grids of the results
+        whose shape they have, else those of one token count (see place_controls).
+    edit_prompt: how Qwen-Image-Edit's text encoder is told of the control pictures, one of EDIT_PROMPTS.
+    Raises ValueError for encoders of another family, unreadable files, what does not go together, values out of range
+    and a disk that is too small, and core's out-of-memory error where something does not fit through the VAE whole.
+    """
+    text, latents = text_policy(clip), latent_policy(vae)
+    check_pair(text, latents)
+    check_options(text, latents, max_text_length, clip_vision, image_to_video, edit_prompt)
+    if not dataset.entries:
+        raise ValueError("The data set is empty; connect Training Images or Training Clips.")
+    items, item_notes = find_items(dataset, progress, interrupted)
+    check_items(items, text, latents, image_to_video, edit_prompt)
+    check_something_is_learnt(item.treatment.regularisation for item in items)
+    sizes = tuple(item.pixels.size for item in items)
+    plan = plan_buckets(
+        sizes,
+        megapixels=megapixels,
+        pixels_per_token=latents.pixels_per_token,
+        max_graphs=max_graphs,
+        fit=fit,
+        weights=[item.repeats for item in items],
+        frames=[latents.latent_frames(item.pixels.frames) for item in items],
+    )
+    encoder = PictureEncoder(vae, latents)
+    control_plan = place_controls(
+        items, plan, megapixels=megapixels, control_megapixels=control_megapixels, max_graphs=max_graphs
+    )
+    placed = control_plan.placements
+    cache = Cache(cache_dir)
+    wanted = make_forms(items, plan.placements, placed, encoder)
+    forms, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
+    # A caption is encoded for each form of its control pictures where the text encoder sees those.
+    shown = [(item, form.controls) for item, of in zip(items, forms, strict=True) for form in of]
+    of_forms = iter(
+        read_captions(
+            [item for item, _ in shown],
+            [controls for _, controls in shown],
+            clip,
+            text,
+            max_text_length if text.lengths else None,
+            edit_prompt,
+            progress,
+            interrupted,
+        )
+    )
+    captions = [tuple(next(of_forms) for _ in of) for of in forms]
+
+    jobs = form_jobs(forms, encoder, image_to_video and latents is WAN21, clip_vision)
+    every = [one for of in jobs for one in of]
+    caption_jobs = [caption.job for of in captions for one in of for caption in one.all]
+    work = [
+        (lacking(cache, [job for one in every for job in one.of_vae]), _what(items)),
+        (lacking(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
+        (lacking(cache, caption_jobs), "captions"),
+    ]
+    check_space(cache_dir, [job for jobs, _ in work for job in jobs])
+    check_decodes(pictures_of(every, {job.key for job in work[0][0]}), progress, interrupted)
+    for lacked, what in work:
+        encode(cache, lacked, what, progress, interrupted)
+
+    keys = [tuple(one.keys() for one in of) for of in jobs]
+    texts = [tuple(one.keys() for one in of) for of in captions]
+    clean = image_to_video and latents is WAN22
+    samples = tuple(
+        _sample(cache, item, placement, of, one, words, text, clean)
+        for item, placement, of, one, words in zip(items, plan.placements, placed, keys, texts, strict=True)
+    )
+    first = [of[0] for of in captions]
+    notes = (
+        *dataset.notes,
+        *item_notes,
+        *plan_notes(items, first, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
+        *control_plan.notes,
+        *start_notes(items, latents, image_to_video, clip_vision),
+        *mask_notes(counted),
+        *regularisation_notes(items),
+        *view_notes(items, *([[form.view for form in of] for of in made] for made in (wanted, forms))),
+        *encoded_note([item.caption_forms for item in items], {job.key: job.bytes for job in caption_jobs}),
+    )
+    made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
+    made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
+    made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
+    data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
+    return PreparedData(data, plan, sizes, notes)
+
+
+def _fingerprint(
+    items: Sequence[Item],
+    samples: Sequence[Sample],
+    keys: Sequence[tuple[PictureKeys, ...]],
+    texts: Sequence[tuple[CaptionKeys, ...]],
+) -> str:
+    """What is left at its default is left out, so that a data set keeps its name when more can be set."""
+    plain = [
+        {"latent": of[0].latent, "text": words[0].forms[0], "references": of[0].references, "start": of[0].start}
+        | {"vision": of[0].vision}
+        for of, words in zip(keys, texts, strict=True)
+    ]
+    parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
+    more = [
+        (place, [changed_fields(one) for one in of], [one.forms[0] for one in words], changed_fields(item.treatment))
+        for place, (item, of, words) in enumerate(zip(items, keys, texts, strict=True))
+        if len(of) > 1 or of[0].mask or item.treatment != AS_IT_IS
+    ]
+    captions = [
+        (place, [changed_fields(one) for one in words], item.caption_forms.weights, item.caption_forms.dropout)
+        for place, (item, words) in enumerate(zip(items, texts, strict=True))
+        if not item.caption_forms.plain
+    ]
+    return fingerprint(plain, parts, *([more] if more else []), *(["captions", captions] if captions else []))
+
+
+def summary(prepared: PreparedData) -> str:
+    """The preparation in a few lines: how much there is, what is cropped, which graphs training will compile."""
+    samples, keys = prepared.data.samples, prepared.data.graph_keys()
+    shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
+    clips = sum(sample.grid[0] > 1 for sample in samples)
+    counted = {"Pictures": len(samples) - clips, "Clips": clips}
+    contents = ", ".join(f"{noun}: {count}" for noun, count in counted.items() if count)
+    parts = " + control pictures" if any(sample.references for sample in samples) else ""
+    return "\n".join(
+        [
+            f"{contents}, seen per epoch with repeats: {shown_per_epoch(samples)}.",
+            describe_plan(prepared.plan),
+            f"Each kind of block is compiled for {len(keys)} of (picture{parts} + caption) tokens: {shapes}.",
+            *prepared.notes,
+        ]
+    )
+
+
+def _what(items: Sequence[Item]) -> str:
+    clips = sum(item.pixels.frames > 1 for item in items)
+    return "pictures" if not clips else "clips" if clips == len(items) else "pictures and clips"
+
+
+def _sample(
+    cache: Cache,
+    item: Item,
+    placement: Placement,
+    controls: tuple[Placement, ...],
+    keys: tuple[PictureKeys, ...],
+    texts: tuple[CaptionKeys, ...],
+    text: TextPolicy,
+    clean: bool,
+) -> Sample:
+    grid = placement.grid
+    encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in texts for key in one.all)]
+    carried = {*(encoded[0].keys() - {"cond"})}
+    carried |= {"reference_latents"} if keys[0].references else set()
+    carried |= {"concat_latent_image", "concat_mask"} if keys[0].start else set()
+    carried |= {"clip_vision_output"} if keys[0].vision else set()
+    return Sample(
+        name=item.name,
+        grid=(grid.frames, grid.height, grid.width),
+        tokens=placement.tokens,
+        text_length=text.model_length(max(shapes["cond"][1] for shapes in encoded)),
+        load=partial(_load, cache, item, placement, keys, texts),
+        repeats=item.repeats,
+        references=tuple(control.tokens for control in controls),
+        clean_frames=1 if clean and grid.frames > 1 else 0,
+        conditioning=frozenset(carried),
+        pictures=len(keys),
+        loss_weight=item.treatment.loss_weight,
+        regularisation=item.treatment.regularisation,
+        file=item.file,
+        captions=len(texts[0].forms),
+        caption_weights=item.caption_forms.weights,
+        caption_dropout=item.caption_forms.dropout,
+        class_caption=bool(item.caption_forms.of_class),
+    )
+
+
+def _load(
+    cache: Cache,
+    item: Item,
+    placement: Placement,
+    forms: tuple[PictureKeys, ...],
+    texts: tuple[CaptionKeys, ...],
+    choice: Choice = PLAIN,
+) -> SampleTensors:
+    keys, words = forms[choice.picture], texts[choice.picture]
+    try:
+        latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(choice.caption))
+        shown: dict[str, Any] = {}
+        if keys.references:
+            shown["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
+        if keys.start:
+            shown |= cache.read(keys.start)
+        if keys.vision:
+            shown["clip_vision_output"] = vision_output(cache.read(keys.vision)[SEEN])
+        mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
+        class_key = words.class_key(choice.caption) if choice.class_caption else None
+        of_class = None if class_key is None else _prompt(cache.read(class_key), shown)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
+            f"it) and queue again, so that Prepare Dataset encodes it anew."
+        ) from error
+    weights = None if mask is None else token_weights(mask, placement, item.treatment.unmasked_weight)
+    own = _prompt(text, shown)
+    return SampleTensors(latent, own.text, own.conditioning, weights, of_class)
+
+
+def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:
+    """A caption with what a picture puts beside it."""
+    return Prompt(encoded["cond"], {part: tensor for part, tensor in encoded.items() if part != "cond"} | shown)
