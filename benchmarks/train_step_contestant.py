@@ -28,7 +28,7 @@ ENDLESS = 10**6  # steps; the parent ends the run
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
     """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
     network_options, memory_options = (
-        import_module("tessera.train.options.network"),
+        import_module("tessera.lora.options"),
         import_module("tessera.train.options.memory"),
     )
     optimizer_options, objective_options = (
@@ -36,7 +36,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         import_module("tessera.train.options.objective"),
     )
     run = import_module("tessera.train.run")
-    loop, plan = import_module("tessera.train.loop"), import_module("tessera.train.network_plan")
+    loop, plan = import_module("tessera.train.loop"), import_module("tessera.lora.plan")
     events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()

@@ -79,7 +79,7 @@ class CountedStep:
         )
 
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
-        plan, options = import_module("tessera.train.network_plan"), import_module("tessera.train.options.network")
+        plan, options = import_module("tessera.lora.plan"), import_module("tessera.lora.options")
         base, lora = import_module("tessera.models.adapters.base"), import_module("tessera.models.adapters.lora")
         network = options.NetworkOptions(rank=rank, alpha=float(rank), include=include)
         linears = self.transformer.linears()

@@ -6,8 +6,8 @@ from pathlib import Path
 import folder_paths
 from torch import Tensor
 
-from ..train.lora_source import LoraSource
-from ..train.options.network import NONE, SAME
+from ..lora.options import NONE, SAME
+from ..lora.source import LoraSource
 
 _ENDINGS = (".safetensors", ".sft")
 

@@ -7,10 +7,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..lora.options import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
+from ..lora.patterns import parse_targets
+from ..lora.plan import describe_network
 from ..models.registry import family_of
-from ..train.network_plan import describe_network
-from ..train.options.network import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
-from ..train.targets import parse_targets
 from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source
 from .output import LoraModelType
 

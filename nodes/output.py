@@ -11,7 +11,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..common.file_names import ENDING
-from ..train.formats import DTYPES, FORMATS, save_lora
+from ..lora.files.formats import DTYPES, FORMATS, save_lora
 from ..train.loss_plot import plot_loss
 from .dates import with_dates
 from .images import image_tensor

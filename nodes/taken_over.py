@@ -6,9 +6,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ..compile.attach import branch_of
 from ..compile.settings import CompileSettings
+from ..lora.options import SAME
 from ..models.swapped_model import swap_settings_of
 from ..train.options.memory import MemoryOptions
-from ..train.options.network import SAME
 from ..train.run import TrainSettings
 
 _MEMORY = MemoryOptions()

@@ -10,11 +10,11 @@ from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..data.samples import TrainingData
+from ..lora.base import with_base
+from ..lora.options import NetworkOptions
 from ..models.registry import family_of
-from ..train.base_lora import with_base
 from ..train.experts import ExpertObserver, plan_experts
 from ..train.options.memory import MemoryOptions
-from ..train.options.network import NetworkOptions
 from ..train.options.objective import ObjectiveOptions
 from ..train.options.optimizer import OptimizerOptions
 from ..train.options.validation import ValidationOptions

@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from ..data.samples import TrainingData
-from ..train.base_lora import with_base
+from ..lora.base import with_base
+from ..lora.files.lora_model import LoraModel
 from ..train.events import Observer
 from ..train.experts import Expert
-from ..train.lora_model import LoraModel
 from ..train.preview import Partner, Preview, Previewer, preview_notes
 from ..train.run import TrainSettings
 from ..train.train_lora import TrainResult, train_lora

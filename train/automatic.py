@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..compile.regions import run_block
 from ..data.samples import TrainingData
+from ..lora.network import LoraNetwork, build_network
 from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.file_speed import file_source
 from ..memory.flat import Layout
@@ -27,7 +28,6 @@ from ..memory.pinning import link_bandwidth
 from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
 from ..models.family import Block, Family, ModelInputs
 from .batch import make_batch
-from .lora import LoraNetwork, build_network
 from .options.memory import MemoryOptions
 from .run import TrainSettings
 

@@ -6,16 +6,16 @@ from comfy.model_patcher import ModelPatcher
 
 from ..data.encode.clip_vision import seen_by
 from ..data.samples import TrainingData, check_something_is_learnt
+from ..lora.base import put_under
+from ..lora.plan import choose_targets, network_notes, one_expert_notes
+from ..lora.warm_start import StartLora, read_start
 from ..memory.frozen import dequantised_notes
 from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
-from .base_lora import put_under
 from .batch import strata_of
 from .held_out import hold_out, validation_notes
-from .lora_start import StartLora, read_start
-from .network_plan import choose_targets, network_notes, one_expert_notes
 from .objective.notes import objective_notes
 from .objective.sampling import check_range
 from .optimizer_check import check_optimizer

@@ -10,8 +10,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ..data.data_facts import data_facts
 from ..data.samples import TrainingData, shown_per_epoch
+from ..lora.files.lora_model import LoraModel
 from ..models.family import Family
-from .lora_model import LoraModel
 from .metadata import RunFacts, metadata_for
 from .run import TrainSettings
 from .saving import Describe

@@ -5,11 +5,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..lora.plan import adapter_specs, trained_numbers
 from ..models.family import linear_shapes
 from .batch import strata_of
 from .beginning import Beginning
 from .checked_run import CheckedRun
-from .network_plan import adapter_specs, trained_numbers
 from .objective.sampling import Strata
 from .run import STATES_KEPT, RunFolder, TrainSettings
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lora.files.lora_model import LoraModel
+from ..lora.network import LoraNetwork
+from ..lora.warm_start import StartLora
 from .checkpoint import TrainingState
-from .lora import LoraNetwork
-from .lora_model import LoraModel
 from .lora_plus import parameter_groups
-from .lora_start import StartLora
 from .max_norm import MaxNorm
 from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optimizer_weights import LoraAverage, is_schedule_free, saved_weights

@@ -23,6 +23,8 @@ from ..data.choices import choose
 from ..data.loader import batch_order
 from ..data.reader import SampleReader, Shown
 from ..data.samples import TrainingData
+from ..lora.files.lora_model import LoraModel
+from ..lora.warm_start import StartLora
 from ..memory.frozen import unload_everything
 from ..memory.spill import SpillWatch
 from ..models.family import Family
@@ -30,8 +32,6 @@ from . import automatic, stopped
 from .batch import Batch, make_batch, strata_of
 from .events import Observer, StepReport
 from .learner import Learner
-from .lora_model import LoraModel
-from .lora_start import StartLora
 from .machine import forget_memory_peak, machine_facts, memory_peak
 from .objective.loss import training_loss
 from .placed_model import PlacedModel

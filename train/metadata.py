@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, uint8
 
+from ..lora.options import NetworkOptions
 from ..models.family import Origin
 from .options.memory import MemoryOptions
-from .options.network import NetworkOptions
 from .options.objective import ObjectiveOptions
 from .options.optimizer import OptimizerOptions
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..common.rng import generator
+from ..lora.options import NetworkOptions
 from ..models.adapters.base import AdapterSpec, Shape
 from ..models.adapters.registry import ADAPTERS
 from .lora_plus import Params, check_ratio, flat, parameter_groups
@@ -14,7 +15,6 @@ from .optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimi
 from .optimizer_class import parse_args
 from .optimizer_state import pack_state, unpack_state
 from .optimizer_weights import is_schedule_free
-from .options.network import NetworkOptions
 from .options.optimizer import OptimizerOptions
 from .schedule import INVERSE_SQRT_STEPS
 

@@ -7,6 +7,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
+from ..lora.network import LoraNetwork, build_network
 from ..memory.block_swap import BlockSwap, frozen_modules
 from ..memory.in_file import bytes_in_file, stream_from_file
 from ..memory.page_locked import give_back
@@ -17,7 +18,6 @@ from ..models.family import Block, Family, ModelInputs, RunBlock, Transformer
 from . import automatic
 from .automatic import AutomaticMemory
 from .events import Observer
-from .lora import LoraNetwork, build_network
 from .run import TrainSettings
 from .runner import BlockRunner
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common.tensor_file import read_tensors
-from .lora_model import LoraModel
+from ..lora.files.lora_model import LoraModel
 from .optimizer_weights import decay_at
 from .run import step_loras
 

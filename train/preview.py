@@ -13,6 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..compile.attach import branch_of
+from ..lora.files.formats import convert
 from ..memory.frozen import unload_everything
 from ..memory.host_copies import host_copies_kept
 from ..memory.masters import as_loaded
@@ -20,7 +21,6 @@ from ..models.family import Family
 from ..models.registry import family_of
 from . import stopped
 from .experts import HIGH
-from .formats import convert
 from .preview_files import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
 from .sampling import (
     Sampling,

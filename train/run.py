@@ -15,9 +15,9 @@ from unicodedata import normalize
 from ..common.file_names import plain_name
 from ..common.files import write_atomically
 from ..common.fingerprint import changed_fields, fingerprint
+from ..lora.options import NetworkOptions
 from .checkpoint import STATE_SUFFIX
 from .options.memory import MemoryOptions
-from .options.network import NetworkOptions
 from .options.objective import ObjectiveOptions
 from .options.optimizer import OptimizerOptions
 from .options.validation import ValidationOptions

@@ -11,11 +11,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..common.files import write_atomically
+from ..lora.files.formats import save_lora
+from ..lora.files.lora_model import LoraModel
 from .checkpoint import TrainingState, load_state, save_state, state_path
 from .events import Observer
-from .formats import save_lora
 from .learner import Learner
-from .lora_model import LoraModel
 from .objective.sampling import Strata
 from .run import RunFolder, TrainSettings, place_of
 from .stopped import TrainingStopped, broken_off, kept

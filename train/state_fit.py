@@ -8,16 +8,16 @@ from typing import Any
 import safetensors
 import torch
 
+from ..lora.options import NetworkOptions
+from ..lora.plan import adapter_specs
 from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.oft import OftAdapter
 from ..models.adapters.registry import adapter_kind
 from ..models.family import linear_shapes
 from .checkpoint import MASTERS, read_header
 from .lora_plus import check_groups, group_sizes, parameter_groups
-from .network_plan import adapter_specs
 from .optimizer import check_class, chosen_class
 from .optimizer_state import part_of
-from .options.network import NetworkOptions
 from .options.optimizer import OptimizerOptions
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from ..common.tensor_file import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
+from ..lora.files.lora_model import LoraModel
 from .beginning import begin, notes_of
 from .checked_run import check_run
 from .description import describer, facts_of, now
@@ -19,7 +20,6 @@ from .disk_room import check_room, room_for
 from .events import Observer, StepReport
 from .held_out import held_out_note
 from .loop import Trainer
-from .lora_model import LoraModel
 from .parts import continued_from, made_with, parts_of
 from .preview_files import FOLDER as PREVIEWS
 from .preview_files import SHEET

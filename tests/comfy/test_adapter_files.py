@@ -9,9 +9,9 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
-from tessera.train.formats import convert, save_lora
-from tessera.train.lora_source import LoraSource
-from tessera.train.options.network import NetworkOptions
+from tessera.lora.files.formats import convert, save_lora
+from tessera.lora.options import NetworkOptions
+from tessera.lora.source import LoraSource
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.qwen_data import qwen_sample
 from tiny.runs import mixed_data, train, training_data

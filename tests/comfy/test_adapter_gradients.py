@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from tessera.lora.options import NetworkOptions
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tiny.adapters import ALGORITHMS, fill, fp64_model, gradients
 
 HERE = Path(__file__).parent

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 import tiny
 import torch
+from tessera.lora.dropout import draw_masks
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import network_notes
 from tessera.models.flux.flux1 import Flux
-from tessera.train.dropout import draw_masks
-from tessera.train.network_plan import network_notes
 from tessera.train.optimizer import build_optimizer
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.compiling import Graphs

@@ -7,12 +7,12 @@ import comfy.lora
 import pytest
 import torch
 from comfy.weight_adapter.base import factorization
+from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import base_spec
 from tessera.memory.frozen import FrozenLinear
 from tessera.models.adapters.base import Adapter, DropMask, cut
 from tessera.models.adapters.registry import adapter_kind
-from tessera.train.formats import LoraModel, convert
-from tessera.train.network_plan import base_spec
-from tessera.train.options.network import NetworkOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.compiling import Graphs
 from tiny.flux import QUANTISED

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import comfy.sd
 import numpy as np
+from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.source import LoraSource
 from tessera.nodes.taken_over import shared
 from tessera.nodes.training_run import run
-from tessera.train.formats import LoraModel, convert
-from tessera.train.lora_source import LoraSource
 from tiny.lora_files import random_updates
 from tiny.runs import Watcher, run_settings
 

@@ -10,14 +10,14 @@ import pytest
 import tiny
 import torch
 from PIL import Image
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.compare import TesseraCompareLoras
 from tessera.nodes.lora_columns import read_pair_strengths
 from tessera.nodes.lora_pairs import Pair, pairs
 from tessera.nodes.preview import TesseraPreview
 from tessera.train import compare as module
 from tessera.train.experts import ExpertObserver, plan_experts
-from tessera.train.formats import save_lora
-from tessera.train.lora_model import LoraModel, LowRank
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
 from tiny.sampling import conditioning

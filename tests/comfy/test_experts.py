@@ -9,6 +9,10 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
+from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import choose_targets
+from tessera.lora.source import LoraSource
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
 from tessera.nodes.lora_files import low_noise_source
@@ -16,11 +20,7 @@ from tessera.nodes.taken_over import shared
 from tessera.train import batch
 from tessera.train.checked_run import check_run
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
-from tessera.train.formats import LoraModel, convert
-from tessera.train.lora_source import LoraSource
-from tessera.train.network_plan import choose_targets
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update

@@ -10,11 +10,11 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
+from tessera.lora.options import NetworkOptions
 from tessera.models.math import resolution_shift
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.sampling import draw_sigma
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tiny.flux_core import to_tokens
 from tiny.flux_data import flux_sample
 from tiny.runs import training_data

@@ -13,10 +13,10 @@ from diffusers import Flux2Transformer2DModel
 from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file
+from tessera.lora.files.formats import LoraModel, save_lora
+from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.flux.flux2 import Flux2
-from tessera.train.formats import LoraModel, save_lora
-from tessera.train.targets import match_targets
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 
 

@@ -11,15 +11,15 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
+from tessera.lora.base import put_under
+from tessera.lora.options import NetworkOptions
+from tessera.lora.source import LoraSource
+from tessera.lora.warm_start import read_start
 from tessera.models.adapters.base import AdapterSpec
 from tessera.models.adapters.lora import LoraAdapter
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
-from tessera.train.base_lora import put_under
 from tessera.train.checked_run import check_run
-from tessera.train.lora_source import LoraSource
-from tessera.train.lora_start import read_start
-from tessera.train.options.network import NetworkOptions
 from tiny.foreign_loras import FOREIGN, foreign
 from tiny.lora_files import patched_deltas
 from tiny.runs import Watcher, mixed_data, run_settings, train

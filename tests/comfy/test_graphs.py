@@ -107,7 +107,7 @@ def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp
 
 
 def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_path):
-    from tessera.train.options.network import NetworkOptions
+    from tessera.lora.options import NetworkOptions
 
     network = NetworkOptions(rank=2, alpha=2.0, include=("double_blocks.0.*", "single_blocks.*"))
     data = tiny.make_data([(4, 4)], [16])

@@ -19,8 +19,8 @@ from diffusers import FluxTransformer2DModel
 from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tessera.lora.files.formats import LoraModel, LowRank, convert, save_lora
 from tessera.nodes.output import TesseraLossPlot, TesseraSaveLora
-from tessera.train.formats import LoraModel, LowRank, convert, save_lora
 from tessera.train.names.flux import TO_DIFFUSERS
 from tiny.lora_files import (
     RANK,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import adapter_specs, choose_targets, network_notes
 from tessera.models.flux.flux1 import Flux
 from tessera.models.registry import family_of
 from tessera.nodes.options import NO_MODEL, TesseraLoraNetwork
-from tessera.train.network_plan import adapter_specs, choose_targets, network_notes
-from tessera.train.options.network import NetworkOptions
 from tiny.prompt import executed, node
 from tiny.runs import Watcher, mixed_data, train
 

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from tessera.lora.options import NetworkOptions
 from tessera.nodes.memory import TesseraMemory
 from tessera.nodes.objective import TesseraObjective
 from tessera.nodes.optimizer import TesseraOptimizer
@@ -11,7 +12,6 @@ from tessera.nodes.options import TesseraLoraNetwork
 from tessera.nodes.validation import TesseraValidation
 from tessera.train.objective import picture
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tessera.train.options.validation import ValidationOptions

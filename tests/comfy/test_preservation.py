@@ -11,11 +11,11 @@ from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.data.samples import Choice, Prompt
+from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.sampling import draw_sigma
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tiny.compiling import Graphs

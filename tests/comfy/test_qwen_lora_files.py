@@ -10,13 +10,13 @@ import tiny
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from tessera.lora.files.formats import LoraModel, LowRank, save_lora
+from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.qwen_image import QwenImage
-from tessera.train.formats import LoraModel, LowRank, save_lora
 from tessera.train.names.flux import FLUX
 from tessera.train.names.lora_names import table_of
 from tessera.train.names.qwen_image import QWEN_IMAGE
-from tessera.train.targets import match_targets
 from torch import Tensor
 
 RANK = 4

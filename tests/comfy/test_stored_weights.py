@@ -7,16 +7,16 @@ import pytest
 import tiny
 import torch
 from tessera.compile.settings import CompileSettings
+from tessera.lora.network import LoraNetwork
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import choose_targets
 from tessera.memory.frozen import dequantised_notes, unload_everything
 from tessera.memory.masters import parts_of
 from tessera.models.flux.flux1 import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
-from tessera.train.lora import LoraNetwork
-from tessera.train.network_plan import choose_targets
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.runner import BlockRunner
 from tiny.runs import mixed_data, train
 

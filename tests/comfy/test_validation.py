@@ -9,10 +9,10 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
+from tessera.lora.options import NetworkOptions
 from tessera.train.loop import Trainer
 from tessera.train.objective.noise import draw_noise
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tessera.train.options.validation import ValidationOptions
 from tessera.train.validation import Validation

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from tessera.data.samples import Prompt
+from tessera.lora.options import NetworkOptions
 from tessera.memory.to_device import to_device
 from tessera.models import family as family_module
 from tessera.train import batch as batch_module
@@ -16,7 +17,6 @@ from tessera.train import preservation
 from tessera.train.events import Silent, StepReport
 from tessera.train.learner import Learner
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tessera.train.stopped import TrainingStopped

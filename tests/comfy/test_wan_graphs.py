@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tessera.lora.options import NetworkOptions
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tiny.compiling import Graphs, graphs_after_each_step
 from tiny.runs import training_data
 

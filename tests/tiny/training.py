@@ -23,13 +23,13 @@ def make_trainer(
     """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings; `held_out` is what
     its `validation` measures on."""
     from tessera.compile.settings import CompileSettings
+    from tessera.lora.options import NetworkOptions
+    from tessera.lora.plan import choose_targets
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
     from tessera.train.events import Silent
     from tessera.train.loop import Trainer
-    from tessera.train.network_plan import choose_targets
     from tessera.train.options.memory import MemoryOptions
-    from tessera.train.options.network import NetworkOptions
     from tessera.train.options.objective import ObjectiveOptions
     from tessera.train.options.optimizer import OptimizerOptions
     from tessera.train.run import RunFolder, TrainSettings

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
-from tessera.train.lora_source import LoraSource
+from tessera.lora.source import LoraSource
 from tessera.train.options.validation import ValidationOptions
 from tiny.runs import run_settings, training_data
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.common.files import write_atomically
-from tessera.train.formats import LoraModel, LowRank, convert, normalised, save_lora
+from tessera.lora.files.formats import LoraModel, LowRank, convert, normalised, save_lora
 from tessera.train.names.flux import FLUX
 from tessera.train.names.flux2 import FLUX2
 from tessera.train.names.table import flat_name

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from tessera.common.rng import generator
+from tessera.lora.options import NetworkOptions
 from tessera.train.lora_plus import flat, parameter_groups
 from tessera.train.optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
 from tessera.train.optimizer_check import check_optimizer
 from tessera.train.optimizer_state import pack_state, unpack_state
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from torch import nn
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tessera.common.rng import generator
+from tessera.lora.options import NetworkOptions
+from tessera.lora.plan import base_spec
 from tessera.models.adapters import loha
 from tessera.models.adapters.registry import adapter_kind
 from tessera.train.max_norm import MaxNorm
-from tessera.train.network_plan import base_spec
 from tessera.train.optimizer_check import check_optimizer
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.optimizer import OptimizerOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 

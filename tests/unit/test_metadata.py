@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from tessera.lora.files.formats import LoraModel, LowRank, save_lora
+from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
-from tessera.train.formats import LoraModel, LowRank, save_lora
 from tessera.train.metadata import RunFacts, for_file, metadata_for
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.options.optimizer import OptimizerOptions
 

@@ -1,8 +1,8 @@
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
+from tessera.lora.options import NetworkOptions
 from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.network import NetworkOptions
 from tessera.train.options.objective import ObjectiveOptions
 from tessera.train.options.optimizer import OptimizerOptions
 

@@ -1,5 +1,5 @@
 import pytest
-from tessera.train.targets import match_targets, parse_targets
+from tessera.lora.patterns import match_targets, parse_targets
 
 NAMES = [
     "double_blocks.0.img_attn.qkv",

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...common.checks import finite, one_of
-from ...models.adapters.base import DROPOUTS, INITS
-from ...models.adapters.registry import ADAPTERS
-from ..lora_source import LoraSource
-from ..ranks import parse_rank_patterns
+from ..common.checks import finite, one_of
+from ..models.adapters.base import DROPOUTS, INITS
+from ..models.adapters.registry import ADAPTERS
+from .ranks import parse_rank_patterns
+from .source import LoraSource
 
 ALGORITHMS = tuple(ADAPTERS)
 SAME, NONE = "same", "none"

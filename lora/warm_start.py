@@ -19,13 +19,13 @@ from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
-from .lora_dense import EMPTY, cut_to_rank, delta_of
-from .lora_model import ALPHA, LowRank, low_rank
-from .lora_patches import DoesNotFit, Patch
-from .lora_reader import Parts, ReadLora, read_lora
-from .lora_source import LoraSource
-from .network_plan import adapter_specs
-from .options.network import NetworkOptions
+from .files.lora_dense import EMPTY, cut_to_rank, delta_of
+from .files.lora_model import ALPHA, LowRank, low_rank
+from .files.patches import DoesNotFit, Patch
+from .files.reader import Parts, ReadLora, read_lora
+from .options import NetworkOptions
+from .plan import adapter_specs
+from .source import LoraSource
 
 OWN = "start_from"
 NOTICEABLE = 1e-3  # what of an update may be lost unsaid

@@ -12,9 +12,9 @@ from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
-from .options.network import LOW_NOISE, NetworkOptions
+from .options import LOW_NOISE, NetworkOptions
+from .patterns import examples, match_targets
 from .ranks import RankPattern, parse_rank_patterns
-from .targets import examples, match_targets
 
 Size = tuple[int, int]
 

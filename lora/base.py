@@ -8,9 +8,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ..models.family import Family, linear_shapes
 from ..models.registry import family_of
-from .lora_patches import DoesNotFit, Patch
-from .lora_reader import Patches, layer_of, name_of, read_patches
-from .options.network import NetworkOptions
+from .files.patches import DoesNotFit, Patch
+from .files.reader import Patches, layer_of, name_of, read_patches
+from .options import NetworkOptions
 
 
 def put_under(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:

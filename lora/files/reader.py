@@ -14,11 +14,11 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ..models.family import Family, linear_shapes
+from ...models.family import Family, linear_shapes
+from ...train.names.lora_names import TABLES
+from ...train.names.table import flat_name
 from .lora_model import ALPHA, DOWN, UP, LowRank
-from .lora_patches import DoesNotFit, Patch, Target
-from .names.lora_names import TABLES
-from .names.table import flat_name
+from .patches import DoesNotFit, Patch, Target
 
 Patches = dict[Target, Any]
 Parts = dict[str, Tensor]

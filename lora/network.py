@@ -12,11 +12,11 @@ from ..models.adapters.base import Adapter, DropMask
 from ..models.adapters.registry import adapter_kind
 from ..models.family import Block, ModelInputs, Transformer
 from ..models.lora_linear import LoraLinear
+from ..train.state_fit import OTHER_NETWORK, described
 from .dropout import draw_masks
-from .lora_model import LoraModel
-from .network_plan import adapter_specs
-from .options.network import NetworkOptions
-from .state_fit import OTHER_NETWORK, described
+from .files.lora_model import LoraModel
+from .options import NetworkOptions
+from .plan import adapter_specs
 
 
 class LoraNetwork:

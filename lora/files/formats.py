@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..common.files import write_atomically
+from ...common.files import write_atomically
+from ...train.metadata import for_file
+from ...train.names.table import NameTable
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
-from .metadata import for_file
-from .names.table import NameTable
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..common.rng import generator
 from ..models.adapters.base import Adapter, DropMask
 from ..models.family import Block, ModelInputs
-from .options.network import NetworkOptions
+from .options import NetworkOptions
 
 
 def draw_masks(

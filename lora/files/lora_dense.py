@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..models.adapters.pissa import largest_parts
-from .lora_patches import Patch
+from ...models.adapters.pissa import largest_parts
+from .patches import Patch
 
 EMPTY = 1e-6  # a singular part this small beside the largest is none
 _ROUNDING = 1e-6  # a change of W this small beside W is what fp32 rounds
