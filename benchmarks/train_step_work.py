@@ -97,7 +97,7 @@ class CountedStep:
 
     def count_swap(self, percent: float, prefetch: int) -> SwapWork:
         """Runs the engine's own ring over blocks without bytes."""
-        plan, ring = import_module("tessera.memory.swap_plan"), import_module("tessera.memory.slot_ring")
+        plan, ring = import_module("tessera.memory.swap.plan"), import_module("tessera.memory.swap.slot_ring")
         lists = self.family.block_lists(self.patcher.model)
         total = sum(lists.values())
         count = swapped_blocks(percent, total)
@@ -119,7 +119,7 @@ class CountedStep:
 
 def _master(block: Any) -> torch.Tensor:
     """The block's flat buffer, without memory."""
-    swap, flat = import_module("tessera.memory.block_swap"), import_module("tessera.memory.flat")
+    swap, flat = import_module("tessera.memory.swap.training"), import_module("tessera.memory.host.flat_buffer")
     tensors = [
         (f"{owner}.{name}", tensor)
         for owner, module in swap.frozen_modules(block).items()

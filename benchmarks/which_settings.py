@@ -56,7 +56,7 @@ class MetaWeights:
         rows, columns = next(shape for end, shape in SHAPES.items() if name.endswith(end))
         weight = torch.empty(rows * HIDDEN, columns * HIDDEN, dtype=self.stored, device="meta")
         bias = torch.empty(rows * HIDDEN, dtype=torch.bfloat16, device="meta")
-        return self.pack("memory.frozen").FrozenLinear(weight, None, bias)
+        return self.pack("memory.weights.frozen").FrozenLinear(weight, None, bias)
 
     def tensor(self, name: str) -> Tensor:
         return torch.empty(HIDDEN // HEADS, dtype=torch.bfloat16, device="meta")
@@ -91,7 +91,7 @@ def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
 
 def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: float, training: bool) -> list[Any]:
     """The costs of all blocks in the order of the forward."""
-    plan = pack("memory.swap_plan")
+    plan = pack("memory.swap.plan")
     kinds = {}
     for kind in ("double", "single"):
         block = make_block(pack, kind, stored, rank)
@@ -132,7 +132,7 @@ def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: 
 
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
-    plan, order = pack("memory.swap_plan"), pack("models.flux.flux1").Flux.swap_order
+    plan, order = pack("memory.swap.plan"), pack("models.flux.flux1").Flux.swap_order
     tokens = (args.side // 16) ** 2
     rows = []
     for name, stored in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):

@@ -3,7 +3,7 @@
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..memory.dynamic_vram import without_dynamic_vram
+from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .compiled_model import Branch, branch_for
 from .settings import CompileSettings
 

@@ -18,7 +18,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 from torch import nn
 
-from ..memory.swapped_forward import swapped_forward
+from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
 from .region import Region, signature

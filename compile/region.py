@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ..memory.again import kept_for_another
+from ..memory.swap.again import kept_for_another
 from .report import timing
 from .report.events import CompileEvent
 from .report.explain import plain_words

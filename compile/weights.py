@@ -9,7 +9,7 @@ import torch
 from comfy.model_patcher import LowVramPatch
 from torch import Tensor, nn
 
-from ..memory.frozen import share_outside_inference_mode
+from ..memory.weights.frozen import share_outside_inference_mode
 
 
 def keep_flags_on_modules(modules: Iterable[nn.Module]) -> None:

@@ -8,8 +8,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ..memory.residency import FrozenModule
-from ..memory.to_device import to_device
+from ..memory.host.to_device import to_device
+from ..memory.weights.residency import FrozenModule
 from .latents import LatentPolicy
 from .lora_linear import LoraLinear
 

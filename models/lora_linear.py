@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..memory.frozen import FrozenLinear, FrozenWeights
-from ..memory.quantised import read_format
-from ..memory.residency import FrozenModule
+from ..memory.weights.frozen import FrozenLinear, FrozenWeights
+from ..memory.weights.quantised import read_format
+from ..memory.weights.residency import FrozenModule
 from .adapters.base import Adapter, DropMask
 
 

@@ -9,14 +9,14 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..memory.dynamic_vram import without_dynamic_vram
-from ..memory.file_speed import file_source
-from ..memory.in_file import bytes_in_file, stream_from_file
-from ..memory.make_room import make_room
-from ..memory.masters import parts_of
-from ..memory.pinning import choose_pinning, is_windows, link_bandwidth
-from ..memory.swap_patcher import SwapPatcher, swap_model
-from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan, prefetches
+from ..memory.host.file_speed import file_source
+from ..memory.host.flat_weights import parts_of
+from ..memory.host.mapped_file import bytes_in_file, stream_from_file
+from ..memory.host.pinning import choose_pinning, is_windows, link_bandwidth
+from ..memory.swap.oom_retry import make_room
+from ..memory.swap.patcher import SwapPatcher, swap_model
+from ..memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan, prefetches
+from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES
 

@@ -9,9 +9,9 @@ from comfy import sd
 from comfy_api.latest import io
 from safetensors import SafetensorError, safe_open
 
-from ..memory.dynamic_vram import cast_as_asked
-from ..memory.in_file import StayInFile, settle
-from ..memory.swap_plan import check_count
+from ..memory.host.mapped_file import StayInFile, settle
+from ..memory.swap.plan import check_count
+from ..memory.weights.dynamic_vram import cast_as_asked
 from ..models.blocks import most_blocks
 from ..models.swapped_model import SwapSettings
 from .swap import swap_inputs, with_swap

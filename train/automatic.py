@@ -20,12 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..compile.regions import run_block
 from ..data.samples import TrainingData
 from ..lora.network import LoraNetwork, build_network
-from ..memory.block_swap import BlockSwap, frozen_modules
-from ..memory.file_speed import file_source
-from ..memory.flat import Layout
-from ..memory.in_file import bytes_in_file
-from ..memory.pinning import link_bandwidth
-from ..memory.swap_plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
+from ..memory.host.file_speed import file_source
+from ..memory.host.flat_buffer import Layout
+from ..memory.host.mapped_file import bytes_in_file
+from ..memory.host.pinning import link_bandwidth
+from ..memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
+from ..memory.swap.training import BlockSwap, frozen_modules
 from ..models.family import Block, Family, ModelInputs
 from .batch import make_batch
 from .options.memory import MemoryOptions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.rng import generator
 from ..data.samples import Sample, SampleTensors, shown_per_epoch
-from ..memory.to_device import to_device
+from ..memory.host.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
 from .objective.noise import draw_noise, noised, perturbed, velocity_target
 from .objective.sampling import Strata, draw_sigma, stratum_of

@@ -9,7 +9,7 @@ from ..data.samples import TrainingData, check_something_is_learnt
 from ..lora.base import put_under
 from ..lora.plan import choose_targets, network_notes, one_expert_notes
 from ..lora.warm_start import StartLora, read_start
-from ..memory.frozen import dequantised_notes
+from ..memory.weights.frozen import dequantised_notes
 from ..models.attention import attention_function
 from ..models.family import Family
 from ..models.model_patches import trainable_model

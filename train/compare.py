@@ -8,8 +8,8 @@ from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
-from ..memory.masters import as_loaded
-from ..memory.unload import unload
+from ..memory.host.flat_weights import as_loaded
+from ..memory.weights.unload import unload
 from ..models.family import Family
 from ..models.registry import FAMILIES
 from .clip_sheet import shown

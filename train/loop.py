@@ -25,8 +25,8 @@ from ..data.reader import SampleReader, Shown
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import StartLora
-from ..memory.frozen import unload_everything
-from ..memory.spill import SpillWatch
+from ..memory.host.sysmem_fallback import SpillWatch
+from ..memory.weights.frozen import unload_everything
 from ..models.family import Family
 from . import automatic, stopped
 from .batch import Batch, make_batch, strata_of

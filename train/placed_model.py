@@ -8,12 +8,12 @@ from comfy.model_patcher import ModelPatcher
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.network import LoraNetwork, build_network
-from ..memory.block_swap import BlockSwap, frozen_modules
-from ..memory.in_file import bytes_in_file, stream_from_file
-from ..memory.page_locked import give_back
-from ..memory.pinning import Pinning, choose_pinning, is_windows, not_pinned
-from ..memory.residency import Holder, ResidentWeights
-from ..memory.swap_plan import choose_blocks
+from ..memory.host.mapped_file import bytes_in_file, stream_from_file
+from ..memory.host.page_locked import give_back
+from ..memory.host.pinning import Pinning, choose_pinning, is_windows, not_pinned
+from ..memory.swap.plan import choose_blocks
+from ..memory.swap.training import BlockSwap, frozen_modules
+from ..memory.weights.residency import Holder, ResidentWeights
 from ..models.family import Block, Family, ModelInputs, RunBlock, Transformer
 from . import automatic
 from .automatic import AutomaticMemory

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..common.text import shortlist
 from ..data.samples import Choice, Sample
-from ..memory.to_device import to_device
+from ..memory.host.to_device import to_device
 from ..models.family import ModelInputs
 from .objective.loss import velocity_loss
 from .options.objective import ObjectiveOptions

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..compile.attach import branch_of
 from ..lora.files.formats import convert
-from ..memory.frozen import unload_everything
-from ..memory.host_copies import host_copies_kept
-from ..memory.masters import as_loaded
+from ..memory.host.flat_weights import as_loaded
+from ..memory.swap.host_copies import host_copies_kept
+from ..memory.weights.frozen import unload_everything
 from ..models.family import Family
 from ..models.registry import family_of
 from . import stopped

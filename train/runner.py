@@ -10,8 +10,8 @@ from ..compile.region import compiled_function
 from ..compile.regions import block_regions, run_block
 from ..compile.report.report import CompileReport, RegionReport
 from ..compile.settings import CompileSettings, HowToCompile
-from ..memory import checkpointing
-from ..memory.activation_offload import ActivationOffload
+from ..memory.activations import checkpointing
+from ..memory.activations.offload import ActivationOffload
 from ..models.family import Block
 from .options.memory import MemoryOptions
 

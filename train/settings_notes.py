@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..data.samples import Sample
-from ..memory.swap_plan import all_on_device
+from ..memory.swap.plan import all_on_device
 from ..models.family import Family
 from .objective.sampling import Strata
 from .options.memory import MemoryOptions

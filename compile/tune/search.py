@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ...memory.swap_patcher import SwapPatcher
+from ...memory.swap.patcher import SwapPatcher
 from ...models.blocks import BlockOfModel, block_lists, find_blocks
 from ..attach import KEY, branch_of, compile_model
 from ..compiled_model import Branch, forget_branch

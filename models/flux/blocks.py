@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..family import Block, ModelInputs
 from ..lora_linear import LoraLinear, Masks, masks_of
 from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate

@@ -7,7 +7,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..attention import attention_function
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Patches, SampleFacts

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..layers import RMSNorm
 from ..lora_linear import LoraLinear
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...memory.frozen import FrozenWeights
-from ...memory.residency import FrozenModule
+from ...memory.weights.frozen import FrozenWeights
+from ...memory.weights.residency import FrozenModule
 from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
 from ..layers import RMSNorm

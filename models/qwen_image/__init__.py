@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..attention import ragged_attention_function
 from ..family import NoisySample, Origin, Patches, SampleFacts
 from ..latents import WAN21, LatentPolicy

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..attention import Attention
 from ..family import Block, ModelInputs
 from ..layers import LayerNorm, RMSNorm

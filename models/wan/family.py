@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...memory.frozen import FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
 from ..attention import attention_function
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Origin, Patches, SampleFacts

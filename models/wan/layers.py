@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...memory.frozen import FrozenWeights
-from ...memory.residency import FrozenModule
+from ...memory.weights.frozen import FrozenWeights
+from ...memory.weights.residency import FrozenModule
 from ..layers import FrozenTensors
 
 PATCH = 2  # latent cells a side of a token; a token is one frame deep

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.activation_offload import ActivationOffload
+from tessera.memory.activations.offload import ActivationOffload
 from tessera.train import loop
 from tessera.train.events import Silent
 from tessera.train.options.memory import MemoryOptions

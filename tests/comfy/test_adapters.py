@@ -10,7 +10,7 @@ from comfy.weight_adapter.base import factorization
 from tessera.lora.files.formats import LoraModel, convert
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import base_spec
-from tessera.memory.frozen import FrozenLinear
+from tessera.memory.weights.frozen import FrozenLinear
 from tessera.models.adapters.base import Adapter, DropMask, cut
 from tessera.models.adapters.registry import adapter_kind
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers

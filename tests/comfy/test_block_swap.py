@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.block_swap import frozen_modules
-from tessera.memory.flat import Layout
+from tessera.memory.host.flat_buffer import Layout
+from tessera.memory.swap.training import frozen_modules
 from tessera.train.options.memory import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
@@ -138,7 +138,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
 
 
 def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from tessera.memory import block_swap
+    from tessera.memory.swap import training
 
     unlocked: list[int] = []
 
@@ -146,7 +146,7 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
         unlocked.append(flat.untyped_storage().data_ptr())
         return True
 
-    monkeypatch.setattr(block_swap, "unlock", unlock)
+    monkeypatch.setattr(training, "unlock", unlock)
     model = tiny.load_flux(deep_flux)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
     homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters]
@@ -160,7 +160,7 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
 
 def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """On Windows, torch's allocator keeps its memory page-locked until nothing is in it and it is told to give back."""
-    from tessera.memory import block_swap
+    from tessera.memory.swap import training
 
     left: list[int] = []
     model = tiny.load_flux(deep_flux)
@@ -168,8 +168,8 @@ def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
     trainer.run()
     homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.masters]
-    monkeypatch.setattr(block_swap, "unlock", lambda flat: False)
-    monkeypatch.setattr(block_swap, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
+    monkeypatch.setattr(training, "unlock", lambda flat: False)
+    monkeypatch.setattr(training, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
     trainer.close()
     assert left == [1, 2, 3, 4, 5, 6]
     after = model.model.state_dict()

@@ -14,7 +14,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import save_file
-from tessera.memory.masters import places_of, plain_tensors
+from tessera.memory.host.flat_weights import places_of, plain_tensors
 from tessera.nodes import compare as node
 from tessera.nodes.compare import TesseraCompareLoras
 from tessera.nodes.swap import TesseraBlockSwap

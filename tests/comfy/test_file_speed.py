@@ -9,10 +9,10 @@ import psutil
 import pytest
 import tiny
 import torch
-from tessera.memory import file_speed
-from tessera.memory.block_swap import frozen_modules
-from tessera.memory.file_speed import file_source, in_cache, pieces_of, read_speeds
-from tessera.memory.in_file import StayInFile
+from tessera.memory.host import file_speed
+from tessera.memory.host.file_speed import file_source, in_cache, pieces_of, read_speeds
+from tessera.memory.host.mapped_file import StayInFile
+from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train import automatic
 from tessera.train.automatic import AutomaticMemory, Measured

@@ -2,7 +2,7 @@
 
 import tiny
 import torch
-from tessera.memory.frozen import unload_everything
+from tessera.memory.weights.frozen import unload_everything
 from tessera.models.family import NoisySample
 from tessera.models.flux.flux1 import Flux
 

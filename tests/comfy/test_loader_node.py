@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
-from tessera.memory.swap_patcher import SwapPatcher
+from tessera.memory.swap.patcher import SwapPatcher
 from tessera.models.blocks import find_blocks, most_blocks
 from tessera.models.swapped_model import SwapSettings, swap_settings_of
 from tessera.nodes.loaders import TesseraLoadDiffusionModel

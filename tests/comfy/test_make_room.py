@@ -11,8 +11,8 @@ import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
-from tessera.memory import make_room
-from tessera.memory.slot_ring import SlotRing
+from tessera.memory.swap import oom_retry
+from tessera.memory.swap.slot_ring import SlotRing
 from tessera.models.swapped_model import SwapSettings, swap
 from tiny.compiling import make_lora, memory_for_weights, with_lora
 from tiny.sampling import sample
@@ -28,7 +28,7 @@ def automatic(flux: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str
     """With -1 on a device that has room for less than the model."""
     room = flux.model_size() * 8 // 10 + int(flux.memory_required([1, 16, 128, 128]))
     room += int(comfy.model_management.extra_reserved_memory())
-    monkeypatch.setattr(make_room, "LEAST", 2**18)
+    monkeypatch.setattr(oom_retry, "LEAST", 2**18)
     with monkeypatch.context() as small:
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
         small.setattr(comfy.model_management, "current_loaded_models", [])
@@ -86,7 +86,7 @@ def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, where, change
     else:
         assert len(seen) > 2 * fails
     assert slots <= model.loaded_size() < size
-    assert notes[before:] == [make_room.TOLD]
+    assert notes[before:] == [oom_retry.TOLD]
     assert torch.equal(sample(model, "flux"), want)
     comfy.model_management.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
@@ -104,7 +104,7 @@ def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypa
             seen = full(model, "slots", -1, small)
             with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
                 sample(model, "flux")
-        assert not injected and make_room.TOLD not in model.notes
+        assert not injected and oom_retry.TOLD not in model.notes
         assert (len(seen) > 2) is mine and seen[-1] < seen[0] + (not mine)
         assert model.loaded_size() == 0 and model.swap.ring.masters == []
         assert torch.equal(sample(model, "flux"), want)
@@ -132,10 +132,10 @@ def test_room_that_does_not_help_is_not_told(monkeypatch: Any) -> None:
 
     executor.class_obj = SimpleNamespace(current_patcher=object())  # type: ignore[attr-defined]
     freed, said = [1, 0], list[str]()
-    monkeypatch.setattr(make_room, "_take_off_hooks", lambda patcher: None)
-    monkeypatch.setattr(make_room, "_free_some", lambda patcher: freed.pop(0))
+    monkeypatch.setattr(oom_retry, "_take_off_hooks", lambda patcher: None)
+    monkeypatch.setattr(oom_retry, "_free_some", lambda patcher: freed.pop(0))
     with pytest.raises(torch.OutOfMemoryError, match="activations"):
-        make_room.MakeRoom(torch.device("cpu"), True, said.append)(executor)
+        oom_retry.MakeRoom(torch.device("cpu"), True, said.append)(executor)
     assert not freed and not said
 
 
@@ -143,9 +143,9 @@ def test_room_that_does_not_help_is_not_told(monkeypatch: Any) -> None:
 def test_a_second_try_has_what_a_controlnet_gave(by_name: bool, tiny_files: dict[str, Path], monkeypatch: Any) -> None:
     """Core's UNet takes it out of the lists as it goes."""
     model, notes = swap(tiny.load_model("sdxl", tiny_files["sdxl"]), SwapSettings(2))
-    (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, make_room.KEY)
+    (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, oom_retry.KEY)
     room.automatic = True
-    monkeypatch.setattr(make_room, "_free_some", lambda patcher: 1)
+    monkeypatch.setattr(oom_retry, "_free_some", lambda patcher: 1)
     out, fails, strength = model.model.diffusion_model.out, [False], [0.0]
     forward = out.forward
 

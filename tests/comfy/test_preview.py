@@ -12,9 +12,9 @@ from comfy.quant_ops import QuantizedTensor
 from PIL import Image
 from tessera.compile.attach import branch_of
 from tessera.compile.settings import CompileSettings
-from tessera.memory import block_swap, stand_ins
-from tessera.memory.frozen import FrozenWeights
-from tessera.memory.masters import as_loaded, over_parts, parts_of, places_of, plain_tensors
+from tessera.memory.host.flat_weights import as_loaded, over_parts, parts_of, places_of, plain_tensors
+from tessera.memory.swap import inference, training
+from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.compile import TesseraCompileModel
 from tessera.nodes.swap import TesseraBlockSwap
 from tessera.train import preview as module
@@ -308,9 +308,9 @@ def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, t
     with torch.inference_mode(False):
         model = TesseraBlockSwap.execute(given, 3, 1, "auto").result[0] if where == "model" else given
     before = of_core(model, tiny_vae, None, 5)  # which makes a ring, for flat buffers
-    rings, ring = [], block_swap.SlotRing
-    monkeypatch.setattr(block_swap, "SlotRing", lambda *args: rings.append(ring(*args)) or rings[-1])
-    monkeypatch.setattr(stand_ins, "into_flat", lambda *_: pytest.fail("copies blocks that training holds"))
+    rings, ring = [], training.SlotRing
+    monkeypatch.setattr(training, "SlotRing", lambda *args: rings.append(ring(*args)) or rings[-1])
+    monkeypatch.setattr(inference, "into_flat", lambda *_: pytest.fail("copies blocks that training holds"))
     lay, shared = [], []
 
     def look(_):

@@ -8,9 +8,9 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
-from tessera.memory.frozen import FrozenWeights
-from tessera.memory.masters import parts_of
-from tessera.memory.quantised import Format, format_of, quantised_linear, read_format
+from tessera.memory.host.flat_weights import parts_of
+from tessera.memory.weights.frozen import FrozenWeights
+from tessera.memory.weights.quantised import Format, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.lora_linear import LoraLinear
 from tessera.train.options.memory import MemoryOptions

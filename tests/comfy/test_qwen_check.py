@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from tessera.memory.frozen import unload_everything
+from tessera.memory.weights.frozen import unload_everything
 from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.qwen_image import QwenImage
 from tessera.models.registry import family_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.frozen import unload_everything
+from tessera.memory.weights.frozen import unload_everything
 from tessera.models.family import NoisySample
 from tessera.models.qwen_image import QwenImage
 from tiny.qwen_data import qwen_sample

@@ -10,8 +10,8 @@ from tessera.compile.settings import CompileSettings
 from tessera.lora.network import LoraNetwork
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
-from tessera.memory.frozen import dequantised_notes, unload_everything
-from tessera.memory.masters import parts_of
+from tessera.memory.host.flat_weights import parts_of
+from tessera.memory.weights.frozen import dequantised_notes, unload_everything
 from tessera.models.flux.flux1 import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.lora_linear import LoraLinear

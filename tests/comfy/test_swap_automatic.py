@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.block_swap import BlockSwap, frozen_modules
+from tessera.memory.swap.training import BlockSwap, frozen_modules
 from tessera.train import automatic, placed_model
 from tessera.train.events import Silent
 from tessera.train.options.memory import MemoryOptions

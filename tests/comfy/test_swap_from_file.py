@@ -23,10 +23,17 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
-from tessera.memory.flat import Pieces
-from tessera.memory.host_copies import host_copies_kept
-from tessera.memory.in_file import FileMaps, StayInFile, WeightsInFile, bytes_in_file, settle, stream_from_file
-from tessera.memory.masters import parts_of, places_of
+from tessera.memory.host.flat_buffer import Pieces
+from tessera.memory.host.flat_weights import parts_of, places_of
+from tessera.memory.host.mapped_file import (
+    FileMaps,
+    StayInFile,
+    WeightsInFile,
+    bytes_in_file,
+    settle,
+    stream_from_file,
+)
+from tessera.memory.swap.host_copies import host_copies_kept
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.loaders import TesseraLoadDiffusionModel
 from tessera.train.options.memory import MemoryOptions

@@ -11,7 +11,7 @@ import comfy.utils
 import pytest
 import tiny
 import torch
-from tessera.memory.block_swap import frozen_modules
+from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.options.memory import MemoryOptions
 from tiny.alive import Since, size_of

@@ -24,7 +24,7 @@ def flux(tiny_files: dict[str, Path]) -> Any:
 
 
 def streamed(model: Any) -> list[str]:
-    from tessera.memory.stand_ins import SwappedBlocks
+    from tessera.memory.swap.inference import SwappedBlocks
 
     (swapped,) = [a for a in model.attachments.values() if isinstance(a, SwappedBlocks)]
     return [name.removeprefix("diffusion_model.") for name in swapped.blocks]
@@ -124,7 +124,7 @@ def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 @pytest.mark.parametrize("fits", [True, False], ids=["nothing streams", "some stream"])
 def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux: Any, fits: bool, monkeypatch) -> None:
-    import tessera.memory.make_room as make_room
+    import tessera.memory.swap.oom_retry as make_room
 
     monkeypatch.setattr(make_room, "LEAST", 2**18)
     want = sample(flux, "flux")
@@ -165,7 +165,7 @@ def test_a_number_of_ones_own_is_kept_and_no_room_at_all_ends_the_run(flux: Any,
 
 
 def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch) -> None:
-    from tessera.memory.make_room import KEY
+    from tessera.memory.swap.oom_retry import KEY
 
     model, notes = swap(flux, SwapSettings(2))
     (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)

@@ -19,10 +19,10 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
-from tessera.memory import make_room
-from tessera.memory.masters import parts_of
-from tessera.memory.swap_patcher import SwapPatcher, swap_model
-from tessera.memory.swapped_forward import SwappedForward
+from tessera.memory.host.flat_weights import parts_of
+from tessera.memory.swap import oom_retry
+from tessera.memory.swap.forward import SwappedForward
+from tessera.memory.swap.patcher import SwapPatcher, swap_model
 from tiny.compiling import memory_for_weights
 from tiny.sampling import conditioning, sample, sample_prompts
 
@@ -449,8 +449,8 @@ def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux,
     want = hooked_picture(with_lora(tiny_flux), lora, both=both)
     mm.unload_all_models()
     model, calls = swapped(with_lora(tiny_flux), *BLOCKS[2:]), [0]
-    monkeypatch.setattr(make_room, "LEAST", 2**18)
-    make_room.make_room(model, True, lambda sentence: None)
+    monkeypatch.setattr(oom_retry, "LEAST", 2**18)
+    oom_retry.make_room(model, True, lambda sentence: None)
     last = model.model.diffusion_model.final_layer
     forward = last.forward
 
@@ -538,7 +538,7 @@ def test_an_error_in_mid_run_leaves_the_model_and_its_siblings_usable(
 
 
 def test_slots_that_find_no_memory_leave_the_model_unloaded_and_usable(tiny_flux: Any, monkeypatch: Any) -> None:
-    import tessera.memory.slot_ring as slot_ring
+    import tessera.memory.swap.slot_ring as slot_ring
 
     want = picture(with_lora(tiny_flux))
     model = with_lora(swapped(tiny_flux))

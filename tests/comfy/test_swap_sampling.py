@@ -11,7 +11,7 @@ import torch
 from tessera.compile import region
 from tessera.compile.attach import compile_model
 from tessera.compile.settings import CompileSettings
-from tessera.memory.swap_patcher import swap_model
+from tessera.memory.swap.patcher import swap_model
 from tessera.models.blocks import find_blocks
 from tiny.compiling import Graphs
 from tiny.sampling import sample

@@ -10,7 +10,7 @@ import tiny
 import torch
 from tessera.data.samples import Prompt
 from tessera.lora.options import NetworkOptions
-from tessera.memory.to_device import to_device
+from tessera.memory.host.to_device import to_device
 from tessera.models import family as family_module
 from tessera.train import batch as batch_module
 from tessera.train import preservation

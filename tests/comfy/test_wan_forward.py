@@ -54,7 +54,7 @@ def noisy(sample) -> NoisySample:
 
 
 def our_velocity(model, samples, sigmas) -> Tensor:
-    from tessera.memory.frozen import unload_everything
+    from tessera.memory.weights.frozen import unload_everything
     from tessera.models.model_patches import trainable_model
 
     patcher, _ = trainable_model(model)

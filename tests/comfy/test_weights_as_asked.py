@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tessera.common.fingerprint import weights_fingerprint
-from tessera.memory.dynamic_vram import cast_as_asked
+from tessera.memory.weights.dynamic_vram import cast_as_asked
 
 FP8 = torch.float8_e4m3fn
 

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import torch
-from tessera.memory.masters import parts_of
+from tessera.memory.host.flat_weights import parts_of
 from torch._subclasses import FakeTensor
 
 

@@ -48,7 +48,7 @@ def to_tokens(latent: Tensor, patch: int) -> Tensor:
 
 def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: float = 1.0) -> Tensor:
     """(B, N, C·patch) of the samples as one batch."""
-    from tessera.memory.frozen import unload_everything
+    from tessera.memory.weights.frozen import unload_everything
     from tessera.models.family import NoisySample
     from tessera.models.registry import family_of
 

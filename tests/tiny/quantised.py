@@ -32,7 +32,7 @@ def core_layer(how: str, weight: Tensor, bias: Tensor) -> Any:
 
 def stored_layer(how: str, weight: Tensor, bias: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
     """(the FrozenLinear of such a layer for a run in `dtype`, the weight that ComfyUI takes it for, in fp32)"""
-    from tessera.memory.frozen import FrozenWeights
+    from tessera.memory.weights.frozen import FrozenWeights
 
     model = core_layer(how, weight, bias)
     frozen = FrozenWeights(model, torch.device("cpu"), dtype).linear(LAYER)

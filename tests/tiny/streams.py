@@ -202,11 +202,12 @@ UNHELD = _uses(_alias(torch.empty(1)))  # of a storage that nothing but an alias
 def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Iterator[Device]:
     """Rings and activation offload that are made in here copy as on a GPU; staged: through a stage, else from masters
     that stand for page-locked ones; without: a place that does not wait, such as CopyStream.wait."""
-    from tessera.memory import activation_offload, slot_ring
-    from tessera.memory.pinning import CudaLink, StagedStream
+    from tessera.memory.activations import offload
+    from tessera.memory.host.pinning import CudaLink, StagedStream
+    from tessera.memory.swap import slot_ring
 
     device, cpu = Device(without), torch.device("cpu")
-    computing, begin = Computing(device), activation_offload.ActivationOffload.__init__
+    computing, begin = Computing(device), offload.ActivationOffload.__init__
 
     def stream_of(masters: Any, *_: Any) -> Any:
         if staged:
@@ -227,7 +228,7 @@ def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Itera
 
     with monkeypatch.context() as patch:
         patch.setattr(slot_ring, "staged_stream", stream_of)
-        patch.setattr(activation_offload.ActivationOffload, "__init__", begin_offload)
+        patch.setattr(offload.ActivationOffload, "__init__", begin_offload)
         patch.setattr(torch.cuda, "Stream", lambda *_: Side(device))
         patch.setattr(torch.cuda, "current_stream", lambda *_: computing)
         patch.setattr(torch.cuda, "stream", on)

@@ -65,7 +65,7 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkey
 
 
 def test_a_weight_stored_narrower_costs_the_partitioner_as_much_as_a_plain_one():
-    from tessera.memory.stored_linear import stored_linear
+    from tessera.memory.weights.frozen_linear import stored_linear
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.randn(2, 5, 8, requires_grad=True)

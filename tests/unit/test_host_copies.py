@@ -2,7 +2,7 @@
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from tessera.memory.host_copies import host_copies_kept
+from tessera.memory.swap.host_copies import host_copies_kept
 from torch import nn
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory import page_locked as module
-from tessera.memory.flat import Layout, empty_bytes
-from tessera.memory.page_locked import give_back, host_bytes, page_locked, unlock
+from tessera.memory.host import page_locked as module
+from tessera.memory.host.flat_buffer import Layout, empty_bytes
+from tessera.memory.host.page_locked import give_back, host_bytes, page_locked, unlock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's own allocator is taken")
 SIZE = 3 * 2**20 + 1  # torch's own allocator would lock 4 MiB

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory import pinning
-from tessera.memory.page_locked import host_bytes
-from tessera.memory.pinning import (
+from tessera.memory.host import pinning
+from tessera.memory.host.page_locked import host_bytes
+from tessera.memory.host.pinning import (
     KEPT_FREE,
     LEAST_TRIAL_BYTES,
     StagedStream,
@@ -19,7 +19,7 @@ from tessera.memory.pinning import (
     not_pinned,
     staged_stream,
 )
-from tessera.memory.slot_ring import SlotRing
+from tessera.memory.swap.slot_ring import SlotRing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 GB = 2**30
@@ -241,7 +241,7 @@ def test_what_torch_has_locked_for_stages_and_for_a_measurement_goes_back_too(mo
 
 
 def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.memory.pinning.CudaLink", lambda device: PromptLink())
+    monkeypatch.setattr("tessera.memory.host.pinning.CudaLink", lambda device: PromptLink())
     cuda, plain = torch.device("cuda"), masters(3)
     locked = [master.as_subclass(Locked) for master in plain]
     assert staged_stream(locked, cuda) is None and staged_stream(locked, torch.device("cpu"), True) is None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tessera.memory.slot_ring import SlotRing
+from tessera.memory.swap.slot_ring import SlotRing
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tessera.memory import spill
-from tessera.memory.spill import SpillWatch
+from tessera.memory.host import sysmem_fallback
+from tessera.memory.host.sysmem_fallback import SpillWatch
 
 GB = 2**30
 
@@ -26,7 +26,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     monkeypatch.setattr(torch.cuda, "mem_get_info", card.mem_get_info)
     monkeypatch.setattr(torch.cuda, "memory_reserved", card.memory_reserved)
-    monkeypatch.setattr(spill, "is_windows", lambda: True)
+    monkeypatch.setattr(sysmem_fallback, "is_windows", lambda: True)
     return card
 
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from tessera.memory.file_source import FileSource, streams_from_file
-from tessera.memory.swap_plan import (
+from tessera.memory.host.file_bandwidth import FileSource, streams_from_file
+from tessera.memory.swap.plan import (
     BlockCost,
     Choices,
     Machine,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.memory.to_device import to_device
+from tessera.memory.host.to_device import to_device
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...common.checks import finite, one_of, within
-from ...memory.pinning import PIN_MEMORY
+from ...memory.host.pinning import PIN_MEMORY
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")

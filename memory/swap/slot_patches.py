@@ -11,7 +11,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from .masters import Place, parts_of
+from ..host.flat_weights import Place, parts_of
 
 Patches = Mapping[str, list[Any]]
 

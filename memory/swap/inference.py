@@ -19,9 +19,8 @@ import torch
 from comfy.model_patcher import move_weight_functions, wipe_lowvram_weight
 from torch import Tensor, nn
 
-from .flat import Layout, Pieces
-from .in_file import WeightsInFile
-from .masters import (
+from ..host.flat_buffer import Layout, Pieces
+from ..host.flat_weights import (
     Place,
     as_they_lie,
     into_flat,
@@ -32,10 +31,11 @@ from .masters import (
     same_memory,
     shared_flat,
 )
-from .pinning import not_pinned
+from ..host.mapped_file import WeightsInFile
+from ..host.pinning import not_pinned
+from .forward import SwappedForward
 from .slot_patches import NOTHING, Patches, Patching, patch_weight, patch_weight_by_hook
 from .slot_ring import SlotRing
-from .swapped_forward import SwappedForward
 
 log = logging.getLogger(__name__)
 

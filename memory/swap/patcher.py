@@ -11,11 +11,11 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from .make_room import TOLD, part_of
-from .masters import as_loaded
+from ..host.flat_weights import as_loaded
+from .inference import SwappedBlocks
+from .oom_retry import TOLD, part_of
+from .plan import all_on_device
 from .slot_patches import Patching
-from .stand_ins import SwappedBlocks
-from .swap_plan import all_on_device
 
 KEY = "tessera.swapped_blocks"
 EVERYTHING = 1e32  # what core passes for "no limit"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .flat import ALIGNMENT, Layout, Pieces, empty_bytes, trim_heap
+from .flat_buffer import ALIGNMENT, Layout, Pieces, empty_bytes, trim_heap
 
 SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
 

@@ -8,9 +8,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .masters import Place, over_parts, parts_of, places_of
-from .stand_ins import SwappedBlocks
-from .swap_patcher import KEY
+from ..host.flat_weights import Place, over_parts, parts_of, places_of
+from .inference import SwappedBlocks
+from .patcher import KEY
 
 
 @contextmanager

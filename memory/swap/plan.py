@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from .file_source import FileSource, streams_from_file
+from ..host.file_bandwidth import FileSource, streams_from_file
 
 GB = 2**30
 MOST_PREFETCH = 3  # more slots than that never shortened a step on paper

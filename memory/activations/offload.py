@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .flat import Layout, dense_stride, empty_bytes
+from ..host.flat_buffer import Layout, dense_stride, empty_bytes
 
 UNDER_WAY = 2  # tensors of as many blocks may be on their way out; then the computation waits for the oldest
 

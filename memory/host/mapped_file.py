@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .file_source import streams_from_file
-from .masters import Place, over_parts, parts_of, places_of
+from .file_bandwidth import streams_from_file
+from .flat_weights import Place, over_parts, parts_of, places_of
 from .pinning import KEPT_FREE
 
 KEY = "tessera.weights_in_file"

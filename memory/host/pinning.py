@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .flat import Pieces
+from .flat_buffer import Pieces
 from .page_locked import give_back, host_bytes, unlock
 
 PIN_MEMORY = ("auto", "on", "off")

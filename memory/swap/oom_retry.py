@@ -10,8 +10,8 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ..host.sysmem_fallback import SpillWatch
 from .again import kept_for_another
-from .spill import SpillWatch
 
 KEY = "tessera.make_room"
 PART = 4  # of the resident weights a quarter goes at a time

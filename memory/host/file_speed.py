@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .file_source import FileSource
-from .in_file import FileMaps
-from .masters import parts_of
+from .file_bandwidth import FileSource
+from .flat_weights import parts_of
+from .mapped_file import FileMaps
 from .pinning import KEPT_FREE
 
 PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read

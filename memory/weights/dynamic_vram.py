@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from .in_file import StayInFile, guard_from_hooks, settle
+from ..host.mapped_file import StayInFile, guard_from_hooks, settle
 
 # A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
 _without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()

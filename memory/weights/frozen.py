@@ -12,9 +12,9 @@ from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
-from .masters import Place, leave_flat, over_parts, parts_of, places_of
+from ..host.flat_weights import Place, leave_flat, over_parts, parts_of, places_of
+from .frozen_linear import FrozenLinear
 from .quantised import format_of
-from .stored_linear import FrozenLinear
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:

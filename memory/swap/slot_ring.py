@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat import Pieces, empty_bytes
-from .pinning import StagedStream, staged_stream
+from ..host.flat_buffer import Pieces, empty_bytes
+from ..host.pinning import StagedStream, staged_stream
 
 
 class CopyStream:

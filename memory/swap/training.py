@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .flat import Field, Layout, Pieces, empty_bytes, trim_heap
-from .masters import SMALL_PART
-from .page_locked import give_back, unlock
-from .residency import FrozenModule
+from ..host.flat_buffer import Field, Layout, Pieces, empty_bytes, trim_heap
+from ..host.flat_weights import SMALL_PART
+from ..host.page_locked import give_back, unlock
+from ..weights.residency import FrozenModule
 from .slot_ring import SlotRing
 
 
