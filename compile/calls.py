@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..models.transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_code, steady
 from .region import Region
 from .stack import Threading
-from .transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_code, steady
 
 
 def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

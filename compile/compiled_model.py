@@ -20,12 +20,12 @@ from torch import nn
 
 from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
+from ..models.transformer_options import carries_code
 from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
 from .region import Region, signature
 from .report.report import CompileReport
 from .settings import CompileSettings, HowToCompile
 from .stack import StackModule, Threading, Watch, run_stack
-from .transformer_options import carries_code
 from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches
 
 log = logging.getLogger(__name__)

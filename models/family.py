@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..memory.host.to_device import to_device
 from ..memory.weights.residency import FrozenModule
 from .latents import LatentPolicy
-from .lora_linear import LoraLinear
+from .layers.lora_linear import LoraLinear
 
 RunBlock = Callable[..., Any]
 

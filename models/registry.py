@@ -5,7 +5,7 @@ from comfy.model_patcher import ModelPatcher
 from .family import Family
 from .flux.flux1 import Flux
 from .flux.flux2 import Flux2
-from .qwen_image import QwenImage
+from .qwen_image.family import QwenImage
 from .wan.family import Wan
 
 FAMILIES: list[Family] = [Flux(), Flux2(), QwenImage(), Wan()]

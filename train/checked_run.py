@@ -10,8 +10,8 @@ from ..lora.base import put_under
 from ..lora.plan import choose_targets, network_notes, one_expert_notes
 from ..lora.warm_start import StartLora, read_start
 from ..memory.weights.frozen import dequantised_notes
-from ..models.attention import attention_function
 from ..models.family import Family
+from ..models.layers.attention import attention_function
 from ..models.model_patches import trainable_model
 from ..models.registry import family_of
 from .batch import strata_of

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.files import write_atomically
+from ...models.name_table import NameTable
 from ...train.metadata import for_file
-from ...train.names.table import NameTable
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 
 FORMATS = ("kohya", "comfyui", "diffusers")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...memory.weights.frozen import FrozenWeights
 from ..family import Block, ModelInputs
-from ..lora_linear import LoraLinear, Masks, masks_of
-from ..math import finite_in_fp16, gate_parts, modulate_parts, rotate
+from ..layers.lora_linear import LoraLinear, Masks, masks_of
+from ..layers.math import finite_in_fp16, gate_parts, modulate_parts, rotate
 from .layers import QKNorm, gated_silu, gelu
 
 Modulation = tuple[Tensor, ...]

@@ -8,10 +8,10 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ..attention import attention_function
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Patches, SampleFacts
 from ..latents import LatentPolicy
+from ..layers.attention import attention_function
 from .tokens import TIMESTEP_ZERO, cut_picture, cut_references
 from .transformer import FluxInputs, FluxTransformer
 

@@ -7,7 +7,7 @@ import comfy.model_base
 
 from ..family import Origin, SampleFacts
 from ..latents import FLUX2
-from ..math import resolution_shift
+from ..layers.math import resolution_shift
 from .family import FluxFamily
 from .transformer import Flux2Transformer
 

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
-from ..layers import RMSNorm
-from ..lora_linear import LoraLinear
+from ..layers.frozen import RMSNorm
+from ..layers.lora_linear import LoraLinear
 
 
 class QKNorm(nn.Module):

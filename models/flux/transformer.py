@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
-from ..layers import RMSNorm
-from ..lora_linear import LoraLinear
-from ..math import finite_in_fp16, modulate, rope, timestep_embedding
+from ..layers.attention import Attention
+from ..layers.frozen import RMSNorm
+from ..layers.lora_linear import LoraLinear
+from ..layers.math import finite_in_fp16, modulate, rope, timestep_embedding
 from .blocks import DoubleBlock, DoubleBlock2, JointBlock, ParallelBlock, SingleBlock, SingleBlock2
 from .layers import Embedder
 

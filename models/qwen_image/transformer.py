@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..attention import RaggedAttention
 from ..family import Block, ModelInputs, RunBlock
-from ..layers import RMSNorm
-from ..lora_linear import LoraLinear, Masks, masks_of
-from ..math import gate_parts, modulate, modulate_parts, rope, rotate
+from ..layers.attention import RaggedAttention
+from ..layers.frozen import RMSNorm
+from ..layers.lora_linear import LoraLinear, Masks, masks_of
+from ..layers.math import gate_parts, modulate, modulate_parts, rope, rotate
 
 Modulation = tuple[Tensor, Tensor, Tensor]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a row for the tokens of references."""

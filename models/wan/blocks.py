@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
-from ..attention import Attention
 from ..family import Block, ModelInputs
-from ..layers import LayerNorm, RMSNorm
-from ..lora_linear import LoraLinear, Masks, masks_of
-from ..math import modulate, rotate
+from ..layers.attention import Attention
+from ..layers.frozen import LayerNorm, RMSNorm
+from ..layers.lora_linear import LoraLinear, Masks, masks_of
+from ..layers.math import modulate, rotate
 from .layers import Modulation
 
 

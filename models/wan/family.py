@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
-from ..attention import attention_function
 from ..conditioning import model_conditioning
 from ..family import NoisySample, Origin, Patches, SampleFacts
 from ..latents import WAN21, WAN22, LatentPolicy
+from ..layers.attention import attention_function
 from .layers import PATCH
 from .transformer import WanInputs, WanTransformer
 

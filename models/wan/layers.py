@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..layers import FrozenTensors
+from ..layers.frozen import FrozenTensors
 
 PATCH = 2  # latent cells a side of a token; a token is one frame deep
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
-from ..attention import Attention
 from ..family import Block, ModelInputs, RunBlock
-from ..layers import FrozenTensors, LayerNorm
-from ..lora_linear import LoraLinear
-from ..math import modulate, rope
+from ..layers.attention import Attention
+from ..layers.frozen import FrozenTensors, LayerNorm
+from ..layers.lora_linear import LoraLinear
+from ..layers.math import modulate, rope
 from .blocks import FrameBlock, ImageBlock, TextBlock
 from .layers import Modulation, PatchEmbedding, sinusoid
 

@@ -20,8 +20,8 @@ from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.lora.files.formats import LoraModel, LowRank, convert, save_lora
+from tessera.models.flux.names import TO_DIFFUSERS
 from tessera.nodes.output import TesseraLossPlot, TesseraSaveLora
-from tessera.train.names.flux import TO_DIFFUSERS
 from tiny.lora_files import (
     RANK,
     assert_same_deltas,

@@ -12,7 +12,7 @@ from tessera.memory.host.flat_weights import parts_of
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.quantised import Format, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
-from tessera.models.lora_linear import LoraLinear
+from tessera.models.layers.lora_linear import LoraLinear
 from tessera.train.options.memory import MemoryOptions
 from tiny.compiling import Graphs, make_lora, with_lora
 from tiny.flux import QUANTISED

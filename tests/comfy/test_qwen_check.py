@@ -5,7 +5,7 @@ import tiny
 import torch
 from tessera.memory.weights.frozen import unload_everything
 from tessera.models.family import NoisySample, SampleFacts
-from tessera.models.qwen_image import QwenImage
+from tessera.models.qwen_image.family import QwenImage
 from tessera.models.registry import family_of
 from tessera.train.train_lora import train_lora
 from tiny.qwen_data import qwen_sample

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.weights.frozen import unload_everything
 from tessera.models.family import NoisySample
-from tessera.models.qwen_image import QwenImage
+from tessera.models.qwen_image.family import QwenImage
 from tiny.qwen_data import qwen_sample
 from torch import Tensor
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
-from tessera.models import ragged_attention
+from tessera.models.layers import ragged_attention
 from tessera.train.options.memory import MemoryOptions
 from tessera.train.train_lora import train_lora
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected

@@ -13,10 +13,10 @@ from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 from tessera.lora.files.formats import LoraModel, LowRank, save_lora
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
-from tessera.models.qwen_image import QwenImage
-from tessera.train.names.flux import FLUX
+from tessera.models.flux.names import FLUX
+from tessera.models.qwen_image.family import QwenImage
+from tessera.models.qwen_image.names import QWEN_IMAGE
 from tessera.train.names.lora_names import table_of
-from tessera.train.names.qwen_image import QWEN_IMAGE
 from torch import Tensor
 
 RANK = 4

@@ -14,7 +14,7 @@ from tessera.memory.host.flat_weights import parts_of
 from tessera.memory.weights.frozen import dequantised_notes, unload_everything
 from tessera.models.flux.flux1 import Flux
 from tessera.models.flux.transformer import FluxInputs
-from tessera.models.lora_linear import LoraLinear
+from tessera.models.layers.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
 from tessera.train.options.memory import MemoryOptions
 from tessera.train.runner import BlockRunner

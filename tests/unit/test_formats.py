@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.common.files import write_atomically
 from tessera.lora.files.formats import LoraModel, LowRank, convert, normalised, save_lora
-from tessera.train.names.flux import FLUX
-from tessera.train.names.flux2 import FLUX2
-from tessera.train.names.table import flat_name
+from tessera.models.flux.flux2_names import FLUX2
+from tessera.models.flux.names import FLUX
+from tessera.models.name_table import flat_name
 
 RANK, ALPHA, HIDDEN = 4, 3.3, 8
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize, special, stats
 from tessera.common.rng import generator
-from tessera.models.math import flux2_resolution_shift, qwen_resolution_shift
+from tessera.models.layers.math import flux2_resolution_shift, qwen_resolution_shift
 from tessera.train.objective.sampling import Strata, check_range, draw_sigma, part_below, stratum_of
 from tessera.train.options.objective import TIMESTEP_SAMPLING, ObjectiveOptions
 from tessera.train.sigma_curve import parse_curve

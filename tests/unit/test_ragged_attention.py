@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tessera.models import ragged_attention as op
-from tessera.models.attention import RaggedAttention, pads_as_samples, ragged_attention_function, ragged_flash
+from tessera.models.layers import ragged_attention as op
+from tessera.models.layers.attention import RaggedAttention, pads_as_samples, ragged_attention_function, ragged_flash
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from ...common.rng import generator as generator_for
-from ...models.math import flux2_resolution_shift, qwen_resolution_shift, resolution_shift
+from ...models.layers.math import flux2_resolution_shift, qwen_resolution_shift, resolution_shift
 from ..options.objective import ObjectiveOptions
 from .distribution import Distribution, distribution_of, draw_from
 

@@ -1,7 +1,7 @@
 """FLUX.2's modules: natively (Black Forest Labs, ComfyUI) and in diffusers."""
 
-from .flux import ATTENTION, HALVES_SWAPPED, NORMS
-from .table import NameTable
+from ..name_table import NameTable
+from .names import ATTENTION, HALVES_SWAPPED, NORMS
 
 _EMBEDDER = "time_guidance_embed"
 

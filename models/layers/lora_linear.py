@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from ..memory.weights.frozen import FrozenLinear, FrozenWeights
-from ..memory.weights.quantised import read_format
-from ..memory.weights.residency import FrozenModule
-from .adapters.base import Adapter, DropMask
+from ...memory.weights.frozen import FrozenLinear, FrozenWeights
+from ...memory.weights.quantised import read_format
+from ...memory.weights.residency import FrozenModule
+from ..adapters.base import Adapter, DropMask
 
 
 class LoraLinear(FrozenModule):

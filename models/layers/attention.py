@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory.host.to_device import to_device
+from ...memory.host.to_device import to_device
 from .ragged_attention import ragged_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

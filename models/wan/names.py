@@ -1,6 +1,6 @@
 """Wan's modules: natively (Wan-Video, ComfyUI) and in diffusers."""
 
-from .table import NameTable
+from ..name_table import NameTable
 
 # The layout is that of diffusers' scripts/convert_wan_to_diffusers.py.
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}

@@ -1,6 +1,6 @@
 """FLUX.1's modules: natively (Black Forest Labs, ComfyUI) and in diffusers."""
 
-from .table import NameTable
+from ..name_table import NameTable
 
 # The attention of double blocks is called alike in FLUX.1 and FLUX.2.
 ATTENTION: dict[str, tuple[str, ...]] = {

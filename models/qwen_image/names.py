@@ -1,6 +1,6 @@
 """Qwen-Image's modules, which ComfyUI and diffusers call alike (diffusers, transformer_qwenimage.py)."""
 
-from .table import NameTable
+from ..name_table import NameTable
 
 _OUTER = (
     "img_in",

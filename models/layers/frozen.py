@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memory.weights.frozen import FrozenWeights
-from ..memory.weights.residency import FrozenModule
+from ...memory.weights.frozen import FrozenWeights
+from ...memory.weights.residency import FrozenModule
 
 
 class FrozenTensors(FrozenModule):
