@@ -7,40 +7,28 @@ import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
 from ..compile.cache import use_persistent_cache
-from . import (
-    average,
-    compare,
-    compile,
-    data,
-    loaders,
-    memory,
-    objective,
-    optimizer,
-    options,
-    output,
-    preview,
-    swap,
-    train,
-    tune,
-    validation,
-)
+from .data import prepare
+from .loras import average, compare, save
+from .model import block_swap, compile, load, tune
+from .options import memory, network, objective, optimizer, preview, validation
+from .train import train_lora
 
 log = logging.getLogger(__name__)
 
 NODES: list[type[io.ComfyNode]] = [
-    *loaders.NODES,
-    *swap.NODES,
+    *load.NODES,
+    *block_swap.NODES,
     *compile.NODES,
     *tune.NODES,
-    *data.NODES,
-    *options.NODES,
+    *prepare.NODES,
+    *network.NODES,
     *optimizer.NODES,
     *objective.NODES,
     *memory.NODES,
     *preview.NODES,
     *validation.NODES,
-    *train.NODES,
-    *output.NODES,
+    *train_lora.NODES,
+    *save.NODES,
     *compare.NODES,
     *average.NODES,
 ]

@@ -10,7 +10,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.lora.files.formats import save_lora
-from tessera.nodes.average import TesseraAverageStates
+from tessera.nodes.loras.average import TesseraAverageStates
 from tessera.train.optimizer_weights import LoraAverage
 from tessera.train.post_hoc import WIDEST, Profile, average, find_snapshots, gamma_of, list_runs, snapshots, weights_of
 from tiny.runs import mixed_data, train

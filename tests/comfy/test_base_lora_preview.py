@@ -7,8 +7,8 @@ import comfy.sd
 import numpy as np
 from tessera.lora.files.formats import LoraModel, convert
 from tessera.lora.source import LoraSource
-from tessera.nodes.taken_over import shared
-from tessera.nodes.training_run import run
+from tessera.nodes.train.inherited_settings import shared
+from tessera.nodes.train.run import run
 from tiny.lora_files import random_updates
 from tiny.runs import Watcher, run_settings
 

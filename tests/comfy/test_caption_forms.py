@@ -19,7 +19,7 @@ from tessera.data.folders.options import Treatment
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare, summary
 from tessera.data.samples import PLAIN, Choice
-from tessera.nodes import data as data_nodes
+from tessera.nodes.data import prepare as data_nodes
 from tessera.train.train_lora import train_lora
 from tiny.compiling import Graphs
 from tiny.films import write_film
@@ -278,7 +278,7 @@ def test_progress_counts_each_text_once(folder, tiny_vae, tiny_clip, tmp_path):
 
 @pytest.mark.parametrize("node", [data_nodes.TesseraImageFolder, data_nodes.TesseraVideoFolder])
 def test_both_nodes_hand_their_options_on(node, tmp_path, monkeypatch):
-    from tessera.nodes import folders
+    from tessera.nodes.data import folders
 
     monkeypatch.setattr(folders, "resolve_folder", lambda choice: tmp_path)
     write_pictures(tmp_path, {"a": "x, {1|2}, y ||| z, z2\nq"})

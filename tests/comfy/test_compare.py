@@ -9,8 +9,8 @@ import tiny
 import torch
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
-from tessera.nodes.compare import TesseraCompareLoras, named, read_strengths, runs
-from tessera.nodes.preview import TesseraPreview
+from tessera.nodes.loras.compare import TesseraCompareLoras, named, read_strengths, runs
+from tessera.nodes.options.preview import TesseraPreview
 from tessera.train import compare as module
 from tessera.train.sheet import draw_sheet, to_picture
 from tiny.sampling import conditioning, unload_outside_inference_mode

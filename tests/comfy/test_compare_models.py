@@ -15,9 +15,9 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import save_file
 from tessera.memory.host.flat_weights import places_of, plain_tensors
-from tessera.nodes import compare as node
-from tessera.nodes.compare import TesseraCompareLoras
-from tessera.nodes.swap import TesseraBlockSwap
+from tessera.nodes.loras import compare as node
+from tessera.nodes.loras.compare import TesseraCompareLoras
+from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tiny.compiling import Graphs, compiled, make_lora
 from tiny.sampling import conditioning, empty_latent
 

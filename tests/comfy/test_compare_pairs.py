@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
-from tessera.nodes.compare import TesseraCompareLoras
-from tessera.nodes.lora_columns import read_pair_strengths
-from tessera.nodes.lora_pairs import Pair, pairs
-from tessera.nodes.preview import TesseraPreview
+from tessera.nodes.loras.compare import TesseraCompareLoras
+from tessera.nodes.loras.compare_columns import read_pair_strengths
+from tessera.nodes.loras.expert_pairs import Pair, pairs
+from tessera.nodes.options.preview import TesseraPreview
 from tessera.train import compare as module
 from tessera.train.experts import ExpertObserver, plan_experts
 from tessera.train.train_lora import train_lora

@@ -12,8 +12,8 @@ from tessera.common.fingerprint import weights_fingerprint
 from tessera.compile.attach import branch_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
-from tessera.nodes.compile import TesseraCompileModel, TesseraCompileReport
-from tessera.nodes.taken_over import for_training
+from tessera.nodes.model.compile import TesseraCompileModel, TesseraCompileReport
+from tessera.nodes.train.inherited_settings import for_training
 from tiny.prompt import ksampler, node
 from tiny.runs import Watcher, mixed_data, train
 

@@ -14,7 +14,8 @@ from tessera.data.folders.dataset import Dataset, Picture
 from tessera.data.folders.options import Treatment
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.samples import TrainingData
-from tessera.nodes import data, settings
+from tessera.nodes.common import folder_access
+from tessera.nodes.data import prepare
 from tiny.films import write_film
 
 
@@ -54,31 +55,34 @@ def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(hom
     put_pictures(home / "datasets" / "other")
     (home / "input" / "empty").mkdir()
     put_pictures(home / "input" / ".hidden")
-    offered = settings.list_picture_folders()
+    offered = folder_access.list_picture_folders()
     assert offered == ["datasets/other", "input/set", "input/set/inner"]
-    assert data.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"] == offered
+    assert prepare.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"] == offered
     for choice in offered:
-        assert settings.resolve_folder(choice).samefile(home / choice)
-        assert data.TesseraImageFolder.validate_inputs(folder=choice) is True
+        assert folder_access.resolve_folder(choice).samefile(home / choice)
+        assert prepare.TesseraImageFolder.validate_inputs(folder=choice) is True
 
 
 def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(home, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(settings.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folder_access.time, "monotonic", lambda: now[0])
     put_pictures(home / "input" / "a")
-    assert settings.list_picture_folders() == ["input/a"]
+    assert folder_access.list_picture_folders() == ["input/a"]
     put_pictures(home / "input" / "b")
-    assert settings.list_picture_folders() == ["input/a"]
-    assert data.TesseraImageFolder.validate_inputs(folder="input/b") is True  # needs no list
-    now[0] += settings.LIST_SECONDS + 1
-    assert settings.list_picture_folders() == ["input/a", "input/b"]
+    assert folder_access.list_picture_folders() == ["input/a"]
+    assert prepare.TesseraImageFolder.validate_inputs(folder="input/b") is True  # needs no list
+    now[0] += folder_access.LIST_SECONDS + 1
+    assert folder_access.list_picture_folders() == ["input/a", "input/b"]
     put_pictures(home / "elsewhere")
     allow(home, home / "elsewhere")
-    assert (home / "elsewhere").as_posix() in settings.list_picture_folders()
+    assert (home / "elsewhere").as_posix() in folder_access.list_picture_folders()
 
 
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
-    for node, place in ((data.TesseraImageFolder, "input/my_pictures"), (data.TesseraVideoFolder, "input/my_clips")):
+    for node, place in (
+        (prepare.TesseraImageFolder, "input/my_pictures"),
+        (prepare.TesseraVideoFolder, "input/my_clips"),
+    ):
         assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place]
         assert f"{place!r} does not exist; put your pictures and captions there" in node.validate_inputs(place)
 
@@ -86,14 +90,14 @@ def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
 def test_the_list_of_folders_has_an_end(home, monkeypatch):
     deep = home / "input" / "1" / "2" / "3" / "4" / "5" / "6"
     put_pictures(deep / "7")
-    assert settings.list_picture_folders() == []
-    assert settings.resolve_folder("input/1/2/3/4/5/6/7").is_dir()
-    settings._listed.clear()
+    assert folder_access.list_picture_folders() == []
+    assert folder_access.resolve_folder("input/1/2/3/4/5/6/7").is_dir()
+    folder_access._listed.clear()
     put_pictures(deep)
-    assert settings.list_picture_folders()[-1] == "input/1/2/3/4/5/6"
-    settings._listed.clear()
-    monkeypatch.setattr(settings, "MOST_WALKED", 6)
-    assert settings.list_picture_folders() == []
+    assert folder_access.list_picture_folders()[-1] == "input/1/2/3/4/5/6"
+    folder_access._listed.clear()
+    monkeypatch.setattr(folder_access, "MOST_WALKED", 6)
+    assert folder_access.list_picture_folders() == []
 
 
 @pytest.mark.parametrize("below", ["/server/share", "//server/share", "\\\\server\\share", "C:x", "C:/x", "/etc"])
@@ -101,18 +105,18 @@ def test_a_name_that_leaves_its_root_is_refused_before_any_file_is_looked_at(hom
     def touched(*args):
         raise AssertionError("the file system was asked")
 
-    monkeypatch.setattr(settings, "_is_within", touched)
+    monkeypatch.setattr(folder_access, "_is_within", touched)
     with pytest.raises(ValueError, match="may not be read"):
-        settings.resolve_folder(f"input/{below}")
+        folder_access.resolve_folder(f"input/{below}")
 
 
 def test_linked_inputs_whose_values_are_not_known_yet_pass_the_door(home):
-    from tessera.nodes import loaders
+    from tessera.nodes.model import load
 
-    assert data.TesseraImageFolder.validate_inputs(folder=None) is True
-    assert loaders.TesseraLoadDiffusionModel.validate_inputs(unet_name=None) is True
+    assert prepare.TesseraImageFolder.validate_inputs(folder=None) is True
+    assert load.TesseraLoadDiffusionModel.validate_inputs(unet_name=None) is True
     for inputs in ({"folder": None, "caption_extension": ".txt"}, {"folder": "input/a", "caption_extension": None}):
-        changed = data.TesseraImageFolder.fingerprint_inputs(**inputs)
+        changed = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
         assert changed != changed  # NaN: taken as changed each time
 
 
@@ -120,12 +124,12 @@ def test_folders_that_the_settings_allow_are_offered_and_open(home):
     put_pictures(home / "elsewhere" / "mine")
     choice = (home / "elsewhere" / "mine").as_posix()
     with pytest.raises(ValueError, match="may not be read"):
-        settings.resolve_folder(choice)
+        folder_access.resolve_folder(choice)
     allow(home, home / "elsewhere")
-    assert settings.list_picture_folders() == [(home / "elsewhere").as_posix(), choice]
-    assert settings.resolve_folder(choice) == Path(choice)
+    assert folder_access.list_picture_folders() == [(home / "elsewhere").as_posix(), choice]
+    assert folder_access.resolve_folder(choice) == Path(choice)
     with pytest.raises(ValueError, match="may not be read"):
-        settings.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
+        folder_access.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
 
 
 def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
@@ -139,13 +143,13 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
         with pytest.raises(
             ValueError, match=r"may not be read: it is not under ComfyUI's input or datasets folder; mov"
         ):
-            settings.resolve_folder(choice)
+            folder_access.resolve_folder(choice)
         with pytest.raises(ValueError, match="may not be read"):  # also where the check at the door is passed by
-            run(data.TesseraImageFolder, folder=choice)
-        assert "may not be read" in data.TesseraImageFolder.validate_inputs(folder=choice)
-    assert "input/link" not in settings.list_picture_folders()
+            run(prepare.TesseraImageFolder, folder=choice)
+        assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
+    assert "input/link" not in folder_access.list_picture_folders()
     with pytest.raises(ValueError, match=r"The folder 'input/gone' does not exist; put your pictures"):
-        settings.resolve_folder("input/gone")
+        folder_access.resolve_folder("input/gone")
 
 
 def test_folders_with_video_files_are_offered_to_training_clips_and_others_refused(home):
@@ -154,20 +158,22 @@ def test_folders_with_video_files_are_offered_to_training_clips_and_others_refus
         (home / "input" / name).mkdir(parents=True)
         (home / "input" / name / "a.mp4").write_bytes(b"1")
     put_pictures(home / "input" / "both")
-    assert settings.list_film_folders() == ["input/both", "input/films", "input/films/inner"]
-    assert settings.list_picture_folders() == ["input/both", "input/pictures"]
-    shown = data.TesseraVideoFolder.INPUT_TYPES()
-    assert shown["required"]["folder"][1]["options"] == settings.list_film_folders()
+    assert folder_access.list_film_folders() == ["input/both", "input/films", "input/films/inner"]
+    assert folder_access.list_picture_folders() == ["input/both", "input/pictures"]
+    shown = prepare.TesseraVideoFolder.INPUT_TYPES()
+    assert shown["required"]["folder"][1]["options"] == folder_access.list_film_folders()
     for choice in ("/etc", "input/../elsewhere"):
-        assert "may not be read" in data.TesseraVideoFolder.validate_inputs(folder=choice)
+        assert "may not be read" in prepare.TesseraVideoFolder.validate_inputs(folder=choice)
         with pytest.raises(ValueError, match="may not be read"):
-            run(data.TesseraVideoFolder, folder=choice)
-        assert "may not be read" in data.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=choice)
+            run(prepare.TesseraVideoFolder, folder=choice)
+        assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(
+            folder="input/both", control_folder=choice
+        )
         with pytest.raises(ValueError, match="may not be read"):
-            run(data.TesseraImageFolder, folder="input/both", control_folder=choice)
+            run(prepare.TesseraImageFolder, folder="input/both", control_folder=choice)
     for none in ("none", "", None):
-        assert data.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=none) is True
-        (dataset,) = run(data.TesseraImageFolder, folder="input/both", control_folder=none).result
+        assert prepare.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=none) is True
+        (dataset,) = run(prepare.TesseraImageFolder, folder="input/both", control_folder=none).result
         assert dataset.entries[0].controls == ()
 
 
@@ -184,17 +190,17 @@ def test_a_broken_settings_file_is_told_and_takes_nothing_else_away(home, text, 
     put_pictures(home / "input" / "set")
     (home / "user" / "tessera.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        settings.read_settings()
-    assert settings.list_picture_folders() == ["input/set"]
-    assert settings.resolve_folder("input/set").is_dir()
+        folder_access.read_settings()
+    assert folder_access.list_picture_folders() == ["input/set"]
+    assert folder_access.resolve_folder("input/set").is_dir()
 
 
 def test_training_images_chains_and_notices_changes(home):
     put_pictures(home / "input" / "a")
     put_pictures(home / "input" / "b", sizes=((64, 64),))
-    (first,) = run(data.TesseraImageFolder, folder="input/a").result
+    (first,) = run(prepare.TesseraImageFolder, folder="input/a").result
     (both,) = run(
-        data.TesseraImageFolder,
+        prepare.TesseraImageFolder,
         folder="input/b",
         caption_extension=".txt",
         repeats=4,
@@ -208,43 +214,43 @@ def test_training_images_chains_and_notices_changes(home):
         ("0.png", "ohwx, picture 0", 4),
     ]
     inputs = {"folder": "input/a", "caption_extension": ".txt", "repeats": 1, "trigger_words": ""}
-    before = data.TesseraImageFolder.fingerprint_inputs(**inputs)
-    assert data.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == before
+    before = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs, dataset=None) == before
     (home / "input" / "a" / "1.txt").write_text("a new caption")
-    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != before
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != before
 
 
 def test_training_images_takes_control_pictures_and_notices_their_changes(home):
     put_pictures(home / "input" / "after")
     before = put_pictures(home / "input" / "before", captions=False)
     inputs = {"folder": "input/after", "control_folder": "input/before"}
-    assert data.TesseraImageFolder.validate_inputs(**inputs) is True
-    (dataset,) = run(data.TesseraImageFolder, **inputs).result
+    assert prepare.TesseraImageFolder.validate_inputs(**inputs) is True
+    (dataset,) = run(prepare.TesseraImageFolder, **inputs).result
     assert [[path.name for path in picture.controls] for picture in dataset.entries] == [["0.png"], ["1.png"]]
-    name = data.TesseraImageFolder.fingerprint_inputs(**inputs)
-    assert name != data.TesseraImageFolder.fingerprint_inputs(folder="input/after")
+    name = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert name != prepare.TesseraImageFolder.fingerprint_inputs(folder="input/after")
     os.utime(before / "0.png", (1, 1))
-    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != name
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != name
 
 
 def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_their_changes(home):
     put_pictures(home / "input" / "own")
     masks = put_pictures(home / "input" / "masks", captions=False)
     inputs = {"folder": "input/own", "mask_folder": "input/masks"}
-    assert data.TesseraImageFolder.validate_inputs(**inputs) is True
+    assert prepare.TesseraImageFolder.validate_inputs(**inputs) is True
     chosen = {"unmasked_weight": 0.2, "flip": "horizontal", "crops": 3, "crop_zoom": 1.5, "loss_weight": 0.5}
     given = inputs | chosen | {"trigger_words": "ohwx", "class_word": "man"}
-    (dataset,) = run(data.TesseraImageFolder, **given).result
+    (dataset,) = run(prepare.TesseraImageFolder, **given).result
     assert [entry.mask for entry in dataset.entries] == [masks / "0.png", masks / "1.png"]
     assert dataset.entries[0].treatment == Treatment(**chosen, class_word="man")
     assert dataset.entries[1].forms.of_class == ("man, picture 1",)
-    (kept,) = run(data.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
+    (kept,) = run(prepare.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
     assert kept.entries[0].treatment == Treatment(regularisation=True, alpha_mask=True)
-    name = data.TesseraImageFolder.fingerprint_inputs(**inputs)
-    assert name != data.TesseraImageFolder.fingerprint_inputs(folder="input/own")
+    name = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
+    assert name != prepare.TesseraImageFolder.fingerprint_inputs(folder="input/own")
     os.utime(masks / "0.png", (1, 1))
-    assert data.TesseraImageFolder.fingerprint_inputs(**inputs) != name
-    for node in (data.TesseraImageFolder, data.TesseraVideoFolder):
+    assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != name
+    for node in (prepare.TesseraImageFolder, prepare.TesseraVideoFolder):
         (home / "input" / "own" / "a.mp4").write_bytes(b"1")
         assert "may not be read" in node.validate_inputs(folder="input/own", mask_folder="/etc")
         with pytest.raises(ValueError, match="may not be read"):
@@ -259,7 +265,7 @@ def test_training_clips_take_one_mask_for_all_frames(home):
     masks = put_pictures(home / "input" / "masks", sizes=((64, 48),), captions=False)
     (masks / "0.png").rename(masks / "film.png")
     given = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
-    (dataset,) = run(data.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
+    (dataset,) = run(prepare.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
     wanted = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
     assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].treatment == Treatment(**wanted)
 
@@ -269,29 +275,29 @@ def test_training_clips_chains_with_pictures_and_notices_changes(home):
     write_film(home / "input" / "a.mp4", 3)  # above the folder, no part of it
     (home / "input" / "f").mkdir()
     film = write_film(home / "input" / "f" / "film.mp4", 9, caption="running")
-    (first,) = run(data.TesseraImageFolder, folder="input/a").result
+    (first,) = run(prepare.TesseraImageFolder, folder="input/a").result
     inputs = {"folder": "input/f", "target_frames": "1, 8", "fps": 8.0, "extraction": "slide", "frame_stride": 3}
-    (both,) = run(data.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
+    (both,) = run(prepare.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
     assert [type(entry) for entry in both.entries[:2]] == [Picture, Picture]
     clip = both.entries[2]
     assert (clip.name, clip.caption, clip.repeats) == ("film.mp4", "ohwx, running", 2)
     assert clip.extraction == Extraction((1, 5), 8.0, "slide", 3, 4, 81)
     assert both.notes == ("target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered 8 to 5.",)
-    (alone,) = run(data.TesseraVideoFolder, folder="input/f").result
+    (alone,) = run(prepare.TesseraVideoFolder, folder="input/f").result
     assert alone.entries[0].extraction == Extraction() and Extraction().target_frames == (25,)
-    name = data.TesseraVideoFolder.fingerprint_inputs(folder="input/f")
+    name = prepare.TesseraVideoFolder.fingerprint_inputs(folder="input/f")
     (film.with_suffix(".txt")).write_text("walking slowly")
-    assert data.TesseraVideoFolder.fingerprint_inputs(folder="input/f") != name
-    unknown = data.TesseraVideoFolder.fingerprint_inputs(folder=None)
-    assert unknown != unknown and data.TesseraVideoFolder.validate_inputs(folder=None) is True
+    assert prepare.TesseraVideoFolder.fingerprint_inputs(folder="input/f") != name
+    unknown = prepare.TesseraVideoFolder.fingerprint_inputs(folder=None)
+    assert unknown != unknown and prepare.TesseraVideoFolder.validate_inputs(folder=None) is True
     with pytest.raises(ValueError, match=r"target_frames is '25.5'; write the numbers"):
-        run(data.TesseraVideoFolder, folder="input/f", target_frames="25.5")
+        run(prepare.TesseraVideoFolder, folder="input/f", target_frames="25.5")
 
 
 def test_prepare_gives_data_a_picture_of_the_plan_and_a_summary_that_history_can_carry(home, tiny_vae, tiny_clip):
     put_pictures(home / "input" / "a")
-    (dataset,) = run(data.TesseraImageFolder, folder="input/a").result
-    node = data.TesseraPrepareDataset.PREPARE_CLASS_CLONE(None)  # as the executor calls it
+    (dataset,) = run(prepare.TesseraImageFolder, folder="input/a").result
+    node = prepare.TesseraPrepareDataset.PREPARE_CLASS_CLONE(None)  # as the executor calls it
     output = run(node, dataset=dataset, vae=tiny_vae, clip=tiny_clip, megapixels=0.01)
     prepared, plan, text = output.result
     assert isinstance(prepared, TrainingData) and len(prepared.samples) == 2
@@ -307,13 +313,13 @@ def test_prepare_gives_data_a_picture_of_the_plan_and_a_summary_that_history_can
 def test_latents_of_core_become_training_data():
     latents = [{"samples": torch.zeros(2, 16, 8, 12)}]
     positive = [[[torch.zeros(1, 256, 8), {"pooled_output": torch.zeros(1, 4)}]]]
-    output = run(data.TesseraLatentsToDataset, latents=latents, positive=positive, max_graphs=[1])
+    output = run(prepare.TesseraLatentsToDataset, latents=latents, positive=positive, max_graphs=[1])
     (made,) = output.result
     assert isinstance(made, TrainingData) and [s.tokens for s in made.samples] == [24, 24]
     assert output.ui == {"tessera": [{"pictures": 2, "notes": []}]}
 
 
-@pytest.mark.parametrize("node", data.NODES, ids=lambda node: node.__name__)
+@pytest.mark.parametrize("node", prepare.NODES, ids=lambda node: node.__name__)
 def test_every_input_says_what_it_does(home, node):
     shown = node.INPUT_TYPES()
     for inputs in (shown.get("required", {}), shown.get("optional", {})):

@@ -15,8 +15,8 @@ from tessera.lora.plan import choose_targets
 from tessera.lora.source import LoraSource
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
-from tessera.nodes.lora_files import low_noise_source
-from tessera.nodes.taken_over import shared
+from tessera.nodes.options.lora_files import low_noise_source
+from tessera.nodes.train.inherited_settings import shared
 from tessera.train import batch
 from tessera.train.checked_run import check_run
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts

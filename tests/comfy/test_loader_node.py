@@ -14,8 +14,8 @@ from safetensors import safe_open
 from tessera.memory.swap.patcher import SwapPatcher
 from tessera.models.blocks import find_blocks, most_blocks
 from tessera.models.swapped_model import SwapSettings, swap_settings_of
-from tessera.nodes.loaders import TesseraLoadDiffusionModel
-from tessera.nodes.swap import TesseraBlockSwap
+from tessera.nodes.model.block_swap import TesseraBlockSwap
+from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tiny.sampling import sample
 
 ALL = [f"diffusion_model.{name}_blocks.{i}" for name in ("double", "single") for i in range(2)]

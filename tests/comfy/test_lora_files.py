@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.lora.files.formats import LoraModel, LowRank, convert, save_lora
 from tessera.models.flux.names import TO_DIFFUSERS
-from tessera.nodes.output import TesseraLossPlot, TesseraSaveLora
+from tessera.nodes.loras.save import TesseraLossPlot, TesseraSaveLora
 from tiny.lora_files import (
     RANK,
     assert_same_deltas,

@@ -14,8 +14,8 @@ from tessera.lora.files.formats import LoraModel, LowRank, convert
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import fit, read_start
-from tessera.nodes.lora_files import lora_source
-from tessera.nodes.options import TesseraLoraNetwork
+from tessera.nodes.options.lora_files import lora_source
+from tessera.nodes.options.network import TesseraLoraNetwork
 from tiny.adapters import ALGORITHMS, fill
 from tiny.lora_files import delta, loaded_in_comfyui, patched_deltas, random_update, random_updates
 from tiny.prompt import executed

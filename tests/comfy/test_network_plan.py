@@ -6,7 +6,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import adapter_specs, choose_targets, network_notes
 from tessera.models.flux.flux1 import Flux
 from tessera.models.registry import family_of
-from tessera.nodes.options import NO_MODEL, TesseraLoraNetwork
+from tessera.nodes.options.network import NO_MODEL, TesseraLoraNetwork
 from tiny.prompt import executed, node
 from tiny.runs import Watcher, mixed_data, train
 

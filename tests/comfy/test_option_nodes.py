@@ -5,11 +5,11 @@ from dataclasses import asdict
 import pytest
 import torch
 from tessera.lora.options import NetworkOptions
-from tessera.nodes.memory import TesseraMemory
-from tessera.nodes.objective import TesseraObjective
-from tessera.nodes.optimizer import TesseraOptimizer
-from tessera.nodes.options import TesseraLoraNetwork
-from tessera.nodes.validation import TesseraValidation
+from tessera.nodes.options.memory import TesseraMemory
+from tessera.nodes.options.network import TesseraLoraNetwork
+from tessera.nodes.options.objective import TesseraObjective
+from tessera.nodes.options.optimizer import TesseraOptimizer
+from tessera.nodes.options.validation import TesseraValidation
 from tessera.train.objective import picture
 from tessera.train.options.memory import MemoryOptions
 from tessera.train.options.objective import ObjectiveOptions

@@ -15,8 +15,8 @@ from tessera.compile.settings import CompileSettings
 from tessera.memory.host.flat_weights import as_loaded, over_parts, parts_of, places_of, plain_tensors
 from tessera.memory.swap import inference, training
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.nodes.compile import TesseraCompileModel
-from tessera.nodes.swap import TesseraBlockSwap
+from tessera.nodes.model.block_swap import TesseraBlockSwap
+from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.train import preview as module
 from tessera.train.preview import Preview, Previewer
 from tessera.train.sampling import Sampling, zeroed

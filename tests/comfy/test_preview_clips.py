@@ -118,7 +118,7 @@ def test_they_meet_where_the_run_lets_them_meet(experts, tiny_files):
 def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, tiny_files, monkeypatch):
     from types import SimpleNamespace
 
-    from tessera.nodes.train import TesseraTrainLora
+    from tessera.nodes.train.train_lora import TesseraTrainLora
 
     vae, seen = tiny.load_vae(tiny_files["wan_vae"]), []
     stages = Previewer._stages

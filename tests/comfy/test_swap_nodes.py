@@ -10,9 +10,9 @@ import tiny
 import torch
 from comfy.patcher_extension import WrappersMP
 from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
-from tessera.nodes.memory import TesseraMemory
-from tessera.nodes.swap import TesseraBlockSwap
-from tessera.nodes.taken_over import memory_of
+from tessera.nodes.model.block_swap import TesseraBlockSwap
+from tessera.nodes.options.memory import TesseraMemory
+from tessera.nodes.train.inherited_settings import memory_of
 from tessera.train.options.memory import MemoryOptions
 from tiny.sampling import sample
 

@@ -12,8 +12,8 @@ from tessera.compile.attach import branch_of, compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.inputs import StepSize, step_inputs
 from tessera.compile.tune.results import Measured, Spread, TuneResult, Unmeasured, file_name, result_key, to_json
-from tessera.nodes import tune as tune_node
-from tessera.nodes.tune import TesseraTuneCompile
+from tessera.nodes.model import tune as tune_node
+from tessera.nodes.model.tune import TesseraTuneCompile
 from tiny.compiling import Graphs
 from tiny.prompt import ksampler, node
 

@@ -9,8 +9,8 @@ import tiny
 import torch
 from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
-from tessera.nodes.swap import TesseraBlockSwap
-from tessera.nodes.taken_over import memory_of
+from tessera.nodes.model.block_swap import TesseraBlockSwap
+from tessera.nodes.train.inherited_settings import memory_of
 from tessera.train.checked_run import check_run
 from tessera.train.objective.sampling import Strata
 from tessera.train.options.memory import MemoryOptions

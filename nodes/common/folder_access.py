@@ -1,0 +1,191 @@
+"""Which folders of this machine a workflow may read: those of ComfyUI, and what the user's own settings file adds."""
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import folder_paths
+
+from ...data.folders.files import is_film, is_picture
+
+SETTINGS_FILE = "tessera.json"
+# The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
+LISTED_LEVELS = 6
+MOST_WALKED = 5000  # folders of one root
+LIST_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's settings. allowed_folders: absolute folders that workflows may read pictures from, with all below."""
+
+    allowed_folders: tuple[Path, ...] = ()
+
+
+def read_settings() -> Settings:
+    """Read `tessera.json` in ComfyUI's user folder, such as {"allowed_folders": ["/photos/training"]}.
+
+    No file means no settings. Raises ValueError if the file is broken.
+    """
+    path = Path(folder_paths.get_user_directory(), SETTINGS_FILE)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_place()} can't be read as JSON ({error}); mend it or delete it.") from error
+    folders = content.get("allowed_folders", []) if isinstance(content, dict) else None
+    if not isinstance(folders, list) or not all(isinstance(f, str) and os.path.isabs(f) for f in folders):
+        raise ValueError(
+            f'{_place()} has no list of absolute folders under "allowed_folders"; write it as '
+            f'{{"allowed_folders": ["/photos/training"]}}.'
+        )
+    return Settings(tuple(Path(folder) for folder in folders))
+
+
+def cache_folder() -> Path:
+    """Where encoded pictures and captions are kept."""
+    return Path(folder_paths.get_user_directory(), "tessera", "cache")
+
+
+def list_picture_folders() -> list[str]:
+    """Of what `resolve_folder` accepts on this machine the folders that hold pictures, in themselves or below.
+
+    Folders more than six levels below their root are left out, and what lies behind the first 5000 folders of a root
+    (`resolve_folder` takes them nevertheless). The list is made anew at most every ten seconds, and when the settings
+    change.
+    """
+    return list(_lists().pictures)
+
+
+def list_film_folders() -> list[str]:
+    """As `list_picture_folders`, the folders that hold video files."""
+    return list(_lists().films)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    pictures: list[str]
+    films: list[str]
+
+
+def _lists() -> _Lists:
+    roots = _own_roots()
+    try:
+        allowed = read_settings().allowed_folders
+    except ValueError as error:
+        logger.warning("%s", error)
+        allowed = ()
+    key = (tuple(sorted((name, tuple(folders)) for name, folders in roots.items())), allowed)
+    now = time.monotonic()
+    if key not in _listed or now - _listed[key][0] > LIST_SECONDS:
+        _listed.clear()
+        _listed[key] = (now, _list_folders(roots, allowed))
+    return _listed[key][1]
+
+
+_listed: dict[Any, tuple[float, _Lists]] = {}
+
+
+def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lists:
+    inside = {(name, root): _folders_with_files(root) for name, roots in own.items() for root in roots}
+    outside = {root: _folders_with_files(root) for root in allowed}
+
+    def listed(kind: int) -> list[str]:
+        found = {f"{name}/{below}" for (name, _), of in inside.items() for below in of[kind] if below != "."}
+        extra = {(root / below).as_posix() for root, of in outside.items() for below in of[kind]}
+        return sorted(found) + sorted(extra)
+
+    return _Lists(listed(0), listed(1))
+
+
+def resolve_folder(choice: str) -> Path:
+    """The folder that a workflow names: `input/…` or `datasets/…`, or an absolute path that the settings allow.
+
+    Links are followed before the check. Raises ValueError for any other folder, there or not.
+    """
+    if os.path.isabs(choice):
+        roots = read_settings().allowed_folders
+        candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
+    else:
+        name, _, below = choice.replace("\\", "/").partition("/")
+        roots = () if _leaves_its_root(below) else tuple(_own_roots().get(name, []))
+        candidates = [(root, root / below) for root in roots if below]
+    inside = [folder for root, folder in candidates if _is_within(folder, root)]
+    if not inside:
+        raise ValueError(
+            f"The folder {choice!r} may not be read: it is not under ComfyUI's input or datasets folder; move it there "
+            f'(and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
+        )
+    for folder in inside:
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"The folder {choice!r} does not exist; put your pictures and captions there, or choose another.")
+
+
+def _leaves_its_root(below: str) -> bool:
+    """Whether joining makes it a place of its own: a drive (C:x), a root (/x) or a server (//server/share).
+
+    On Windows the mere look at a server's folder tells that server who is asking.
+    """
+    path = PureWindowsPath(below)
+    return bool(path.drive or path.root)
+
+
+def _drive(path: str) -> str:
+    """The drive or the server's share on Windows, empty elsewhere."""
+    return os.path.normcase(os.path.splitdrive(path)[0])
+
+
+def _own_roots() -> dict[str, list[Path]]:
+    try:
+        datasets = folder_paths.get_folder_paths("datasets")
+    except KeyError:  # ComfyUI before it had a datasets folder
+        datasets = [os.path.join(folder_paths.base_path, "datasets")]
+    return {"input": [Path(folder_paths.get_input_directory())], "datasets": [Path(folder) for folder in datasets]}
+
+
+def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
+    """Relative paths of the folders that hold a picture, and of those that hold a film, in themselves or below; "." is
+    the root."""
+    pictures, films = set[str](), set[str]()
+    for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
+        if walked == MOST_WALKED:
+            logger.warning("%s has more than %d folders; those behind them are not listed.", root, MOST_WALKED)
+            break
+        below = Path(parent).relative_to(root)
+        deepest = len(below.parts) == LISTED_LEVELS
+        subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
+        for holds, found in ((is_picture, pictures), (is_film, films)):
+            if any(holds(name) for name in names):
+                found |= {folder.as_posix() for folder in (below, *below.parents)}
+    return pictures, films
+
+
+def is_allowed_folder(text: str) -> bool:
+    """Whether this is an absolute folder, there or not, that the user's settings allow."""
+    if "\n" in text or not os.path.isabs(text):
+        return False
+    try:
+        roots = read_settings().allowed_folders
+    except ValueError:
+        return False
+    return any(_drive(str(root)) == _drive(text) and _is_within(Path(text), root) for root in roots)
+
+
+def _is_within(folder: Path, root: Path) -> bool:
+    try:
+        real = os.path.realpath(root)
+        return os.path.commonpath((real, os.path.realpath(folder))) == real
+    except ValueError:  # another drive, or a NUL in the name
+        return False
+
+
+def _place() -> str:
+    return f"the file {SETTINGS_FILE} in ComfyUI's user folder"

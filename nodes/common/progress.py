@@ -1,0 +1,78 @@
+"""Shows a training run to whoever looks: the progress bar and its text, and live events for the browser."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy.utils import ProgressBar
+from server import PromptServer
+
+from ...train.events import StepReport
+
+log = logging.getLogger(__name__)
+
+EVENT = "tessera.train"
+
+
+def watched_server() -> PromptServer | None:
+    """ComfyUI's server, where it runs and the client that queued the prompt is known."""
+    server = getattr(PromptServer, "instance", None)
+    return server if server is not None and server.client_id is not None else None
+
+
+def show_text(node_id: str | None, text: str) -> None:
+    """Puts a line of progress on a running node, for the client that queued it."""
+    if node_id is not None and (server := watched_server()):
+        server.send_progress_text(text, node_id, server.client_id)
+
+
+class ServerObserver:
+    """Sends what a run tells to the client that queued it, as events `{"node": id, "kind": …, …}`."""
+
+    def __init__(self, node_id: str, steps: int):
+        self.node_id = node_id
+        self.bar = ProgressBar(steps, node_id=node_id)
+
+    def _send(self, kind: str, **values: Any) -> None:
+        if server := watched_server():
+            server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
+
+    def phase(self, text: str) -> None:
+        log.info(text)
+        show_text(self.node_id, text)
+        self._send("phase", text=text)
+
+    def note(self, text: str) -> None:
+        log.info(text)
+        self._send("note", text=text)
+
+    def step(self, report: StepReport) -> None:
+        self.bar.update_absolute(report.step, report.steps)
+        show_text(self.node_id, report.text())
+        self._send(
+            "step",
+            step=report.step,
+            steps=report.steps,
+            loss=report.loss,
+            learning_rate=report.learning_rate,
+            seconds_per_step=report.seconds_per_step,
+            seconds_left=report.seconds_left,
+        )
+
+    def saved(self, path: Path) -> None:
+        log.info("Saved %s", path.name)
+        self._send("saved", file=path.name)
+
+    def previewed(self, sheet: Path, step: int) -> None:
+        """The browser reads the sheet from ComfyUI's output folder."""
+        place = sheet.relative_to(folder_paths.get_output_directory())
+        self._send("preview", step=step, filename=place.name, subfolder=place.parent.as_posix(), type="output")
+
+    def validated(self, step: int, loss: float) -> None:
+        log.info("Validation loss %.5f at step %d", loss, step)
+        self._send("validation", step=step, loss=loss)
+
+    def check_interrupted(self) -> None:
+        throw_exception_if_processing_interrupted()

@@ -1,0 +1,273 @@
+"""The nodes that read folders of pictures and clips."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io
+
+from ...data.captions.options import CaptionOptions
+from ...data.folders.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
+from ...data.folders.options import Treatment
+from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
+from ..common.folder_access import list_film_folders, list_picture_folders, resolve_folder
+from . import folder_inputs, image_inputs
+from .caption_inputs import caption_inputs
+from .folder_inputs import DatasetType
+from .image_inputs import NONE
+
+
+class TesseraImageFolder(io.ComfyNode):
+    """Pictures with their captions from a folder."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraImageFolder",
+            display_name="Training Images",
+            category="Tessera/data",
+            description="Pictures to train on, each with a caption in a text file of the same name beside it. "
+            "Chain several folders through the dataset input.",
+            search_aliases=["dataset", "training images", "caption", "lora"],
+            inputs=[
+                io.Combo.Input(
+                    "folder",
+                    options=list_picture_folders() or ["input/my_pictures"],  # says where to put them
+                    tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
+                    "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
+                    "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
+                ),
+                folder_inputs.caption_extension("a.jpg"),
+                folder_inputs.repeats("picture"),
+                folder_inputs.trigger_words(),
+                folder_inputs.dataset(),
+                io.Combo.Input(
+                    "control_folder",
+                    options=[NONE, *list_picture_folders()],
+                    default=NONE,
+                    optional=True,
+                    tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
+                    "before the edit. a.jpg takes a.png there, or a_0.png, a_1.png, … for several.",
+                ),
+                image_inputs.mask_folder("pictures"),
+                image_inputs.alpha_mask(),
+                image_inputs.unmasked_weight(),
+                *image_inputs.views("picture"),
+                *image_inputs.weight("pictures"),
+                *caption_inputs(),
+                *image_inputs.preservation(),
+            ],
+            outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
+        others = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
+        return _readable({"folder": folder} | others)
+
+    @classmethod
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
+        if None in (folder, caption_extension, control_folder, mask_folder):  # linked: not known yet: taken as changed
+            return float("nan")
+        try:
+            return folder_fingerprint(
+                resolve_folder(folder),
+                caption_extension,
+                control_folder=_other_folder(control_folder),
+                mask_folder=_other_folder(mask_folder),
+            )
+        except ValueError as error:  # told to the user by execute
+            return str(error)
+
+    @classmethod
+    def execute(
+        cls,
+        folder,
+        caption_extension=".txt",
+        repeats=1,
+        trigger_words="",
+        dataset: Dataset | None = None,
+        control_folder=NONE,
+        mask_folder=NONE,
+        **chosen,
+    ) -> io.NodeOutput:
+        treatment, captions = _of_the_folder(chosen)
+        scanned = scan_folder(
+            resolve_folder(folder),
+            caption_extension=caption_extension,
+            repeats=repeats,
+            trigger_words=trigger_words,
+            control_folder=_other_folder(control_folder),
+            mask_folder=_other_folder(mask_folder),
+            treatment=treatment,
+            captions=captions,
+        )
+        return io.NodeOutput(scanned if dataset is None else dataset + scanned)
+
+
+class TesseraVideoFolder(io.ComfyNode):
+    """Clips with their captions from a folder of video files."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraVideoFolder",
+            display_name="Training Clips",
+            category="Tessera/data",
+            description="Clips to train a video model on, taken out of the video files of a folder, each file with a "
+            "caption in a text file of the same name beside it. Chain it with pictures and other folders through the "
+            "dataset input.",
+            search_aliases=["dataset", "training videos", "video", "wan", "caption", "lora"],
+            inputs=[
+                io.Combo.Input(
+                    "folder",
+                    options=list_film_folders() or ["input/my_clips"],
+                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders included. "
+                    "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
+                    "to be allowed in the file tessera.json in ComfyUI's user folder.",
+                ),
+                folder_inputs.caption_extension("a.mp4"),
+                folder_inputs.repeats("clip"),
+                io.String.Input(
+                    "target_frames",
+                    default="25",
+                    optional=True,
+                    tooltip="How many frames a clip has; several numbers with commas between them, such as 1, 25, 49, "
+                    "give clips of each. They are 4n + 1, as the VAE takes them; others are lowered to that. More "
+                    "frames show longer motion and take more memory and time.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=16.0,
+                    min=0.0,
+                    max=240.0,
+                    step=0.001,
+                    optional=True,
+                    tooltip="Frames per second of the clips, by leaving out or repeating frames: 16 for Wan 2.1 and "
+                    "2.2 14B, 24 for Wan 2.2 5B. 0 takes every frame as it is.",
+                ),
+                io.Combo.Input(
+                    "extraction",
+                    options=list(EXTRACTIONS),
+                    default=HEAD,
+                    optional=True,
+                    tooltip="Which clips are taken out of a file. head: its first frames. chunk: one after the other. "
+                    "slide: one every frame_stride frames. uniform: frame_sample of them, spread evenly. full: all "
+                    "frames up to max_frames as one clip, without regard to target_frames.",
+                ),
+                folder_inputs.dataset(),
+                folder_inputs.trigger_words(),
+                io.Int.Input(
+                    "frame_stride",
+                    default=10,
+                    min=1,
+                    max=100000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For slide: how many frames after one clip the next one starts, at the rate of fps. Lower "
+                    "it for more clips that overlap more.",
+                ),
+                io.Int.Input(
+                    "frame_sample",
+                    default=4,
+                    min=1,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For uniform: how many clips of each length are taken out of a file. Raise it for long "
+                    "files with much in them.",
+                ),
+                io.Int.Input(
+                    "max_frames",
+                    default=81,
+                    min=1,
+                    max=100000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For full: the most frames of a clip; longer files lose their end. Lower it if memory is "
+                    "short.",
+                ),
+                image_inputs.mask_folder("clips"),
+                image_inputs.unmasked_weight(),
+                *image_inputs.views("clip"),
+                *image_inputs.weight("clips"),
+                *caption_inputs(),
+                *image_inputs.preservation(),
+            ],
+            outputs=[DatasetType.Output(display_name="dataset", tooltip="The clips and captions, not encoded yet.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder=None, mask_folder=NONE):
+        return _readable({"folder": folder, "mask_folder": _chosen(mask_folder)})
+
+    @classmethod
+    def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
+        if None in (folder, caption_extension, mask_folder):  # linked: not known yet, so taken as changed
+            return float("nan")
+        try:
+            masks = _other_folder(mask_folder)
+            return folder_fingerprint(resolve_folder(folder), caption_extension, CLIPS, mask_folder=masks)
+        except ValueError as error:  # told to the user by execute
+            return str(error)
+
+    @classmethod
+    def execute(
+        cls,
+        folder,
+        caption_extension=".txt",
+        repeats=1,
+        target_frames="25",
+        fps=16.0,
+        extraction=HEAD,
+        dataset: Dataset | None = None,
+        trigger_words="",
+        frame_stride=10,
+        frame_sample=4,
+        max_frames=81,
+        mask_folder=NONE,
+        **chosen,
+    ) -> io.NodeOutput:
+        frames, notes = parse_target_frames(target_frames)
+        treatment, captions = _of_the_folder(chosen)
+        scanned = scan_films(
+            resolve_folder(folder),
+            Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
+            caption_extension=caption_extension,
+            repeats=repeats,
+            trigger_words=trigger_words,
+            mask_folder=_other_folder(mask_folder),
+            treatment=treatment,
+            captions=captions,
+        )
+        scanned = replace(scanned, notes=(*scanned.notes, *notes))
+        return io.NodeOutput(scanned if dataset is None else dataset + scanned)
+
+
+def _of_the_folder(chosen: dict[str, Any]) -> tuple[Treatment, CaptionOptions]:
+    """What is chosen for all pictures of a folder, and for all its captions; each input has the name of its field."""
+    pictures = {field.name for field in fields(Treatment)} & chosen.keys()
+    captions = {name: value for name, value in chosen.items() if name not in pictures}
+    return Treatment(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
+
+
+def _chosen(folder: str | None) -> str | None:
+    return None if folder in (None, "", NONE) else folder
+
+
+def _other_folder(folder: str | None) -> Path | None:
+    chosen = _chosen(folder)
+    return None if chosen is None else resolve_folder(chosen)
+
+
+def _readable(folders: Mapping[str, str | None]) -> bool | str:
+    """Whether a workflow may read these folders, by the names of their inputs, or why not: ComfyUI shows the answer at
+    every input. None is one that is linked, which execute checks, or missing, which ComfyUI tells."""
+    for name, folder in folders.items():
+        try:
+            if folder is not None:
+                resolve_folder(folder)
+        except ValueError as error:
+            return f"{name}: {error}"
+    return True

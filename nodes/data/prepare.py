@@ -1,0 +1,234 @@
+"""The nodes of Tessera/data: from folders of pictures and clips, or from core's latents, to training data."""
+
+from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy.utils import ProgressBar
+from comfy_api.latest import io, ui
+
+from ...data.buckets.planner import FITS, RAGGED_EDGE
+from ...data.buckets.plot import draw_plan
+from ...data.folders.dataset import Dataset
+from ...data.from_latents import latents_to_data
+from ...data.jobs import Progress
+from ...data.prepare import prepare, summary
+from ...models.text import EDIT_PROMPTS, PLUS
+from ..common.folder_access import cache_folder
+from ..common.images import image_tensor
+from ..common.progress import show_text
+from .folder_inputs import DatasetType
+from .folders import TesseraImageFolder, TesseraVideoFolder
+
+TrainingDataType = io.Custom("TESSERA_TRAINING_DATA")
+
+
+class TesseraPrepareDataset(io.ComfyNode):
+    """Pictures, clips and captions encoded for training."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraPrepareDataset",
+            display_name="Prepare Dataset",
+            category="Tessera/data",
+            description="Chooses for each picture and clip the grid of tokens that crops it least, and encodes them "
+            "and their captions once: what has been encoded is kept on disk and taken from there.",
+            search_aliases=["dataset", "bucket", "encode", "cache latents", "lora"],
+            # So that the plan can be looked at before anything is trained, and is shown again when nothing changed.
+            is_output_node=True,
+            inputs=[
+                DatasetType.Input(
+                    "dataset", tooltip="The pictures, clips and captions, from Training Images and Training Clips."
+                ),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="The VAE of the model that will be trained, such as ae.safetensors for FLUX.1 or "
+                    "wan_2.1_vae.safetensors for Wan 2.1 and 2.2 14B.",
+                ),
+                io.Clip.Input(
+                    "clip",
+                    tooltip="The text encoders of the model that will be trained, such as clip_l and t5xxl for FLUX.1 "
+                    "or umt5_xxl for Wan.",
+                ),
+                io.Float.Input(
+                    "megapixels",
+                    default=1.0,
+                    min=0.01,
+                    max=16.0,
+                    step=0.01,
+                    optional=True,
+                    tooltip="The size that pictures and the frames of clips are trained at, in units of 1024 x 1024 "
+                    "pixels. 0.25 (512 x 512) trains about four times as fast, with less detail. 0.38 is 832 x 480, "
+                    "which Wan knows well.",
+                ),
+                io.Int.Input(
+                    "max_graphs",
+                    default=1,
+                    min=1,
+                    max=8,
+                    optional=True,
+                    tooltip="The number of different token counts allowed; each is compiled once. More lets pictures "
+                    "of unusual shape be cropped less. Raise it if the plan shows much cropping. It works with "
+                    "fit whole grids only: a ragged edge takes one, and up to four for control pictures. Clips of "
+                    "different length need as many as the plan says, whatever this is set to.",
+                ),
+                io.Combo.Input(
+                    "fit",
+                    options=list(FITS),
+                    default=RAGGED_EDGE,
+                    optional=True,
+                    tooltip="ragged edge: one graph fits any shape with hardly any cropping; the last row of tokens "
+                    "may be cut short. whole grids: every grid has exactly the same number of tokens, at more "
+                    "cropping; choose it if the plan shows that your pictures lose little.",
+                ),
+                io.Combo.Input(
+                    "max_text_length",
+                    options=["512", "256"],
+                    default="512",
+                    optional=True,
+                    tooltip="For FLUX.1 only: the longest caption in tokens; longer ones are cut, shorter ones take "
+                    "256. FLUX.1 schnell takes 256, FLUX.1 dev 512. On disk a caption takes about 4 MB at 256 tokens "
+                    "and 8 MB at 512. Captions of other models have lengths of their own.",
+                    advanced=True,
+                ),
+                io.ClipVision.Input(
+                    "clip_vision",
+                    optional=True,
+                    tooltip="For Wan 2.1 image to video, with image_to_video on: clip_vision_h, which sees each clip's "
+                    "first frame. Wan 2.2 takes none.",
+                ),
+                io.Boolean.Input(
+                    "image_to_video",
+                    default=False,
+                    optional=True,
+                    tooltip="On: each clip's first frame is the start picture that the model is given. Switch it on to "
+                    "train an image-to-video model of Wan (or 5B to go on from pictures), off for text to video.",
+                ),
+                io.Float.Input(
+                    "control_megapixels",
+                    default=1.0,
+                    min=0.01,
+                    max=16.0,
+                    step=0.01,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The size that control pictures are encoded at, in units of 1024 x 1024 pixels. Edit "
+                    "models know 1; less trains faster, as control pictures are tokens too. Where it equals "
+                    "megapixels, control pictures of their results' shapes are cropped exactly as those are.",
+                ),
+                io.Combo.Input(
+                    "edit_prompt",
+                    options=list(EDIT_PROMPTS),
+                    default=PLUS,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How Qwen-Image's text encoder is shown the control pictures. plus: for "
+                    "Qwen-Image-Edit-2509 and 2511. first edit: for the first Qwen-Image-Edit, with one control "
+                    "picture each.",
+                ),
+            ],
+            outputs=[
+                TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on."),
+                io.Image.Output(display_name="plan", tooltip="The grids, and what is cropped of each picture."),
+                io.String.Output(display_name="summary", tooltip="The same in words."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        dataset: Dataset,
+        vae,
+        clip,
+        megapixels=1.0,
+        max_graphs=1,
+        fit=RAGGED_EDGE,
+        max_text_length="512",
+        clip_vision=None,
+        image_to_video=False,
+        control_megapixels=1.0,
+        edit_prompt=PLUS,
+    ) -> io.NodeOutput:
+        prepared = prepare(
+            dataset,
+            vae,
+            clip,
+            megapixels=megapixels,
+            max_graphs=max_graphs,
+            fit=fit,
+            max_text_length=int(max_text_length),
+            cache_dir=cache_folder(),
+            clip_vision=clip_vision,
+            image_to_video=image_to_video,
+            control_megapixels=control_megapixels,
+            edit_prompt=edit_prompt,
+            progress=_show_progress(cls.hidden.unique_id),
+            interrupted=throw_exception_if_processing_interrupted,
+        )
+        plan = image_tensor(draw_plan(prepared.plan, prepared.sizes))
+        text = summary(prepared)
+        shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
+        images = ui.PreviewImage(plan, cls=cls).as_dict()["images"]
+        return io.NodeOutput(prepared.data, plan, text, ui={"images": images, "text": [text], "tessera": [shown]})
+
+
+class TesseraLatentsToDataset(io.ComfyNode):
+    """Training data from latents and conditioning of core's nodes."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="TesseraLatentsToDataset",
+            display_name="Latents to Training Data",
+            category="Tessera/data",
+            description="Takes what core's VAE Encode, CLIP Text Encode, Make Training Dataset, Load Training Dataset "
+            "and Resolution Bucket give.",
+            search_aliases=["dataset", "latents", "lora"],
+            is_input_list=True,
+            inputs=[
+                io.Latent.Input(
+                    "latents", tooltip="The encoded pictures or clips: one latent, a batch, or a list of either."
+                ),
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="The encoded captions: one for each picture, in the same order, or one for all pictures. "
+                    "Reference latents and WanImageToVideo's start pictures on them are kept.",
+                ),
+                io.Int.Input(
+                    "max_graphs",
+                    default=1,
+                    min=1,
+                    max=64,
+                    optional=True,
+                    tooltip="The number of different token counts allowed; each is compiled once. Latents of more are "
+                    "cropped. Raise it to crop less.",
+                ),
+                io.Boolean.Input(
+                    "masked_loss",
+                    default=False,
+                    optional=True,
+                    tooltip="On: of a latent with a noise mask (Set Latent Noise Mask, VAE Encode for Inpainting) only "
+                    "what the mask lets the sampler change is learnt, in parts where it is grey. Off: noise masks are "
+                    "left out.",
+                ),
+            ],
+            outputs=[TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on.")],
+        )
+
+    @classmethod
+    def execute(cls, latents, positive, max_graphs=(1,), masked_loss=(False,)) -> io.NodeOutput:
+        data = latents_to_data(latents, positive, max_graphs[0], masked_loss[0])
+        return io.NodeOutput(data, ui={"tessera": [{"pictures": len(data.samples), "notes": list(data.notes)}]})
+
+
+def _show_progress(node_id: str | None) -> Progress:
+    """The bar of the running node, and a line of text on it where ComfyUI's server runs."""
+    bar = ProgressBar(1, node_id=node_id)
+
+    def show(done: int, total: int, text: str) -> None:
+        bar.update_absolute(done, total)
+        show_text(node_id, text)
+
+    return show
+
+
+NODES = [TesseraImageFolder, TesseraVideoFolder, TesseraPrepareDataset, TesseraLatentsToDataset]

@@ -1,0 +1,1 @@
+"""TITLE nodes/loras"""

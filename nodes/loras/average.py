@@ -1,0 +1,97 @@
+"""The node that averages the LoRAs of a run afterwards."""
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+
+from ...train.post_hoc import PROFILES, WIDEST, Profile, average, list_runs, snapshots
+from ..train.run import runs_folder
+from .save import LoraModelType
+
+
+class TesseraAverageStates(io.ComfyNode):
+    """The moving average of a run's LoRA, made from the LoRAs that it saved on the way."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraAverageStates",
+            display_name="Average States",
+            category="Tessera/output",
+            description="Makes the average (EMA) of a training run's LoRA after the training, from the LoRAs that it "
+            "saved on the way, so that several averages can be tried without training again.",
+            search_aliases=["ema", "post-hoc ema", "average lora", "merge checkpoints", "moving average"],
+            inputs=[
+                io.Combo.Input(
+                    "run",
+                    options=list_runs(runs_folder()),
+                    tooltip="The run, by its folder in output/loras; those are listed that have two saved LoRAs or "
+                    "more (press R to renew the list). Train with a small save_every, and with keep_last at 0.",
+                ),
+                io.Combo.Input(
+                    "profile",
+                    options=list(PROFILES),
+                    default=Profile.kind,
+                    tooltip="How much each step counts. exponential: as ema_decay on Optimizer counts them. power: "
+                    "the more the later, in the same shape for runs of any length. equal: all alike.",
+                ),
+                io.Float.Input(
+                    "decay",
+                    default=Profile.decay,
+                    min=0.0001,
+                    max=0.99999,
+                    step=0.0001,
+                    round=False,
+                    tooltip="For exponential: the part of the average that stays at each step. 0.999 averages about "
+                    "1000 steps, 0.99 about 100. Raise it for a smoother LoRA.",
+                ),
+                io.Float.Input(
+                    "width",
+                    default=Profile.width,
+                    min=0.01,
+                    max=WIDEST,
+                    step=0.01,
+                    round=False,
+                    tooltip="For power: how wide the average is, as a part of the whole run (its standard deviation). "
+                    "0.05 is narrow, 0.25 nearly all of the run.",
+                ),
+                io.Float.Input(
+                    "last_part",
+                    default=Profile.last_part,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    round=False,
+                    tooltip="The part of the steps, from the end, that is averaged over. Lower it, to 0.25 with equal "
+                    "say, to leave out what was saved before the LoRA had learnt much.",
+                ),
+            ],
+            outputs=[
+                LoraModelType.Output(display_name="lora", tooltip="For Save LoRA or core's Load LoRA Model."),
+                io.String.Output(display_name="report", tooltip="Which LoRAs were averaged, and how much each counts."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, run: str | None = None) -> bool | str:  # None where it is linked
+        if run is not None and run not in list_runs(runs_folder()):
+            return f"run: there is no run {run!r} with two saved LoRAs or more; choose another (press R)."
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, run: str, **_: Any) -> Any:
+        root = runs_folder().resolve()
+        folder = (root / run).resolve()
+        if not folder.is_relative_to(root):
+            return run
+        return [(one.path.name, one.path.stat().st_mtime_ns) for one in snapshots(folder)]
+
+    @classmethod
+    def execute(cls, run: str, profile: str, decay: float, width: float, last_part: float) -> io.NodeOutput:
+        with torch.inference_mode(False):
+            lora, text = average(runs_folder(), run, Profile(profile, decay, width, last_part))
+        return io.NodeOutput(lora, text)
+
+
+NODES: list[type[io.ComfyNode]] = [TesseraAverageStates]

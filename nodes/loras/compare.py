@@ -1,0 +1,244 @@
+"""The node that shows several LoRAs side by side."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.utils
+import torch
+from comfy.model_management import throw_exception_if_processing_interrupted
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io, ui
+from torch import Tensor
+
+from ...train.compare import Column, compare, two_experts
+from ...train.preview import Preview
+from ...train.sampling import Conditioning, Sampling, Stages
+from ..common.images import image_tensor
+from ..options.preview import PreviewType, sampler_inputs
+from .compare_columns import of_files, of_graph, of_pairs, pairs_of_graph, read_pair_strengths, read_strengths
+from .expert_pairs import Pair, pairs
+from .lora_list import NONE, named, path_of, runs
+from .save import LoraModelType
+
+LoraModels = Mapping[str, Mapping[str, Tensor] | None]
+# What the grid shows of clips, see `clip_sheet.shown`.
+CLIPS = {"middle frame": 1, "3 frames": 3, "5 frames": 5, "9 frames": 9, "animation": 0}
+
+
+class TesseraCompareLoras(io.ComfyNode):
+    """A grid of pictures: a row for each prompt and seed, a column for each LoRA."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraCompareLoras",
+            display_name="Compare LoRAs",
+            category="Tessera/output",
+            description="Samples the same prompts and seeds with several LoRAs, or with the saves of one training run, "
+            "and shows the pictures side by side with their names.",
+            search_aliases=["lora grid", "xy plot", "compare checkpoints", "best epoch"],
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model that the LoRAs are for, from any loader. It stays as it is."
+                ),
+                io.Vae.Input("vae", tooltip="The model's own VAE, which decodes the pictures."),
+                io.Conditioning.Input("positive", tooltip="The prompt, as it goes to your KSampler."),
+                io.String.Input(
+                    "loras",
+                    default="",
+                    multiline=True,
+                    placeholder="one LoRA per line, such as my_lora-1a2b3c4d/*",
+                    tooltip="LoRAs by the names that ComfyUI's LoRA loaders list, one per line. * stands for any text: "
+                    "my_lora-*/* is every save of the runs of that name.",
+                ),
+                io.Combo.Input(
+                    "run",
+                    options=[NONE, *runs()],
+                    default=NONE,
+                    tooltip="A training run, whose saves are compared in the order of their steps, the finished LoRA "
+                    "last. Press R to see new ones.",
+                ),
+                io.String.Input(
+                    "strengths",
+                    default="1",
+                    tooltip="How strongly each LoRA is applied. Several numbers, such as 0.6, 1, give a column each.",
+                ),
+                io.Boolean.Input(
+                    "without_lora",
+                    default=True,
+                    tooltip="The first column is the model without a LoRA, to compare with.",
+                ),
+                *sampler_inputs(),
+                PreviewType.Input(
+                    "more_prompts",
+                    optional=True,
+                    tooltip="From Training Preview: further prompts with their own settings, each in rows of its own. "
+                    "When it says to preview has no meaning here.",
+                ),
+                io.Autogrow.Input(
+                    "lora_models",
+                    optional=True,
+                    template=io.Autogrow.TemplatePrefix(LoraModelType.Input("lora"), prefix="lora", min=0, max=16),
+                    tooltip="LoRAs of the graph, such as Train LoRA's output; another place appears when one is taken.",
+                ),
+                io.Model.Input(
+                    "model_low_noise",
+                    optional=True,
+                    tooltip="Wan 2.2's low noise expert, with the high noise one at model: pairs of LoRAs are compared "
+                    "then, and both experts sample, as two KSampler (Advanced) do. Name one half of each in loras.",
+                ),
+                io.Autogrow.Input(
+                    "lora_models_low_noise",
+                    optional=True,
+                    template=io.Autogrow.TemplatePrefix(LoraModelType.Input("lora"), prefix="lora", min=0, max=16),
+                    tooltip="The low noise halves of lora_models, in the same order: Train LoRA's lora_low_noise.",
+                ),
+                io.Float.Input(
+                    "expert_boundary",
+                    default=0.0,
+                    min=0.0,
+                    max=0.999,
+                    step=0.001,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The sigma at which the two experts change hands. 0 is the model's own: 0.875 for text to "
+                    "video, 0.9 for image to video.",
+                ),
+                io.Int.Input(
+                    "switch_step",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How many steps the high noise expert makes, as end_at_step of its KSampler (Advanced). 0 "
+                    "goes by expert_boundary.",
+                ),
+                io.Combo.Input(
+                    "clips",
+                    options=list(CLIPS),
+                    default="middle frame",
+                    optional=True,
+                    tooltip="What the grid shows of a clip: its middle frame, some frames from the first (top) to the "
+                    "last, or, as animation, the clips themselves side by side. Of a picture it is the picture.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=Sampling.fps,
+                    min=1.0,
+                    max=120.0,
+                    step=1.0,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Frames per second of the animation on this node: 16 for Wan 2.1 and 2.2 14B, 24 for Wan "
+                    "2.2 5B.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(
+                    display_name="grid",
+                    tooltip="All pictures with their names; of clips what is chosen in clips, as animation a frame for "
+                    "each moment, for Create Video.",
+                ),
+                io.Image.Output(
+                    display_name="pictures",
+                    is_output_list=True,
+                    tooltip="Each picture or clip by itself in full size, row by row.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, run: str | None = None, lora_models: Any = None, lora_models_low_noise: Any = None
+    ) -> bool | str:
+        """run: None where it is linked. ComfyUI hands inputs that grow to whoever checks anything."""
+        if run not in (None, NONE) and run not in runs():
+            return f"run: there is no run {run!r} any more; choose another, or {NONE!r}."
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, loras: str | None = None, run: str | None = None, **others: Any) -> Any:
+        if loras is None or run is None:  # linked: not known yet, so taken as changed
+            return float("nan")
+        try:
+            names = _files(pairs(loras, run)) if "model_low_noise" in others else named(loras, run)
+            return [(name, path_of(name).stat().st_mtime_ns) for name in names]
+        except (OSError, ValueError) as error:  # told to the user by execute
+            return str(error)
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        vae: Any,
+        positive: Conditioning,
+        loras: str,
+        run: str,
+        strengths: str,
+        without_lora: bool,
+        more_prompts: Sequence[Preview] = (),
+        lora_models: LoraModels | None = None,
+        model_low_noise: ModelPatcher | None = None,
+        lora_models_low_noise: LoraModels | None = None,
+        expert_boundary: float = 0.0,
+        switch_step: int = 0,
+        clips: str = "middle frame",
+        **sampler: Any,
+    ) -> io.NodeOutput:
+        if clips not in CLIPS:
+            raise ValueError(f"clips is {clips!r}; choose one of {', '.join(CLIPS)}.")
+        samplings = [Sampling(vae, positive, **sampler), *(preview.sampling for preview in more_prompts)]
+        high, low = lora_models or {}, lora_models_low_noise or {}
+        if model_low_noise is None:
+            _check_one_model(low, expert_boundary, switch_step)
+            stages = Stages(model)
+            compared = of_files(named(loras, run)) + of_graph(high)
+            each = [(strength, strength) for strength in read_strengths(strengths)]
+        else:
+            stages = two_experts(model, model_low_noise, expert_boundary, switch_step)
+            compared = of_pairs(pairs(loras, run)) + pairs_of_graph(high, low)
+            each = read_pair_strengths(strengths)
+        if not compared:
+            raise ValueError("loras is empty; name LoRAs, choose a run, or connect the LORA_MODEL of Train LoRA.")
+        first = [Column("without LoRA")] if without_lora else []
+        columns = [*first, *(column for one in compared for column in one.columns(each))]
+        calls = len(columns) * sum(sampling.seeds * sampling.steps for sampling in samplings)
+        bar = comfy.utils.ProgressBar(calls, node_id=getattr(cls.hidden, "unique_id", None))
+
+        def tell() -> None:
+            throw_exception_if_processing_interrupted()
+            bar.update(1)
+
+        made = compare(stages, samplings, columns, tell, throw_exception_if_processing_interrupted, CLIPS[clips])
+        grid = torch.cat([image_tensor(sheet) for sheet in made.grid])
+        return io.NodeOutput(grid, made.pictures, ui=cls._shown(grid, samplings[0].fps))
+
+    @classmethod
+    def _shown(cls, grid: Tensor, fps: float) -> ui.PreviewImage | ui.SavedImages:
+        if len(grid) == 1:
+            return ui.PreviewImage(grid, cls=cls)
+        how: dict[str, Any] = {"lossless": False, "quality": 90, "method": 4}
+        saved = ui.ImageSaveHelper.save_animated_webp(grid, "compare_loras", io.FolderType.temp, cls, fps, **how)
+        return ui.SavedImages([saved], is_animated=True)
+
+
+def _check_one_model(low: LoraModels, expert_boundary: float, switch_step: int) -> None:
+    """Raises ValueError for what means something to two experts only."""
+    given = {
+        "lora_models_low_noise": any(lora is not None for lora in low.values()),
+        "expert_boundary": bool(expert_boundary),
+        "switch_step": bool(switch_step),
+    }
+    if name := next((name for name, is_given in given.items() if is_given), None):
+        raise ValueError(f"{name} is for two experts; connect model_low_noise, or leave {name} out.")
+
+
+def _files(pairs: Sequence[Pair]) -> list[str]:
+    return [half for pair in pairs for half in (pair.high, pair.low) if half is not None]
+
+
+NODES: list[type[io.ComfyNode]] = [TesseraCompareLoras]

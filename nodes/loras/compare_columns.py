@@ -1,0 +1,152 @@
+"""The columns of a grid of LoRAs: each LoRA, or each pair of Wan 2.2's two experts, at each strength."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+
+import comfy.utils
+from torch import Tensor
+
+from ...train.compare import AppliedLora, Column
+from .expert_pairs import Pair, without_side
+from .lora_list import ENDING, path_of
+
+Lora = Mapping[str, Tensor]
+# Of the high and the low noise expert; of one model both are its own.
+Strengths = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a LoRA comes from. name: what messages call it."""
+
+    name: str
+    read: Callable[[], Lora]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared at several strengths. low: for the low noise expert."""
+
+    title: str
+    high: Source | None
+    low: Source | None = None
+
+    def columns(self, strengths: Sequence[Strengths]) -> list[Column]:
+        """One for each of these that leaves something of it. Raises ValueError where none does."""
+        titled, made = list(strengths) != [(1.0, 1.0)], []
+        for high, low in strengths:
+            first, second = _applied(self.high, high), _applied(self.low, low)
+            numbers = [high] if self.low is None or high == low else [low] if self.high is None else [high, low]
+            told = "/".join(f"{number:g}" for number in numbers)
+            if (first, second) != (None, None):
+                made.append(Column(f"{self.title} x {told}" if titled else self.title, first, second))
+        if not made:
+            raise ValueError(f"strengths are 0 for {self.title}; give one for it, or take it out.")
+        return list(dict.fromkeys(made))
+
+
+def of_files(names: Sequence[str]) -> list[Compared]:
+    stems = [PurePosixPath(name).stem for name in names]
+    return [
+        Compared(stem if stems.count(stem) == 1 else name.removesuffix(ENDING), _file(name))
+        for name, stem in zip(names, stems, strict=True)
+    ]
+
+
+def of_pairs(pairs: Sequence[Pair]) -> list[Compared]:
+    titles = [pair.title for pair in pairs]
+    return [
+        Compared(pair.title if titles.count(pair.title) == 1 else pair.name, *map(_file, (pair.high, pair.low)))
+        for pair in pairs
+    ]
+
+
+def of_graph(loras: Mapping[str, Lora | None]) -> list[Compared]:
+    """LoRAs that are connected."""
+    connected = [lora for lora in loras.values() if lora is not None]
+    return [Compared(_output_name(lora, n), _connected("lora_models", lora, n)) for n, lora in enumerate(connected, 1)]
+
+
+def pairs_of_graph(high: Mapping[str, Lora | None], low: Mapping[str, Lora | None]) -> list[Compared]:
+    """Pairs that are connected, by the names of their inputs. Raises ValueError where one of two is."""
+    made: list[Compared] = []
+    for input in sorted({*high, *low}, key=lambda name: (len(name), name)):
+        first, second = high.get(input), low.get(input)
+        if first is None and second is None:
+            continue
+        if second is None:
+            raise ValueError(
+                f"lora_models: {input} has no low noise half; connect Train LoRA's lora_low_noise to {input} of "
+                "lora_models_low_noise."
+            )
+        if first is None:
+            raise ValueError(
+                f"lora_models_low_noise: {input} has no high noise half; connect Train LoRA's lora to {input} of "
+                "lora_models."
+            )
+        number = len(made) + 1
+        title = without_side(_output_name(first, number))
+        both = _connected("lora_models", first, number), _connected("lora_models_low_noise", second, number)
+        made.append(Compared(title, *both))
+    return made
+
+
+def read_strengths(text: str) -> list[float]:
+    """Numbers between commas or spaces. Raises ValueError for anything else."""
+    try:
+        numbers = [_number(part) for part in _parts(text)]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(numbers):
+        raise ValueError(f"strengths is {text!r}; give one or more numbers other than 0, such as 0.6, 1.")
+    return list(dict.fromkeys(numbers))
+
+
+def read_pair_strengths(text: str) -> list[Strengths]:
+    """Numbers for both experts, or `high/low`, between commas or spaces. Raises ValueError for anything else."""
+    split = [part.partition("/") for part in _parts(text)]
+    try:
+        pairs = [(_number(high), _number(low if slash else high)) for high, slash, low in split]
+    except ValueError:
+        pairs = []
+    if not pairs or not all(map(any, pairs)):
+        raise ValueError(
+            f"strengths is {text!r}; give one or more numbers other than 0, such as 0.6, 1, or one for each expert, "
+            "such as 1/0.6."
+        )
+    return list(dict.fromkeys(pairs))
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in re.split(r"[,;\s]+", text) if part]
+
+
+def _number(text: str) -> float:
+    """Raises ValueError for what is no strength."""
+    number = float(text)
+    if not abs(number) <= 100:
+        raise ValueError(text)
+    return number
+
+
+def _applied(source: Source | None, strength: float) -> AppliedLora | None:
+    return AppliedLora(source.name, strength, source.read) if source is not None and strength else None
+
+
+def _output_name(lora: Lora, number: int) -> str:
+    return getattr(lora, "metadata", {}).get("ss_output_name") or f"lora {number}"
+
+
+def _connected(place: str, lora: Lora, number: int) -> Source:
+    return Source(f"{place} {number}", partial(dict, lora))
+
+
+def _file(name: str | None) -> Source | None:
+    return None if name is None else Source(name, partial(_read, name))
+
+
+def _read(name: str) -> dict[str, Tensor]:
+    return comfy.utils.load_torch_file(str(path_of(name)), safe_load=True)

@@ -1,0 +1,181 @@
+"""Pairs of LoRAs for Wan 2.2's two experts, found by the names that training them gives: `<name>_high_noise` (or, where
+that is not there, `<name>`) and `<name>_low_noise`, in one folder or each in that of its run."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ...train.experts import HIGH, LOW
+from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, matching, of_run, path_of, unknown
+
+_BESIDE = " + "
+_RUN = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(-\d+)?")
+# What a pair's own runs differ in, as a LoRA file tells it, and in their options.
+_OF_ONE_RUN = {"output_name", "base_model", "started", "finished", "final_loss"}
+_OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The LoRA of each expert by its name on the list; None leaves that expert as it is."""
+
+    high: str | None
+    low: str | None
+
+    @property
+    def name(self) -> str:
+        """With its folder: what a pair is called where several have one title."""
+        return self._called([_short(half) for half in self._halves()])
+
+    @property
+    def title(self) -> str:
+        return self._called([_short(PurePosixPath(half).name) for half in self._halves()])
+
+    def _halves(self) -> Iterator[str]:
+        return (half for half in (self.high, self.low) if half is not None)
+
+    def _called(self, names: Sequence[str]) -> str:
+        if len(names) == 1:
+            return f"{names[0]} ({_spoken(HIGH if self.low is None else LOW)} only)"
+        both = [without_side(name) for name in names]
+        plain = [re.sub(r"-[0-9a-f]{8}(-\d+)?(?=/)", "", name) for name in both]  # two runs have two keys
+        return both[0] if plain[0] == plain[1] else _BESIDE.join(names)
+
+
+def pairs(loras: str, run: str) -> list[Pair]:
+    """The pairs that the lines and the run stand for, each once.
+
+    A line is the name of either half or what both have in common, with * for any text; or both names as `high + low`,
+    one of which may be none. A run is that of either expert. Raises ValueError for a line that stands for nothing, and
+    where the other half is missing or is not the only one.
+    """
+    listed = listed_loras()
+    found: list[Pair] = []
+    for line in lines_of(loras):
+        if matches := matching(line, listed):
+            found += [_with_other_half(name, listed) for name in matches]
+        elif _BESIDE in line:
+            found.append(_written_out(line, listed))
+        elif matches := [name for name in listed if _side_of(name) and without_side(_short(name)) == line]:
+            found += [_with_other_half(name, listed) for name in matches]
+        else:
+            raise unknown(line)
+    found += [_with_other_half(name, listed) for name in of_run(run, listed)]
+    found = list(dict.fromkeys(found))
+    check_count(len(found))
+    return found
+
+
+def _written_out(line: str, listed: Sequence[str]) -> Pair:
+    halves = [half.strip() for half in line.split(_BESIDE)]
+    if len(halves) != 2 or halves == [NONE, NONE]:
+        raise ValueError(f"loras: {line!r} is no pair; write the two names as 'high + low', one of them may be none.")
+    names: list[str | None] = []
+    for half in halves:
+        matches = [] if half == NONE else matching(half, listed)
+        if half != NONE and not matches:
+            raise unknown(half)
+        if len(matches) > 1:
+            raise ValueError(f"loras: {half!r} stands for {len(matches)} LoRAs; name one of them in {line!r}.")
+        names.append(matches[0] if matches else None)
+    return Pair(*names)
+
+
+def _with_other_half(name: str, listed: Sequence[str]) -> Pair:
+    side = _side_of(name)
+    if side is None and (lows := _named_after(name, listed)):
+        return Pair(name, lows[0])
+    if side is None:
+        raise ValueError(
+            f"loras: {_short(name)} says neither {HIGH} nor {LOW} in its name; write the LoRAs of both experts as "
+            f"'high + low', or '{_short(name)} + {_short(name)}' to put it on both."
+        )
+    other = LOW if side == HIGH else HIGH
+    candidates = _candidates(name, side, other, listed)
+    if len(candidates) > 1:
+        own = _settings(name)
+        candidates = [one for one in candidates if own is not None and _settings(one) == own] or candidates
+    both = {side: _short(name)}
+    if not candidates:
+        alone = {other: NONE} | both
+        raise ValueError(
+            f"loras: {_short(name)} has no {_spoken(other)} half: there is no {_swapped(name, side, other).stem} in "
+            f"its folder or in that of a {_spoken(other)} run beside it. Train or copy it, write the pair as "
+            f"'high + low', or write '{alone[HIGH]} + {alone[LOW]}' to compare this half alone."
+        )
+    if len(candidates) > 1:
+        first = both | {other: _short(candidates[0])}
+        raise ValueError(
+            f"loras: {_short(name)} has {len(candidates)} {_spoken(other)} halves ({', '.join(map(_short, candidates))}"
+            f"); write the one that you mean, such as '{first[HIGH]} + {first[LOW]}'."
+        )
+    return Pair(name, candidates[0]) if side == HIGH else Pair(candidates[0], name)
+
+
+def _side_of(name: str) -> str | None:
+    stem = PurePosixPath(name).stem
+    return next((side for side, other in ((HIGH, LOW), (LOW, HIGH)) if side in stem and other not in stem), None)
+
+
+def without_side(name: str) -> str:
+    return re.sub(f"_({HIGH}|{LOW})", "", name)
+
+
+def _swapped(name: str, side: str, other: str) -> PurePosixPath:
+    place = PurePosixPath(name)
+    return place.with_name(place.name.replace(side, other))
+
+
+def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list[str]:
+    """The other half in the same folder, else those in the folders of runs of the same output name."""
+    wanted = _swapped(name, side, other)
+    if str(wanted) in listed:
+        return [str(wanted)]
+    if side == LOW and (plain := without_side(name)) in listed:
+        return [plain]
+    own = _RUN.fullmatch(wanted.parent.name)
+    if own is None:
+        return []
+    found = []
+    for one in listed:
+        place = PurePosixPath(one)
+        run = _RUN.fullmatch(place.parent.name)
+        beside = place.name == wanted.name and place.parent.parent == wanted.parent.parent
+        if beside and run is not None and run["name"] == own["name"].replace(side, other):
+            found.append(one)
+    return found
+
+
+def _named_after(name: str, listed: Sequence[str]) -> list[str]:
+    """The low noise half of a LoRA that does not say that it is the high noise one."""
+    halves = {_side_of(one): one for one in listed if _side_of(one) and without_side(one) == name}
+    return [halves[LOW]] if halves.keys() == {LOW} else []
+
+
+def _settings(name: str) -> dict[str, Any] | None:
+    """What a run was made with that both halves of a pair have in common, as its file tells it."""
+    try:
+        with safe_open(path_of(name), framework="pt") as file:
+            told = json.loads((file.metadata() or {})["tessera"])
+        kept = {key: value for key, value in told.items() if key not in _OF_ONE_RUN}
+        if PurePosixPath(name).stem.endswith("-best"):
+            del kept["steps"]
+        for part in ("objective", "network", "validation"):
+            if kept.get(part):
+                kept[part] = {key: value for key, value in kept[part].items() if not key.startswith(_OF_ONE_EXPERT)}
+        return kept
+    except (OSError, SafetensorError, KeyError, ValueError, AttributeError):
+        return None
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(ENDING)
+
+
+def _spoken(side: str) -> str:
+    return side.replace("_", " ")

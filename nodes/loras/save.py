@@ -1,0 +1,132 @@
+"""The nodes that keep what a training run gave: the LoRA as a file, its loss as a picture."""
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import torch
+from comfy_api.latest import io, ui
+
+from ...common.file_names import ENDING
+from ...lora.files.formats import DTYPES, FORMATS, save_lora
+from ...train.loss_plot import plot_loss
+from ..common.dates import with_dates
+from ..common.images import image_tensor
+
+LoraModelType = io.Custom("LORA_MODEL")
+LossMapType = io.Custom("LOSS_MAP")
+
+
+class TesseraSaveLora(io.ComfyNode):
+    """Writes a LoRA into ComfyUI's output folder, in the names that the program it goes to reads."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraSaveLora",
+            display_name="Save LoRA",
+            category="Tessera/output",
+            description="Saves a LoRA as a safetensors file. Files under loras/ appear in ComfyUI's LoRA loaders.",
+            search_aliases=["export lora", "convert lora"],
+            is_output_node=True,
+            inputs=[
+                LoraModelType.Input("lora", tooltip="The trained LoRA, from Train LoRA or any node that gives one."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="loras/tessera",
+                    tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; a number is added, "
+                    "so nothing is overwritten, and %date:yyyy-MM-dd% becomes the date. What lies under loras/ appears "
+                    "in ComfyUI's LoRA loaders.",
+                ),
+                io.Combo.Input(
+                    "format",
+                    options=list(FORMATS),
+                    default="kohya",
+                    tooltip="Whose key names the file uses. kohya: read by ComfyUI and nearly every other program. "
+                    "comfyui: the model's own names. diffusers: Python pipelines, FLUX only. The effect is the same.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    default="bf16",
+                    tooltip="Number format of the file. bf16 suits nearly all uses at half the size of fp32; fp16 is "
+                    "finer but overflows above 65504; fp32 keeps the trained values exactly, for merging.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="path", tooltip="Where the file was saved.")],
+        )
+
+    @classmethod
+    def execute(cls, lora: Mapping[str, torch.Tensor], filename_prefix: str, format: str, dtype: str) -> io.NodeOutput:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            checked_prefix(filename_prefix), folder_paths.get_output_directory()
+        )
+        file = Path(folder) / f"{name}_{counter:05}.safetensors"
+        save_lora(file, lora, format, dtype)
+        saved = {"filename": file.name, "subfolder": subfolder, "type": "output", "format": format, "dtype": dtype}
+        return io.NodeOutput(str(file), ui={"tessera": [saved]})
+
+
+class TesseraLossPlot(io.ComfyNode):
+    """Draws the loss of a training run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraLossPlot",
+            display_name="Loss Plot",
+            category="Tessera/output",
+            description="Draws the loss of each training step, its moving average, and the validation loss.",
+            search_aliases=["plot loss", "training chart"],
+            is_output_node=True,
+            inputs=[
+                LossMapType.Input("loss", tooltip="The losses of a run, from Train LoRA or core's training node."),
+                io.Float.Input(
+                    "smoothing",
+                    default=0.9,
+                    min=0.0,
+                    max=0.999,
+                    step=0.001,
+                    tooltip="How much of the moving average comes from the steps before: 0 draws the plain loss, 0.9 "
+                    "averages about 10 steps, 0.99 about 100. Raise it for long or noisy runs.",
+                ),
+                io.Boolean.Input(
+                    "log_scale",
+                    default=False,
+                    tooltip="Spaces the values by their ratio. Switch on to see small changes beside a large start.",
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="plot", tooltip="The plot, 1024 x 512 pixels.")],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+        )
+
+    @classmethod
+    def execute(cls, loss: Mapping[str, Any], smoothing: float, log_scale: bool) -> io.NodeOutput:
+        series = loss.get("loss") if isinstance(loss, Mapping) else None
+        if series is None:
+            raise ValueError("loss has no series called 'loss'; connect the LOSS_MAP of a training node.")
+        points = [(int(point["step"]), float(point["loss"])) for point in loss.get("validation", ())]
+        picture = plot_loss([float(value) for value in series], smoothing, log_scale, validation=points)
+        image = image_tensor(picture)
+        return io.NodeOutput(image, ui=ui.PreviewImage(image, cls=cls))
+
+
+def checked_prefix(prefix: str) -> str:
+    """The prefix with its dates, if it names a file inside the output folder. Raises ValueError where it does not."""
+    prefix = with_dates(prefix.strip(), datetime.now())
+    if prefix.lower().endswith(ENDING):
+        prefix = prefix[: -len(ENDING)]
+    parts = re.split(r"[/\\]", prefix)
+    if parts[0] in ("", "~") or ":" in prefix or ".." in parts or "\0" in prefix:
+        raise ValueError(
+            f"filename_prefix is {prefix!r}; give a name inside ComfyUI's output folder, such as loras/tessera."
+        )
+    if parts[-1].strip(" .") == "":
+        raise ValueError(f"filename_prefix is {prefix!r}, which is a folder; add a file name, such as loras/tessera.")
+    return "/".join(parts)
+
+
+NODES = [TesseraSaveLora, TesseraLossPlot]

@@ -1,0 +1,85 @@
+"""Block swap on a MODEL: the node, and the inputs that Training Memory shares with it."""
+
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+from ...memory.host.pinning import PIN_MEMORY
+from ...models.swapped_model import SwapSettings, swap
+from .compile import check_is_diffusion_model
+
+
+def swap_inputs(default: int, optional: bool = False) -> list[Any]:
+    """blocks_to_swap, prefetch_blocks and pin_memory, as Block Swap and Training Memory have them."""
+    return [
+        io.Int.Input(
+            "blocks_to_swap",
+            default=default,
+            min=-1,
+            max=1000,
+            optional=optional,
+            tooltip="How many of the model's blocks stay in the computer's memory and stream to the GPU while it "
+            "computes. 0: none. -1: as many as are needed to fit the free memory. Raise it if memory runs out.",
+        ),
+        io.Int.Input(
+            "prefetch_blocks",
+            default=SwapSettings.prefetch_blocks,
+            min=1,
+            max=16,
+            optional=optional,
+            advanced=True,
+            tooltip="How many blocks are copied ahead. Each takes the memory of one more block on the GPU. Raise it to "
+            "2 if the GPU waits for copies. With blocks_to_swap -1 this is the least, and up to 3 may be chosen.",
+        ),
+        io.Combo.Input(
+            "pin_memory",
+            options=list(PIN_MEMORY),
+            default=SwapSettings.pin_memory,
+            optional=optional,
+            advanced=True,
+            tooltip="Whether the swapped blocks lie in page-locked memory, from which copies are fastest. auto: where "
+            "it is safe. on: also where memory is short, and they would stream from the file. off: a small page-locked "
+            "buffer is used; choose it if Windows runs short of memory.",
+        ),
+    ]
+
+
+class TesseraBlockSwap(io.ComfyNode):
+    """The MODEL with some of its blocks streaming from the host."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraBlockSwap",
+            display_name="Block Swap",
+            category="Tessera/loaders",
+            description="Keeps a part of a diffusion model in the computer's memory and streams it to the GPU while it "
+            "computes, for sampling and for Train LoRA. The pictures are the same.",
+            search_aliases=["block swap", "offload", "low vram", "blocks to swap"],
+            has_intermediate_output=True,  # what it says is sent again where the node is cached
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The diffusion model, from any loader. LoRAs and Compile Model may stand behind."
+                ),
+                *swap_inputs(default=-1),
+            ],
+            outputs=[io.Model.Output(tooltip="The model, for a LoRA loader, Compile Model, a sampler or Train LoRA.")],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, blocks_to_swap: int, prefetch_blocks: int, pin_memory: str) -> io.NodeOutput:
+        check_is_diffusion_model(model)
+        return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
+
+
+def with_swap(model: ModelPatcher, settings: SwapSettings) -> io.NodeOutput:
+    """The MODEL with block swap on it; what was chosen stands on the node and in /history."""
+    with torch.inference_mode(False):
+        swapped, notes = swap(model, settings)
+    # The list itself, not a copy: what is said when the blocks are placed is in /history too.
+    return io.NodeOutput(swapped, ui={"tessera": [{"notes": notes}]})
+
+
+NODES = [TesseraBlockSwap]

@@ -1,0 +1,262 @@
+"""The nodes of Tessera/compile: one compiles a MODEL, the other says what that did."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+from torch import nn
+
+from ...compile.attach import branch_of, compile_model
+from ...compile.report.report import CompileReport
+from ...compile.settings import (
+    DYNAMIC,
+    MODES,
+    PRESETS,
+    SCOPES,
+    CompileSettings,
+    backends,
+    check_backend,
+    parse_overrides,
+)
+from ..common.progress import watched_server
+
+log = logging.getLogger(__name__)
+
+CUSTOM = "custom"
+EVENT = "tessera.compile"
+
+
+class BackendInput(io.Combo.Input):
+    """The choices are read when someone looks at them: importing torch's list of backends takes about half a second,
+    which ComfyUI's start is spared."""
+
+    def as_dict(self) -> dict[str, Any]:
+        self.options = backends()
+        return super().as_dict()
+
+
+class TesseraCompileModel(io.ComfyNode):
+    """The MODEL, compiled when a sampler first runs it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraCompileModel",
+            display_name="Compile Model",
+            category="Tessera/compile",
+            description="Compiles a diffusion model with torch.compile, so that it samples faster from the second "
+            "picture on. Put it between the loader (or LoRAs) and the sampler; Train LoRA takes its settings too.",
+            search_aliases=["torch.compile", "torch compile", "torchcompile", "inductor", "speed up", "optimize model"],
+            hidden=[io.Hidden.unique_id],
+            has_intermediate_output=True,  # what it says is sent again where the node is cached
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="The diffusion model, from any loader. LoRAs may stand before this node or behind it.",
+                ),
+                BackendInput(
+                    "backend",
+                    options=["inductor"],
+                    default=CompileSettings.backend,
+                    optional=True,
+                    tooltip="What compiles the model. inductor writes fused kernels and is the one that makes it "
+                    "faster. cudagraphs only saves launches. aot_eager and eager compile nothing: take them to find "
+                    "out whether a fault comes from inductor.",
+                ),
+                io.Combo.Input(
+                    "mode",
+                    options=list(MODES),
+                    default=CompileSettings.mode,
+                    optional=True,
+                    tooltip="How hard inductor tries. default compiles fastest. max-autotune-no-cudagraphs measures "
+                    "several kernels for each matrix product: it compiles longer and may sample faster. "
+                    "reduce-overhead and max-autotune add CUDA graphs, which save launches and take memory. Other "
+                    "backends have no modes.",
+                ),
+                io.Combo.Input(
+                    "dynamic",
+                    options=list(DYNAMIC),
+                    default=CompileSettings.dynamic,
+                    optional=True,
+                    tooltip="What a new picture size, batch or prompt length costs. auto: the second size met compiles "
+                    "a graph for any size. true: that graph from the start. false: a graph for each size, the fastest "
+                    "to run; choose it where your sizes stay the same.",
+                ),
+                io.Boolean.Input(
+                    "fullgraph",
+                    default=CompileSettings.fullgraph,
+                    optional=True,
+                    tooltip="On: what can't be compiled as one graph is an error that names the line. Off: it is "
+                    "compiled in pieces, or runs eager. Switch on only to find out what breaks a graph.",
+                ),
+                io.Int.Input(
+                    "cache_size_limit",
+                    default=CompileSettings.cache_size_limit,
+                    min=1,
+                    max=4096,
+                    optional=True,
+                    tooltip="The most graphs that each kind of block may hold; sizes beyond that run eager. Raise it "
+                    "if a sentence on this node says that the limit is reached.",
+                ),
+                io.Combo.Input(
+                    "scope",
+                    options=list(SCOPES),
+                    default=CompileSettings.scope,
+                    optional=True,
+                    tooltip="What is compiled as one piece. blocks: each kind of block once, shared by all of its "
+                    "kind; the shortest compile. stack: a whole run of blocks; the compile grows with their number. "
+                    "model: all of it, which other nodes' patches break most easily. Try the larger ones if sampling "
+                    "many pictures pays for a long compile.",
+                ),
+                io.Combo.Input(
+                    "preset",
+                    options=[CUSTOM, *PRESETS],
+                    default=CUSTOM,
+                    optional=True,
+                    tooltip="Fills mode and scope in: fast start compiles soonest, balanced tries more kernels, "
+                    "maximum speed also compiles whole runs of blocks. custom takes mode and scope as they stand. "
+                    "Use one if you don't want to choose.",
+                    extra_dict={"presets": {name: {"mode": m, "scope": s} for name, (m, s) in PRESETS.items()}},
+                    advanced=True,
+                ),
+                io.String.Input(
+                    "overrides",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    placeholder="double_blocks.* mode=max-autotune\nsingle_blocks.0-9 eager",
+                    tooltip="Other settings for some blocks, a line each: a pattern (with * and ranges such as 0-9), "
+                    "then eager (not compiled) or any of backend=, mode=, dynamic=, fullgraph=. The last line that "
+                    "matches a block counts. For a block that gains nothing or fails.",
+                    advanced=True,
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The compiled model, for a sampler, a LoRA loader or Train LoRA.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, backend: str | None = None) -> bool | str:
+        """Takes over from core's check of the menu, which names no way out."""
+        if backend is not None:  # linked: its value is not known yet, and execute checks it
+            try:
+                check_backend(backend)
+            except ValueError as error:
+                return str(error)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        backend: str = CompileSettings.backend,
+        mode: str = CompileSettings.mode,
+        dynamic: str = CompileSettings.dynamic,
+        fullgraph: bool = CompileSettings.fullgraph,
+        cache_size_limit: int = CompileSettings.cache_size_limit,
+        scope: str = CompileSettings.scope,
+        preset: str = CUSTOM,
+        overrides: str = "",
+    ) -> io.NodeOutput:
+        asked = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, parse_overrides(overrides))
+        settings, notes = with_preset(asked, preset)
+        check_is_diffusion_model(model)
+        compiled, branch = compile_model(model, settings)
+        node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
+        shown = ShownNotes(node_id, [*notes, *branch.notes])
+        branch.observer = shown.add
+        # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so what is said while
+        # the sampler runs is there too.
+        return io.NodeOutput(compiled, ui={"tessera": [{"notes": shown.notes}]})
+
+
+class TesseraCompileReport(io.ComfyNode):
+    """What compiling has done so far, as a table and as text."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraCompileReport",
+            display_name="Compile Report",
+            category="Tessera/compile",
+            description="Shows what Compile Model did, for each kind of block: graphs, compile time, what broke or was "
+            "compiled again and why, and how much faster it runs. It counts from when the model was loaded.",
+            search_aliases=["torch.compile report", "recompiles", "graph breaks", "compile time", "benchmark"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL that came out of Compile Model, directly or through LoRAs."),
+                io.AnyType.Input(
+                    "after",
+                    optional=True,
+                    tooltip="Makes the report wait: connect what the sampler gives (its LATENT, or the picture made "
+                    "of it). The value is not used. Without it the report may be made before the sampler has run.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="report", tooltip="The same as text.")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> float:
+        """Never the same, as the report changes with each run. A new NaN each time: a tuple that holds the same object
+        is equal to itself."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, after: Any = None) -> io.NodeOutput:
+        check_is_diffusion_model(model)
+        branch = branch_of(model)
+        if branch is None:
+            text = "This MODEL is not compiled: put Compile Model in front of it."
+            report = CompileReport(text, [])
+        else:
+            report = branch.report()
+            text = report.text()
+        return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
+
+
+def with_preset(asked: CompileSettings, preset: str) -> tuple[CompileSettings, list[str]]:
+    """The settings with what the preset fills in, and a sentence where that is not what was asked."""
+    if preset == CUSTOM:
+        return asked, []
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; choose one of {', '.join((CUSTOM, *PRESETS))}.")
+    mode, scope = PRESETS[preset]
+    settings = replace(asked, mode=mode, scope=scope)
+    if settings == asked:
+        return settings, []
+    note = f"The preset {preset} sets mode {mode} and scope {scope}, in place of {asked.mode} and {asked.scope}."
+    log.info(note)
+    return settings, [note]
+
+
+def check_is_diffusion_model(model: Any) -> None:
+    """Raises ValueError for anything that has no diffusion model inside, such as a CLIP."""
+    inner = getattr(model, "model", None)
+    if not isinstance(getattr(inner, "diffusion_model", None), nn.Module):
+        what = type(model if inner is None else inner).__name__
+        raise ValueError(
+            f"model is a {what}, which holds no diffusion model; connect the MODEL of a loader, such as Load Diffusion "
+            "Model."
+        )
+
+
+class ShownNotes:
+    """The sentences that stand on one node. ComfyUI shows progress text only on the node that runs, and most of them
+    are said while the sampler does: so the whole list goes out as an event of ours, each time it grows."""
+
+    def __init__(self, node_id: str | None, notes: list[str]):
+        self.node_id, self.notes = node_id, notes
+        self._send()
+
+    def add(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+            self._send()
+
+    def _send(self) -> None:
+        if server := watched_server():
+            server.send_sync(EVENT, {"node": self.node_id, "notes": list(self.notes)}, server.client_id)
+
+
+NODES = [TesseraCompileModel, TesseraCompileReport]

@@ -1,0 +1,211 @@
+"""The node that finds out which settings of Compile Model are fastest."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy.model_patcher import ModelPatcher
+from comfy.utils import ProgressBar
+from comfy_api.latest import io, ui
+
+from ...common.files import write_atomically
+from ...compile.attach import branch_of
+from ...compile.tune.chart import draw_chart
+from ...compile.tune.inputs import StepInputs, StepSize, step_inputs
+from ...compile.tune.results import TuneResult, file_name, read_result, result_key, to_json
+from ...compile.tune.search import candidates, tune, tuned_model
+from ..common.images import image_tensor
+from ..common.progress import show_text
+from .compile import check_is_diffusion_model
+
+log = logging.getLogger(__name__)
+
+
+def tune_folder() -> Path:
+    """Where results are remembered."""
+    return Path(folder_paths.get_user_directory(), "tessera", "tune")
+
+
+class TesseraTuneCompile(io.ComfyNode):
+    """The MODEL, compiled with the settings that are fastest on this machine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraTuneCompile",
+            display_name="Tune Compile",
+            category="Tessera/compile",
+            description="Measures which settings of Compile Model sample fastest with this model, size and GPU, and "
+            "compiles the MODEL with them. The result is remembered, so it measures once. Takes the place of Compile "
+            "Model.",
+            search_aliases=["torch.compile", "autotune", "benchmark compile", "fastest settings", "speed up"],
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            inputs=[
+                io.Model.Input("model", tooltip="The diffusion model, from any loader. It stays as it is."),
+                io.Int.Input(
+                    "width",
+                    default=1024,
+                    min=16,
+                    max=16384,
+                    step=8,
+                    tooltip="Pixels. Set what you mostly sample; other sizes work with the result too, their gain may "
+                    "differ.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=1024,
+                    min=16,
+                    max=16384,
+                    step=8,
+                    tooltip="Pixels, as for width: what you mostly sample.",
+                ),
+                io.Int.Input(
+                    "time_budget",
+                    default=300,
+                    min=1,
+                    max=86400,
+                    optional=True,
+                    tooltip="Seconds that measuring may take. What would not fit any more is left out and named; raise "
+                    "it then. One compile that takes longer than expected is still brought to its end.",
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=1,
+                    min=1,
+                    max=16384,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Frames of the video, such as 81 for Wan; 1 for pictures.",
+                ),
+                io.Int.Input(
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=4096,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Pictures sampled at a time. Set what your empty latent has.",
+                ),
+                io.Int.Input(
+                    "text_length",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Tokens of the prompt; 0 takes what is usual for the model, such as 256 for FLUX.1 and 512 "
+                    "for Wan. Not used where positive is connected.",
+                ),
+                io.Float.Input(
+                    "cfg",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    optional=True,
+                    advanced=True,
+                    tooltip="As on your sampler: at 1 the negative prompt is not run. 0 takes what is usual for the "
+                    "model: 1 for FLUX, more for others.",
+                ),
+                io.Boolean.Input(
+                    "remeasure",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="On: measures again though a result is remembered. Switch on once after a new driver or "
+                    "when the machine was busy, then off.",
+                ),
+                io.Conditioning.Input(
+                    "positive",
+                    optional=True,
+                    tooltip="A prompt to measure with, in place of random text. Connect one for models that take more "
+                    "than text, such as reference pictures, and where this node says that it needs one.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="Compiled with the fastest settings; uncompiled where nothing is faster."),
+                io.Image.Output(display_name="chart", tooltip="What was measured, 1024 x 512 pixels."),
+                io.String.Output(display_name="report", tooltip="The same as a table."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        width: int,
+        height: int,
+        time_budget: int = 300,
+        frames: int = 1,
+        batch_size: int = 1,
+        text_length: int = 0,
+        cfg: float = 0.0,
+        remeasure: bool = False,
+        positive: list[list[Any]] | None = None,
+    ) -> io.NodeOutput:
+        check_is_diffusion_model(model)
+        inputs = step_inputs(model, StepSize(width, height, batch_size, frames, text_length, cfg), positive)
+        node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
+        result, notes = remembered(model, inputs, time_budget, remeasure)
+        if result is None:
+            result = _tune(model, inputs, time_budget, node_id)
+            notes += remember(result)
+        if branch_of(model) is not None:
+            notes.append("The Compile Model in front of this node has no effect: this node takes its place.")
+        for note in notes:
+            log.info(note)
+        chart = image_tensor(draw_chart(result))
+        text = "\n".join([result.text(), *notes])
+        shown = result.facts() | {"text": text, "notes": notes}
+        images = ui.PreviewImage(chart, cls=cls).as_dict()["images"]
+        return io.NodeOutput(tuned_model(model, result), chart, text, ui={"images": images, "tessera": [shown]})
+
+
+def _tune(model: ModelPatcher, inputs: StepInputs, time_budget: int, node_id: str | None) -> TuneResult:
+    tried = candidates(model.load_device)
+    bar = ProgressBar(len(tried) + 1, node_id=node_id)
+
+    def tell(done: int, text: str) -> None:
+        log.info("Tune Compile: %s", text)
+        bar.update_absolute(done)
+        show_text(node_id, text)
+
+    return tune(model, inputs, time_budget, tried, tell)
+
+
+def remembered(
+    model: ModelPatcher, inputs: StepInputs, time_budget: float, remeasure: bool
+) -> tuple[TuneResult | None, list[str]]:
+    """The result of an earlier run, None where everything is to be measured; and what there is to say about it."""
+    if remeasure:
+        return None, []
+    key = result_key(model, inputs)
+    try:
+        found = read_result(tune_folder() / file_name(key), key)
+    except ValueError as error:
+        return None, [str(error)]
+    if found is None:
+        return None, []
+    if not found.complete(time_budget):
+        return None, [f"Measured again, since time_budget is above the {found.time_budget:g} s of {found.measured_at}."]
+    return found, [f"Remembered from {found.measured_at}: nothing was measured. Switch remeasure on to measure again."]
+
+
+def remember(result: TuneResult) -> list[str]:
+    """Keeps what was measured for the next run; a sentence where that can't be."""
+    if not result.measured:
+        return []
+
+    def write(file: Path) -> None:
+        file.write_text(to_json(result), encoding="utf-8")
+
+    try:
+        write_atomically(tune_folder() / file_name(result.key), write)
+    except OSError as error:
+        return [f"The result is not remembered: {error}"]
+    return []
+
+
+NODES = [TesseraTuneCompile]

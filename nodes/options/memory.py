@@ -1,0 +1,85 @@
+"""The node that sets what training keeps in memory."""
+
+from comfy_api.latest import io
+
+from ...train.options.memory import ATTENTION, CHECKPOINTING, MemoryOptions
+from ..model.block_swap import swap_inputs
+
+MemoryType = io.Custom("TESSERA_MEMORY")
+
+
+class TesseraMemory(io.ComfyNode):
+    """What is kept in memory for the backward pass, and how attention runs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraMemory",
+            display_name="Training Memory",
+            category="Tessera/training",
+            description="Trades memory against speed. Connect it to Train LoRA.",
+            search_aliases=["gradient checkpointing", "vram", "flash attention"],
+            inputs=[
+                io.Combo.Input(
+                    "checkpointing",
+                    options=list(CHECKPOINTING),
+                    default=MemoryOptions.checkpointing,
+                    tooltip="What the backward pass computes again in place of keeping it. full: every block, least "
+                    "memory, about a third slower. selective: the part that activation_budget leaves. none: nothing, "
+                    "fastest and largest. auto: the fastest that fits. The result is the same.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=list(ATTENTION),
+                    default=MemoryOptions.attention,
+                    tooltip="The attention kernel. auto: the best that is there. sdpa: PyTorch's own. flash-attn: the "
+                    "package of that name, which has to be installed.",
+                ),
+                io.Float.Input(
+                    "activation_budget",
+                    default=MemoryOptions.activation_budget,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For selective checkpointing only: the part of the activations that is kept, 0 (least "
+                    "memory) to 1 (fastest).",
+                ),
+                *swap_inputs(default=MemoryOptions.blocks_to_swap, optional=True),
+                io.Boolean.Input(
+                    "offload_activations",
+                    default=MemoryOptions.offload_activations,
+                    optional=True,
+                    tooltip="Keeps what full checkpointing keeps of each block in the computer's memory. Switch on for "
+                    "large pictures or batches that do not fit otherwise.",
+                ),
+            ],
+            outputs=[MemoryType.Output(display_name="memory")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        checkpointing: str,
+        attention: str,
+        activation_budget: float = MemoryOptions.activation_budget,
+        blocks_to_swap: int = MemoryOptions.blocks_to_swap,
+        prefetch_blocks: int = MemoryOptions.prefetch_blocks,
+        pin_memory: str = MemoryOptions.pin_memory,
+        offload_activations: bool = MemoryOptions.offload_activations,
+    ) -> io.NodeOutput:
+        options = MemoryOptions(
+            checkpointing,
+            attention,
+            activation_budget,
+            blocks_to_swap,
+            prefetch_blocks,
+            pin_memory,
+            offload_activations,
+        )
+        return io.NodeOutput(options)
+
+
+NODES: list[type[io.ComfyNode]] = [TesseraMemory]

@@ -1,0 +1,183 @@
+"""The node that says what Train LoRA samples while it trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.samplers
+from comfy_api.latest import io
+
+from ...train.preview import Preview
+from ...train.sampling import MOST_SEED, Conditioning, Sampling
+
+PreviewType = io.Custom("TESSERA_PREVIEW")
+
+
+def sampler_inputs() -> list[io.Input]:
+    """How pictures are sampled, as on core's KSampler."""
+    return [
+        io.Int.Input(
+            "width",
+            default=1024,
+            min=16,
+            max=16384,
+            step=16,
+            tooltip="Pixels. A smaller size shows as much of a LoRA in less time. Not used where latent_image is "
+            "connected.",
+        ),
+        io.Int.Input(
+            "height",
+            default=1024,
+            min=16,
+            max=16384,
+            step=16,
+            tooltip="Pixels, as for width.",
+        ),
+        io.Int.Input(
+            "steps",
+            default=20,
+            min=1,
+            max=10000,
+            tooltip="Steps of the sampler for each picture, as on your KSampler.",
+        ),
+        io.Float.Input(
+            "cfg",
+            default=1.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="As on your KSampler: 1 for FLUX.1, and the negative prompt is not run then; 2.5 to 5 for "
+            "Qwen-Image and Wan, which takes twice as long.",
+        ),
+        io.Combo.Input(
+            "sampler_name",
+            options=list(comfy.samplers.KSampler.SAMPLERS),
+            default="euler",
+            tooltip="As on your KSampler.",
+        ),
+        io.Combo.Input(
+            "scheduler",
+            options=list(comfy.samplers.KSampler.SCHEDULERS),
+            default="simple",
+            tooltip="As on your KSampler.",
+        ),
+        io.Int.Input(
+            "seed",
+            default=0,
+            min=0,
+            max=MOST_SEED,
+            control_after_generate=io.ControlAfterGenerate.fixed,
+            tooltip="Of the noise that a picture starts from. The same in each preview, so that only the LoRA differs.",
+        ),
+        io.Int.Input(
+            "seeds",
+            default=1,
+            min=1,
+            max=16,
+            tooltip="How many pictures of the prompt: seed, seed + 1 and so on, each in a row of its own.",
+        ),
+        io.Conditioning.Input(
+            "negative",
+            optional=True,
+            tooltip="The prompt for what is not wanted, for a cfg above 1. Unconnected it is zeros, as Conditioning "
+            "Zero Out gives.",
+        ),
+        io.Latent.Input(
+            "latent_image",
+            optional=True,
+            tooltip="A latent to start from, in place of width, height and frames: one of your graph, such as Wan's "
+            "empty video latent.",
+        ),
+        io.Int.Input(
+            "frames",
+            default=1,
+            min=1,
+            max=16384,
+            optional=True,
+            advanced=True,
+            tooltip="Frames of a clip, such as 33 for Wan; 1 for pictures.",
+        ),
+        io.String.Input(
+            "label",
+            default="",
+            optional=True,
+            advanced=True,
+            tooltip="What sheets call this prompt. Empty: prompt 1, prompt 2 and so on.",
+        ),
+    ]
+
+
+class TesseraPreview(io.ComfyNode):
+    """One prompt that is sampled every so many steps; several of these nodes chain."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraPreview",
+            display_name="Training Preview",
+            category="Tessera/training",
+            description="Samples a prompt while Train LoRA trains, with the LoRA as it stands, and shows the pictures "
+            "as a sheet over the steps. Chain several nodes for several prompts.",
+            search_aliases=["sample images", "training samples", "preview lora", "sample prompts"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="The model's own VAE, which decodes the pictures."),
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="The prompt, as it goes to your KSampler: for FLUX.1 with its guidance on it. Write it as "
+                    "you will use the LoRA, with its trigger words.",
+                ),
+                io.Int.Input(
+                    "every_n_steps",
+                    default=250,
+                    min=0,
+                    max=1_000_000,
+                    tooltip="Training steps between previews; the last step has one in any case. 0 is at the end only. "
+                    "Equal to save_every, or a multiple of it, each column belongs to a saved LoRA.",
+                ),
+                io.Boolean.Input(
+                    "at_start",
+                    default=True,
+                    tooltip="Also before the first step: the picture without the LoRA, to compare with.",
+                ),
+                *sampler_inputs(),
+                io.Float.Input(
+                    "fps",
+                    default=16.0,
+                    min=1.0,
+                    max=120.0,
+                    step=1.0,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Frames per second of a clip's file: 16 for Wan 2.1 and 2.2 14B, 24 for Wan 2.2 5B.",
+                ),
+                io.Boolean.Input(
+                    "use_ema",
+                    default=True,
+                    optional=True,
+                    advanced=True,
+                    tooltip="On: the LoRA as it would be saved, with the Optimizer's average where it has one. Off: "
+                    "the weights of the step itself; the same where there is no average.",
+                ),
+                PreviewType.Input(
+                    "preview", optional=True, tooltip="Another Training Preview, whose prompts come before this one."
+                ),
+            ],
+            outputs=[PreviewType.Output(display_name="preview")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        vae: Any,
+        positive: Conditioning,
+        every_n_steps: int,
+        at_start: bool,
+        use_ema: bool = True,
+        preview: Sequence[Preview] = (),
+        **sampler: Any,
+    ) -> io.NodeOutput:
+        sampling = Sampling(vae, positive, **sampler)
+        return io.NodeOutput((*preview, Preview(sampling, every_n_steps, at_start, use_ema)))
+
+
+NODES: list[type[io.ComfyNode]] = [TesseraPreview]

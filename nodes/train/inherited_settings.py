@@ -1,0 +1,100 @@
+"""What training takes of the MODEL that comes in and of the connected options nodes, and what it says of that."""
+
+from dataclasses import replace
+
+from comfy.model_patcher import ModelPatcher
+
+from ...compile.attach import branch_of
+from ...compile.settings import CompileSettings
+from ...lora.options import SAME
+from ...models.swapped_model import swap_settings_of
+from ...train.options.memory import MemoryOptions
+from ...train.run import TrainSettings
+
+_MEMORY = MemoryOptions()
+
+
+def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
+    """Which inputs of this node a connected options node has replaced, a sentence each."""
+    notes = []
+    if settings.network.rank != rank:
+        notes.append(f"rank is {settings.network.rank}, from the connected LoRA Network, not {rank}.")
+    if settings.optimizer.learning_rate != learning_rate:
+        notes.append(
+            f"learning_rate is {settings.optimizer.learning_rate:g}, from the connected Optimizer, "
+            f"not {learning_rate:g}."
+        )
+    return notes
+
+
+def shared(settings: TrainSettings) -> list[str]:
+    """Which LoRAs two experts take both, and which of their inputs do nothing, a sentence each."""
+    network = settings.network
+    found = {"start_from": network.start_from, "base_lora": network.base_lora}
+    notes = [
+        f"{name} {lora.name} is taken by both experts; set {name}_low_noise on LoRA Network to give the low noise one "
+        "its own."
+        for name, lora in found.items()
+        if lora is not None and getattr(network, f"{name}_low_noise") == SAME
+    ]
+    if network.base_strength_low_noise != 1 and isinstance(network.base_lora_low_noise, str):
+        taken = ", which takes base_strength" if network.base_lora_low_noise == SAME else ""
+        notes.append(
+            f"base_strength_low_noise has no effect: base_lora_low_noise is {network.base_lora_low_noise}{taken}."
+        )
+    return notes
+
+
+def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
+    """The memory options with the MODEL's block swap in them, and a sentence on where that comes from. A connected
+    Training Memory that swaps blocks itself wins."""
+    swap = swap_settings_of(model)
+    if swap is None or swap.blocks_to_swap == 0:
+        return options, []
+    if options.blocks_to_swap != 0:
+        return options, [
+            f"blocks_to_swap is {options.blocks_to_swap}, from the connected Training Memory, not "
+            f"{swap.blocks_to_swap} of the MODEL."
+        ]
+    taken = replace(
+        options,
+        blocks_to_swap=swap.blocks_to_swap,
+        prefetch_blocks=swap.prefetch_blocks,
+        pin_memory=swap.pin_memory,
+    )
+    left = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != getattr(_MEMORY, name)]
+    notes = [f"blocks_to_swap is {swap.blocks_to_swap}, as set on the MODEL."]
+    if left and any(getattr(options, name) != getattr(taken, name) for name in left):
+        are = "is" if len(left) == 1 else "are"
+        notes.append(
+            f"{' and '.join(left)} of the connected Training Memory {are} not used: block swap is set on the MODEL; "
+            "set blocks_to_swap on Training Memory too, or change it there."
+        )
+    return taken, notes
+
+
+def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
+    """What training takes of a Compile Model node in front, None without one, and a sentence on what it leaves out."""
+    branch = branch_of(model)
+    if branch is None:
+        return None, []
+    if compile == "off":
+        return None, ["compile is off, so the Compile Model node in front has no effect on training."]
+    asked = branch.settings
+    notes = []
+    left_out = {
+        f"dynamic {asked.dynamic}": asked.dynamic == "true",
+        f"cache_size_limit {asked.cache_size_limit}": asked.cache_size_limit != CompileSettings.cache_size_limit,
+        f"scope {asked.scope}": asked.scope != "blocks",
+        "overrides": bool(asked.overrides),
+    }
+    if unused := [name for name, there in left_out.items() if there]:
+        notes.append(
+            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
+            "compiles block by block, in whole graphs of planned sizes."
+        )
+    # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
+    how = asked.how().without_cuda_graphs()
+    if how != asked.how():
+        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}.")
+    return CompileSettings(how.backend, how.mode), notes

@@ -1,0 +1,39 @@
+"""The graph that a run was queued with, as files that can be opened and queued again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from comfy.cli_args import args
+
+from ..common.folder_access import is_allowed_folder
+
+WORKFLOW, API = "workflow.json", "api.json"
+
+
+def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
+    """The text of each file by the ending of its name: the workflow as the browser sent it, which can be dragged into
+    ComfyUI, and the prompt, which can be posted to `/prompt`. An absolute folder is there with its last part only. What
+    is not there has no file, and none is made with ComfyUI's --disable-metadata."""
+    if args.disable_metadata:
+        return {}
+    files = {}
+    if isinstance(extra_pnginfo, Mapping) and extra_pnginfo.get("workflow"):
+        files[WORKFLOW] = json.dumps(_without_folders(extra_pnginfo["workflow"]), indent=1)
+    if isinstance(prompt, Mapping) and prompt:
+        # What core found out about changed files it writes into the prompt, and believes it when that is queued again.
+        nodes = {id: {key: node[key] for key in node if key != "is_changed"} for id, node in prompt.items()}
+        files[API] = json.dumps(_without_folders(nodes), indent=1)
+    return files
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, str):
+        return PurePath(value).name if is_allowed_folder(value) else value
+    if isinstance(value, Mapping):
+        return {key: _without_folders(item) for key, item in value.items()}
+    return [_without_folders(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+__all__ = ["API", "WORKFLOW", "workflow_files"]

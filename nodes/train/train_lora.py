@@ -1,0 +1,296 @@
+"""The node that trains."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
+
+from ...data.samples import TrainingData
+from ...lora.base import with_base
+from ...lora.options import NetworkOptions
+from ...models.registry import family_of
+from ...train.experts import ExpertObserver, plan_experts
+from ...train.options.memory import MemoryOptions
+from ...train.options.objective import ObjectiveOptions
+from ...train.options.optimizer import OptimizerOptions
+from ...train.options.validation import ValidationOptions
+from ...train.preview import Partner, Preview, check_previews
+from ...train.run import TrainSettings
+from ...train.states import list_states
+from ...train.train_lora import TrainResult
+from ..common.progress import ServerObserver
+from ..data.prepare import TrainingDataType
+from ..loras.save import LoraModelType, LossMapType
+from ..options.memory import MemoryType
+from ..options.network import NetworkType
+from ..options.objective import ObjectiveType
+from ..options.optimizer import OptimizerType
+from ..options.preview import PreviewType
+from ..options.validation import ValidationType
+from .inherited_settings import overridden, shared
+from .run import outputs, run, runs_folder, settings_of_run, sheet_of, ui_of
+from .saved_workflow import workflow_files
+from .session_outputs import remember, times_gone
+
+
+class TesseraTrainLora(io.ComfyNode):
+    """Trains a LoRA on the MODEL that comes in, which is left as it was."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraTrainLora",
+            display_name="Train LoRA",
+            category="Tessera/training",
+            description="Trains a LoRA on a FLUX, Wan or Qwen-Image model. Everything a run makes lies in "
+            "output/loras/<name>-<key>; a run that was finished before with the same settings is returned at once.",
+            search_aliases=["lora training", "fine-tune", "trainer"],
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in "
+                    "force; a Compile Model node in front gives its backend and mode.",
+                ),
+                TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
+                io.String.Input(
+                    "output_name",
+                    default="my_lora",
+                    tooltip="Name of the LoRA file. A subfolder may stand before it: styles/my_lora.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=1000,
+                    min=1,
+                    max=1_000_000,
+                    tooltip="Optimizer steps. 1000 to 2000 suit 10 to 30 pictures; raise it and resume to go on.",
+                ),
+                io.Float.Input(
+                    "learning_rate",
+                    default=1e-4,
+                    min=1e-7,
+                    max=10.0,
+                    step=1e-6,
+                    round=False,
+                    tooltip="Size of each step. Lower it if pictures get oversharp or the loss jumps. A connected "
+                    "Optimizer's own learning_rate is used instead.",
+                ),
+                io.Int.Input(
+                    "rank",
+                    default=16,
+                    min=1,
+                    max=1024,
+                    tooltip="Capacity of the LoRA: 8 to 32 for a person or a style, more for much detail; the file "
+                    "grows with it. Alpha equals rank. A connected LoRA Network's own rank is used instead.",
+                ),
+                io.Int.Input(
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=256,
+                    tooltip="Pictures per forward pass; they may differ in aspect ratio. More needs more memory.",
+                ),
+                io.Int.Input(
+                    "gradient_accumulation",
+                    default=1,
+                    min=1,
+                    max=1024,
+                    tooltip="Batches per optimizer step: the effect of a larger batch without its memory, at the same "
+                    "time per picture.",
+                    advanced=True,
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=io.ControlAfterGenerate.fixed,
+                    tooltip="Fixes the LoRA's start, the order of the pictures, the noise and the noise levels.",
+                ),
+                io.Combo.Input(
+                    "compile",
+                    options=["auto", "off"],
+                    default="auto",
+                    tooltip="auto compiles each kind of block once, in the first step, and trains faster from then on, "
+                    "with the backend and mode of a Compile Model node in front if there is one; where no compiler "
+                    "works it says so and trains eager. off is for short trials.",
+                ),
+                io.Int.Input(
+                    "save_every",
+                    default=250,
+                    min=0,
+                    max=1_000_000,
+                    tooltip="Steps between saves of the LoRA and of the whole state. 0 saves at the end, at Cancel and "
+                    "at an error only; a crash then loses the run.",
+                ),
+                io.Combo.Input(
+                    "resume",
+                    options=["latest", "off", *list_states(runs_folder())],
+                    default="latest",
+                    tooltip="latest goes on from the newest saved state of the same run, if there is one. off starts "
+                    "at step 0, beside what is there. A state goes on from that one. A run that is finished already is "
+                    "returned in any case; change the seed or output_name to train it again.",
+                    advanced=True,
+                ),
+                NetworkType.Input(
+                    "network", optional=True, tooltip="From LoRA Network: rank, alpha, targets, dropout."
+                ),
+                OptimizerType.Input("optimizer", optional=True, tooltip="From Optimizer; unconnected it is AdamW."),
+                ObjectiveType.Input(
+                    "objective", optional=True, tooltip="From Training Objective: which noise levels are trained."
+                ),
+                MemoryType.Input(
+                    "memory", optional=True, tooltip="From Training Memory; unconnected it is full checkpointing."
+                ),
+                io.Model.Input(
+                    "model_low_noise",
+                    optional=True,
+                    tooltip="Wan 2.2's low noise expert, with the high noise one at model: both are trained, one after "
+                    "the other, each for all steps, on its side of the noise levels. Leave it empty for every other "
+                    "model.",
+                ),
+                PreviewType.Input(
+                    "preview",
+                    optional=True,
+                    tooltip="From Training Preview: prompts that are sampled while it trains, shown on this node. They "
+                    "change nothing of what is trained.",
+                ),
+                ValidationType.Input(
+                    "validation",
+                    optional=True,
+                    tooltip="From Validation: the loss on pictures that are not trained on, and the best LoRA by it.",
+                ),
+                io.Int.Input(
+                    "save_every_epochs",
+                    default=TrainSettings.save_every_epochs,
+                    min=0,
+                    max=1_000_000,
+                    optional=True,
+                    tooltip="Saves each time that this many epochs were shown, in place of save_every, which has to be "
+                    "0 then. An epoch is as many showings as there are pictures, repeats counted, and as many again of "
+                    "regularisation pictures where there are any; with mixed sizes and batch_size above 1 some "
+                    "pictures come a little sooner than others. 0 is off.",
+                    advanced=True,
+                ),
+                io.Int.Input(
+                    "keep_last",
+                    default=TrainSettings.keep_last,
+                    min=0,
+                    max=1_000_000,
+                    optional=True,
+                    tooltip="How many of the LoRAs that are saved on the way stay on disk, the newest; 0 keeps all. "
+                    "The finished and the best LoRA always stay. Average States needs all that it is to average.",
+                    advanced=True,
+                ),
+            ],
+            outputs=[
+                LoraModelType.Output(
+                    display_name="lora", tooltip="The trained LoRA, for Save LoRA or Load LoRA Model."
+                ),
+                LossMapType.Output(display_name="loss", tooltip="The loss of every step, for Loss Plot."),
+                io.String.Output(display_name="path", tooltip="Where the LoRA file lies."),
+                LoraModelType.Output(
+                    display_name="lora_low_noise",
+                    tooltip="The low noise expert's LoRA, with model_low_noise connected.",
+                ),
+                LossMapType.Output(
+                    display_name="loss_low_noise",
+                    tooltip="The low noise expert's loss, with model_low_noise connected.",
+                ),
+                io.String.Output(display_name="path_low_noise", tooltip="Where the low noise expert's file lies."),
+                io.Image.Output(display_name="previews", tooltip="The sheet of the previews, with preview connected."),
+                io.Image.Output(
+                    display_name="previews_low_noise",
+                    tooltip="The sheet of the low noise expert's run, with preview and model_low_noise connected.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, resume: str | None = None) -> bool | str:  # None where it is linked
+        if resume not in (None, "latest", "off") and resume not in list_states(runs_folder()):
+            return f"resume: there is no state {resume!r} any more; choose another, 'latest' or 'off'."
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, output_name: str | None = None, **_: Any) -> int:
+        return times_gone(output_name)
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        data: TrainingData,
+        output_name: str,
+        steps: int,
+        learning_rate: float,
+        rank: int,
+        batch_size: int,
+        gradient_accumulation: int,
+        seed: int,
+        compile: str,
+        save_every: int,
+        resume: str,
+        network: NetworkOptions | None = None,
+        optimizer: OptimizerOptions | None = None,
+        objective: ObjectiveOptions | None = None,
+        memory: MemoryOptions | None = None,
+        model_low_noise: ModelPatcher | None = None,
+        preview: Sequence[Preview] = (),
+        validation: ValidationOptions | None = None,
+        save_every_epochs: int = TrainSettings.save_every_epochs,
+        keep_last: int = TrainSettings.keep_last,
+    ) -> io.NodeOutput:
+        settings = TrainSettings(
+            output_name=output_name,
+            steps=steps,
+            batch_size=batch_size,
+            gradient_accumulation=gradient_accumulation,
+            seed=seed,
+            compile=compile,
+            save_every=save_every,
+            resume=resume,
+            network=network or NetworkOptions(rank=rank, alpha=float(rank)),
+            optimizer=optimizer or OptimizerOptions(learning_rate=learning_rate),
+            objective=objective or ObjectiveOptions(),
+            memory=memory or MemoryOptions(),
+            save_every_epochs=save_every_epochs,
+            keep_last=keep_last,
+            validation=validation,
+        )
+        data = replace(data, notes=(*data.notes, *overridden(settings, rank, learning_rate)))
+        files = workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        with torch.inference_mode(False):
+            if model_low_noise is None:
+                result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps), files, preview)
+                nothing = ExecutionBlocker(
+                    "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
+                    "without that name."
+                )
+                remember(output_name, [result.path])
+                values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
+                return io.NodeOutput(*values, ui=ui_of(result))
+            observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
+            experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
+            data = replace(data, notes=(*data.notes, *shared(settings)))
+            for expert in experts:
+                check_previews(preview, family_of(expert.model), expert.model)
+            results: list[TrainResult] = []
+            for number, expert in enumerate(experts):
+                watching = ExpertObserver(observer, expert, number, len(experts))
+                other = experts[1 - number]
+                under = with_base(other.model, other.settings.network)
+                before = results[0].lora if results else None
+                partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
+                results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
+        remember(output_name, [result.path for result in results])
+        high, low = results
+        return io.NodeOutput(*outputs(high), *outputs(low), sheet_of(high), sheet_of(low), ui=ui_of(high, low))
+
+
+NODES = [TesseraTrainLora]
