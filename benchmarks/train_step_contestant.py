@@ -29,15 +29,15 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
     """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
     network_options, memory_options = (
         import_module("tessera.lora.options"),
-        import_module("tessera.train.options.memory"),
+        import_module("tessera.train.memory_options"),
     )
     optimizer_options, objective_options = (
-        import_module("tessera.train.options.optimizer"),
-        import_module("tessera.train.options.objective"),
+        import_module("tessera.train.optim.options"),
+        import_module("tessera.train.objective.options"),
     )
-    run = import_module("tessera.train.run")
-    loop, plan = import_module("tessera.train.loop"), import_module("tessera.lora.plan")
-    events, apply = import_module("tessera.train.events"), import_module("tessera.compile.settings")
+    run = import_module("tessera.train.settings")
+    loop, plan = import_module("tessera.train.trainer"), import_module("tessera.lora.plan")
+    events, apply = import_module("tessera.train.observer"), import_module("tessera.compile.settings")
     family = import_module("tessera.models.registry").family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
     network = network_options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)

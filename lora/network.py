@@ -12,7 +12,7 @@ from ..models.adapters.base import Adapter, DropMask
 from ..models.adapters.registry import adapter_kind
 from ..models.family import Block, ModelInputs, Transformer
 from ..models.layers.lora_linear import LoraLinear
-from ..train.state_fit import OTHER_NETWORK, described
+from ..train.checkpoint.compatibility import OTHER_NETWORK, described
 from .dropout import draw_masks
 from .files.lora_model import LoraModel
 from .options import NetworkOptions

@@ -13,10 +13,10 @@ from ..data.samples import Sample, SampleTensors, shown_per_epoch
 from ..memory.host.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
 from .objective.noise import draw_noise, noised, perturbed, velocity_target
-from .objective.sampling import Strata, draw_sigma, stratum_of
-from .options.objective import ObjectiveOptions
-from .preservation import Preserved
-from .run import TrainSettings
+from .objective.options import ObjectiveOptions
+from .objective.preservation import Preserved
+from .objective.timestep_sampling import Strata, draw_sigma, stratum_of
+from .settings import TrainSettings
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from ..common.fingerprint import weights_fingerprint
 from ..data.samples import TrainingData
 from ..models.family import linear_shapes
 from ..models.registry import family_of
-from .beginning import begin
-from .checked_run import check_run
-from .disk_room import Room, check_room_for_both, room_for
-from .events import Observer, StepReport
-from .options.validation import ValidationOptions
-from .run import RunFolder, TrainSettings, is_of_run, place_of
+from .observer import Observer, StepReport
+from .preflight.checks import check_run
+from .preflight.disk_space import Room, check_room_for_both, room_for
+from .preflight.run_start import begin
+from .settings import RunFolder, TrainSettings, is_of_run, place_of
 from .train_lora import TrainResult
+from .validation_options import ValidationOptions
 
 HIGH, LOW = "high_noise", "low_noise"
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from ..lora.files.lora_model import LoraModel
 from ..lora.network import LoraNetwork
 from ..lora.warm_start import StartLora
-from .checkpoint import TrainingState
-from .lora_plus import parameter_groups
-from .max_norm import MaxNorm
-from .optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
-from .optimizer_weights import LoraAverage, is_schedule_free, saved_weights
-from .options.optimizer import OptimizerOptions
+from .checkpoint.state import TrainingState
+from .optim.averaging import LoraAverage, is_schedule_free, saved_weights
+from .optim.max_norm import MaxNorm
+from .optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
+from .optim.options import OptimizerOptions
+from .optim.param_groups import parameter_groups
 
 
 class Learner:

@@ -13,18 +13,18 @@ from ..common.tensor_file import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
-from .beginning import begin, notes_of
-from .checked_run import check_run
-from .description import describer, facts_of, now
-from .disk_room import check_room, room_for
-from .events import Observer, StepReport
-from .held_out import held_out_note
-from .loop import Trainer
-from .parts import continued_from, made_with, parts_of
-from .preview_files import FOLDER as PREVIEWS
-from .preview_files import SHEET
-from .run import RunFolder, TrainSettings
-from .stopped import TrainingStopped
+from .checkpoint.description import describer, facts_of, now
+from .checkpoint.history import continued_from, made_with, parts_of
+from .errors import TrainingStopped
+from .observer import Observer, StepReport
+from .preflight.checks import check_run
+from .preflight.disk_space import check_room, room_for
+from .preflight.run_start import begin, notes_of
+from .preview.gallery import FOLDER as PREVIEWS
+from .preview.gallery import SHEET
+from .settings import RunFolder, TrainSettings
+from .trainer import Trainer
+from .validation_split import held_out_note
 from .watcher import Watcher
 
 

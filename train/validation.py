@@ -13,11 +13,11 @@ from ..common.fingerprint import fingerprint
 from ..data.samples import GraphKey, SampleTensors, TrainingData
 from .batch import fixed_batch
 from .objective.loss import velocity_loss
-from .options.validation import ValidationOptions
-from .saving import Saver
+from .saver import Saver
+from .validation_options import ValidationOptions
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from .trainer import Trainer
 
 
 class Watcher(Protocol):

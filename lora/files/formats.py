@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.files import write_atomically
 from ...models.name_table import NameTable
-from ...train.metadata import for_file
+from ...train.checkpoint.metadata import for_file
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
 
 FORMATS = ("kohya", "comfyui", "diffusers")

@@ -9,7 +9,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from server import PromptServer
 
-from ...train.events import StepReport
+from ...train.observer import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ...train.post_hoc import PROFILES, WIDEST, Profile, average, list_runs, snapshots
+from ...train.checkpoint.post_hoc_ema import PROFILES, WIDEST, Profile, average, list_runs, snapshots
 from ..train.run import runs_folder
 from .save import LoraModelType
 

@@ -10,9 +10,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ...train.compare import Column, compare, two_experts
-from ...train.preview import Preview
-from ...train.sampling import Conditioning, Sampling, Stages
+from ...train.preview.compare import Column, compare, two_experts
+from ...train.preview.previewer import Preview
+from ...train.preview.sampling import Conditioning, Sampling, Stages
 from ..common.images import image_tensor
 from ..options.preview import PreviewType, sampler_inputs
 from .compare_columns import of_files, of_graph, of_pairs, pairs_of_graph, read_pair_strengths, read_strengths

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 import comfy.utils
 from torch import Tensor
 
-from ...train.compare import AppliedLora, Column
+from ...train.preview.compare import AppliedLora, Column
 from .expert_pairs import Pair, without_side
 from .lora_list import ENDING, path_of
 

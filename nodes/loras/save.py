@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 
 from ...common.file_names import ENDING
 from ...lora.files.formats import DTYPES, FORMATS, save_lora
-from ...train.loss_plot import plot_loss
+from ...train.preview.loss_plot import plot_loss
 from ..common.dates import with_dates
 from ..common.images import image_tensor
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ...train.options.memory import ATTENTION, CHECKPOINTING, MemoryOptions
+from ...train.memory_options import ATTENTION, CHECKPOINTING, MemoryOptions
 from ..model.block_swap import swap_inputs
 
 MemoryType = io.Custom("TESSERA_MEMORY")

@@ -4,8 +4,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ...train.objective.picture import draw_distribution
-from ...train.options.objective import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
+from ...train.objective.options import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
+from ...train.objective.plot import draw_distribution
 from ..common.images import image_tensor
 from .objective_inputs import loss_terms, noise_levels
 

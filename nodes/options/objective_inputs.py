@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ...train.options.objective import HUBER_SCHEDULES, SIGMA_RANGE, STRATIFIED, WEIGHTINGS, ObjectiveOptions
+from ...train.objective.options import HUBER_SCHEDULES, SIGMA_RANGE, STRATIFIED, WEIGHTINGS, ObjectiveOptions
 
 
 def _number(name: str, least: float, most: float, step: float, tooltip: str) -> io.Float.Input:

@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ...train.optimizer import check_choice
-from ...train.options.optimizer import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from ...train.optim.optimizers import check_choice
+from ...train.optim.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
 
 OptimizerType = io.Custom("TESSERA_OPTIMIZER")
 

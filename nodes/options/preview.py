@@ -6,8 +6,8 @@ from typing import Any
 import comfy.samplers
 from comfy_api.latest import io
 
-from ...train.preview import Preview
-from ...train.sampling import MOST_SEED, Conditioning, Sampling
+from ...train.preview.previewer import Preview
+from ...train.preview.sampling import MOST_SEED, Conditioning, Sampling
 
 PreviewType = io.Custom("TESSERA_PREVIEW")
 

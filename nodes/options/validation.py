@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ...data.samples import TrainingData
-from ...train.options.validation import MOST_HELD_OUT, ValidationOptions
+from ...train.validation_options import MOST_HELD_OUT, ValidationOptions
 from ..data.prepare import TrainingDataType
 
 ValidationType = io.Custom("TESSERA_VALIDATION")

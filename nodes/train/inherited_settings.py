@@ -8,8 +8,8 @@ from ...compile.attach import branch_of
 from ...compile.settings import CompileSettings
 from ...lora.options import SAME
 from ...models.swapped_model import swap_settings_of
-from ...train.options.memory import MemoryOptions
-from ...train.run import TrainSettings
+from ...train.memory_options import MemoryOptions
+from ...train.settings import TrainSettings
 
 _MEMORY = MemoryOptions()
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
-from ...train.events import Observer
 from ...train.experts import Expert
-from ...train.preview import Partner, Preview, Previewer, preview_notes
-from ...train.run import TrainSettings
+from ...train.observer import Observer
+from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
+from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult, train_lora
 from ..common.images import image_tensor
 from .inherited_settings import for_training, memory_of

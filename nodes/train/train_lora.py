@@ -13,15 +13,15 @@ from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
 from ...models.registry import family_of
+from ...train.checkpoint.resume import list_states
 from ...train.experts import ExpertObserver, plan_experts
-from ...train.options.memory import MemoryOptions
-from ...train.options.objective import ObjectiveOptions
-from ...train.options.optimizer import OptimizerOptions
-from ...train.options.validation import ValidationOptions
-from ...train.preview import Partner, Preview, check_previews
-from ...train.run import TrainSettings
-from ...train.states import list_states
+from ...train.memory_options import MemoryOptions
+from ...train.objective.options import ObjectiveOptions
+from ...train.optim.options import OptimizerOptions
+from ...train.preview.previewer import Partner, Preview, check_previews
+from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult
+from ...train.validation_options import ValidationOptions
 from ..common.progress import ServerObserver
 from ..data.prepare import TrainingDataType
 from ..loras.save import LoraModelType, LossMapType

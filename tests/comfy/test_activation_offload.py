@@ -7,9 +7,8 @@ import pytest
 import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
-from tessera.train import loop
-from tessera.train.events import Silent
-from tessera.train.options.memory import MemoryOptions
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.observer import Silent
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run
@@ -95,7 +94,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
     hook = linear.adapter.up.register_hook(fail)
     if goes_on:
         trainer.placed.runner.planned_graphs = 1
-        monkeypatch.setattr(loop, "cannot_compile", str)
+        monkeypatch.setattr(trainer, "cannot_compile", str)
         trainer.run()
     else:
         with pytest.raises(RuntimeError, match="no compiler"):

@@ -11,8 +11,17 @@ import torch
 from safetensors.torch import load_file
 from tessera.lora.files.formats import save_lora
 from tessera.nodes.loras.average import TesseraAverageStates
-from tessera.train.optimizer_weights import LoraAverage
-from tessera.train.post_hoc import WIDEST, Profile, average, find_snapshots, gamma_of, list_runs, snapshots, weights_of
+from tessera.train.checkpoint.post_hoc_ema import (
+    WIDEST,
+    Profile,
+    average,
+    find_snapshots,
+    gamma_of,
+    list_runs,
+    snapshots,
+    weights_of,
+)
+from tessera.train.optim.averaging import LoraAverage
 from tiny.runs import mixed_data, train
 
 STEPS = (2, 4, 6, 7)

@@ -16,8 +16,8 @@ from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
 from tessera.data.loader import batch_order
 from tessera.data.samples import TrainingData
-from tessera.train.loop import Trainer
-from tessera.train.stopped import TrainingStopped
+from tessera.train.errors import TrainingStopped
+from tessera.train.trainer import Trainer
 from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 

@@ -11,8 +11,8 @@ from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.loras.compare import TesseraCompareLoras, named, read_strengths, runs
 from tessera.nodes.options.preview import TesseraPreview
-from tessera.train import compare as module
-from tessera.train.sheet import draw_sheet, to_picture
+from tessera.train.preview import compare as module
+from tessera.train.preview.contact_sheet import draw_sheet, to_picture
 from tiny.sampling import conditioning, unload_outside_inference_mode
 
 RUN = "film-1a2b3c4d"

@@ -16,8 +16,8 @@ from tessera.nodes.loras.compare import TesseraCompareLoras
 from tessera.nodes.loras.compare_columns import read_pair_strengths
 from tessera.nodes.loras.expert_pairs import Pair, pairs
 from tessera.nodes.options.preview import TesseraPreview
-from tessera.train import compare as module
 from tessera.train.experts import ExpertObserver, plan_experts
+from tessera.train.preview import compare as module
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
 from tiny.sampling import conditioning

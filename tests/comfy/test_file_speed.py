@@ -14,9 +14,9 @@ from tessera.memory.host.file_speed import file_source, in_cache, pieces_of, rea
 from tessera.memory.host.mapped_file import StayInFile
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train import automatic
-from tessera.train.automatic import AutomaticMemory, Measured
-from tessera.train.options.memory import MemoryOptions
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.placement import auto
+from tessera.train.placement.auto import AutomaticMemory, Measured
 
 GB = 2**30
 
@@ -75,8 +75,8 @@ def test_only_what_lies_in_a_file_and_may_stay_there_is_measured(tiny_files) -> 
 def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) -> None:
     """Four blocks that weigh as much as they keep for backward, on a device with room for all but half a block. To
     stream them is faster than to compute again, unless they lie in a slow file."""
-    monkeypatch.setattr(automatic, "link_bandwidth", lambda device: 25e9)
-    monkeypatch.setattr(automatic, "free_memory", lambda device: 10**12)
+    monkeypatch.setattr(auto, "link_bandwidth", lambda device: 25e9)
+    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
     memory = MemoryOptions(checkpointing="auto", blocks_to_swap=-1)
     plans = {}
     for name, available, disk in (("memory", 64 * GB, 1e3), ("file", 0, 1.9e9), ("slow file", 0, 1e3)):

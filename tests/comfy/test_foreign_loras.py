@@ -19,7 +19,7 @@ from tessera.models.adapters.base import AdapterSpec
 from tessera.models.adapters.lora import LoraAdapter
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
-from tessera.train.checked_run import check_run
+from tessera.train.preflight.checks import check_run
 from tiny.foreign_loras import FOREIGN, foreign
 from tiny.lora_files import patched_deltas
 from tiny.runs import Watcher, mixed_data, run_settings, train

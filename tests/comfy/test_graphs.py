@@ -9,7 +9,7 @@ from PIL import Image
 from tessera.data.folders.dataset import Dataset, Picture
 from tessera.data.prepare import prepare
 from tessera.data.samples import TrainingData
-from tessera.train.options.memory import MemoryOptions
+from tessera.train.memory_options import MemoryOptions
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]
@@ -119,7 +119,7 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
-    from tessera.train.events import Silent
+    from tessera.train.observer import Silent
 
     said: list[str] = []
 

@@ -9,9 +9,9 @@ from tessera.lora.options import NetworkOptions
 from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_of
 from tessera.train.objective.noise import draw_noise
-from tessera.train.objective.sampling import Strata
-from tessera.train.options.objective import ObjectiveOptions
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.objective.timestep_sampling import Strata
+from tessera.train.optim.options import OptimizerOptions
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 
 EVERYTHING = {

@@ -10,11 +10,11 @@ from tessera.nodes.options.network import TesseraLoraNetwork
 from tessera.nodes.options.objective import TesseraObjective
 from tessera.nodes.options.optimizer import TesseraOptimizer
 from tessera.nodes.options.validation import TesseraValidation
-from tessera.train.objective import picture
-from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.objective import ObjectiveOptions
-from tessera.train.options.optimizer import OptimizerOptions
-from tessera.train.options.validation import ValidationOptions
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.objective import plot
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.optim.options import OptimizerOptions
+from tessera.train.validation_options import ValidationOptions
 from tiny.prompt import executed
 
 NODES = {
@@ -64,7 +64,7 @@ def test_a_client_that_sends_only_the_required_inputs_gets_the_defaults(node, op
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training Objective draws its picture at each of the many values."""
-    monkeypatch.setattr(picture, "DRAWS", 100)
+    monkeypatch.setattr(plot, "DRAWS", 100)
 
 
 @pytest.mark.usefixtures("few_draws")

@@ -17,10 +17,10 @@ from tessera.memory.swap import inference, training
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.model.compile import TesseraCompileModel
-from tessera.train import preview as module
-from tessera.train.preview import Preview, Previewer
-from tessera.train.sampling import Sampling, zeroed
-from tessera.train.stopped import TrainingStopped
+from tessera.train.errors import TrainingStopped
+from tessera.train.preview import previewer as module
+from tessera.train.preview.previewer import Preview, Previewer
+from tessera.train.preview.sampling import Sampling, zeroed
 from tessera.train.train_lora import train_lora
 from tiny.alive import Since, size_of
 from tiny.compiling import Graphs

@@ -8,12 +8,12 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train import compare
 from tessera.train.experts import HIGH, LOW
-from tessera.train.options.objective import ObjectiveOptions
-from tessera.train.preview import Partner, Preview, Previewer
-from tessera.train.sampling import Sampling, Stages, decode, sample_latent
-from tessera.train.sheet import draw_sheet, to_picture
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.preview import compare
+from tessera.train.preview.contact_sheet import draw_sheet, to_picture
+from tessera.train.preview.previewer import Partner, Preview, Previewer
+from tessera.train.preview.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
 from tiny.sampling import conditioning

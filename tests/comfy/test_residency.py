@@ -4,8 +4,8 @@ import comfy.model_management
 import pytest
 import tiny
 import torch
-from tessera.train.events import Silent
-from tessera.train.stopped import TrainingStopped
+from tessera.train.errors import TrainingStopped
+from tessera.train.observer import Silent
 from tiny.compiling import Graphs
 
 

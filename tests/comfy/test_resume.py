@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
-from tessera.train.checkpoint import load_state
-from tessera.train.stopped import TrainingStopped
+from tessera.train.checkpoint.state import load_state
+from tessera.train.errors import TrainingStopped
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -7,10 +7,10 @@ import pytest
 import tiny
 import torch
 from tessera.memory.swap.training import BlockSwap, frozen_modules
-from tessera.train import automatic, placed_model
-from tessera.train.events import Silent
-from tessera.train.options.memory import MemoryOptions
-from tessera.train.stopped import TrainingStopped
+from tessera.train.errors import TrainingStopped
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.observer import Silent
+from tessera.train.placement import auto, placed_model
 from tiny.compiling import Graphs
 
 STEPS = 3
@@ -49,8 +49,8 @@ def assert_same_run(one: Any, other: Any) -> None:
 
 def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
     """A device of that size, behind a link whose copies always hide."""
-    monkeypatch.setattr(automatic, "free_memory", lambda device: bytes_)
-    monkeypatch.setattr(automatic, "link_bandwidth", lambda device: 1e15)
+    monkeypatch.setattr(auto, "free_memory", lambda device: bytes_)
+    monkeypatch.setattr(auto, "link_bandwidth", lambda device: 1e15)
 
 
 def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_flux, tmp_path, notes) -> None:
@@ -102,7 +102,7 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
 
     trainer.placed.runner = run
     samples = [(trainer.data.samples[0], trainer.reader.read(one)) for one in tiny.shown(0, 0)]
-    batch = automatic.make_batch(
+    batch = auto.make_batch(
         trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
     trainer.placed.velocity(batch.inputs, (0, 0))

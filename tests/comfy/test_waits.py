@@ -13,13 +13,13 @@ from tessera.lora.options import NetworkOptions
 from tessera.memory.host.to_device import to_device
 from tessera.models import family as family_module
 from tessera.train import batch as batch_module
-from tessera.train import preservation
-from tessera.train.events import Silent, StepReport
+from tessera.train.errors import TrainingStopped
 from tessera.train.learner import Learner
-from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.objective import ObjectiveOptions
-from tessera.train.options.optimizer import OptimizerOptions
-from tessera.train.stopped import TrainingStopped
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.objective import preservation
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.observer import Silent, StepReport
+from tessera.train.optim.options import OptimizerOptions
 from tiny.qwen_data import qwen_sample
 from tiny.runs import sample, training_data
 from tiny.two_devices import DEVICE, TwoDevices

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
-from tessera.train.stopped import TrainingStopped
+from tessera.train.errors import TrainingStopped
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, mixed_data, run_settings
 

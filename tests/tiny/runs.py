@@ -44,7 +44,7 @@ def mixed_data() -> Any:
 def run_settings(**changes: Any) -> Any:
     """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
     from tessera.train import options
-    from tessera.train.run import TrainSettings
+    from tessera.train.settings import TrainSettings
 
     chosen = {name: getattr(options, kind) for name, kind in OPTIONS.items()}
     base: dict[str, Any] = {name: kind() for name, kind in chosen.items()}

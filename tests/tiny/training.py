@@ -27,12 +27,12 @@ def make_trainer(
     from tessera.lora.plan import choose_targets
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
-    from tessera.train.events import Silent
-    from tessera.train.loop import Trainer
-    from tessera.train.options.memory import MemoryOptions
-    from tessera.train.options.objective import ObjectiveOptions
-    from tessera.train.options.optimizer import OptimizerOptions
-    from tessera.train.run import RunFolder, TrainSettings
+    from tessera.train.memory_options import MemoryOptions
+    from tessera.train.objective.options import ObjectiveOptions
+    from tessera.train.observer import Silent
+    from tessera.train.optim.options import OptimizerOptions
+    from tessera.train.settings import RunFolder, TrainSettings
+    from tessera.train.trainer import Trainer
 
     defaults = {
         "output_name": "test",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tessera.train.clip_sheet import shown
-from tessera.train.sheet import draw_sheet
+from tessera.train.preview.clip_sheet import shown
+from tessera.train.preview.contact_sheet import draw_sheet
 
 
 def clip(frames, height=8, width=12):

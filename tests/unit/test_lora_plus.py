@@ -6,11 +6,11 @@ import pytest
 import torch
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.train.lora_plus import flat, parameter_groups
-from tessera.train.optimizer import build_optimizer, build_scheduler, restore_optimizer, state_of
-from tessera.train.optimizer_check import check_optimizer
-from tessera.train.optimizer_state import pack_state, unpack_state
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.optim.checks import check_optimizer
+from tessera.train.optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
+from tessera.train.optim.options import OptimizerOptions
+from tessera.train.optim.param_groups import flat, parameter_groups
+from tessera.train.optim.state_dict import pack_state, unpack_state
 from torch import nn
 
 CPU = torch.device("cpu")

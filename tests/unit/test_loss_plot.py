@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from tessera.train.loss_plot import plot_loss, smoothed
+from tessera.train.preview.loss_plot import plot_loss, smoothed
 
 ORANGE = (217, 119, 6)
 RAW, SMOOTH, BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)

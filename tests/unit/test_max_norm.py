@@ -9,9 +9,9 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import base_spec
 from tessera.models.adapters import loha
 from tessera.models.adapters.registry import adapter_kind
-from tessera.train.max_norm import MaxNorm
-from tessera.train.optimizer_check import check_optimizer
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.optim.checks import check_optimizer
+from tessera.train.optim.max_norm import MaxNorm
+from tessera.train.optim.options import OptimizerOptions
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 
 KINDS = {

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from tessera.lora.files.formats import LoraModel, LowRank, save_lora
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
-from tessera.train.metadata import RunFacts, for_file, metadata_for
-from tessera.train.options.memory import MemoryOptions
-from tessera.train.options.objective import ObjectiveOptions
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.checkpoint.metadata import RunFacts, for_file, metadata_for
+from tessera.train.memory_options import MemoryOptions
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.optim.options import OptimizerOptions
 
 FACTS = RunFacts(
     output_name="styles/my cat",

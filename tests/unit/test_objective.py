@@ -9,8 +9,8 @@ from tessera.common.rng import generator
 from tessera.models.layers.math import resolution_shift
 from tessera.train.objective.loss import velocity_loss
 from tessera.train.objective.noise import draw_noise, noised, velocity_target
-from tessera.train.objective.sampling import check_range, draw_sigma, shift_sigma
-from tessera.train.options.objective import ObjectiveOptions
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.objective.timestep_sampling import check_range, draw_sigma, shift_sigma
 
 DRAWS = 20_000
 

@@ -8,8 +8,8 @@ from tessera.common.rng import generator
 from tessera.train.objective.loss import huber_threshold, sigma_weight, training_loss, velocity_loss
 from tessera.train.objective.noise import draw_noise, perturbed
 from tessera.train.objective.notes import objective_notes
-from tessera.train.objective.sampling import Strata
-from tessera.train.options.objective import LOSSES, WEIGHTINGS, ObjectiveOptions
+from tessera.train.objective.options import LOSSES, WEIGHTINGS, ObjectiveOptions
+from tessera.train.objective.timestep_sampling import Strata
 
 SIGMA = torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])
 # One sample of two tokens with two channels; the errors are 0.1, -0.2, 0.5 and -3.

@@ -6,9 +6,9 @@ import pytest
 from scipy import integrate, optimize, special, stats
 from tessera.common.rng import generator
 from tessera.models.layers.math import flux2_resolution_shift, qwen_resolution_shift
-from tessera.train.objective.sampling import Strata, check_range, draw_sigma, part_below, stratum_of
-from tessera.train.options.objective import TIMESTEP_SAMPLING, ObjectiveOptions
-from tessera.train.sigma_curve import parse_curve
+from tessera.train.objective.options import TIMESTEP_SAMPLING, ObjectiveOptions
+from tessera.train.objective.sigma_curve import parse_curve
+from tessera.train.objective.timestep_sampling import Strata, check_range, draw_sigma, part_below, stratum_of
 
 DRAWS = 10_000
 CURVE = "0.1:0, 0.4:2, 0.5:2, 0.5001:0.5, 0.9:1"

@@ -7,11 +7,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tessera.common.rng import generator
-from tessera.train.optimizer import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
-from tessera.train.optimizer_check import check_optimizer, optimizer_notes
-from tessera.train.optimizer_state import pack_state, unpack_state
-from tessera.train.options.optimizer import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
-from tessera.train.schedule import lr_factor
+from tessera.train.optim.checks import check_optimizer, optimizer_notes
+from tessera.train.optim.optimizers import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
+from tessera.train.optim.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from tessera.train.optim.schedule import lr_factor
+from tessera.train.optim.state_dict import pack_state, unpack_state
 from torch import nn
 
 # The first is large enough for 8-bit moments and no multiple of their block of 256.

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from tessera.train.optimizer_check import check_optimizer
-from tessera.train.optimizer_class import optimizer_class, parse_args
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.optim.checks import check_optimizer
+from tessera.train.optim.options import OptimizerOptions
+from tessera.train.optim.registry import optimizer_class, parse_args
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tessera.train.optimizer_state import pack_state, unpack_state
+from tessera.train.optim.state_dict import pack_state, unpack_state
 
 
 def there_and_back(state):

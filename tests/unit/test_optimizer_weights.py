@@ -3,9 +3,9 @@
 import pytest
 import torch
 from tessera.common.rng import generator
-from tessera.train.optimizer import build_optimizer
-from tessera.train.optimizer_weights import LoraAverage, is_schedule_free, saved_weights
-from tessera.train.options.optimizer import OptimizerOptions
+from tessera.train.optim.averaging import LoraAverage, is_schedule_free, saved_weights
+from tessera.train.optim.optimizers import build_optimizer
+from tessera.train.optim.options import OptimizerOptions
 from torch import nn
 
 

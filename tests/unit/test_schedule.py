@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import transformers.optimization as theirs
-from tessera.train.lr_curve import parse_curve
-from tessera.train.optimizer import build_scheduler
-from tessera.train.options.optimizer import LR_SCHEDULERS, OptimizerOptions
-from tessera.train.run import TrainSettings
-from tessera.train.schedule import lr_factor
+from tessera.train.optim.lr_curve import parse_curve
+from tessera.train.optim.optimizers import build_scheduler
+from tessera.train.optim.options import LR_SCHEDULERS, OptimizerOptions
+from tessera.train.optim.schedule import lr_factor
+from tessera.train.settings import TrainSettings
 from tiny.runs import run_settings
 from torch import nn
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from scipy import special
 
-from ..options.objective import ObjectiveOptions
-from ..sigma_curve import parse_curve
+from .options import ObjectiveOptions
+from .sigma_curve import parse_curve
 
 
 class Distribution(Protocol):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..options.objective import LOSSES, ObjectiveOptions
+from .options import LOSSES, ObjectiveOptions
 
 # diffusers draws its sigmas from a table of 1000, of which this is the least; sigma_sqrt goes to infinity at 0.
 LEAST_SIGMA = 1e-3

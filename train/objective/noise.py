@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..options.objective import ObjectiveOptions
+from .options import ObjectiveOptions
 
 
 def draw_noise(shape: Sequence[int], generator: torch.Generator, offset: float = 0.0) -> Tensor:

@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
-from ..options.objective import RESOLUTION_SAMPLINGS, ObjectiveOptions
-from .sampling import Strata
+from .options import RESOLUTION_SAMPLINGS, ObjectiveOptions
+from .timestep_sampling import Strata
 
 _LOGIT = ("logit_normal", *RESOLUTION_SAMPLINGS)
 _HUBER = ("huber", "pseudo_huber")

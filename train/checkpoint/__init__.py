@@ -1,0 +1,1 @@
+"""TITLE train/checkpoint"""

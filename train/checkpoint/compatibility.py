@@ -1,0 +1,120 @@
+"""Whether a saved state fits what is to be trained, told from its header alone, before a model is loaded."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from ...lora.options import NetworkOptions
+from ...lora.plan import adapter_specs
+from ...models.adapters.base import Adapter, AdapterSpec
+from ...models.adapters.oft import OftAdapter
+from ...models.adapters.registry import adapter_kind
+from ...models.family import linear_shapes
+from ..optim.optimizers import check_class, chosen_class
+from ..optim.options import OptimizerOptions
+from ..optim.param_groups import check_groups, group_sizes, parameter_groups
+from ..optim.state_dict import part_of
+from .state import MASTERS, read_header
+
+Shapes = Mapping[str, tuple[int, ...]]
+_OFF = "or set resume to 'off'."
+_MADE_WITH = ("algorithm", "init", "rank", "factor")
+OTHER_NETWORK = (
+    f"resume: that state was trained with another algorithm, init, rank or other targets; set them as they were, {_OFF}"
+)
+
+
+def described(adapters: Mapping[str, Adapter]) -> list[dict[str, Any]]:
+    """What a state says of its adapters: what they are made with, each with the layers that have it."""
+    layers: dict[AdapterSpec, list[str]] = {}
+    for name, adapter in adapters.items():
+        layers.setdefault(adapter.spec, []).append(name)
+    return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
+
+
+def check_state(
+    path: Path, network: NetworkOptions, optimizer: OptimizerOptions, model: Any, targets: Sequence[str]
+) -> None:
+    """Raises ValueError, a sentence that names the input, where a run with these options on these layers of `model`
+    cannot go on from the state, or would silently make something else of what it has learnt."""
+    plain = read_header(path)
+    shapes = linear_shapes(model)
+    own = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
+    saved = {
+        name: AdapterSpec(**{field: value for field, value in group.items() if field != "layers"})
+        for group in plain.get("adapters", ())
+        for name in group["layers"]
+    }
+    _check_network(_master_shapes(path), saved, own, network)
+    check_class(part_of(plain["tree"], "optimizer", "class"), chosen_class(optimizer))
+    masters = {f"{n}.{name}": p for n, adapter in own.items() for name, p in adapter.named_parameters()}
+    groups = parameter_groups(masters, optimizer.learning_rate, network.lora_plus_ratio)
+    saved_groups = part_of(plain["tree"], "optimizer", "param_groups")
+    check_groups(group_sizes(groups), [len(part_of(group, "params")) for group in saved_groups])
+
+
+def _bare(spec: AdapterSpec, size: tuple[int, int]) -> Adapter:
+    """An adapter without memory for its weights."""
+    with torch.device("meta"):
+        return adapter_kind(spec)(spec, *size)
+
+
+def _master_shapes(path: Path) -> Shapes:
+    with safetensors.safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(MASTERS)]  # noqa: SIM118
+        return {name.removeprefix(MASTERS): tuple(file.get_slice(name).get_shape()) for name in names}
+
+
+def _check_network(
+    there: Shapes, saved: Mapping[str, AdapterSpec], own: Mapping[str, Adapter], network: NetworkOptions
+) -> None:
+    """there: the shapes of the state's masters. saved: empty for a state from before they were kept."""
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in there)
+    if layers.keys() != own.keys():
+        raise ValueError(
+            f"resume: that state trained {len(layers)} layers and the network here trains {len(own)} "
+            f"({'; '.join(_only(layers, own))}); set targets and the model as they were, {_OFF}"
+        )
+    for name, adapter in own.items():
+        here = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
+        same = here == {key: shape for key, shape in there.items() if key.rpartition(".")[0] == name}
+        if name not in saved:
+            if not same:
+                raise ValueError(OTHER_NETWORK)
+            continue
+        before, now = saved[name], adapter.spec
+        if not same:
+            field = next((one for one in _MADE_WITH if getattr(before, one) != getattr(now, one)), None)
+            raise _other(field, name, before, now, network) if field else ValueError(OTHER_NETWORK)
+        if isinstance(adapter, OftAdapter):
+            if before.constraint != now.constraint:
+                raise _other("constraint", name, before, now, network)
+        elif _bare(before, (adapter.out_features, adapter.in_features)).scale != adapter.scale:
+            raise _other("alpha", name, before, now, network)
+
+
+def _other(field: str, layer: str, before: AdapterSpec, now: AdapterSpec, network: NetworkOptions) -> ValueError:
+    there, here = getattr(before, field), getattr(now, field)
+    by_pattern = here != getattr(network, field)
+    fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_shown(there)}"
+    scaled = ", which would change the size of all that it learnt" if field in ("alpha", "constraint") else ""
+    if now.algorithm == before.algorithm == "lora" and field in ("rank", "alpha"):
+        fix += ", begin from its LoRA with start_from on LoRA Network"
+    return ValueError(
+        f"resume: that state was trained with {field} {_shown(there)} in {layer} and the network here has "
+        f"{_shown(here)}{scaled}; {fix}, {_OFF}"
+    )
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _only(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for names, where in (([n for n in there if n not in here], "there"), ([n for n in here if n not in there], "here")):
+        if names:
+            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} only {where}"

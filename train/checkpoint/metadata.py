@@ -1,0 +1,203 @@
+"""What a LoRA file says about itself, in its safetensors header.
+
+`modelspec.*`: Stability AI's ModelSpec (github.com/Stability-AI/ModelSpec), version 1.0.1 as kohya's scripts write it.
+`ss_*`: kohya's keys that model managers read, only those that are true of our run.
+`tessera`: all settings of the run as JSON.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+from torch import Tensor, uint8
+
+from ...lora.options import NetworkOptions
+from ...models.family import Origin
+from ..memory_options import MemoryOptions
+from ..objective.options import ObjectiveOptions
+from ..optim.options import OptimizerOptions
+
+_ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
+# Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
+# /6" and addresses of the web stay as they are.
+_START = r"file:/|~[/\\]|[A-Za-z]:[/\\]|\\{2,}(?=\w)"
+_VALUE, _WORD = rf"(?:{_START}|/(?=\w))", rf"(?:{_START}|/(?=[^\s/\\]+/))"
+_INSIDE = re.compile(
+    rf"""(?<=["'`]){_VALUE}[^"'`\n]*|(?<==){_VALUE}[^"'`,;\n]*|(?<![\w.:/\\~<]){_WORD}[^\s"'`,;)\]}}]*""",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a training run when its LoRA is written.
+
+    family and variant: such as `flux` and `dev`. origin: what other tools call the model. base_model: the checkpoint's
+    file name, empty where it is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted.
+    resolution: `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset.
+    final_loss: None before the first step. data: see `data_facts`. validation: its options, None without it.
+    saving: when LoRAs are saved. compile: whether compiling was asked for. continued_from: the parts before this one
+    that had other settings, see `parts.continued_from`.
+    """
+
+    output_name: str
+    family: str
+    variant: str
+    origin: Origin
+    base_model: str
+    steps: int
+    batch_size: int
+    gradient_accumulation: int
+    seed: int
+    network: NetworkOptions
+    optimizer: OptimizerOptions
+    objective: ObjectiveOptions
+    memory: MemoryOptions
+    resolution: str
+    samples: int
+    started: str
+    finished: str
+    final_loss: float | None
+    tessera_version: str
+    comfyui_version: str
+    torch_version: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    validation: Mapping[str, Any] | None = None
+    saving: Mapping[str, int] = field(default_factory=dict)
+    compile: str = "auto"
+    continued_from: Sequence[Mapping[str, Any]] = ()
+
+
+def plain_facts(facts: RunFacts) -> dict[str, Any]:
+    """The facts as plain JSON, without paths of a disk."""
+    return _without_paths(asdict(facts))
+
+
+def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The header of a LoRA file of this run in kohya's keys; `for_file` fits it to another format.
+
+    Every value is a string. Absolute paths, also inside of text, are cut to their last part.
+    """
+    settings = plain_facts(facts)
+    network, optimizer = facts.network, facts.optimizer
+    known: dict[str, Any] = {
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": f"{facts.origin.architecture}/lora",
+        "modelspec.implementation": facts.origin.implementation,
+        "modelspec.title": _last_part(facts.output_name),
+        "modelspec.date": facts.finished,
+        "modelspec.resolution": facts.resolution,
+        "ss_output_name": _last_part(facts.output_name),
+        "ss_sd_model_name": settings["base_model"],
+        "ss_base_model_version": facts.origin.kohya_version,
+        "ss_network_module": facts.origin.kohya_module if network.algorithm == "lora" else "lycoris.kohya",
+        "ss_network_dim": network.rank * network.file_ranks,
+        "ss_network_alpha": network.alpha * network.file_ranks,
+        "ss_network_dropout": network.dropout,
+        "ss_network_args": _network_args(network),
+        "ss_scale_weight_norms": network.scale_weight_norms or None,
+        "ss_learning_rate": optimizer.learning_rate,
+        "ss_optimizer": optimizer.optimizer_class if optimizer.optimizer == "custom" else optimizer.optimizer,
+        "ss_optimizer_args": ", ".join(settings["optimizer"]["optimizer_args"].split("\n")),
+        "ss_lr_scheduler": optimizer.lr_scheduler,
+        "ss_lr_warmup_steps": optimizer.warmup_steps,
+        "ss_max_grad_norm": optimizer.max_grad_norm,
+        "ss_steps": facts.steps,
+        "ss_batch_size_per_device": facts.batch_size,
+        "ss_total_batch_size": facts.batch_size * facts.gradient_accumulation,
+        "ss_gradient_accumulation_steps": facts.gradient_accumulation,
+        "ss_gradient_checkpointing": facts.memory.checkpointing != "none",
+        "ss_guidance_scale": facts.objective.guidance,
+        "ss_num_train_images": facts.samples,
+        "ss_resolution": facts.resolution,
+        "ss_seed": facts.seed,
+        "ss_training_started_at": _unix(facts.started),
+        "ss_training_finished_at": _unix(facts.finished),
+        "tessera": json.dumps(settings, ensure_ascii=False, sort_keys=True, allow_nan=False),
+    }
+    return for_file({key: str(value) for key, value in known.items() if value not in ("", None)}, tensors, "kohya")
+
+
+def _network_args(network: NetworkOptions) -> str:
+    """What the network's module was given, as kohya's scripts write it: JSON of texts, empty where that is nothing."""
+    own: dict[str, dict[str, Any]] = {
+        "lora": {},
+        "loha": {"algo": "loha"},
+        "lokr": {"algo": "lokr", "factor": network.factor},
+        "dora": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
+        "oft": {"algo": "diag-oft", "constraint": network.constraint},
+    }
+    args = own[network.algorithm] | {
+        name: value for name in ("rank_dropout", "module_dropout") if (value := getattr(network, name))
+    }
+    if network.lora_plus_ratio != 1:
+        args["loraplus_lr_ratio"] = network.lora_plus_ratio
+    return json.dumps({name: str(value) for name, value in args.items()}) if args else ""
+
+
+def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format: str) -> dict[str, str]:
+    """The metadata as the file of these tensors in this format says it: its hashes, whose names it uses, no paths."""
+    header = {str(key): _without_paths(str(value)) for key, value in metadata.items()}
+    if "modelspec.sai_model_spec" in header:
+        digest = tensor_hash(tensors)
+        header["modelspec.hash_sha256"] = f"0x{digest}"
+        header["sshs_model_hash"] = digest
+        if format == "diffusers":
+            header["modelspec.implementation"] = "diffusers"
+        if format != "kohya":
+            header.pop("ss_network_module", None)
+            header.pop("ss_network_args", None)
+    return header
+
+
+def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the bytes that follow the header in a safetensors file of these tensors, as hexadecimal digits.
+
+    safetensors sorts by dtype, widest first, then by name; two dtypes of one width don't meet in our files.
+    """
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _last_part(text: str) -> str:
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text_without_paths(value)
+    if isinstance(value, Mapping):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _text_without_paths(text: str) -> str:
+    if text.startswith("data:"):  # a thumbnail, whose letters may read as a path
+        return text
+    if text.startswith(("{", "[")):
+        try:
+            read = json.loads(text)
+        except ValueError:
+            pass
+        else:
+            clean = _without_paths(read)
+            return text if clean == read else json.dumps(clean, ensure_ascii=False)
+    if _ABSOLUTE.match(text.strip()):
+        return _last_part(text)
+    return _INSIDE.sub(lambda found: _last_part(found[0]), text)
+
+
+def _unix(moment: str) -> str:
+    """Seconds since 1970, as kohya's scripts write times."""
+    return str(datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()) if moment else ""

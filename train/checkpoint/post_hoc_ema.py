@@ -1,0 +1,197 @@
+"""The average of a run's LoRAs over its steps, made afterwards from those that were saved on the way.
+
+An average over every step needs every step, or running averages kept while it trains (Karras et al. 2023, arXiv
+2312.02696, section 3, rebuilds any profile from two of them). Here each saved LoRA stands for the steps since the one
+before it: with a save at every step that is the average itself, with few saves a coarse one.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...common.tensor_file import read_tensors
+from ...lora.files.lora_model import LoraModel
+from ..optim.averaging import decay_at
+from ..settings import step_loras
+
+PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
+WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)
+AVERAGE = "tessera_average"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A LoRA of a run after that many steps."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much each step counts. decay belongs to exponential, width to power; last_part: of the steps, counted from
+    the end, that are averaged over."""
+
+    kind: str = EXPONENTIAL
+    decay: float = 0.999
+    width: float = 0.1
+    last_part: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in PROFILES:
+            raise ValueError(f"profile is {self.kind!r}; choose one of {', '.join(PROFILES)}.")
+        if not 0 < self.decay < 1:
+            raise ValueError(f"decay is {self.decay}; set it above 0 and below 1 (0.999 is usual).")
+        if not 0 < self.width <= WIDEST:
+            raise ValueError(f"width is {self.width}; set it above 0 and to {WIDEST} at most.")
+        if not 0 < self.last_part <= 1:
+            raise ValueError(f"last_part is {self.last_part}; set it above 0 and to 1 (all steps) at most.")
+
+
+def list_runs(root: Path) -> list[str]:
+    """The runs below the LoRA folder of which two LoRAs or more are there, by their folder."""
+    folders = sorted({path.parent for path in root.rglob("*-step*.safetensors")}) if root.is_dir() else []
+    return [folder.relative_to(root).as_posix() for folder in folders if len(snapshots(folder)) > 1]
+
+
+def snapshots(folder: Path) -> list[Snapshot]:
+    """The LoRAs of the run in this folder, which is named after it, the first one first."""
+    name = next((name for name in _names(folder) if folder.name.startswith(f"{name}-")), None)
+    if name is None:
+        return []
+    found = step_loras(folder, name)
+    final = folder / f"{name}.safetensors"
+    if (step := _steps_of(final)) is not None:
+        found.setdefault(step, final)
+    return [Snapshot(step, path) for step, path in sorted(found.items())]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted({path.name.rpartition("-step")[0] for path in folder.glob("*-step*.safetensors")}, reverse=True)
+
+
+def _steps_of(path: Path) -> int | None:
+    """How many steps a LoRA of ours had, by its metadata."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return int((file.metadata() or {})["ss_steps"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+def find_snapshots(root: Path, run: str, profile: Profile) -> tuple[list[Snapshot], int]:
+    """Those that the profile counts, and the step of the last one before them (0 where there is none). Raises
+    ValueError where the run is not below the LoRA folder, and where fewer than two LoRAs are left."""
+    folder = (root / run).resolve()
+    every = snapshots(folder) if folder.is_relative_to(root.resolve()) else []
+    if not every:
+        raise ValueError(
+            f"run: there is no run {run!r} with saved LoRAs; choose one of the list (press R to renew it)."
+        )
+    begin = (1.0 - profile.last_part) * every[-1].step
+    counted = [one for one in every if one.step > begin]
+    if len(counted) < 2:
+        raise ValueError(
+            f"run: the last_part {profile.last_part:g} of the steps of {run!r} holds {len(counted)} of its "
+            f"{len(every)} saved LoRAs, and an average takes two or more; raise last_part, or train with a smaller "
+            "save_every and keep_last 0."
+        )
+    before = every[-len(counted) - 1].step if len(counted) < len(every) else 0
+    return counted, before
+
+
+def weights_of(steps: Sequence[int], profile: Profile, before: int = 0) -> list[float]:
+    """How much the LoRA after each of these steps counts, 1 in sum. before: the step that the first of them follows.
+
+    exponential: ema ← D·ema + (1 − D)·LoRA from the first LoRA on, where D is the product of the live average's decays
+    d(t) = min(decay, (1 + t) / (10 + t)) over the steps t since the LoRA before (`LoraAverage`).
+    power: each LoRA counts as t^gamma over the steps that it stands for, hence t_i^(gamma + 1) − t_(i−1)^(gamma + 1)
+    (Karras et al. 2023, arXiv 2312.02696, section 3.1), with gamma by the profile's relative width, see `gamma_of`.
+    equal: all alike.
+    """
+    if profile.kind == EXPONENTIAL:
+        weights = [1.0]
+        for last, step in pairwise(steps):
+            kept = float(np.prod([decay_at(t, profile.decay) for t in range(last + 1, step + 1)]))
+            weights = [*(weight * kept for weight in weights), 1.0 - kept]
+        return weights
+    if profile.kind == POWER:
+        ends = np.array([before, *steps], dtype=np.float64) / steps[-1]
+        parts = np.diff(ends ** (gamma_of(profile.width) + 1.0))
+        return [float(part) for part in parts / parts.sum()]
+    return [1.0 / len(steps)] * len(steps)
+
+
+def gamma_of(width: float) -> float:
+    """gamma of the power profile whose standard deviation is `width` of the training time: the positive root of width =
+    sqrt(gamma + 1) / ((gamma + 2)·sqrt(gamma + 3)) (arXiv 2312.02696, appendix C)."""
+    t = width**-2
+    return float(np.roots([1.0, 7.0, 16.0 - t, 12.0 - t]).real.max())
+
+
+def average(root: Path, run: str, profile: Profile) -> tuple[LoraModel, str]:
+    """The average of a run's saved LoRAs, and what it was made of, a line each.
+
+    The numbers of the file are averaged, of a LoRA down and up each by itself, as the live average does: the update of
+    the result is not the mean of the updates. fp64 sums, fp32 result. Raises ValueError for LoRAs that do not fit
+    together and files that cannot be read.
+    """
+    counted, before = find_snapshots(root, run, profile)
+    weights = weights_of([one.step for one in counted], profile, before)
+    sums: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for one, weight in zip(counted, weights, strict=True):
+        try:
+            tensors, metadata = read_tensors(one.path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"run: {one.path.name} cannot be read ({error}); take it out of its folder.") from error
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if sums and shapes != {name: tensor.shape for name, tensor in sums.items()}:
+            raise ValueError(
+                f"run: {one.path.name} has other layers or another rank than the LoRAs before it; keep the LoRAs of "
+                "one run in one folder."
+            )
+        for name, tensor in tensors.items():
+            part = tensor.double() * weight
+            sums[name] = sums[name] + part if name in sums else part
+    told = {"profile": profile.kind, "steps": [one.step for one in counted], "weights": weights}
+    metadata[AVERAGE] = json.dumps(told)
+    text = "\n".join([_heading(counted, profile), *_lines(counted, weights), *_notes(metadata, profile)])
+    return LoraModel({name: tensor.to(torch.float32) for name, tensor in sums.items()}, metadata), text
+
+
+def _heading(counted: Sequence[Snapshot], profile: Profile) -> str:
+    how = {
+        EXPONENTIAL: f"exponential, decay {profile.decay:g} per step",
+        POWER: f"power function, relative width {profile.width:g} (gamma {gamma_of(profile.width):.4g})",
+        EQUAL: "equal",
+    }[profile.kind]
+    return f"The average of {len(counted)} saved LoRAs ({how}):"
+
+
+def _lines(counted: Sequence[Snapshot], weights: Sequence[float]) -> list[str]:
+    return [f"{one.path.name}: step {one.step}, {weight:.2%}" for one, weight in zip(counted, weights, strict=True)]
+
+
+def _notes(metadata: dict[str, str], profile: Profile) -> list[str]:
+    try:
+        optimizer = json.loads(metadata["tessera"])["optimizer"]
+    except (KeyError, TypeError, ValueError):
+        optimizer = {}
+    notes = []
+    if optimizer.get("ema_decay"):
+        notes.append(f"These LoRAs are averages already (ema_decay {optimizer['ema_decay']:g}).")
+    if optimizer.get("optimizer") == "adamw_schedulefree":
+        notes.append("These LoRAs are averages already, of the schedule-free optimizer.")
+    plain = Profile()
+    for name, kind in (("decay", EXPONENTIAL), ("width", POWER)):
+        if profile.kind != kind and getattr(profile, name) != getattr(plain, name):
+            notes.append(f"{name} has no effect: it belongs to the profile {kind}.")
+    return notes

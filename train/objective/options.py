@@ -1,0 +1,98 @@
+"""Which noise levels are trained, and what the loss is."""
+
+import math
+from dataclasses import dataclass
+
+from ...common.checks import finite, one_of, within
+from .sigma_curve import parse_curve
+
+SIGMA_RANGE = ("cut", "squeeze")
+RESOLUTION_SAMPLINGS = ("resolution_shifted", "resolution_flux2", "resolution_qwen")
+TIMESTEP_SAMPLING = (
+    "logit_normal",
+    "uniform",
+    *RESOLUTION_SAMPLINGS,
+    "sigmoid",
+    "mode",
+    "logsnr",
+    "beta",
+    "custom",
+)
+STRATIFIED = ("off", "batch", "epoch")
+LOSSES = ("mse", "huber", "pseudo_huber", "l1")
+HUBER_SCHEDULES = ("constant", "snr", "exponential")
+WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
+MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it, mode's formula turns back on itself
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """Which noise levels are drawn and what the loss is (TESSERA_OBJECTIVE).
+
+    `shift` moves the drawn sigmas towards noise: s·sigma / (1 + (s − 1)·sigma); 0 takes the family's own shift.
+    `guidance` is what a guidance-distilled model is told while it trains.
+    Sigmas lie between `min_sigma` and `max_sigma`: `sigma_range` 'cut' draws from the part of the distribution that
+    does, 'squeeze' draws from all of it and maps it onto the range, shape and all. `expert_boundary` is the sigma where
+    Wan 2.2's high noise expert hands over to the low noise one; 0 takes the model's own.
+    `stratified` spreads the draws of a batch or of an epoch evenly over the distribution. `weighting` is how much a
+    noise level counts in the loss. The formulas stand in `objective`: the parameters of a sampling in `distribution`
+    (`sigma_curve` as in `sigma_curve.parse_curve`), `weighting`, `loss` and `huber_…` in `loss`, `ip_noise_…` and
+    `noise_offset` in `noise`. `preservation_weight` is how much the class captions' preservation counts, 0 for not at
+    all (`preservation.preservation_loss`).
+    """
+
+    timestep_sampling: str = "logit_normal"
+    shift: float = 0.0
+    loss: str = "mse"
+    guidance: float = 1.0
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    min_sigma: float = 0.0
+    max_sigma: float = 1.0
+    sigma_range: str = "cut"
+    expert_boundary: float = 0.0
+    sigmoid_scale: float = 1.0
+    mode_scale: float = 1.29
+    logsnr_mean: float = -6.0
+    logsnr_std: float = 2.0
+    beta_alpha: float = 2.0
+    beta_beta: float = 2.0
+    sigma_curve: str = "0:1, 1:1"
+    stratified: str = "off"
+    weighting: str = "none"
+    min_snr_gamma: float = 5.0
+    huber_c: float = 0.1
+    huber_schedule: str = "constant"
+    ip_noise_gamma: float = 0.0
+    ip_noise_gamma_random_strength: bool = False
+    noise_offset: float = 0.0
+    preservation_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        finite(self)
+        one_of("sigma_range", self.sigma_range, SIGMA_RANGE)
+        if not 0 <= self.min_sigma < self.max_sigma <= 1:
+            raise ValueError(
+                f"min_sigma is {self.min_sigma} and max_sigma {self.max_sigma}; set min_sigma below max_sigma, both "
+                "between 0 (the picture) and 1 (noise)."
+            )
+        if not 0 <= self.expert_boundary < 1:
+            raise ValueError(f"expert_boundary is {self.expert_boundary}; set it to 0 (the model's own) or below 1.")
+        one_of("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
+        one_of("stratified", self.stratified, STRATIFIED)
+        one_of("loss", self.loss, LOSSES)
+        one_of("huber_schedule", self.huber_schedule, HUBER_SCHEDULES)
+        one_of("weighting", self.weighting, WEIGHTINGS)
+        if self.shift < 0:
+            raise ValueError(f"shift is {self.shift}; set it to 0 (the family's own) or more.")
+        for name in ("logit_std", "sigmoid_scale", "logsnr_std", "beta_alpha", "beta_beta", "min_snr_gamma", "huber_c"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; set it above 0.")
+        if not -1 <= self.mode_scale <= MOST_MODE_SCALE:
+            raise ValueError(f"mode_scale is {self.mode_scale}; set it between -1 and {MOST_MODE_SCALE:.4f}.")
+        for name in ("ip_noise_gamma", "noise_offset"):
+            within(name, getattr(self, name), 0.0, 1.0)
+        within("preservation_weight", self.preservation_weight, 0.0, 100.0)
+        parse_curve(self.sigma_curve)
+        if self.guidance < 0:
+            raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")

@@ -1,0 +1,150 @@
+"""The noise levels that an objective draws, as a picture: draws against their density. Drawn with Pillow, which ComfyUI
+always brings."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from ...common.rng import generator
+from .loss import sigma_weight
+from .options import RESOLUTION_SAMPLINGS, ObjectiveOptions
+from .timestep_sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_sigma, part_below
+
+WIDTH, HEIGHT = 1024, 512
+DRAWS, BARS, POINTS = 5000, 50, 400
+MEGAPIXEL_TOKENS = 4096  # of a picture of 1024 x 1024, where the resolution decides
+# Lines are drawn at this multiple and scaled down, since Pillow does not smooth them.
+_OVERSAMPLING = 2
+_INK, _SOFT, _FAINT, _PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 253, 252)
+_BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
+_LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
+
+
+def draw_distribution(options: ObjectiveOptions) -> Image.Image:
+    """An RGB picture: `DRAWS` noise levels as the trainer draws them (bars), their density by the formula (line), and
+    with a weighting the density times the weight, which is how much each level counts (second line).
+
+    No model is known here: with `shift` 0 its own shift is left out, and a resolution's is that of 1024 x 1024.
+    """
+    image = Image.new("RGB", (WIDTH * _OVERSAMPLING, HEIGHT * _OVERSAMPLING), _PAPER)
+    canvas = ImageDraw.Draw(image)
+    _text(canvas, 40, 20, f"Noise levels: {options.timestep_sampling}", 22)
+    _text(canvas, 40, 52, _told(options), 14, _SOFT)
+    for tick in range(11):
+        x = _x(tick / 10)
+        _line(canvas, [(x, _TOP), (x, _BOTTOM)], _FAINT)
+        _text(canvas, x, _BOTTOM + 8, f"{tick / 10:g}", 13, _SOFT, "ma")
+    _text(canvas, _LEFT, _BOTTOM + 30, "picture (detail)", 13, _SOFT)
+    _text(canvas, _RIGHT, _BOTTOM + 30, "noise (composition)", 13, _SOFT, "ra")
+    if distribution_part(options, MEGAPIXEL_TOKENS, 1.0) < LEAST_PART:
+        _text(canvas, WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 16, _WEIGHTED, "ma")
+    else:
+        _curves(canvas, options)
+    _line(canvas, [(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], _SOFT)
+    return image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
+
+
+def drawn_bars(options: ObjectiveOptions) -> list[float]:
+    """The density of the draws in each of `BARS` equal parts of [0, 1]."""
+    stream, counts = generator(0, "picture"), [0] * BARS
+    for _ in range(DRAWS):
+        sigma = draw_sigma(options, stream, MEGAPIXEL_TOKENS)
+        counts[min(int(sigma * BARS), BARS - 1)] += 1
+    return [count * BARS / DRAWS for count in counts]
+
+
+def density(options: ObjectiveOptions) -> list[float]:
+    """The mean density of the formula in each of `POINTS` equal parts of [0, 1]."""
+    parts = [part_below(options, MEGAPIXEL_TOKENS, 1.0, i / POINTS) for i in range(POINTS + 1)]
+    return [(after - before) * POINTS for before, after in zip(parts, parts[1:], strict=False)]
+
+
+def weighted_density(options: ObjectiveOptions) -> list[float]:
+    """`density` times the weight of its noise levels, scaled to an area of 1."""
+    weights = sigma_weight(options, (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS).tolist()
+    products = [height * weight for height, weight in zip(density(options), weights, strict=True)]
+    area = sum(products) / POINTS
+    return [product / area for product in products] if area > 0 else products
+
+
+def _curves(canvas: ImageDraw.ImageDraw, options: ObjectiveOptions) -> None:
+    bars, exact = drawn_bars(options), density(options)
+    weighted = weighted_density(options) if options.weighting != "none" else []
+    # A density may be infinite at an end (beta), and a weight too: the bars say how high is high.
+    ceiling = 1.15 * max(*bars, *_means(exact), min(max(_means(weighted), default=0.0), 2 * max(bars)))
+    for i, height in enumerate(bars):
+        if height:
+            corners = (_x(i / BARS) + 0.5, _y(height, ceiling), _x((i + 1) / BARS) - 0.5, _BOTTOM)
+            canvas.rectangle([round(value * _OVERSAMPLING) for value in corners], _BAR)
+    entries = [(_BAR, f"{DRAWS:,} draws"), (_DENSITY, "density")]
+    _curve(canvas, exact, ceiling, _DENSITY)
+    if weighted:
+        _curve(canvas, weighted, ceiling, _WEIGHTED)
+        entries.append((_WEIGHTED, f"with weighting {options.weighting}"))
+    x = float(_RIGHT)
+    for colour, text in reversed(entries):
+        x -= _font(13).getlength(text) / _OVERSAMPLING
+        _text(canvas, x, 26, text, 13)
+        _line(canvas, [(x - 26, 34), (x - 8, 34)], colour, 4)
+        x -= 46
+
+
+def _means(heights: Sequence[float]) -> list[float]:
+    """The mean height over each bar."""
+    size = POINTS // BARS
+    return [sum(heights[i : i + size]) / size for i in range(0, len(heights), size)]
+
+
+def _told(options: ObjectiveOptions) -> str:
+    """Which shift and range the picture shows."""
+    parts = []
+    if options.shift > 0:
+        parts.append(f"shift {options.shift:g}")
+    elif options.timestep_sampling in RESOLUTION_SAMPLINGS:
+        parts.append("shift of a picture of 1024 x 1024")
+    elif options.timestep_sampling not in AS_WRITTEN:
+        parts.append("without the shift that the model adds (shift 0)")
+    if (options.min_sigma, options.max_sigma) != (0.0, 1.0):
+        parts.append(f"{options.min_sigma:g} to {options.max_sigma:g} ({options.sigma_range})")
+    if options.stratified != "off":
+        parts.append(f"spread evenly over each {options.stratified}")
+    return ", ".join(parts)
+
+
+def _curve(canvas: ImageDraw.ImageDraw, heights: Sequence[float], ceiling: float, colour: tuple[int, int, int]) -> None:
+    points = [(_x((i + 0.5) / POINTS), _y(min(height, ceiling), ceiling)) for i, height in enumerate(heights)]
+    _line(canvas, points, colour, 2)
+
+
+def _x(sigma: float) -> float:
+    return _LEFT + sigma * (_RIGHT - _LEFT)
+
+
+def _y(height: float, ceiling: float) -> float:
+    return _BOTTOM - height / ceiling * (_BOTTOM - _TOP)
+
+
+@lru_cache(maxsize=8)
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size * _OVERSAMPLING)
+
+
+def _text(
+    canvas: ImageDraw.ImageDraw,
+    x: float,
+    y: float,
+    text: str,
+    size: int,
+    colour: tuple[int, int, int] = _INK,
+    anchor: str = "la",
+) -> None:
+    canvas.text((x * _OVERSAMPLING, y * _OVERSAMPLING), text, colour, _font(size), anchor)
+
+
+def _line(
+    canvas: ImageDraw.ImageDraw, points: Sequence[tuple[float, float]], colour: tuple[int, int, int], width: float = 1
+) -> None:
+    scaled = [(x * _OVERSAMPLING, y * _OVERSAMPLING) for x, y in points]
+    canvas.line(scaled, colour, round(width * _OVERSAMPLING), joint="curve")

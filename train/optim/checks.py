@@ -1,0 +1,191 @@
+"""What can be said of an optimizer before anything is loaded: whether it runs here, and what surprises."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...common.rng import generator
+from ...lora.options import NetworkOptions
+from ...models.adapters.base import AdapterSpec, Shape
+from ...models.adapters.registry import ADAPTERS
+from .averaging import is_schedule_free
+from .optimizers import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
+from .options import OptimizerOptions
+from .param_groups import Params, check_ratio, flat, parameter_groups
+from .registry import parse_args
+from .schedule import INVERSE_SQRT_STEPS
+from .state_dict import pack_state, unpack_state
+
+PRODIGY_USUAL_RATE = 0.1
+# What is no matrix.
+_NO_MATRIX = {"dora": "a vector of lengths for each layer too", "oft": "stacks of blocks"}
+_Running = tuple[torch.optim.Optimizer, LambdaLR]
+_SCHEDULE_INPUTS = {
+    "lr_cycles": "cosine_with_restarts",
+    "lr_power": "polynomial",
+    "lr_decay_part": "warmup_stable_decay",
+    "lr_curve": "curve",
+}
+
+
+def check_optimizer(
+    options: OptimizerOptions, device: torch.device, network: NetworkOptions | None = None
+) -> tuple[str, ...]:
+    """Tries the optimizer on a small LoRA; what a user may not expect of it comes back, a sentence each.
+
+    Raises ValueError where it cannot be made, cannot step from gradients alone, or cannot be saved.
+    """
+    network = network or NetworkOptions()
+    check_ratio(ratio := network.lora_plus_ratio, options)
+    if options.optimizer in ("adamw", "adamw8bit", "prodigy"):
+        build_optimizer(options, [nn.Parameter(torch.zeros(1, device=device))])
+        return optimizer_notes(options)
+    shapes = _small_adapter(network)
+    if options.optimizer == "muon" and any(len(shape) != 2 for shape in shapes.values()):
+        raise ValueError(
+            f"muon steps matrices only, and {network.algorithm} trains {_NO_MATRIX[network.algorithm]}; choose another "
+            "optimizer, such as adamw, or another algorithm."
+        )
+    whole = _small_weights(shapes, device, options.learning_rate, ratio)
+    optimizer = build_optimizer(options, whole)
+    if options.ema_decay and is_schedule_free(optimizer):
+        raise _averages_itself(options)
+    if network.scale_weight_norms and is_schedule_free(optimizer):
+        raise _keeps_weights(options, network.scale_weight_norms)
+    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
+    try:
+        for k in range(3):
+            _step(flat(whole), optimizer, scheduler, k)
+        tensors, tree = pack_state({"optimizer": state_of(optimizer), "scheduler": scheduler.state_dict()})
+    except Exception as error:  # whatever a library does where it wants a closure, sparse gradients or another machine
+        plus = "" if ratio == 1 else f" with lora_plus_ratio {ratio:g}"
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"The optimizer {name} cannot train a LoRA here{plus} ({told}); choose another one, such as adamw."
+        ) from error
+    notes = optimizer_notes(options)
+    if options.optimizer == "custom" and is_schedule_free(optimizer) and options.lr_scheduler != "constant":
+        notes += (_needs_no_schedule(name, options.lr_scheduler),)
+    if not _goes_on_alike(options, whole, unpack_state(tensors, tree), (optimizer, scheduler)):
+        notes += (f"{name} does not save all that it has learnt, so a resumed run goes on a little differently.",)
+    return notes
+
+
+def _small_adapter(network: NetworkOptions) -> dict[str, Shape]:
+    """The masters' shapes of one layer, of a size that 8-bit moments take."""
+    spec = AdapterSpec(network.algorithm, 16, 16.0)
+    return {f"probe.{name}": shape for name, shape in ADAPTERS[spec.algorithm].shapes(spec, 256, 256).items()}
+
+
+def _small_weights(shapes: dict[str, Shape], device: torch.device, learning_rate: float, ratio: float) -> Params:
+    """Weights as a network has them, in LoRA+'s groups."""
+    draws = (torch.randn(s, generator=generator(0, "probe", i)) for i, s in enumerate(shapes.values()))
+    weights = {name: nn.Parameter(0.1 * draw.to(device)) for name, draw in zip(shapes, draws, strict=True)}
+    return parameter_groups(weights, learning_rate, ratio)
+
+
+def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, scheduler: LambdaLR, k: int) -> None:
+    for i, p in enumerate(params):
+        p.grad = torch.randn(p.shape, generator=generator(0, "probe", k, i)).to(p.device)
+    optimizer.step()
+    scheduler.step()
+
+
+def _goes_on_alike(options: OptimizerOptions, whole: Params, state: dict[str, Any], running: _Running) -> bool:
+    """Whether a step after a resume moves the weights as the same step without one."""
+    resumed = _copied(whole)
+    optimizer = build_optimizer(options, resumed)
+    scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
+    try:
+        restore_optimizer(optimizer, scheduler, state["optimizer"], state["scheduler"])
+        _step(flat(resumed), optimizer, scheduler, 3)
+    except Exception:  # a library that cannot load what it saved
+        return False
+    _step(flat(whole), *running, k=3)
+    return all(_same(a, b) for a, b in zip(flat(whole), flat(resumed), strict=True))
+
+
+def _copied(params: Params) -> Params:
+    """The same groups over copies."""
+
+    def copy(p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(p.detach().clone())
+
+    return [
+        one | {"params": [copy(p) for p in one["params"]]} if isinstance(one, dict) else copy(one) for one in params
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _averages_itself(options: OptimizerOptions) -> ValueError:
+    return ValueError(
+        f"ema_decay is {options.ema_decay} and {options.optimizer_class} averages the weights by itself; set ema_decay "
+        "to 0, or choose another optimizer."
+    )
+
+
+def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
+    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    return ValueError(
+        f"scale_weight_norms is {limit:g} and {name} keeps a second copy of the weights, which would not be scaled; "
+        "set scale_weight_norms to 0, or choose another optimizer."
+    )
+
+
+def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
+    """What a user may not expect of these options, a sentence each."""
+    name, rate = options.optimizer, options.learning_rate
+    notes = []
+    if name == "prodigy" and rate < PRODIGY_USUAL_RATE:
+        notes.append(f"Prodigy scales its own rate; learning_rate 1 is usual, and {rate:g} slows it.")
+    if name not in ("prodigy", "custom") and rate >= PRODIGY_USUAL_RATE:
+        notes.append(f"learning_rate is {rate:g}; 1e-4 is usual for {name}.")
+    elif name == "lion" and rate >= 1e-4:
+        notes.append(f"learning_rate is {rate:g}; Lion takes a third to a tenth of AdamW's rate, about 2e-5.")
+    if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
+        notes.append(_needs_no_schedule(name, options.lr_scheduler))
+    if options.lr_scheduler == "constant" and options.warmup_steps == 1:
+        notes.append("warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.")
+    if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
+        notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
+    return (*notes, *_without_effect(options))
+
+
+def _needs_no_schedule(name: str, scheduler: str) -> str:
+    return f"{name} needs no schedule; constant is usual, and {scheduler} slows it."
+
+
+def _without_effect(options: OptimizerOptions) -> list[str]:
+    """The inputs that were changed and are not read."""
+    defaults, scheduler, name = OptimizerOptions(), options.lr_scheduler, options.optimizer
+
+    def changed(*inputs: str) -> bool:
+        return any(getattr(options, key) != getattr(defaults, key) for key in inputs)
+
+    notes = []
+    if scheduler in ("constant", "curve") and options.min_lr_ratio > 0:
+        notes.append(f"min_lr_ratio is not used by the {scheduler} schedule.")
+    elif options.min_lr_ratio == 1:
+        notes.append(f"lr_scheduler {scheduler} has no effect: min_lr_ratio 1 keeps the rate where it is.")
+    for key, reader in _SCHEDULE_INPUTS.items():
+        if scheduler != reader and changed(key):
+            notes.append(f"{key} is not used by the {scheduler} schedule; {reader} reads it.")
+    if name != "custom" and options.optimizer_class:
+        notes.append(f"optimizer_class is not used by {name}; choose custom for it.")
+    takes = () if name == "custom" else CHOICES[name].takes
+    given = parse_args(options.optimizer_args)
+    for key, inputs in {"betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}.items():
+        if not changed(*inputs):
+            continue
+        told = f"{' and '.join(inputs)} {'are' if len(inputs) > 1 else 'is'} not used"
+        if key in given:
+            notes.append(f"{told}: optimizer_args sets {key}.")
+        elif key not in takes:
+            notes.append(f"{told} by {name}; it has its own defaults, which optimizer_args changes.")
+    return notes

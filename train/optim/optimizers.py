@@ -1,0 +1,175 @@
+"""The optimizers, all from libraries, and the schedule on top of them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from .averaging import is_schedule_free
+from .options import OptimizerOptions
+from .param_groups import check_groups, flat, group_sizes
+from .registry import arguments, check_args, optimizer_class, parse_args
+from .schedule import lr_factor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """path: the class. takes: the inputs that it reads beside the rate. fixed: what it is made with besides."""
+
+    path: str
+    takes: tuple[str, ...] = ("weight_decay",)
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+_ADAM = ("betas", "eps", "weight_decay")
+CHOICES = {
+    "adamw": Choice("torch.optim.AdamW", _ADAM),
+    # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
+    "adamw8bit": Choice("bitsandbytes.optim.AdamW8bit", _ADAM),
+    # With bias correction and the guard for warm-up, as its authors advise for diffusion models.
+    "prodigy": Choice("prodigyopt.Prodigy", _ADAM, {"use_bias_correction": True, "safeguard_warmup": True}),
+    # torch's own always scales its steps by the weights' size, which is 0 where a LoRA starts; here that is off.
+    "adafactor": Choice(
+        "transformers.optimization.Adafactor", fixed={"scale_parameter": False, "relative_step": False}
+    ),
+    "came": Choice("pytorch_optimizer.CAME"),
+    "adamw_schedulefree": Choice("schedulefree.AdamWScheduleFree", _ADAM),
+    "lion": Choice("pytorch_optimizer.Lion"),
+    # Steps of AdamW's size, so that a rate means the same (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+    "muon": Choice("torch.optim.Muon", fixed={"adjust_lr_fn": "match_rms_adamw"}),
+}
+
+
+def build_optimizer(
+    options: OptimizerOptions, params: Iterable[nn.Parameter | dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The chosen optimizer over `params`, or over groups of them with rates of their own, ready to step.
+
+    Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
+    """
+    params = list(params)
+    values = check_choice(options)
+    kind: Callable[..., torch.optim.Optimizer] = chosen_class(options)
+    if options.optimizer == "adamw8bit":
+        _try_a_step(kind, flat(params)[0].device)
+    try:
+        optimizer = kind(params, lr=options.learning_rate, **values)
+    except Exception as error:  # a library's own checks
+        name, _ = _choice(options)
+        cause = "these optimizer_args" if parse_args(options.optimizer_args) else "these settings"
+        raise ValueError(f"The optimizer {name} does not take {cause} or this network: {_told(error)}") from error
+    if is_schedule_free(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def check_choice(options: OptimizerOptions) -> dict[str, Any]:
+    """What the chosen class is made with, beside the rate. Raises ValueError where its library is missing or does not
+    take an argument."""
+    name, choice = _choice(options)
+    inputs = {
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+    }
+    values = {key: inputs[key] for key in choice.takes} | choice.fixed | parse_args(options.optimizer_args)
+    check_args(name, chosen_class(options), values)
+    return values
+
+
+def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:
+    """The class that these options choose. Raises ValueError where its library is missing."""
+    name, choice = _choice(options)
+    return optimizer_class(name, choice.path)
+
+
+def _choice(options: OptimizerOptions) -> tuple[str, Choice]:
+    """What the user calls it, and what it is."""
+    if options.optimizer == "custom":
+        return options.optimizer_class, Choice(options.optimizer_class, takes=())
+    return options.optimizer, CHOICES[options.optimizer]
+
+
+def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
+    """The schedule of the learning rate; call its `step` once after each step of the optimizer.
+
+    total_steps: steps of the optimizer in the whole run, not of this session.
+    The rate is a closed formula of the step, so that a resumed run has the same rates bit for bit.
+    """
+    return LambdaLR(optimizer, lr_factor(options, total_steps))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state, with what it is of."""
+    return {**optimizer.state_dict(), "class": _class_name(type(optimizer))}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    optimizer_state: dict[str, Any],
+    scheduler_state: dict[str, Any],
+) -> None:
+    """Puts a saved state back under the settings that the optimizer was built with now.
+
+    torch's own loading brings the saved rates, betas and weight decay along, so that a change of them would be accepted
+    and ignored. What an optimizer has learnt (moments, Prodigy's estimate) is kept; what it is made with is that of
+    now, and the rate is that of the schedule as it is now, at the step of the state. Raises ValueError where the state
+    is of another optimizer.
+    """
+    check_class(optimizer_state.get("class"), type(optimizer))
+    # What a class is made with is a setting; what else it keeps in a group (step counts, estimates) it has learnt.
+    made_with = {"initial_lr", *arguments(type(optimizer))}
+    settings = [
+        {name: value for name, value in g.items() if name in made_with - {"params"}} for g in optimizer.param_groups
+    ]
+    bases = list(scheduler.base_lrs)
+    check_groups(group_sizes(optimizer.param_groups), group_sizes(optimizer_state["param_groups"]))
+    optimizer.load_state_dict(optimizer_state)
+    scheduler.load_state_dict(scheduler_state)
+    scheduler.base_lrs = bases
+    for group, kept, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
+        group.update(kept)
+        group["lr"] = base * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def check_class(saved: str | None, own: type[torch.optim.Optimizer]) -> None:
+    """Raises ValueError where a saved state, by the name of its class, is of another optimizer."""
+    if saved not in (None, _class_name(own)):
+        raise ValueError(
+            f"resume: that state is of the optimizer {saved} and this run has {_class_name(own)}; set the optimizer as "
+            "it was, or set resume to 'off'."
+        )
+
+
+def _class_name(kind: type[torch.optim.Optimizer]) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"{text}."
+
+
+def _try_a_step(adamw8bit: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:
+    """One step on a small tensor: a build without a kernel for the device says so now, not after encoding."""
+    probe = nn.Parameter(torch.zeros(4096, device=device))
+    probe.grad = torch.ones_like(probe)
+    try:
+        adamw8bit([probe], lr=1.0).step()
+        moved = bool((probe.detach() < 0).all())
+    except (RuntimeError, NotImplementedError, AttributeError, AssertionError) as error:
+        raise _no_8bit(device, f"{type(error).__name__}: {error}") from error
+    if not moved:
+        raise _no_8bit(device, "a step left the weights as they were")
+
+
+def _no_8bit(device: torch.device, reason: str) -> ValueError:
+    return ValueError(
+        f"The optimizer adamw8bit does not run on {device} with the bitsandbytes installed here ({reason}); update it "
+        "with 'pip install -U bitsandbytes' in ComfyUI's Python, or choose adamw."
+    )

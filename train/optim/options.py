@@ -1,0 +1,83 @@
+"""How the weights of a LoRA are stepped."""
+
+from dataclasses import dataclass
+
+from ...common.checks import finite, one_of, within
+from .lr_curve import parse_curve
+from .registry import package_of, parse_args
+
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
+LR_SCHEDULERS = (
+    *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
+    *("inverse_sqrt", "curve"),
+)
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How the LoRA's weights are stepped (TESSERA_OPTIMIZER). `max_grad_norm` of 0 turns clipping off.
+
+    `optimizer_class` is the dotted name that 'custom' takes, `optimizer_args` has a `key=value` a line for any of
+    them (see `optimizer_class.py`). `lr_cycles`, `lr_power`, `lr_decay_part` and `lr_curve` belong to a schedule each
+    (see `schedule.lr_factor`). `ema_decay` above 0 saves a moving average of the LoRA
+    (`optimizer_weights.LoraAverage`).
+    """
+
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-4
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    min_lr_ratio: float = 0.0
+    lr_cycles: int = 3
+    lr_power: float = 2.0
+    lr_decay_part: float = 0.2
+    lr_curve: str = "0:1, 50:1, 100:0.1"
+    ema_decay: float = 0.0
+    optimizer_class: str = ""
+    optimizer_args: str = ""
+
+    def __post_init__(self) -> None:
+        finite(self)
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
+        if self.learning_rate <= 0:
+            raise ValueError(
+                f"learning_rate is {self.learning_rate}; set it above 0 (1e-4 suits AdamW, 1 suits Prodigy)."
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; set it to 0 or more.")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; set it to 0 (no clipping) or more.")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay is {self.weight_decay}; set it to 0 or more.")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"beta1 and beta2 are {self.beta1} and {self.beta2}; both must be 0 or more and below 1.")
+        if self.eps <= 0:
+            raise ValueError(f"eps is {self.eps}; set it above 0.")
+        within("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0)
+        if self.lr_cycles < 1:
+            raise ValueError(f"lr_cycles is {self.lr_cycles}; set it to 1 or more.")
+        if self.lr_power <= 0:
+            raise ValueError(f"lr_power is {self.lr_power}; set it above 0 (1 is a straight line).")
+        if not 0 < self.lr_decay_part <= 1:
+            raise ValueError(f"lr_decay_part is {self.lr_decay_part}; set it above 0 and to 1 at most.")
+        if self.lr_scheduler == "curve":
+            parse_curve(self.lr_curve)
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
+        parse_args(self.optimizer_args)
+        if self.optimizer == "custom":
+            package_of(self.optimizer_class)
+        if self.optimizer == "adamw_schedulefree":
+            if self.ema_decay:
+                raise ValueError(
+                    f"ema_decay is {self.ema_decay} and adamw_schedulefree averages the weights by itself; set "
+                    "ema_decay to 0, or choose another optimizer."
+                )
+            if self.beta1 == 0:
+                raise ValueError("beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).")

@@ -1,0 +1,108 @@
+"""Runs one block as the run's settings ask: compiled or eager, with its activations kept or computed again."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ...compile.region import compiled_function
+from ...compile.regions import block_regions, run_block
+from ...compile.report.report import CompileReport, RegionReport
+from ...compile.settings import CompileSettings, HowToCompile
+from ...memory.activations import checkpointing
+from ...memory.activations.offload import ActivationOffload
+from ...models.family import Block
+from ..memory_options import MemoryOptions
+
+
+class BlockRunner:
+    """Call it with a block and its inputs. `graphs` is how many (token count, text length) pairs are planned;
+    `not_compiled` says why nothing could be compiled, where that is so."""
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[str, Block]],
+        memory: MemoryOptions,
+        compile_settings: CompileSettings | None,
+        graphs: int,
+        device: torch.device,
+    ):
+        self.memory, self.compile_settings, self.device = memory, compile_settings, device
+        self.regions = block_regions(blocks)
+        self.planned_graphs = len(self.regions) * graphs if compile_settings else 0
+        self.offload: ActivationOffload | None = None
+        if memory.offload_activations and memory.checkpointing == "full":
+            self.offload = ActivationOffload(device)
+        self.take_blocks(blocks)
+        self._run = {region: self._eager() for region in self.regions}
+        self.not_compiled: str | None = None
+        self.report = CompileReport("Train LoRA", [])
+        self.backward: RegionReport | None = None
+        if compile_settings is None:
+            return
+        # Training is always static in shape and whole: what a step may meet was planned.
+        how = HowToCompile(compile_settings.backend, compile_settings.mode, "false", True, graphs)
+        self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
+        try:
+            for number, region in enumerate(self.regions):
+                kind = region.partition(":")[0]
+                report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", how)
+                compiled = compiled_function(run_block, report.name, how)
+                self.report.regions.append(report)
+                self._run[region] = self._with_checkpointing(_watched(compiled, report, device))
+        except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
+            self.not_compiled = str(error).strip().splitlines()[0]
+        # A backward is compiled when it first runs, with no word on whose it is.
+        self.backward = RegionReport("backward", "backward of all", how)
+        self.report.regions.append(self.backward)
+
+    def _with_checkpointing(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        if self.memory.checkpointing == "full":
+            return self._full(compiled)
+        if self.memory.checkpointing == "selective":
+            return checkpointing.selective_compiled(compiled, self.memory.activation_budget)
+        return compiled
+
+    def _eager(self) -> Callable[..., Any]:
+        if self.memory.checkpointing == "full":
+            return self._full(run_block)
+        if self.memory.checkpointing == "selective":
+            return checkpointing.selective_eager(run_block, self.memory.activation_budget)
+        return run_block
+
+    def _full(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return checkpointing.full(run) if self.offload is None else self.offload.around(checkpointing.full(run))
+
+    def take_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
+        """Runs these blocks from here on, which have the structures of those before."""
+        self._structure = {id(block): block.structure() for _, block in blocks}
+        assert set(self._structure.values()) == set(self.regions)
+        if self.offload is not None:
+            self.offload.stays(blocks[-1][1])
+
+    def let_go(self) -> None:
+        """After a step that broke off."""
+        if self.offload is not None:
+            self.offload.forget()
+
+    def fall_back_to_eager(self) -> None:
+        """From here on every block runs uncompiled."""
+        self.planned_graphs = 0
+        self._run = {region: self._eager() for region in self.regions}
+
+    def watch_backward(self) -> AbstractContextManager[Any]:
+        """Around each backward."""
+        return nullcontext() if self.backward is None else self.backward.watch()
+
+    def __call__(self, block: Block, *args: Any) -> Any:
+        return self._run[self._structure[id(block)]](block, *args)
+
+
+def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.device) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        report.compiled_calls += 1
+        with report.watch(device):
+            return compiled(*args)
+
+    return run

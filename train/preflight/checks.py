@@ -1,0 +1,129 @@
+"""Whether a MODEL, data and settings fit together, before anything is loaded."""
+
+from dataclasses import dataclass, replace
+
+from comfy.model_patcher import ModelPatcher
+
+from ...data.encode.clip_vision import seen_by
+from ...data.samples import TrainingData, check_something_is_learnt
+from ...lora.base import put_under
+from ...lora.plan import choose_targets, network_notes, one_expert_notes
+from ...lora.warm_start import StartLora, read_start
+from ...memory.weights.frozen import dequantised_notes
+from ...models.family import Family
+from ...models.layers.attention import attention_function
+from ...models.model_patches import trainable_model
+from ...models.registry import family_of
+from ..batch import strata_of
+from ..objective.notes import objective_notes
+from ..objective.preservation import check_preservation
+from ..objective.timestep_sampling import check_range
+from ..optim.checks import check_optimizer
+from ..optim.schedule import lr_factor
+from ..settings import TrainSettings
+from ..validation_split import hold_out, validation_notes
+from .notes import guidance_notes, memory_notes, saving_notes, weight_notes
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a run needs, found to fit together. whole: the fingerprint of the data before any of it was held out."""
+
+    family: Family
+    patcher: ModelPatcher
+    data: TrainingData
+    targets: list[str]
+    notes: tuple[str, ...]
+    start: StartLora | None = None
+    validation: TrainingData | None = None
+    whole: str = ""
+
+
+def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
+    """Raises ValueError, in one sentence, for whatever would end the run later; loads no weights."""
+    family = family_of(model)
+    patcher, patch_notes = trainable_model(model)
+    targets = choose_targets(family, patcher.model, settings.network)
+    base_notes = put_under(patcher, settings.network, family)
+    start, start_notes = read_start(settings.network, family, patcher.model, targets)
+    lr_factor(settings.optimizer, settings.steps)
+    optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
+    attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
+    measured: TrainingData | None = None
+    whole = data.fingerprint
+    if settings.validation is not None:
+        data, measured = hold_out(data, settings.validation)
+        try:
+            _check_data(family, patcher, measured)
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from error
+        measured = _with_text_lengths(family, patcher, measured)
+    _check_data(family, patcher, data)
+    for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
+        check_range(settings.objective, size, family.shift(patcher.model, size))
+    strata = strata_of(settings, data.samples)
+    notes = (
+        *patch_notes,
+        *check_preservation(settings.objective, data.samples),
+        *optimizer_notes,
+        *base_notes,
+        *start_notes,
+        *one_expert_notes(settings.network),
+        *network_notes(settings.network, family, patcher.model, targets),
+        *objective_notes(settings.objective, strata),
+        *guidance_notes(family, patcher.model, settings.objective, data.samples),
+        *saving_notes(settings, strata),
+        *weight_notes(settings.objective, data.samples),
+        *memory_notes(settings.memory),
+        *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
+    )
+    notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
+    padded = _with_text_lengths(family, patcher, data)
+    if settings.validation is not None and measured is not None:
+        notes += tuple(validation_notes(padded, measured, settings.validation))
+    return CheckedRun(family, patcher, padded, targets, notes, start, measured, whole)
+
+
+def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:
+    """The data with the text lengths that captions take in this model's sequence."""
+    samples = (replace(s, text_length=family.text_length(patcher.model, s.text_length)) for s in data.samples)
+    return replace(data, samples=tuple(samples))
+
+
+def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
+    """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
+    if not data.samples:
+        raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
+    if not family.title.startswith(data.family):  # FLUX.1's and Wan's have the same channels and widths
+        raise ValueError(
+            f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
+            f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."
+        )
+    check_something_is_learnt(sample.regularisation for sample in data.samples)
+    for sample in data.samples:
+        family.check(patcher.model, sample.facts())
+    tensors = data.samples[0].load()
+    channels = patcher.model.latent_format.latent_channels
+    if tensors.latent.shape[0] != channels:
+        raise ValueError(
+            f"data has latents of {tensors.latent.shape[0]} channels and the model takes {channels}; prepare the data "
+            "with the model's own VAE."
+        )
+    pooled, width = tensors.conditioning.get("pooled_output"), family.pooled_width(patcher.model)
+    if pooled is not None and pooled.shape[-1] < width:
+        raise ValueError(
+            f"data has pooled text of width {pooled.shape[-1]} and the model takes {width}; prepare the data with the "
+            "model's own text encoders."
+        )
+    seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
+    if seen is not None and width and seen_by(seen).shape[-1] != width:
+        raise ValueError(
+            f"data has CLIP vision output of width {seen_by(seen).shape[-1]} and the model takes {width}; prepare the "
+            "data with clip_vision_h.safetensors as the CLIP vision model."
+        )
+    wanted = family.text_width(patcher.model)
+    if tensors.text.shape[-1] != wanted:
+        raise ValueError(
+            f"data has text of width {tensors.text.shape[-1]} and the model takes {wanted}; prepare the data with the "
+            "model's own text encoders."
+        )

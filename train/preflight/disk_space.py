@@ -1,0 +1,100 @@
+"""Whether the disk has room for what a run or two write at least, before they train."""
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...lora.plan import adapter_specs, trained_numbers
+from ...models.family import linear_shapes
+from ..batch import strata_of
+from ..objective.timestep_sampling import Strata
+from ..settings import STATES_KEPT, RunFolder, TrainSettings
+from .checks import CheckedRun
+from .run_start import Beginning
+
+# Bytes of state that each optimizer keeps of a trained number whatever its arguments. Of factors, whose size depends on
+# the rank, and of an optimizer that we don't know, nothing is counted.
+_SURELY_KEPT = {"adamw": 8, "adamw8bit": 2, "prodigy": 8, "adafactor": 0, "came": 4, "adamw_schedulefree": 8}
+_SURELY_KEPT |= {"lion": 4, "muon": 4, "custom": 0}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run writes at least, in bytes: a LoRA, and states. count: how many more of these lie there at once than at
+    its start, that which is written beside the newest among them; stay: how many more are there at its end."""
+
+    lora: int
+    state: int
+    count: int
+    stay: int
+
+    @property
+    def most(self) -> int:
+        return self.lora + self.count * self.state
+
+    @property
+    def left(self) -> int:
+        return self.lora + self.stay * self.state
+
+    def __str__(self) -> str:
+        states = f"a state of {_size(self.state)}" if self.count == 1 else f"{self.count} states of {_size(self.state)}"
+        return f"a LoRA of {_size(self.lora)} and {states}{'' if self.count == 1 else ' each'}"
+
+
+def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> Room:
+    """What the run writes from where it begins."""
+    shapes = linear_shapes(checked.patcher.model)
+    specs = adapter_specs(settings.network, checked.targets)
+    numbers = sum(trained_numbers(spec, shapes[name]) for name, spec in specs.items())
+    average = 4 if settings.optimizer.ema_decay else 0
+    begun_from = begun.state if settings.names_state else None
+    there = min(STATES_KEPT, len(begun.folder.states_but(begun_from)))
+    saves = max(1, saves_to_come(settings, strata_of(settings, checked.data.samples), begun.step))
+    return Room(
+        lora=4 * numbers,
+        state=(4 + _SURELY_KEPT[settings.optimizer.optimizer] + average) * numbers,
+        count=min(saves, STATES_KEPT + 1 - there),
+        stay=min(saves, STATES_KEPT - there),
+    )
+
+
+def check_room(folder: RunFolder, need: Room) -> None:
+    """Raises ValueError where the disk has less room than the run takes."""
+    free = _free(folder.path)
+    if free is not None and free < need.most:
+        raise ValueError(
+            f"output_name: the disk that the run is saved on has {_size(free)} free, and the run writes at least "
+            f"{_size(need.most)} ({need}); free some space, or lower rank."
+        )
+
+
+def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
+    """The same of two runs of which the second begins when the first has ended, and whose folders lie side by side."""
+    free, most = _free(folder.path), max(first.most, first.left + second.most)
+    if free is not None and free < most:
+        raise ValueError(
+            f"output_name: the disk that the runs are saved on has {_size(free)} free, and those of the two experts "
+            f"write at least {_size(most)} ({first}, then {second}); free some space, or lower rank."
+        )
+
+
+def saves_to_come(settings: TrainSettings, strata: Strata, step: int) -> int:
+    """How often a run saves after `step`, with the last time."""
+    before, shown = max(step, settings.steps - 1), 1
+    every = settings.save_every
+    if settings.save_every_epochs:
+        every, shown = strata.epoch * settings.save_every_epochs, strata.step
+    return 1 + (before * shown // every - step * shown // every if every else 0)
+
+
+def _free(folder: Path) -> int | None:
+    """Bytes that may be written below `folder`, which need not be there yet; None where the disk does not say."""
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+        return usage.free if usage.total else None
+    return None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,91 @@
+"""What of a run's settings has no effect on it, a sentence each, before anything is loaded."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from ...data.samples import Sample
+from ...memory.swap.plan import all_on_device
+from ...models.family import Family
+from ..memory_options import MemoryOptions
+from ..objective.options import ObjectiveOptions
+from ..objective.timestep_sampling import Strata
+from ..settings import TrainSettings
+
+_MEMORY = {field.name: field.default for field in fields(MemoryOptions)}
+
+
+def memory_notes(options: MemoryOptions) -> Iterator[str]:
+    if options.activation_budget != _MEMORY["activation_budget"] and options.checkpointing in ("none", "full"):
+        yield (
+            f"activation_budget is not used: it belongs to checkpointing selective, which is {options.checkpointing}."
+        )
+    if options.blocks_to_swap == 0:
+        unread = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != _MEMORY[name]]
+        if unread:
+            yield f"{' and '.join(unread)} {'is' if len(unread) == 1 else 'are'} not used: blocks_to_swap is 0."
+    elif options.blocks_to_swap > 0 and (told := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
+        yield told
+
+
+def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
+    """strata: how many samples a step and an epoch have."""
+    steps, epochs, validation = settings.steps, settings.save_every_epochs, settings.validation
+    if epochs:
+        saves = (steps - 1) * strata.step // (strata.epoch * epochs)
+    else:
+        saves = (steps - 1) // settings.save_every if settings.save_every else 0
+    # Of a run that keeps its best LoRA, that one is there before the end.
+    best = validation is not None and validation.keep_best and validation.every_n_steps < steps
+    if epochs and not saves:
+        yield (
+            f"save_every_epochs is {epochs} and the run shows all pictures {steps * strata.step / strata.epoch:.3g} "
+            f"times, so nothing {'but the best LoRA ' if best else ''}is saved before its end."
+        )
+    if settings.keep_last and not saves:
+        yield (
+            f"keep_last is not used: no LoRA {'but the best ' if best else ''}is saved on the way, as save_every and "
+            "save_every_epochs are set."
+        )
+    if settings.save_every and not saves:
+        what, lost = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
+        yield (
+            f"save_every is {settings.save_every} and the run has {steps} steps, so {what} is saved at its end, at "
+            f"Cancel and at an error only, and a crash {lost}; lower save_every to save on the way."
+        )
+    if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
+        yield (
+            f"keep_best has no choice: every_n_steps of Validation is {validation.every_n_steps} and the run has "
+            f"{steps} steps, so that only the finished LoRA is measured; lower every_n_steps."
+        )
+
+
+def weight_notes(options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
+    weights = {sample.loss_weight for sample in samples}
+    if len(weights) == 1 and weights != {1.0} and not options.preservation_weight:
+        yield (
+            f"loss_weight is {weights.pop():g} for all that is trained on, so that none of it counts less or more than "
+            "the rest; change learning_rate to learn less or more of all."
+        )
+
+
+def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterator[str]:
+    if not family.takes_guidance(model):
+        if options.guidance != ObjectiveOptions.guidance:
+            yield f"guidance is not used: {family.title} ({family.variant(model)}) has no input for it."
+        return
+    carries = next((sample for sample in samples if "guidance" in sample.conditioning), None)
+    given = None if carries is None else _number(carries.load().conditioning["guidance"])
+    if given is not None and given != options.guidance:
+        yield (
+            f"positive carries a guidance of {given:g}, in whose place training tells the model {options.guidance:g}; "
+            "that is set by guidance on Training Objective."
+        )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value.flatten()[0]) if value.numel() else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,78 @@
+"""Where a run begins: what it is known by, whether it was finished before, the state that it goes on from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from comfy.model_patcher import ModelPatcher
+
+from ...common.fingerprint import weights_fingerprint
+from ..checkpoint.compatibility import check_state
+from ..checkpoint.resume import continued_lineage, find_state, further_state, other_state, step_past
+from ..checkpoint.state import read_header
+from ..settings import RunFolder, TrainSettings, find_finished, open_folder
+from .checks import CheckedRun
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """weights: the fingerprint of the MODEL. asked: the lineage of the run's settings; lineage: what it is known by,
+    another where it goes on from a state of other settings. folder: what it writes to, or has written if `finished`.
+    step: how many are done in `state`, 0 without one. further: the state, as `resume` names it, at which a run that
+    went on from the same state in the same way was left, where there is one."""
+
+    weights: str
+    asked: str
+    lineage: str
+    key: str
+    folder: RunFolder
+    finished: bool = False
+    state: Path | None = None
+    step: int = 0
+    further: str | None = None
+
+
+def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> Beginning:
+    """root: the folder that runs are kept in. Reads the model's weights once in its life. Raises ValueError where the
+    state to go on from is missing or does not fit."""
+    weights = weights_fingerprint(model)
+    asked = settings.lineage(checked.data.fingerprint, weights)
+    lineage = continued_lineage(root, settings, asked)
+    key = settings.key(lineage)
+    if finished := find_finished(root, settings.output_name, key):
+        return Beginning(weights, asked, lineage, key, finished, finished=True)
+    state = find_state(root, settings, lineage)
+    if state is None:
+        return Beginning(weights, asked, lineage, key, open_folder(root, settings, key, None))
+    check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
+    header, folder = read_header(state), open_folder(root, settings, key, state)
+    step: int = header["step"]
+    further = further_state(root, settings, lineage, step)
+    return Beginning(weights, asked, lineage, key, folder, state=state, step=step, further=further)
+
+
+def notes_of(begun: Beginning, settings: TrainSettings, root: Path) -> Iterator[str]:
+    """What a run does not go on from, or goes on from unasked, and how to have it otherwise, a sentence each."""
+    if settings.resume == "latest" and begun.lineage != begun.asked:
+        folder = begun.folder.path if begun.state is None else begun.state.parent
+        yield (
+            f"There is no run to go on with that had these settings from step 0 on, so {folder.name} is taken, which "
+            "came to them from others; set resume to 'latest' to train from step 0."
+        )
+    if begun.further is not None:
+        yield (
+            f"A run like this one went on from the state in resume before; this one begins there again. Choose "
+            f"{begun.further} in resume to go on from where that was left."
+        )
+    if begun.finished or begun.state is not None or settings.resume != "latest":
+        return
+    if (past := step_past(root, settings, begun.lineage)) is not None:
+        yield (
+            f"The states that are kept of this run are past steps = {settings.steps}, so it starts at step 0; raise "
+            f"steps to {past} or more to go on from one."
+        )
+    elif other := other_state(root, settings):
+        yield (
+            f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
+            f"this run starts at step 0; choose {other} in resume to go on from one."
+        )

@@ -1,0 +1,162 @@
+"""Pictures and clips of several LoRAs side by side, from the same noise."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import comfy.model_management
+from comfy.model_patcher import ModelPatcher
+from PIL import Image
+from torch import Tensor
+
+from ...memory.host.flat_weights import as_loaded
+from ...memory.weights.unload import unload
+from ...models.family import Family
+from ...models.registry import FAMILIES
+from ..experts import SAME_WEIGHTS, meeting_sigma
+from .clip_sheet import shown
+from .contact_sheet import Cell, draw_sheet
+from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
+
+
+@dataclass(frozen=True)
+class AppliedLora:
+    """A LoRA at a strength. read: its tensors, read anew each time, as those of one column at a time are in memory;
+    name: what messages call it."""
+
+    name: str
+    strength: float
+    read: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is put on the model, and on the low noise expert where there are two; None leaves it as it is."""
+
+    title: str
+    lora: AppliedLora | None = None
+    low_noise: AppliedLora | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """pictures: row by row, each (frames, H, W, 3), 0 to 1; grid: all of them with their names, more than one picture
+    where it moves."""
+
+    grid: list[Image.Image]
+    pictures: list[Tensor]
+
+
+def compare(
+    stages: Stages,
+    samplings: Sequence[Sampling],
+    columns: Sequence[Column],
+    tell: Callable[[], None],
+    check: Callable[[], None],
+    frames_shown: int = 1,
+) -> Comparison:
+    """Samples every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do; with two experts
+    as two KSampler (Advanced) that share the steps.
+
+    frames_shown: of each clip, see `clip_sheet.shown`.
+    tell: called after each step of the sampler, check: between pictures; both may raise. Raises ValueError, before
+    anything is sampled, for what cannot be sampled and for a LoRA that changes nothing of its model. However it ends,
+    the models are off their devices with their own weights. Call it under inference mode.
+    """
+    _check(stages, samplings)
+    models = [model for model in (stages.model, stages.low_noise) if model is not None]
+    loaded = comfy.model_management.current_loaded_models
+    for model in models:
+        if not any(one.model is not None and one.model.model is model.model for one in loaded):
+            as_loaded(model.model)
+    for column in columns:
+        check()
+        _with_loras(stages, column)
+    rows = titled(samplings)
+    # All of one LoRA first, so that it is patched once; then the VAE, so that it is loaded once.
+    latents: dict[Cell, Tensor] = {}
+    try:
+        for number, column in enumerate(columns):
+            made = sample_latents(_with_loras(stages, column), [row[1:] for row in rows], tell, check)
+            latents |= {(row, number): latent for row, latent in enumerate(made)}
+    finally:
+        unload(models)
+    pictures = dict(_decoded(rows, len(columns), latents, check))
+    sheets = []
+    for cells in shown(pictures, frames_shown):
+        check()
+        sheets.append(draw_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
+    return Comparison(sheets, list(pictures.values()))
+
+
+def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
+    """Wan 2.2's two experts, which change hands at this sigma or after these steps, with both at 0 at the model's own
+    sigma. Raises ValueError where the two MODELs are no pair."""
+    if not 0 <= boundary < 1:
+        raise ValueError(f"expert_boundary is {boundary:g}; set it to 0 (the model's own) or below 1.")
+    if switch_step < 0:
+        raise ValueError(f"switch_step is {switch_step}; set it to 0 (by expert_boundary) or more.")
+    if boundary and switch_step:
+        raise ValueError(
+            f"expert_boundary is {boundary:g} and switch_step is {switch_step}; set one of them to 0, the other says "
+            "where the experts change hands."
+        )
+    if high.is_clone(low):
+        raise ValueError(SAME_WEIGHTS)
+    kinds = [type(expert.model).__name__ for expert in (high, low)]
+    if _family(high) is not None:
+        own = meeting_sigma(high, low)
+        boundary = boundary or own
+    elif kinds[0] != kinds[1]:
+        raise ValueError(
+            f"model is a {kinds[0]} and model_low_noise a {kinds[1]}; connect the two experts of one Wan 2.2 model."
+        )
+    elif not boundary and not switch_step:
+        raise ValueError(
+            f"model is a {kinds[0]}, of which it is not known where two experts change hands; set switch_step, as on "
+            "your KSampler (Advanced), or expert_boundary."
+        )
+    return Stages(high, low, boundary, switch_step)
+
+
+def _family(model: ModelPatcher) -> Family | None:
+    """None where it is none that is trained."""
+    return next((family for family in FAMILIES if family.matches(model.model)), None)
+
+
+def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
+    family = _family(stages.model)
+    for number, sampling in enumerate(samplings, 1):
+        check_fits(sampling, stages.model)
+        if family is not None:
+            check_text(sampling, family.text_width(stages.model.model), number)
+        if stages.switch_step >= sampling.steps:
+            raise ValueError(
+                f"switch_step is {stages.switch_step}, and prompt {number} has {sampling.steps} steps, which leaves "
+                "nothing to the low noise expert; lower it, or set it to 0."
+            )
+
+
+def _decoded(
+    rows: Sequence[tuple[str, Sampling, int]], columns: int, latents: dict[Cell, Tensor], check: Callable[[], None]
+) -> Iterator[tuple[Cell, Tensor]]:
+    for row, (_, sampling, _) in enumerate(rows):
+        for column in range(columns):
+            check()
+            yield (row, column), decode(sampling.vae, latents.pop((row, column)))
+
+
+def _with_loras(stages: Stages, column: Column) -> Stages:
+    low = stages.low_noise if stages.low_noise is None else _model_of(stages.low_noise, column.low_noise)
+    return replace(stages, model=_model_of(stages.model, column.lora), low_noise=low)
+
+
+def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
+    if lora is None:
+        return model
+    patched, changed = with_lora(model, lora.read(), lora.strength)
+    if not changed:
+        raise ValueError(
+            f"loras: {lora.name} changes no weight of this model, so it is a LoRA of another one; take it out, or "
+            "connect the model that it was trained on."
+        )
+    return patched

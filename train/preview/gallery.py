@@ -1,0 +1,109 @@
+"""The pictures of a run's previews on disk, and the sheet over its steps that is made of them.
+
+They lie in `previews` in the run's folder: `step000100_0.png`, clips as `.webp`, `sheet.png` and `previews.json`, which
+says what each is.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from comfy.cli_args import args
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from ...common.files import write_atomically
+from .contact_sheet import draw_sheet, middle, spread, to_picture
+
+FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"
+MOST_COLUMNS = 24
+_CELL = 384
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture: when it was made, its row on the sheet, what the row is called, and its seed and settings."""
+
+    step: int
+    row: int
+    title: str
+    settings: dict[str, Any]
+    frames: int = 1
+
+    @property
+    def file(self) -> str:
+        return f"step{self.step:06d}_{self.row}.{'png' if self.frames == 1 else 'webp'}"
+
+    def same_row(self, other: "Shot") -> bool:
+        return (self.row, self.title, self.settings) == (other.row, other.title, other.settings)
+
+
+def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
+    """frames: (frames, H, W, 3), 0 to 1. A picture as PNG, a clip as animated WEBP; both say how they were made, less
+    with ComfyUI's --disable-metadata."""
+    path, pictures = folder / shot.file, [to_picture(frame) for frame in frames]
+    said = "" if args.disable_metadata else json.dumps(asdict(shot), allow_nan=False)
+
+    def write(beside: Path) -> None:
+        if shot.frames == 1:
+            metadata = PngInfo()
+            if said:
+                metadata.add_text("tessera", said)
+            pictures[0].save(beside, "PNG", pnginfo=metadata, compress_level=4)
+        else:
+            pictures[0].save(
+                beside,
+                "WEBP",
+                save_all=True,
+                append_images=pictures[1:],
+                duration=round(1000 / fps),
+                loop=0,
+                quality=90,
+                xmp=said.encode(),
+            )
+
+    write_atomically(path, write)
+    return path
+
+
+def read_index(folder: Path) -> list[Shot]:
+    """What an earlier part of the run has left, in order of steps; nothing where it can't be read."""
+    try:
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in found]
+        return [shot for shot in shots if (folder / shot.file).is_file()]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def write_index(folder: Path, shots: Sequence[Shot]) -> None:
+    text = json.dumps([asdict(shot) for shot in shots], indent=1, allow_nan=False)
+
+    def write(beside: Path) -> None:
+        beside.write_text(text, encoding="utf-8")
+
+    write_atomically(folder / INDEX, write)
+
+
+def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Path:
+    """The sheet: a row for each prompt and seed, a column for each step. Of more steps than fit, the first, the last
+    and those that lie evenly between are drawn."""
+    steps = spread(sorted({shot.step for shot in shots}), MOST_COLUMNS)
+    cells = {}
+    for shot in shots:
+        if shot.step in steps:
+            with Image.open(folder / shot.file) as opened:
+                opened.seek(shot.frames // 2 if shot.frames > 1 else 0)
+                picture = opened.convert("RGB")
+            picture.thumbnail((_CELL, _CELL))
+            cells[shot.row, steps.index(shot.step)] = picture
+    sheet = draw_sheet(rows, [f"step {step}" for step in steps], cells)
+    path = folder / SHEET
+    write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
+    return path
+
+
+__all__ = ["FOLDER", "SHEET", "Shot", "middle", "read_index", "save_shot", "write_index", "write_sheet"]

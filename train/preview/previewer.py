@@ -1,0 +1,223 @@
+"""Previews: what the LoRA makes of some prompts while it is trained, sampled as ComfyUI's own nodes would."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...compile.attach import branch_of
+from ...lora.files.formats import convert
+from ...memory.host.flat_weights import as_loaded
+from ...memory.swap.host_copies import host_copies_kept
+from ...memory.weights.frozen import unload_everything
+from ...models.family import Family
+from ...models.registry import family_of
+from .. import errors
+from ..experts import HIGH
+from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
+from .sampling import (
+    Sampling,
+    Stages,
+    check_fits,
+    check_text,
+    decode,
+    random_state_kept,
+    sample_latent,
+    sampling_notes,
+    titled,
+    with_lora,
+)
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+MOST_FAILURES = 2  # in a row
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """One prompt, how it is sampled and when. use_ema: the LoRA as it would be saved, else as it is stepped."""
+
+    sampling: Sampling
+    every_n_steps: int = 250
+    at_start: bool = True
+    use_ema: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 0:
+            raise ValueError(f"every_n_steps is {self.every_n_steps}; set it to 0 (at the end only) or more.")
+
+    def is_due(self, step: int, steps: int) -> bool:
+        if step == 0:
+            return self.at_start
+        return step == steps or bool(self.every_n_steps) and step % self.every_n_steps == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Partner:
+    """Wan 2.2's other expert. side: which of the two it is; lora: what was trained for it, if it was
+    trained before; boundary: the sigma where the two meet, None for the model's own."""
+
+    model: ModelPatcher
+    side: str
+    lora: Mapping[str, Tensor] | None = None
+    boundary: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of the sheet."""
+
+    number: int
+    title: str
+    preview: Preview
+    seed: int
+
+    def shot(self, step: int, frames: int = 1) -> Shot:
+        return Shot(step, self.number, self.title, {"seed": self.seed, **self.preview.sampling.facts()}, frames)
+
+
+def rows_of(previews: Sequence[Preview]) -> list[Row]:
+    """A row for each prompt and each of its seeds."""
+    of = {id(preview.sampling): preview for preview in previews}
+    rows = enumerate(titled([preview.sampling for preview in previews]))
+    return [Row(number, title, of[id(sampling)], seed) for number, (title, sampling, seed) in rows]
+
+
+def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatcher) -> None:
+    """Raises ValueError for what could not be sampled."""
+    width = family.text_width(model.model)
+    for number, preview in enumerate(previews, 1):
+        try:
+            check_text(preview.sampling, width, number)
+            check_fits(preview.sampling, model)
+        except ValueError as error:
+            raise ValueError(f"preview: {error}") from None
+
+
+def preview_notes(previews: Sequence[Preview], model: ModelPatcher) -> list[str]:
+    """What is set for a prompt and has no effect, a sentence each."""
+    numbered = [(n, preview.sampling) for n, preview in enumerate(previews, 1)]
+    told = [(f"preview: prompt {n}: ", note) for n, sampling in numbered for note in sampling_notes(sampling, model)]
+    return [f"{where}{note}" for where, note in told]
+
+
+class Previewer:
+    """Makes the previews of one run: the watcher of its steps that samples.
+
+    model: the MODEL as it came in, with its own patches, block swap and compiling. While it samples, the weights that
+    are trained on are off the device; afterwards everything is off it, and the next step takes them again. Raises
+    ValueError for what could not be sampled.
+    """
+
+    def __init__(self, previews: Sequence[Preview], model: ModelPatcher, partner: Partner | None = None):
+        family = family_of(model)
+        check_previews(previews, family, model)
+        self.rows, self.model, self.partner = rows_of(previews), model, partner
+        self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
+        self.models = [model] if partner is None else [model, partner.model]
+        self.shots: list[Shot] | None = None
+        self.folder: Path | None = None
+        self.failures = 0
+        self.seen = _graphs(model)
+
+    def between_steps(self, trainer: "Trainer") -> None:
+        step, steps = trainer.progress.step, trainer.settings.steps
+        due = [row for row in self.rows if row.preview.is_due(step, steps)]
+        if not due or self.failures == MOST_FAILURES:
+            return
+        if self.shots is None:
+            self._begin(trainer)
+        try:
+            self._make(trainer, step, due)
+            self.failures = 0
+        except Exception as error:
+            log.warning("A preview failed", exc_info=error)
+            if any(model.backup for model in self.models):  # weights with a LoRA in them are not to be trained on
+                raise errors.not_unloaded(step) from error
+            self.failures += 1
+            trainer.observer.note(self._failed(step, error))
+        if step < steps:
+            trainer.observer.phase(trainer.doing())
+
+    def _begin(self, trainer: "Trainer") -> None:
+        """Finds the shots of the part of the run that this one goes on from."""
+        if not all(row.preview.use_ema for row in self.rows) and not trainer.learner.saves_other_weights:
+            trainer.observer.note(
+                "use_ema off has no effect on the previews: this optimizer saves the weights that it steps; set "
+                "ema_decay on Optimizer for an average."
+            )
+        if self.partner is not None:
+            with_it = "with its LoRA" if self.partner.lora else "as it came in"
+            trainer.observer.note(
+                f"Previews are sampled with both experts, which meet at sigma {self.boundary:g}; the "
+                f"{self.partner.side.replace('_', ' ')} one is {with_it}."
+            )
+        self.folder = trainer.saver.folder.path / FOLDER
+        made = {row.number: row.shot(0) for row in self.rows}
+        before = [s for s in read_index(self.folder) if s.step <= trainer.progress.step]
+        self.shots = [s for s in before if s.row in made and made[s.row].same_row(s)]
+
+    def _failed(self, step: int, error: Exception) -> str:
+        oom = comfy.model_management.is_oom(error)
+        why = "out of memory; make the previews smaller" if oom else str(error).strip().partition("\n")[0]
+        then = "no more are made" if self.failures == MOST_FAILURES else "training goes on and the next one is tried"
+        return f"The preview at step {step} failed ({why}); {then}."
+
+    def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> None:
+        assert self.folder is not None and self.shots is not None
+        loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
+        trainer.observer.phase(f"Preview at step {step}")
+        stages = {ema: self._stages(lora) for ema, lora in loras.items()}
+        unload_everything()
+        with ExitStack() as stack:
+            for model in self.models:
+                as_loaded(model.model)
+                stack.enter_context(host_copies_kept(model))
+            stack.callback(unload_everything)
+            stack.enter_context(random_state_kept(trainer.device))
+            stack.enter_context(torch.inference_mode())
+            check = trainer.observer.check_interrupted
+            latents = [sample_latent(stages[r.preview.use_ema], r.preview.sampling, r.seed, check) for r in due]
+            for row, latent in zip(due, latents, strict=True):
+                check()
+                frames = decode(row.preview.sampling.vae, latent)
+                shot = row.shot(step, len(frames))
+                save_shot(self.folder, shot, frames, row.preview.sampling.fps)
+                self.shots = [s for s in self.shots if (s.step, s.row) != (step, row.number)] + [shot]
+        self.shots.sort(key=lambda shot: (shot.step, shot.row))
+        write_index(self.folder, self.shots)
+        trainer.observer.previewed(write_sheet(self.folder, self.shots, [row.title for row in self.rows]), step)
+
+    def _stages(self, lora: dict[str, Tensor]) -> Stages:
+        own, _ = with_lora(self.model, lora)
+        if self.partner is None or self.boundary is None:
+            return Stages(own)
+        other = self.partner.model
+        if self.partner.lora:
+            other, _ = with_lora(other, convert(self.partner.lora))
+        high, low = (other, own) if self.partner.side == HIGH else (own, other)
+        return Stages(high, low, self.boundary)
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary: the files, by their names in the run's folder, and what sampling them compiled."""
+        if not self.shots:
+            return {}
+        files = [f"{FOLDER}/{shot.file}" for shot in self.shots]
+        made = _graphs(self.model) - self.seen
+        return {"previews": {"sheet": f"{FOLDER}/{SHEET}", "files": files, "graphs_compiled": made}}
+
+
+def _graphs(model: ModelPatcher) -> int:
+    """What Compile Model on this MODEL has compiled so far."""
+    branch = branch_of(model)
+    return branch.report().counts().graphs if branch is not None else 0

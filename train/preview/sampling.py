@@ -1,0 +1,284 @@
+"""Pictures and clips as ComfyUI's own nodes make them: Load LoRA, KSampler, VAE Decode."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.lora
+import comfy.lora_convert
+import comfy.model_base
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import numpy as np
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...common.text import joined
+
+Conditioning = list[list[Any]]
+MOST_SEED = 0xFFFFFFFFFFFFFFFF
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """One prompt and how it is sampled, once for each seed. label: what sheets call it, empty: by its number.
+
+    negative: None is the positive one with zeros for its text. width, height: pixels; frames: of a clip, 1 is a
+    picture; latent_image: core's LATENT, which stands in place of the three. fps: of a clip's file.
+    """
+
+    vae: Any
+    positive: Conditioning
+    negative: Conditioning | None = None
+    width: int = 1024
+    height: int = 1024
+    frames: int = 1
+    steps: int = 20
+    cfg: float = 1.0
+    sampler_name: str = "euler"
+    scheduler: str = "simple"
+    seed: int = 0
+    seeds: int = 1
+    latent_image: Mapping[str, Any] | None = None
+    label: str = ""
+    fps: float = 16.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "height", "frames", "steps", "seeds"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}; set it to 1 or more.")
+        if self.fps <= 0:
+            raise ValueError(f"fps is {self.fps:g}; set it above 0.")
+        if self.sampler_name not in comfy.samplers.KSampler.SAMPLERS:
+            raise ValueError(f"sampler_name is {self.sampler_name!r}, which this ComfyUI does not have.")
+        if self.scheduler not in comfy.samplers.KSampler.SCHEDULERS:
+            raise ValueError(f"scheduler is {self.scheduler!r}, which this ComfyUI does not have.")
+        if self.latent_image is not None:
+            _check_latent(self.latent_image)
+
+    def all_seeds(self) -> list[int]:
+        return [(self.seed + i) % (MOST_SEED + 1) for i in range(self.seeds)]
+
+    def facts(self) -> dict[str, Any]:
+        """The settings in plain numbers and texts, without the seed."""
+        size = None if self.latent_image is None else list(self.latent_image["samples"].shape)
+        return {
+            **({"width": self.width, "height": self.height, "frames": self.frames} if size is None else {}),
+            **({"latent_image": size} if size is not None else {}),
+            "steps": self.steps,
+            "cfg": self.cfg,
+            "sampler_name": self.sampler_name,
+            "scheduler": self.scheduler,
+        }
+
+
+def titled(samplings: Sequence[Sampling]) -> list[tuple[str, Sampling, int]]:
+    """(title, prompt, seed) of each row of a sheet: every prompt with each of its seeds."""
+    labels = [sampling.label or f"prompt {number}" for number, sampling in enumerate(samplings, 1)]
+    pairs = zip(labels, samplings, strict=True)
+    return [(f"{label}, seed {seed}", sampling, seed) for label, sampling in pairs for seed in sampling.all_seeds()]
+
+
+def _check_latent(latent: Mapping[str, Any]) -> None:
+    samples = latent["samples"]
+    if getattr(samples, "is_nested", False) or samples.ndim not in (4, 5):
+        raise ValueError("latent_image is no latent of a picture or a clip; connect an empty latent of the model.")
+    if len(samples) != 1:
+        raise ValueError(f"latent_image holds {len(samples)} latents; make it of batch size 1 and raise seeds.")
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The model that samples, or Wan 2.2's two: `model` down to the sigma `boundary`, `low_noise` below it. Where
+    `switch_step` is set, `model` makes that many steps in place of those that begin at or above the boundary."""
+
+    model: ModelPatcher
+    low_noise: ModelPatcher | None = None
+    boundary: float = 0.0
+    switch_step: int = 0
+
+    def first_steps(self, sampling: Sampling) -> int:
+        """How many of the steps `model` makes."""
+        if self.low_noise is None:
+            return sampling.steps
+        if self.switch_step:
+            return min(self.switch_step, sampling.steps)
+        names = sampling.sampler_name, sampling.scheduler
+        model = self.model
+        sampler = comfy.samplers.KSampler(model, sampling.steps, model.load_device, *names, 1.0, model.model_options)
+        return int((sampler.sigmas[:-1] >= self.boundary).sum())
+
+
+def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
+    """A clone of the MODEL with the LoRA on it, as Load LoRA makes it, and how many of its weights it changes."""
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(dict(lora)), keys)
+    clone = model.clone()
+    return clone, len(clone.add_patches(loaded, strength))
+
+
+def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
+    """Raises ValueError where the VAE or the latent is of another model, or the size is none that the model takes."""
+    format, vae = model.get_model_object("latent_format"), sampling.vae
+    if (channels := getattr(vae, "latent_channels", None)) not in (None, format.latent_channels):
+        raise ValueError(
+            f"vae decodes latents of {channels} channels and the model makes {format.latent_channels}; connect the "
+            "model's own VAE."
+        )
+    if sampling.latent_image is not None:
+        samples = sampling.latent_image["samples"]
+        if torch.count_nonzero(samples) and samples.shape[1] != format.latent_channels:
+            raise ValueError(
+                f"latent_image has {samples.shape[1]} channels and the model makes {format.latent_channels}; connect a "
+                "latent of the model."
+            )
+        return
+    cell = format.spacial_downscale_ratio
+    for name in ("width", "height"):
+        if (value := getattr(sampling, name)) % cell:
+            low = max(cell, value - value % cell)
+            raise ValueError(f"{name} is {value}; the model takes multiples of {cell}, such as {low}.")
+    pictures_only = format.latent_dimensions != 3 or isinstance(model.model, comfy.model_base.QwenImage)
+    if sampling.frames > 1 and pictures_only:
+        raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
+    if rest := (sampling.frames - 1) % format.temporal_downscale_ratio:
+        raise ValueError(
+            f"frames is {sampling.frames}; the model takes 1 more than a multiple of "
+            f"{format.temporal_downscale_ratio}, such as {sampling.frames - rest}."
+        )
+
+
+def check_text(sampling: Sampling, width: int, number: int) -> None:
+    """Raises ValueError where the text of this prompt is of another width than the model takes."""
+    for name, conditioning in (("positive", sampling.positive), ("negative", sampling.negative or [])):
+        if other := next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None):
+            raise ValueError(
+                f"{name} of prompt {number} has text of width {other} and the model takes {width}; encode it with the "
+                "model's own text encoders."
+            )
+
+
+def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
+    """The inputs that are set and not read, a sentence each."""
+    defaults = {name: getattr(Sampling, name) for name in ("width", "height", "frames")}
+    unread = [name for name, default in defaults.items() if getattr(sampling, name) != default]
+    latent = sampling.latent_image
+    if latent is not None and unread:
+        yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image says the size."
+    # Samplers of CFG++ take the negative prompt's part at any cfg; so does what other nodes put on the MODEL.
+    both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
+    if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not both:
+        yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
+    frames = sampling.frames if latent is None else latent["samples"].shape[2] if latent["samples"].ndim == 5 else 1
+    if sampling.fps != Sampling.fps and frames == 1:
+        yield "fps is not used: the prompt is sampled as a picture."
+
+
+def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:
+    """The latent that KSampler gives, or two KSampler (Advanced) that share the steps. tell: called after each step,
+    may raise. Call it under inference mode, as the nodes run."""
+    return sample_latents(stages, [(sampling, seed)], tell)[0]
+
+
+def sample_latents(
+    stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
+) -> list[Tensor]:
+    """`sample_latent` of each (prompt, seed). Of two experts the first makes its steps of all rows before the second is
+    loaded. check: called before each part of a row, may raise."""
+    met = [stages.first_steps(sampling) for sampling, _ in rows]
+    latents: list[Tensor] = []
+    for (sampling, seed), steps in zip(rows, met, strict=True):
+        check()
+        whole = steps in (0, sampling.steps)
+        model = stages.model if steps else stages.low_noise
+        assert model is not None
+        part = {} if whole else {"start_step": 0, "last_step": steps, "force_full_denoise": False}
+        latents.append(_sampled(model, sampling, seed, None, tell, part))
+    for row, ((sampling, seed), steps) in enumerate(zip(rows, met, strict=True)):
+        if steps in (0, sampling.steps) or stages.low_noise is None:
+            continue
+        check()
+        part = {"start_step": steps, "last_step": sampling.steps, "force_full_denoise": True, "disable_noise": True}
+        latents[row] = _sampled(stages.low_noise, sampling, seed, latents[row], tell, part)
+    return latents
+
+
+def _sampled(
+    model: ModelPatcher,
+    sampling: Sampling,
+    seed: int,
+    half: Tensor | None,
+    tell: Callable[[], None],
+    part: Mapping[str, Any],
+) -> Tensor:
+    """half: what the steps before have left, None at the first. part: which steps, as core's sampler takes them."""
+    latent = dict(sampling.latent_image or _empty_latent(model, sampling))
+    if half is None:
+        samples = comfy.sample.fix_empty_latent_channels(
+            model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+        )
+        noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    else:
+        samples, noise = half, torch.zeros(half.shape, dtype=half.dtype)
+    return comfy.sample.sample(
+        model,
+        noise,
+        sampling.steps,
+        sampling.cfg,
+        sampling.sampler_name,
+        sampling.scheduler,
+        sampling.positive,
+        sampling.negative if sampling.negative is not None else zeroed(sampling.positive),
+        samples,
+        noise_mask=latent.get("noise_mask"),
+        callback=lambda *_: tell(),
+        disable_pbar=True,
+        seed=seed,
+        **part,
+    )
+
+
+def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
+    """What core's empty latent node of the model gives."""
+    format = model.get_model_object("latent_format")
+    time = ((sampling.frames - 1) // format.temporal_downscale_ratio + 1,) if format.latent_dimensions == 3 else ()
+    cell = format.spacial_downscale_ratio
+    return {"samples": torch.zeros(1, format.latent_channels, *time, sampling.height // cell, sampling.width // cell)}
+
+
+def zeroed(conditioning: Conditioning) -> Conditioning:
+    """Zeros for the text and what is pooled of it, as Conditioning Zero Out gives."""
+    return [
+        [
+            torch.zeros_like(text),
+            {k: torch.zeros_like(v) if k == "pooled_output" and v is not None else v for k, v in extra.items()},
+        ]
+        for text, extra in conditioning
+    ]
+
+
+def decode(vae: Any, latent: Tensor) -> Tensor:
+    """(frames, H, W, 3), 0 to 1: what VAE Decode gives."""
+    pictures = vae.decode(latent)
+    return pictures.reshape(-1, *pictures.shape[-3:])
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """ComfyUI's sampler seeds the global generators; after it they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

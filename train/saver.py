@@ -1,0 +1,262 @@
+"""What is kept of a run: its LoRA and its whole state, every so often, at the end, and when something ends it."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..common.files import write_atomically
+from ..lora.files.formats import save_lora
+from ..lora.files.lora_model import LoraModel
+from .checkpoint.state import TrainingState, load_state, save_state, state_path
+from .errors import TrainingStopped, broken_off, kept
+from .learner import Learner
+from .objective.timestep_sampling import Strata
+from .observer import Observer
+from .settings import RunFolder, TrainSettings, place_of
+
+log = logging.getLogger(__name__)
+
+# (step, last loss, LoRA) → the metadata of its file.
+Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
+
+
+BEST = "tessera_best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The LoRA with the least validation loss so far: its file, how many steps it had, what it was measured on."""
+
+    file: str
+    step: int
+    loss: float
+    of: str
+
+
+def read_best(path: Path) -> Best | None:
+    """What a file of `keep_best` says of itself; None for any other."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return Best(**json.loads((file.metadata() or {})[BEST]))
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+@dataclass
+class Progress:
+    """How far a run is. `whole` is False only while the optimizer moves the weights. validation: the points of
+    `validation.Validation`."""
+
+    step: int = 0
+    batches: int = 0
+    saved_step: int = 0
+    whole: bool = True
+    loss: list[float] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Saver:
+    """Writes the files of one run, and reads its state back. machine: what a state's last bits may depend on; strata:
+    how many samples a step and an epoch have. `measured` names what the run is validated on, where it is; `beside` is
+    text to be written with the first LoRA, by what follows the name; `parts` is what the run is made
+    of (see `parts`)."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: TrainSettings,
+        folder: RunFolder,
+        lineage: str,
+        machine: dict[str, str],
+        describe: Describe,
+        observer: Observer,
+        strata: Strata,
+    ):
+        self.learner, self.settings, self.folder, self.lineage = learner, settings, folder, lineage
+        self.machine, self.describe, self.observer = machine, describe, observer
+        self.strata, self.measured = strata, ""
+        self.progress = Progress()
+        self.last_state = ""  # as the `resume` input names it
+        self.begun_from: Path | None = None  # where `resume` names it
+        self.best: Best | None = None
+        self.beside: dict[str, str] = {}
+        self.parts: list[dict[str, Any]] = []
+
+    def state_name(self, step: int) -> str:
+        """The state of this step as the `resume` input names it."""
+        return self._named(state_path(self.folder.path, step))
+
+    def _named(self, state: Path) -> str:
+        return (place_of(self.settings.output_name).parent / state.parent.name / state.name).as_posix()
+
+    def resume(self, path: Path) -> None:
+        """Goes on from a saved state, as if the run had never stopped."""
+        state = load_state(path)
+        notes = self.learner.load(state)
+        progress = self.progress
+        progress.step, progress.batches, progress.saved_step = state.step, state.batches, state.step
+        progress.loss = list(state.loss)
+        if self.settings.names_state:
+            self.last_state, self.begun_from = self.settings.resume, path
+        else:
+            self.last_state = self._named(path)
+        self._resume_validation(path, state)
+        self.observer.note(f"Resumed at step {state.step}.")
+        for note in notes:
+            self.observer.note(note)
+        if state.lineage != self.lineage:
+            self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
+        for name, value in self.machine.items():
+            if state.machine.get(name) != value:
+                self.observer.note(
+                    f"The state was saved with {name} = {state.machine.get(name)} and goes on with {value}, so the "
+                    "result may differ in its last bits from an uninterrupted run."
+                )
+
+    def snapshot(self) -> LoraModel:
+        """The LoRA as it stands, on the host, with its metadata."""
+        lora = self.learner.snapshot()
+        last = self.progress.loss[-1] if self.progress.loss else None
+        lora.metadata.update(self.describe(self.progress.step, last, lora))
+        return lora
+
+    def is_due(self) -> bool:
+        """Whether the settings ask for a save after the step that is done; the last one is saved as the result."""
+        step, epochs = self.progress.step, self.settings.save_every_epochs
+        if step >= self.settings.steps:
+            return False
+        if epochs:  # the step in which that many epochs were full
+            shown, wanted = self.strata.step, self.strata.epoch * epochs
+            return step * shown // wanted > (step - 1) * shown // wanted
+        return bool(self.settings.save_every) and step % self.settings.save_every == 0
+
+    def save(self) -> None:
+        """Writes the LoRA and the whole state. Not being able to save now does not end the run: there is time to free
+        some disk space before the next save."""
+        try:
+            self._write(self.folder.step_lora_path(self.progress.step))
+        except OSError as error:
+            self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
+
+    def save_final(self) -> LoraModel:
+        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
+        try:
+            return self._write(self.folder.lora_path)
+        except OSError as error:
+            raise TrainingStopped(f"{error.strerror} {self.left()}") from error
+
+    def save_what_is_there(self) -> None:
+        """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
+        saved = self.progress.saved_step
+        if self.progress.whole and self.progress.step > saved:
+            try:
+                self._write(self.folder.step_lora_path(self.progress.step))
+            except Exception as error:  # what ended the run is what the user has to be told
+                log.warning("The state could not be saved", exc_info=error)
+                cause = getattr(error, "strerror", None) or "The state could not be saved."
+                last = (
+                    f"The last state that is kept is that of step {saved}." if saved else "No state was saved before."
+                )
+                self.observer.note(f"{cause} {last}")
+
+    def left(self) -> str:
+        """What is kept of the run where it ends now, and how to go on from it."""
+        progress = self.progress
+        told = kept if progress.whole and progress.saved_step == progress.step else broken_off
+        return told(progress.saved_step, self.last_state)
+
+    def keep_best(self, loss: float) -> None:
+        """Writes the LoRA where its validation loss is less than that of the one that is kept."""
+        if self.best is not None and loss >= self.best.loss:
+            return
+        best = Best(self.folder.best_path.name, self.progress.step, loss, self.measured)
+        try:
+            lora = self.snapshot()
+            lora.metadata[BEST] = json.dumps(asdict(best))
+            self._write_beside()
+            save_lora(self.folder.best_path, lora, "kohya", "fp32")
+        except OSError as error:
+            self.observer.note(f"{error.strerror} Training goes on without keeping the best LoRA.")
+            return
+        self.best = best
+        self.observer.saved(self.folder.best_path)
+
+    def _resume_validation(self, path: Path, state: TrainingState) -> None:
+        """The points so far and the best LoRA, where they were measured on the same. Where another LoRA than that with
+        the least loss is the best from here on, that is said: its run went on, and kept a later one in its place."""
+        if not self.measured or not state.validation:
+            return
+        if state.validation["of"] != self.measured:
+            self.observer.note("The state was validated on other pictures or noise, so its validation losses are left.")
+            return
+        self.progress.validation = list(state.validation["points"])
+        self._resume_best(path, state)
+        best, options = self.best, self.settings.validation
+        least = min((p for p in self.progress.validation if p["step"]), key=lambda p: p["loss"], default=None)
+        if options is None or not options.keep_best or least is None or (best and best.loss <= least["loss"]):
+            return
+        now = (
+            f"the best that is kept is that of step {best.step}"
+            if best
+            else f"the best counts from step {state.step} on"
+        )
+        self.observer.note(
+            f"The LoRA of the least validation loss so far, {least['loss']:.4g} at step {least['step']}, is not kept; "
+            f"{now}."
+        )
+
+    def _resume_best(self, path: Path, state: TrainingState) -> None:
+        """The best LoRA so far, where the state's folder still has it."""
+        # A LoRA that is named so itself is none that was kept.
+        named = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
+        there = [(best, found) for best, found in named if found is not None and found.of == self.measured]
+        if not there:
+            return
+        best, found = min(there, key=lambda one: one[1].loss)
+        if best.parent != self.folder.path:
+            if found.step > state.step:  # of how the other run went on from here
+                return
+            write_atomically(self.folder.best_path, lambda beside: _copy(best, beside))
+            found = replace(found, file=self.folder.best_path.name)
+        self.best = found
+
+    def _write(self, path: Path) -> LoraModel:
+        step, lora = self.progress.step, self.snapshot()
+        self._write_beside()
+        save_lora(path, lora, "kohya", "fp32")
+        if self.settings.keep_last:  # before the state, which may need the room
+            self.folder.forget_old_loras(step, self.settings.keep_last)
+        save_state(state_path(self.folder.path, step), self._state())
+        self.progress.saved_step, self.last_state = step, self.state_name(step)
+        self.folder.forget_old_states(step, self.begun_from)
+        self.observer.saved(path)
+        return lora
+
+    def _write_beside(self) -> None:
+        while self.beside:
+            ending = next(iter(self.beside))
+            self.folder.write_beside(ending, self.beside[ending])
+            del self.beside[ending]
+
+    def _state(self) -> TrainingState:
+        progress = self.progress
+        return TrainingState(
+            step=progress.step,
+            batches=progress.batches,
+            loss=progress.loss,
+            lineage=self.lineage,
+            machine=self.machine,
+            validation={"of": self.measured, "points": progress.validation} if self.measured else {},
+            parts=self.parts,
+            **self.learner.state(),
+        )
