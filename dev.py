@@ -45,7 +45,7 @@ CORE_TESTS = """
     model_kept preview qwen_forward qwen_lora_files residency swap_patcher wan_forward wan_lora_files
 """.split()
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
-PACKAGES = ("nodes", "train", "models", "compile", "memory")
+PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
 STAMP = ".tessera-complete"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

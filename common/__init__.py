@@ -1,1 +1,1 @@
-"""TITLE common"""
+"""Parts without an idea of training: files, text, random numbers, progress."""

@@ -1,1 +1,1 @@
-"""TITLE data"""
+"""Training data: samples, cache, and batches."""

@@ -1,1 +1,1 @@
-"""TITLE compile/report"""
+"""What was compiled, why it recompiled, and what it gained."""

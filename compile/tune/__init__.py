@@ -1,1 +1,1 @@
-"""TITLE compile/tune"""
+"""The search of Tune Compile."""

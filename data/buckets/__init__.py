@@ -1,1 +1,1 @@
-"""TITLE data/buckets"""
+"""Constant-token buckets: grids, the planner and its plot."""

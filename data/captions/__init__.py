@@ -1,1 +1,1 @@
-"""TITLE data/captions"""
+"""Captions: variants, tags and wildcards."""

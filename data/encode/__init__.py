@@ -1,1 +1,1 @@
-"""TITLE data/encode"""
+"""Encoding of crops and captions with VAE and text encoders."""

@@ -1,1 +1,1 @@
-"""TITLE data/folders"""
+"""Datasets on disk: folders, pairs and their options."""

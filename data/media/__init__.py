@@ -1,1 +1,1 @@
-"""TITLE data/media"""
+"""Decoding of images, videos and masks."""

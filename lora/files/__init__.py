@@ -1,1 +1,1 @@
-"""TITLE lora/files"""
+"""LoRA files: formats, metadata and conversion."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...models.family import Family, linear_shapes
+from ...models.lora_names import TABLES
 from ...models.name_table import flat_name
-from ...train.names.lora_names import TABLES
 from .lora_model import ALPHA, DOWN, UP, LowRank
 from .patches import DoesNotFit, Patch, Target
 

@@ -1,1 +1,1 @@
-"""TITLE memory/activations"""
+"""Activations: checkpointing and offload."""

@@ -1,1 +1,1 @@
-"""TITLE memory/host"""
+"""Host memory: flat buffers, page-locked stages and mapped files."""

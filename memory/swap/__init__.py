@@ -1,1 +1,1 @@
-"""TITLE memory/swap"""
+"""Block swap: plan, ring of slots, training and inference."""

@@ -1,1 +1,1 @@
-"""TITLE memory/weights"""
+"""Frozen weights as they are stored, and their residency."""

@@ -1,1 +1,1 @@
-"""TITLE models/layers"""
+"""Layers that families share."""

@@ -1,1 +1,1 @@
-"""TITLE models/qwen_image"""
+"""Qwen-Image and Qwen-Image-Edit."""

@@ -1,1 +1,1 @@
-"""TITLE nodes/common"""
+"""Parts that several nodes share."""

@@ -1,1 +1,1 @@
-"""TITLE nodes/data"""
+"""Nodes that read folders and prepare training data."""

@@ -1,1 +1,1 @@
-"""TITLE nodes/loras"""
+"""Nodes that save, average and compare LoRAs."""

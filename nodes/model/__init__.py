@@ -1,1 +1,1 @@
-"""TITLE nodes/model"""
+"""Nodes that load, swap, compile and tune a MODEL."""

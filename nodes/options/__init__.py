@@ -1,1 +1,1 @@
-"""TITLE nodes/options"""
+"""Nodes that hold the options of Train LoRA."""

@@ -1,1 +1,1 @@
-"""TITLE nodes/train"""
+"""Train LoRA and what it needs of the server."""

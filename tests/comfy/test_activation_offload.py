@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
+from tessera.train import trainer as trainer_module
 from tessera.train.memory_options import MemoryOptions
 from tessera.train.observer import Silent
 from tiny import swapping
@@ -94,7 +95,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
     hook = linear.adapter.up.register_hook(fail)
     if goes_on:
         trainer.placed.runner.planned_graphs = 1
-        monkeypatch.setattr(trainer, "cannot_compile", str)
+        monkeypatch.setattr(trainer_module, "cannot_compile", str)
         trainer.run()
     else:
         with pytest.raises(RuntimeError, match="no compiler"):

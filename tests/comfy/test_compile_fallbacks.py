@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.compile import region
+from tessera.compile import region as region_module
 from tessera.compile.region import CompileFailed
 from tessera.compile.settings import SCOPES, HowToCompile, parse_overrides
 from tiny.compiling import Graphs, compiled
@@ -121,7 +121,7 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_model_runs_eager(wan, 
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 
     refuses.__signature__ = inspect.signature(torch.compile)  # type: ignore[attr-defined]
-    monkeypatch.setattr(region.torch, "compile", refuses)
+    monkeypatch.setattr(region_module.torch, "compile", refuses)
     clone, branch = compiled(wan)
     assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
     assert branch.notes == ["torch.compile does not work here: torch.compile is not supported on Python 3.99+"]
@@ -267,7 +267,7 @@ def test_an_older_torch_works_and_says_what_is_lost(wan, monkeypatch):
     parameters = inspect.signature(compile_now).parameters.values()
     kept = [p for p in parameters if p.name not in ("recompile_limit", "isolate_recompiles")]
     older.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    monkeypatch.setattr(region.torch, "compile", older)
+    monkeypatch.setattr(region_module.torch, "compile", older)
     lengths = range(5, 5 + torch._dynamo.config.recompile_limit + 1)
     clone, branch = compiled(wan, dynamic="false", cache_size_limit=len(lengths))
     for length in lengths:

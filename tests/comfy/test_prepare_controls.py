@@ -171,19 +171,19 @@ def test_other_edit_models_read_the_caption_alone(folder, models, tmp_path, name
 
 def test_a_changed_control_picture_encodes_it_and_its_caption_again(folder, models, tmp_path, monkeypatch):
     vae, clip = models["qwen"]
-    encoded, text = [], []
+    encoded, captions = [], []
     encode, read = vae.encode, clip.encode_from_tokens
     monkeypatch.setattr(vae, "encode", lambda pixels: encoded.append(1) or encode(pixels))
-    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kw: text.append(1) or read(*args, **kw))
+    monkeypatch.setattr(clip, "encode_from_tokens", lambda *args, **kw: captions.append(1) or read(*args, **kw))
     before = run(folder, models["qwen"], tmp_path).data.fingerprint
-    assert (len(encoded), len(text)) == (7, 3)
+    assert (len(encoded), len(captions)) == (7, 3)
     assert run(folder, models["qwen"], tmp_path).data.fingerprint == before
-    assert (len(encoded), len(text)) == (7, 3)
+    assert (len(encoded), len(captions)) == (7, 3)
     write_picture(folder.parent / "before" / "a.png", 96, 64, 99)
     after = run(folder, models["qwen"], tmp_path).data.fingerprint
-    assert (len(encoded), len(text)) == (8, 4) and after != before
+    assert (len(encoded), len(captions)) == (8, 4) and after != before
     run(folder, models["qwen"], tmp_path, control_megapixels=0.0075)
-    assert len(encoded) == 12 and len(text) == 7
+    assert len(encoded) == 12 and len(captions) == 7
     # A control picture of the size of its result is one and the same file, encoded once.
     write_picture(folder.parent / "before" / "c.png", *SIZES["c"], 2)
     same = run(folder, models["qwen"], tmp_path, fit="whole grids", megapixels=0.0075, control_megapixels=0.0075)

@@ -14,9 +14,9 @@ from tessera.lora.files.formats import LoraModel, LowRank, save_lora
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.flux.names import FLUX
+from tessera.models.lora_names import table_of
 from tessera.models.qwen_image.family import QwenImage
 from tessera.models.qwen_image.names import QWEN_IMAGE
-from tessera.train.names.lora_names import table_of
 from torch import Tensor
 
 RANK = 4

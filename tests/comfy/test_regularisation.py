@@ -45,13 +45,13 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_samples_losses_by_their_weights(
 def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tiny_flux, tmp_path, monkeypatch):
     shown = []
     made = batches.make_batch
-    from tessera.train import trainer
+    from tessera.train import trainer as trainer_module
 
     def recorded(patcher, family, samples, *args):
         shown.extend(one.name for one, _ in samples)
         return made(patcher, family, samples, *args)
 
-    monkeypatch.setattr(trainer, "make_batch", recorded)
+    monkeypatch.setattr(trainer_module, "make_batch", recorded)
     options = {"steps": 8, "objective": {"stratified": "epoch"}}
     whole = train(tiny_flux, data(), tmp_path / "whole", **options)
     uninterrupted = list(shown)

@@ -8,7 +8,7 @@ import comfy.sd
 import pytest
 import tiny
 import torch
-from tessera.compile import region
+from tessera.compile import region as region_module
 from tessera.compile.attach import compile_model
 from tessera.compile.settings import CompileSettings
 from tessera.memory.swap.patcher import swap_model
@@ -79,7 +79,7 @@ CUDA_GRAPHS = {
 @pytest.mark.parametrize("asked", CUDA_GRAPHS)
 def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any, monkeypatch: Any) -> None:
     """Only how each region is to be compiled is looked at: in inductor's place the block itself runs."""
-    monkeypatch.setattr(region, "compiled_function", lambda body, name, how: body)
+    monkeypatch.setattr(region_module, "compiled_function", lambda body, name, how: body)
     values, (backend, mode) = CUDA_GRAPHS[asked]
     settings = CompileSettings(**values)
     picture = sample(tiny_flux, "flux")

@@ -1,32 +1,55 @@
-"""The house as it is laid out: imports run down the layers only, and in no circle."""
+"""The rules of the layout: layers, sizes, names, and families that only their own folders know."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("nodes", "train", "compile", "models", "memory")  # each may import what stands behind it
-FILES = sorted(file for layer in LAYERS for file in (ROOT / layer).rglob("*.py"))
+# What each top folder may import, besides itself.
+BELOW = {
+    "nodes": {"train", "data", "lora", "compile", "models", "memory", "common"},
+    "train": {"data", "lora", "compile", "models", "memory", "common"},
+    "data": {"models", "memory", "common"},
+    "lora": {"models", "memory", "common"},
+    "compile": {"models", "memory", "common"},
+    "models": {"memory", "common"},
+    "memory": {"common"},
+    "common": set(),
+}
+FILES = sorted(file for layer in BELOW for file in (ROOT / layer).rglob("*.py"))
 # ComfyUI's node API and its server.
 OF_THE_NODES = {"comfy_api", "comfy_execution", "execution", "folder_paths", "nodes", "server"}
+MOST_MODULES, MOST_LINES = 12, 350
+until_folded = pytest.mark.xfail(reason="the move is made, the folding not yet")
 
 
 @dataclass(frozen=True)
 class Import:
-    """module: dotted, from the pack's root where `own`. at_once: when the file that holds it is imported."""
+    """module: dotted, from the pack's root where `own`. name: what is taken from it, empty for the module itself."""
 
     module: str
+    name: str
     own: bool
     at_once: bool
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def name_of(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in FILES}
 
 
 def imports_of(file: Path) -> Iterator[Import]:
@@ -35,22 +58,32 @@ def imports_of(file: Path) -> Iterator[Import]:
     def found(node: ast.AST, at_once: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from (Import(alias.name, False, at_once) for alias in child.names)
+                yield from (Import(alias.name, "", False, at_once) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and not child.level:
-                yield Import(child.module or "", False, at_once)
+                yield from (Import(child.module or "", alias.name, False, at_once) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 start = [*package[: len(package) + 1 - child.level], *(child.module or "").split(".")]
                 module = ".".join(part for part in start if part)
                 for alias in child.names:
                     inner = f"{module}.{alias.name}" if module else alias.name
-                    is_module = (ROOT / Path(*inner.split("."))).with_suffix(".py").exists() or alias.name in LAYERS
-                    yield Import(inner if is_module else module, True, at_once)
+                    is_module = inner in MODULES
+                    yield Import(inner if is_module else module, "" if is_module else alias.name, True, at_once)
             else:
                 later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 later |= isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
                 yield from found(child, at_once and not later)
 
-    return found(ast.parse(file.read_text(encoding="utf-8")), True)
+    return found(tree_of(file), True)
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module; that of a package is itself."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def families() -> dict[str, Path]:
+    """The folder of each family: a package of models/ with a module `family`."""
+    return {file.parent.name: file.parent for file in FILES if file.match("models/*/family.py")}
 
 
 def test_the_imports_of_the_pack_are_found():
@@ -59,25 +92,146 @@ def test_the_imports_of_the_pack_are_found():
         (name_of(file).partition(".")[0], each.module.partition(".")[0]) for file in FILES for each in imports_of(file)
     }
     assert {("nodes", "train"), ("train", "compile"), ("compile", "models"), ("models", "memory")} <= seen
+    assert {"flux", "qwen_image", "wan"} <= families().keys()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer", [pytest.param(layer, marks=until_folded) if layer == "lora" else layer for layer in BELOW]
+)
 def test_imports_run_down_the_layers(layer):
-    below = LAYERS[LAYERS.index(layer) :]
+    wrong = []
     for file in (file for file in FILES if name_of(file).partition(".")[0] == layer):
         for each in imports_of(file):
             where = f"{file.relative_to(ROOT)} imports {each.module}"
             top = each.module.partition(".")[0]
             if each.own:
-                assert top in below, f"{where}, which stands above it"
-            else:
-                assert top not in (*LAYERS, ROOT.name) or (layer, top) == ("nodes", "nodes"), f"{where}: not relative"
-                assert layer == "nodes" or top not in OF_THE_NODES, f"{where}, which only nodes/ may"
+                if top not in {layer, *BELOW[layer]}:
+                    wrong.append(f"{where}, which stands above or beside it")
+                continue
+            if top in {*BELOW, ROOT.name} and (layer, top) != ("nodes", "nodes"):
+                wrong.append(f"{where}: not relative")
+            if layer != "nodes" and top in OF_THE_NODES:
+                wrong.append(f"{where}, which only nodes/ may")
+    assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_needs_itself_to_be_imported():
-    needs = {name_of(file): {each.module for each in imports_of(file) if each.own and each.at_once} for file in FILES}
+def no_circle(needs: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+@until_folded
+def test_no_module_needs_itself():
+    """Imports in functions and for type checkers count: they hide a circle, and do not open it."""
+    no_circle({name_of(file): {each.module for each in imports_of(file) if each.own} for file in FILES})
+
+
+@until_folded
+def test_no_folder_needs_itself():
+    """A folder and the folders in it may see each other."""
+    needs: dict[str, set[str]] = defaultdict(set)
+    for file in FILES:
+        here = folder_of(name_of(file))
+        for each in imports_of(file):
+            if each.own and each.module:
+                there = folder_of(each.module)
+                if not f"{here}.".startswith(f"{there}.") and not f"{there}.".startswith(f"{here}."):
+                    needs[here].add(there)
+    no_circle(needs)
+
+
+def test_no_package_re_exports():
+    """`__init__.py` holds no import but that of a family's one line, and what ComfyUI asks of nodes/."""
+    allowed = {ROOT / "nodes" / "__init__.py"}
+    for file in FILES:
+        if file.name == "__init__.py" and file not in allowed:
+            assert len(list(imports_of(file))) <= (file.parent in families().values()), file.relative_to(ROOT)
+
+
+@until_folded
+def test_folders_and_files_are_small():
+    modules: dict[Path, int] = defaultdict(int)
+    for file in FILES:
+        modules[file.parent] += file.name != "__init__.py"
+    long = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    full = [f"{folder.relative_to(ROOT)}: {n} modules" for folder, n in modules.items() if n > MOST_MODULES]
+    full += [f"{file.relative_to(ROOT)}: {n} lines" for file, n in long.items() if n > MOST_LINES]
+    assert not full, "\n".join(full)
+
+
+@until_folded
+def test_a_public_class_name_stands_once():
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in tree_of(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name_of(file))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice, twice
+
+
+def test_private_names_stay_in_their_folder():
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {each.name} of {each.module}"
+        for file in FILES
+        for each in imports_of(file)
+        if each.own and each.name.startswith("_") and folder_of(each.module) != folder_of(name_of(file))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Rule 5
+
+
+def family_names() -> set[str]:
+    """Titles and folder names of the families, and the names of the classes in their folders."""
+    names = set(families())
+    for folder in families().values():
+        for file in folder.rglob("*.py"):
+            for node in ast.walk(tree_of(file)):
+                if isinstance(node, ast.ClassDef):
+                    names.add(node.name)
+                    names |= {
+                        each.value.value
+                        for each in node.body
+                        if isinstance(each, ast.Assign | ast.AnnAssign)
+                        and "title" in ast.unparse(each).partition("=")[0]
+                        and isinstance(each.value, ast.Constant)
+                    }
+    return names
+
+
+def conditions(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Compare | ast.BoolOp | ast.Match):
+            yield node if isinstance(node, ast.expr) else node.subject
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            yield node
+
+
+@until_folded
+def test_only_a_family_knows_which_family_a_model_is():
+    names = family_names()
+    assert {"flux", "Flux", "FLUX.1", "Wan", "QwenImage", "Qwen-Image"} <= names
+    wrong = []
+    for file in FILES:
+        inside = any(file.is_relative_to(folder) for folder in families().values())
+        if inside or file == ROOT / "models" / "registry.py":
+            continue
+        for condition in conditions(tree_of(file)):
+            for node in ast.walk(condition):
+                asked = node.value if isinstance(node, ast.Constant) else getattr(node, "id", getattr(node, "attr", ""))
+                if (isinstance(asked, str) and asked in names) or (
+                    isinstance(node, ast.Attribute) and asked == "title"
+                ):
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for {asked!r}")
+        for each in imports_of(file):
+            if each.own and any(f"{each.module}.".startswith(f"models.{family}.") for family in families()):
+                wrong.append(f"{file.relative_to(ROOT)} imports {each.module}, which is a family's own")
+    assert not wrong, "\n".join(sorted(set(wrong)))

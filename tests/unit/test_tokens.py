@@ -1,4 +1,4 @@
-"""The bucket planner against its definition, written out and searched by brute force."""
+"""The bucket tokens against its definition, written out and searched by brute force."""
 
 import csv
 import random
@@ -37,20 +37,20 @@ def lost(size: tuple[int, int], grid: Grid, tokens: int) -> float:
     height, width = size
     scale = max(grid.height / height, grid.width / width)
     seen = (grid.height / scale) * (grid.width / scale)
-    return 1 - seen / (height * width) * planner / (grid.height * grid.width)
+    return 1 - seen / (height * width) * tokens / (grid.height * grid.width)
 
 
 def grids_of(tokens: int, fit: str, max_aspect: float = 4.0) -> list[Grid]:
     found = []
-    for width in range(1, planner + 1):
-        height = ceil(planner / width)
-        if (fit == RAGGED_EDGE or height * width == planner) and 1 / max_aspect <= width / height <= max_aspect:
+    for width in range(1, tokens + 1):
+        height = ceil(tokens / width)
+        if (fit == RAGGED_EDGE or height * width == tokens) and 1 / max_aspect <= width / height <= max_aspect:
             found.append(Grid(height, width))
     return found
 
 
 def mean_loss(sizes, weights, counts, fit, wanted_of) -> float:
-    """The planner's objective of a set of token counts, by the rule in the module's text."""
+    """The tokens's objective of a set of token counts, by the rule in the module's text."""
     total = 0.0
     for size, weight in zip(sizes, weights, strict=True):
         total += weight * min(
@@ -167,10 +167,10 @@ def test_each_picture_has_the_grid_that_loses_least(megapixels):
     sizes = some_sizes(150, 8)
     for fit in FITS:
         plan = plan_buckets(sizes, megapixels=megapixels, pixels_per_token=16, fit=fit)
-        (planner,) = plan.token_counts
-        grids = grids_of(planner, fit)
+        (tokens,) = plan.token_counts
+        grids = grids_of(tokens, fit)
         for size, placement in zip(sizes, plan.placements, strict=True):
-            assert placement.crop == pytest.approx(min(lost(size, grid, planner) for grid in grids), abs=1e-12)
+            assert placement.crop == pytest.approx(min(lost(size, grid, tokens) for grid in grids), abs=1e-12)
 
 
 def test_mean_and_worst_crop_are_those_of_the_placements():
@@ -253,8 +253,8 @@ def test_odd_data_sets_get_a_plan(fit):
         for megapixels in (0.001, 0.06, 1.0):
             plan = plan_buckets([size], megapixels=megapixels, pixels_per_token=16, max_graphs=3, fit=fit)
             assert len(plan.token_counts) == 1 and 0 <= plan.worst_crop < 1
-    for planner in range(1, 40):
-        plan_buckets([(3, 4)], megapixels=planner * 256 / 1024**2, pixels_per_token=16, fit=fit)
+    for tokens in range(1, 40):
+        plan_buckets([(3, 4)], megapixels=tokens * 256 / 1024**2, pixels_per_token=16, fit=fit)
 
 
 def test_a_picture_beyond_the_widest_grid_is_cropped_to_it():

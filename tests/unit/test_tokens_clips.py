@@ -1,4 +1,4 @@
-"""The planner over clips: exactly constant tokens in every frame, and one choice for all frame counts."""
+"""The tokens over clips: exactly constant tokens in every frame, and one choice for all frame counts."""
 
 import random
 from itertools import combinations
@@ -21,17 +21,17 @@ def some_sizes(count: int, seed: int) -> list[tuple[int, int]]:
 def lost(size: tuple[int, int], height: int, width: int, tokens: int) -> float:
     """The part of a frame that is lost on a (height, width) grid of which `tokens` are kept."""
     aspect, target = size[1] / size[0], width / height
-    return 1 - min(aspect / target, target / aspect) * planner / (height * width)
+    return 1 - min(aspect / target, target / aspect) * tokens / (height * width)
 
 
 def least_loss(size: tuple[int, int], tokens: int, fit: str) -> float:
-    grids = [(ceil(planner / width), width) for width in range(1, planner + 1)]
-    grids = [(h, w) for h, w in grids if (fit == RAGGED_EDGE or h * w == planner) and 1 / 4 <= w / h <= 4]
-    return min((lost(size, h, w, planner) for h, w in grids), default=float("inf"))
+    grids = [(ceil(tokens / width), width) for width in range(1, tokens + 1)]
+    grids = [(h, w) for h, w in grids if (fit == RAGGED_EDGE or h * w == tokens) and 1 / 4 <= w / h <= 4]
+    return min((lost(size, h, w, tokens) for h, w in grids), default=float("inf"))
 
 
 def objective(sizes, frames, counts, fit, wanted) -> float:
-    """The planner's cost of a set of token counts by the rule in its module's text; infinite where one can't serve."""
+    """The tokens's cost of a set of token counts by the rule in its module's text; infinite where one can't serve."""
     total = 0.0
     for size, length in zip(sizes, frames, strict=True):
         per_frame = [n // length for n in counts if n % length == 0]

@@ -1,1 +1,1 @@
-"""TITLE train/checkpoint"""
+"""Training states, resume and metadata."""

@@ -1,1 +1,1 @@
-"""TITLE train/optim"""
+"""Optimizers, schedules, gradient limits and weight averages."""

@@ -1,1 +1,1 @@
-"""TITLE train/placement"""
+"""Placing the model, its blocks and its LoRA for training."""

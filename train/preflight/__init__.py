@@ -1,1 +1,1 @@
-"""TITLE train/preflight"""
+"""Checks and notes before the first step."""

@@ -1,1 +1,1 @@
-"""TITLE train/preview"""
+"""Previews during training and charts after it."""

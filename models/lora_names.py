@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from ...models.flux.flux2_names import FLUX2
-from ...models.flux.names import FLUX
-from ...models.name_table import NameTable, Shape
-from ...models.qwen_image.names import QWEN_IMAGE
-from ...models.wan.names import WAN
+from .flux.flux2_names import FLUX2
+from .flux.names import FLUX
+from .name_table import NameTable, Shape
+from .qwen_image.names import QWEN_IMAGE
+from .wan.names import WAN
 
 TABLES: tuple[NameTable, ...] = (FLUX, FLUX2, QWEN_IMAGE, WAN)
 

@@ -1,1 +1,0 @@
-"""Module names of each family."""
