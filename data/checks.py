@@ -6,7 +6,8 @@ from typing import Any
 from ..common.text import shortlist
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
-from .buckets.planner import RAGGED_EDGE, BucketPlan
+from .buckets.grids import RAGGED_EDGE
+from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
 from .encode.text import ItemCaptions
 from .folders.items import Item

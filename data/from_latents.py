@@ -11,7 +11,8 @@ from torch import Tensor
 from ..common.fingerprint import fingerprint
 from ..common.text import shortlist
 from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
-from .buckets.planner import Grid, Placement, place_latents
+from .buckets.grids import Grid, Placement
+from .buckets.latent_crops import place_latents
 from .encode.clip_vision import seen_by, vision_output
 from .media.latent_masks import mask_notes, weights_of
 from .samples import PLAIN, Choice, Sample, SampleTensors, TrainingData

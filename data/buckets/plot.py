@@ -6,7 +6,9 @@ from math import ceil, log
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .planner import MEGAPIXEL, BucketPlan, Grid
+from .equal_area import MEGAPIXEL
+from .grids import Grid
+from .planner import BucketPlan
 
 WIDTH, HEIGHT = 1024, 640
 # Lines are drawn at this multiple and scaled down, since Pillow does not smooth them.

@@ -10,7 +10,7 @@ import torch
 from ...common.fingerprint import fingerprint
 from ...common.rng import generator
 from ...common.text import shortlist
-from ..buckets.planner import Placement, crop_box
+from ..buckets.grids import Placement, crop_box
 from ..folders.items import Item
 from ..folders.options import HORIZONTAL, Treatment
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from ..buckets.planner import RAGGED_EDGE, WHOLE_GRIDS, BucketPlan, Grid, Placement, place, plan_buckets
+from ..buckets.grids import RAGGED_EDGE, WHOLE_GRIDS, Grid, Placement, place
+from ..buckets.planner import BucketPlan, plan_buckets
 from ..folders.items import Item
 from ..media.frames import Pixels
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..buckets.planner import Placement
+from ..buckets.grids import Placement
 from ..cache import Cache
 from ..folders.items import Item
 from ..jobs import Interrupted, Job, Progress, encode, lacking

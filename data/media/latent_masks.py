@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...common.text import shortlist
-from ..buckets.planner import Grid, Placement
+from ..buckets.grids import Grid, Placement
 from .masks import area_mean
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 
 Shape = tuple[int, ...]
 ReadWeights = Callable[[], FrozenLinear]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 from .base import AdapterSpec, DropMask, ReadWeights, Shape
 from .lora import LoraAdapter
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
 
 # A slice of delta W, in numbers: 16 MB in fp32.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape
 
 

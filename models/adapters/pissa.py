@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...memory.weights.frozen import FrozenLinear
+from ...memory.weights.frozen_linear import FrozenLinear
 from .base import AdapterSpec, DropMask, ReadWeights
 from .lora import LoraAdapter
 

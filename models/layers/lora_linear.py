@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from ...memory.weights.frozen import FrozenLinear, FrozenWeights
+from ...memory.weights.frozen import FrozenWeights
+from ...memory.weights.frozen_linear import FrozenLinear
 from ...memory.weights.quantised import read_format
 from ...memory.weights.residency import FrozenModule
 from ..adapters.base import Adapter, DropMask

@@ -4,7 +4,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
-from ...data.buckets.planner import FITS, RAGGED_EDGE
+from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import draw_plan
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data

@@ -7,9 +7,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import Tensor
 
-from ...lora.options import ALGORITHMS, INITS, NONE, SAME, NetworkOptions
+from ...lora.options import ALGORITHMS, NONE, SAME, NetworkOptions
 from ...lora.patterns import parse_targets
 from ...lora.plan import describe_network
+from ...models.adapters.base import INITS
 from ...models.registry import family_of
 from ..loras.save import LoraModelType
 from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source

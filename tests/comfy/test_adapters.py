@@ -7,10 +7,11 @@ import comfy.lora
 import pytest
 import torch
 from comfy.weight_adapter.base import factorization
-from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import base_spec
-from tessera.memory.weights.frozen import FrozenLinear
+from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import Adapter, DropMask, cut
 from tessera.models.adapters.registry import adapter_kind
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers

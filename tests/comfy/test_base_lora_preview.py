@@ -5,7 +5,8 @@ from pathlib import Path
 
 import comfy.sd
 import numpy as np
-from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.source import LoraSource
 from tessera.nodes.train.inherited_settings import shared
 from tessera.nodes.train.run import run

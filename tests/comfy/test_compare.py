@@ -9,7 +9,9 @@ import tiny
 import torch
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
-from tessera.nodes.loras.compare import TesseraCompareLoras, named, read_strengths, runs
+from tessera.nodes.loras.compare import TesseraCompareLoras
+from tessera.nodes.loras.compare_columns import read_strengths
+from tessera.nodes.loras.lora_list import named, runs
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.preview import compare as module
 from tessera.train.preview.contact_sheet import draw_sheet, to_picture

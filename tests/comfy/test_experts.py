@@ -9,7 +9,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.lora.files.formats import LoraModel, convert
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.lora.source import LoraSource

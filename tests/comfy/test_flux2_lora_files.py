@@ -13,7 +13,8 @@ from diffusers import Flux2Transformer2DModel
 from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file
-from tessera.lora.files.formats import LoraModel, save_lora
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.flux.flux2 import Flux2

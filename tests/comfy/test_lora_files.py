@@ -19,7 +19,8 @@ from diffusers import FluxTransformer2DModel
 from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tessera.lora.files.formats import LoraModel, LowRank, convert, save_lora
+from tessera.lora.files.formats import convert, save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.models.flux.names import TO_DIFFUSERS
 from tessera.nodes.loras.save import TesseraLossPlot, TesseraSaveLora
 from tiny.lora_files import (

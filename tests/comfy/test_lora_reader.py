@@ -4,8 +4,8 @@ import comfy.utils
 import pytest
 import tiny
 import torch
-from tessera.lora.files.formats import LoraModel, LowRank, convert
-from tessera.lora.files.lora_model import low_rank
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import LoraModel, LowRank, low_rank
 from tessera.lora.files.reader import put_together, read_lora
 from tessera.models.registry import family_of
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_update, random_updates

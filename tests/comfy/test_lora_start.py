@@ -10,7 +10,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import save_file
-from tessera.lora.files.formats import LoraModel, LowRank, convert
+from tessera.lora.files.formats import convert
+from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import fit, read_start

@@ -5,7 +5,7 @@ import tiny
 import torch
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.memory.weights.frozen import FrozenLinear
+from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import AdapterSpec, DropMask
 from tessera.models.adapters.pissa import PissaAdapter, largest_parts
 from tessera.train.memory_options import MemoryOptions

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from tessera.common.fingerprint import weights_fingerprint
 from tessera.data import jobs
-from tessera.data.buckets.planner import crop_box
+from tessera.data.buckets.grids import crop_box
 from tessera.data.folders.dataset import Dataset, scan_folder
 from tessera.data.media import integrity
 from tessera.data.media.images import load_picture

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.buckets.planner import crop_box
+from tessera.data.buckets.grids import crop_box
 from tessera.data.folders.dataset import Dataset, scan_films, scan_folder
 from tessera.data.media import videos
 from tessera.data.media.clip_windows import Extraction

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.buckets.planner import Grid, crop_box
+from tessera.data.buckets.grids import Grid, crop_box
 from tessera.data.folders.dataset import scan_folder
 from tessera.data.media.images import load_picture
 from tessera.data.prepare import prepare, summary

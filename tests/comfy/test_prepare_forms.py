@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.buckets.planner import Grid, crop_box
+from tessera.data.buckets.grids import Grid, crop_box
 from tessera.data.captions.options import CaptionOptions
 from tessera.data.choices import choose
 from tessera.data.folders.dataset import scan_films, scan_folder

@@ -10,7 +10,8 @@ import tiny
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
-from tessera.lora.files.formats import LoraModel, LowRank, save_lora
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.flux.names import FLUX

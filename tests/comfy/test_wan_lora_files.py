@@ -15,7 +15,8 @@ from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tessera.lora.files.formats import LoraModel, save_lora
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 from tiny.runs import train, training_data
 from tiny.wan_core import core_velocity, padded_text, tokens_of

@@ -12,7 +12,7 @@ RANK = 4
 
 def random_update(rows: int, columns: int, index: int) -> Any:
     """An update with an alpha of its own."""
-    from tessera.lora.files.formats import LowRank
+    from tessera.lora.files.lora_model import LowRank
 
     generator = torch.Generator().manual_seed(index)
     down = torch.randn(RANK, columns, generator=generator) * columns**-0.5

@@ -10,11 +10,6 @@ import torch
 
 from .encoders import CLIP_WIDTH, T5_WIDTH
 
-OPTIONS = {"network": "NetworkOptions", "optimizer": "OptimizerOptions"} | {
-    "objective": "ObjectiveOptions",
-    "memory": "MemoryOptions",
-}
-
 
 def sample(name: str, height: int, width: int, text_length: int = 16, repeats: int = 1, scale: float = 1.0) -> Any:
     """A sample of height x width tokens whose numbers are a function of its name."""
@@ -43,19 +38,24 @@ def mixed_data() -> Any:
 
 def run_settings(**changes: Any) -> Any:
     """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
-    from tessera.train import options
+    from tessera.lora.options import NetworkOptions
+    from tessera.train.memory_options import MemoryOptions
+    from tessera.train.objective.options import ObjectiveOptions
+    from tessera.train.optim.options import OptimizerOptions
     from tessera.train.settings import TrainSettings
+    from tessera.train.validation_options import ValidationOptions
 
-    chosen = {name: getattr(options, kind) for name, kind in OPTIONS.items()}
-    base: dict[str, Any] = {name: kind() for name, kind in chosen.items()}
-    base["network"] = options.NetworkOptions(rank=4, alpha=4.0)
-    base["optimizer"] = options.OptimizerOptions(learning_rate=1e-2)
-    base["memory"] = options.MemoryOptions(checkpointing="none")
+    base: dict[str, Any] = {
+        "network": NetworkOptions(rank=4, alpha=4.0),
+        "optimizer": OptimizerOptions(learning_rate=1e-2),
+        "objective": ObjectiveOptions(),
+        "memory": MemoryOptions(checkpointing="none"),
+    }
     values = {"output_name": "tiny", "steps": 6, "batch_size": 1, "gradient_accumulation": 1, "seed": 3}
     values |= {"compile": "off", "save_every": 2, "resume": "latest"}
     if isinstance(changes.get("validation"), dict):
-        values["validation"] = options.ValidationOptions(**changes.pop("validation"))
-    given = {k: replace(base[k], **v) if k in chosen else v for k, v in changes.items()}
+        values["validation"] = ValidationOptions(**changes.pop("validation"))
+    given = {k: replace(base[k], **v) if k in base else v for k, v in changes.items()}
     return TrainSettings(**(base | values | given))
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tessera.data.buckets.grids import crop_box
-from tessera.data.buckets.planner import RAGGED_EDGE, WHOLE_GRIDS, plan_buckets
+from tessera.data.buckets.grids import RAGGED_EDGE, WHOLE_GRIDS, crop_box
+from tessera.data.buckets.planner import plan_buckets
 from tessera.data.encode.control_crops import place_controls
 from tessera.data.folders.items import Item
 from tessera.data.media.frames import StillPixels

@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.common.files import write_atomically
-from tessera.lora.files.formats import LoraModel, LowRank, convert, normalised, save_lora
+from tessera.lora.files.formats import convert, save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank, normalised
 from tessera.models.flux.flux2_names import FLUX2
 from tessera.models.flux.names import FLUX
 from tessera.models.name_table import flat_name

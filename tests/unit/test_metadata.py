@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tessera.lora.files.formats import LoraModel, LowRank, save_lora
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
 from tessera.train.checkpoint.metadata import RunFacts, for_file, metadata_for

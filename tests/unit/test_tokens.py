@@ -7,15 +7,10 @@ from math import ceil, exp, floor, log
 from pathlib import Path
 
 import pytest
-from tessera.data.buckets.planner import (
-    FITS,
-    RAGGED_EDGE,
-    Grid,
-    crop_box,
-    equal_area_crop,
-    place_latents,
-    plan_buckets,
-)
+from tessera.data.buckets.equal_area import equal_area_crop
+from tessera.data.buckets.grids import FITS, RAGGED_EDGE, Grid, crop_box
+from tessera.data.buckets.latent_crops import place_latents
+from tessera.data.buckets.planner import plan_buckets
 
 TABLE = Path(__file__).resolve().parent.parent / "data" / "aspect_ratios.csv"
 FLUX = {"megapixels": 1.0, "pixels_per_token": 16}

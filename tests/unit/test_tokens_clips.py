@@ -5,9 +5,10 @@ from itertools import combinations
 from math import ceil, floor, log
 
 import pytest
+from tessera.data.buckets.equal_area import equal_area_crop
 from tessera.data.buckets.grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Grid
 from tessera.data.buckets.latent_crops import place_latents
-from tessera.data.buckets.planner import equal_area_crop, plan_buckets
+from tessera.data.buckets.planner import plan_buckets
 from tessera.data.buckets.plot import describe_plan, draw_plan
 
 WAN = {"megapixels": 0.38, "pixels_per_token": 16}
