@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 from comfy_server import ComfyServer
 from PIL import Image
 from tessera_dev import find_chromium, find_comfyui
+from with_comfyui import pytest_configure as pytest_configure
+from with_comfyui import tiny
 
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 CHROMIUM_OPTIONS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]

@@ -10,30 +10,30 @@ from pathlib import Path
 import pytest
 from tessera.compile.cache import FOLDER, use_persistent_cache
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 # A session of a user in a process of its own: the pack under the name in argv, the cache folder, a checkpoint.
 SESSION = """
-import importlib, importlib.util, json, os, sys
-conftest_file, pack, folder, checkpoint = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("conftest", conftest_file)
-conftest = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(conftest)
-conftest._load(pack, conftest.ROOT / "__init__.py")
+import importlib, json, os, sys
+from pathlib import Path
+support, pack, folder, checkpoint = sys.argv[1:]
+sys.path.insert(0, support)
+import with_comfyui
+with_comfyui.load(pack, with_comfyui.ROOT / "__init__.py")
 cache, compiled_model, settings, records = (
     importlib.import_module(f"{pack}.compile.{n}") for n in ("cache", "compiled_model", "settings", "torch_records")
 )
 import torch
 
-said = cache.use_persistent_cache(conftest.Path(folder))
+said = cache.use_persistent_cache(Path(folder))
 chosen = settings.CompileSettings(dynamic="false")
-model, compiled = compiled_model.compile_model(conftest.tiny.load_flux(checkpoint), chosen)
-conftest.tiny.sample(model, "flux", width=32, height=32, length=8, steps=1)
+model, compiled = compiled_model.compile_model(with_comfyui.tiny.load_flux(checkpoint), chosen)
+with_comfyui.tiny.sample(model, "flux", width=32, height=32, length=8, steps=1)
 events = [event for region in compiled.report().regions for event in region.events]
 restarted = torch.compile(lambda x, eps: torch.nn.functional.layer_norm(x, (4,), eps=eps), dynamic=True)
 with torch.inference_mode(), records.recording("restarted") as record:
     restarted(torch.ones(2, 4), 1e-5)
-conftest.pytest_unconfigure()
+with_comfyui.pytest_unconfigure()
 names = ("graphs", "tracing_seconds", "fx_hits", "fx_misses", "aot_hits", "aot_misses", "bypassed")
 print(json.dumps({
     "said": said,
@@ -45,7 +45,7 @@ print(json.dumps({
 
 def session(folder: Path, checkpoint: Path, pack: str, **environment: str) -> dict:
     settings = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHINDUCTOR", "TRITON"))}
-    arguments = [sys.executable, "-c", SESSION, str(CONFTEST), pack, str(folder), str(checkpoint)]
+    arguments = [sys.executable, "-c", SESSION, str(SUPPORT), pack, str(folder), str(checkpoint)]
     done = subprocess.run(
         arguments, env=settings | environment, capture_output=True, text=True, timeout=900, cwd=checkpoint.parent
     )

@@ -446,8 +446,8 @@ def test_a_hook_on_a_weight_that_lies_in_the_file_writes_beside_it(tmp_path: Pat
 SCRIPT = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]) / "tests"))
-import conftest
+sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "support"))
+import with_comfyui
 import tiny, torch, psutil, folder_paths
 import comfy.model_management
 from tessera.nodes.loaders import TesseraLoadDiffusionModel

@@ -24,8 +24,8 @@ MB = 2**20
 SCRIPT = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]) / "tests"))
-import conftest
+sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "support"))
+import with_comfyui
 import tiny, torch
 import comfy.model_management
 import comfy.sd

@@ -17,12 +17,12 @@ TESTS = Path(__file__).resolve().parents[1]
 # as the test says.
 SCRIPT = """
 import json, sys
-tests, comfyui, file, option = sys.argv[1:]
+support, comfyui, file, option = sys.argv[1:]
 sys.argv = ["main.py", option]
-sys.path[:0] = [comfyui, tests]
+sys.path[:0] = [comfyui, support]
 import comfy.options
 comfy.options.enable_args_parsing()
-import conftest
+import with_comfyui
 import comfy.model_management as mm
 from comfy.cli_args import args
 
@@ -83,8 +83,8 @@ print(json.dumps({
 
 
 def run(file: Path, option: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", SCRIPT, str(TESTS), str(find_comfyui()), str(file), option]
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "comfy")])
+    command = [sys.executable, "-c", SCRIPT, str(TESTS / "support"), str(find_comfyui()), str(file), option]
+    paths = os.pathsep.join([str(TESTS / "support"), str(TESTS / "comfy")])
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

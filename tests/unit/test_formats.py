@@ -235,7 +235,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 sys.path.insert(0, sys.argv[2])
-import conftest
+import with_comfyui
 from tessera.train.formats import LoraModel, LowRank, save_lora
 lora = LoraModel.from_modules({"img_in": LowRank(torch.ones(64, 4096), torch.ones(4096, 64), 64.0)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -250,8 +250,8 @@ except OSError as error:
 def test_a_full_disk_leaves_the_old_file_and_says_so_in_one_sentence(tmp_path: Path):
     path = tmp_path / "mine.safetensors"
     path.write_bytes(b"the old file")
-    tests = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-c", FULL_DISK, str(path), tests]
+    support = str(Path(__file__).resolve().parents[1] / "support")
+    command = [sys.executable, "-c", FULL_DISK, str(path), support]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     message, code = json.loads(done.stdout.strip().splitlines()[-1])
