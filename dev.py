@@ -2,8 +2,15 @@
 
   python dev.py setup             make the environment and fetch ComfyUI, once
   python dev.py demo              train a LoRA on a tiny FLUX in a real ComfyUI
-  python dev.py test [PYTEST …]   linters, types and tests; with arguments only pytest, with these
+  python dev.py check             linters and types, in seconds
+  python dev.py test --fast       in two minutes: what needs no torch, and one step, resume, swap, compile and save
+                                  of each family; no linters and no types
+  python dev.py test              linters, types and all tests
+  python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
+  python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
+
+With --slowest each of the tests' commands ends by printing where the time went.
 
 COMFYUI_PATH names a ComfyUI to run with, TESSERA_PYTHON an interpreter that has everything installed already,
 TESSERA_CACHE the folder for the environment and ComfyUI, CHROMIUM the browser for the browser tests.
@@ -23,6 +30,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent
 
@@ -44,6 +52,10 @@ CORE_TESTS = """
     adapter_files captions captions_families flux2_forward flux_inputs flux_reference_pictures lora_files lora_reader
     model_kept preview qwen_forward qwen_lora_files residency swap_patcher wan_forward wan_lora_files
 """.split()
+PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
+FAST_TESTS = ("tests/comfy",)  # where tests are marked `fast`
+MODES = ("--fast", "--core", "--slowest")
+IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
 PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
 STAMP = ".tessera-complete"
@@ -324,37 +336,126 @@ def check_types(python: str) -> int:
     return call([python, "-m", "mypy", *options, *packages], MYPYPATH=str(folder))
 
 
+def failed_checks(python: str) -> list[str]:
+    """Run linters and types; return the names of those that found something."""
+    checks = {
+        "ruff check": call([python, "-m", "ruff", "check", "."]),
+        "ruff format": call([python, "-m", "ruff", "format", "--check", "."]),
+        "mypy": check_types(python),
+    }
+    return [name for name, status in checks.items() if status]
+
+
+def told(failed: list[str]) -> int:
+    print(f"Failed: {', '.join(failed)}." if failed else "All checks passed.", flush=True)
+    return 1 if failed else 0
+
+
+def check(arguments: list[str]) -> int:
+    return told(failed_checks(python_of_environment(fetch_comfyui())))
+
+
+class Pytest:
+    """Runs pytest, part by part, in the environment of the tests. `failed` are the names of the parts that failed."""
+
+    def __init__(self, python: str, comfyui: Path, options: Sequence[str], times: Path | None):
+        """times: a folder for a report of each part, from which `slowest` reads."""
+        self.command = [python, "-m", "pytest", *options]
+        self.variables = {"OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(comfyui)}
+        self.times, self.parts = times, 0
+        self.failed: list[str] = []
+
+    def run(self, name: str, *options: str, **variables: str) -> int:
+        self.parts += 1
+        report = [f"--junitxml={self.times / str(self.parts)}.xml"] if self.times else []
+        status = call([*self.command, *report, *options], **self.variables | variables)
+        if status:
+            self.failed.append(name)
+        return status
+
+
+def slowest(times: Path, count: int = 25) -> str:
+    """Where the time went, by pytest's reports in a folder: seconds of each folder, and of the slowest files and tests.
+
+    A test's seconds include its fixtures; a shared one counts for the test that came first.
+    """
+    tests: list[tuple[float, str, str]] = []  # seconds, module, name
+    for report in sorted(times.glob("*.xml")):
+        for case in ElementTree.parse(report).iter("testcase"):
+            tests.append((float(case.get("time", 0)), case.get("classname", ""), case.get("name", "")))
+    folders: dict[str, float] = {}
+    files: dict[str, float] = {}
+    for seconds, module, _ in tests:
+        folder = module.rpartition(".")[0]
+        folders[folder] = folders.get(folder, 0.0) + seconds
+        files[module] = files.get(module, 0.0) + seconds
+    lines = [f"Where the time goes: {sum(folders.values()):.0f} s in {len(tests)} tests"]
+    for title, table in (("folder", folders), ("file", files)):
+        rows = sorted(table.items(), key=lambda row: -row[1])[:count]
+        lines += [f"\nSeconds by {title}", *(f"{seconds:9.1f}  {name}" for name, seconds in rows)]
+    rows = sorted(tests, reverse=True)[:count]
+    lines += ["\nSlowest tests", *(f"{seconds:9.1f}  {module} {name}" for seconds, module, name in rows)]
+    return "\n".join(lines)
+
+
 def test(arguments: list[str]) -> int:
+    """Run all checks, or the part that one of MODES names; with arguments for pytest alone only pytest."""
+    chosen = {mode for mode in MODES if mode in arguments}
+    arguments = [argument for argument in arguments if argument not in MODES]
+    if {"--fast", "--core"} <= chosen:
+        raise SystemExit("--fast and --core are two parts of the tests; give one of them.")
     python, comfyui = setup()
-    variables = {"OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(comfyui)}
-    pytest = [python, "-m", "pytest"]
-    if arguments:
-        if chromium := find_chromium(python):
-            variables["CHROMIUM"] = chromium
-        return call([*pytest, *(() if "-m" in arguments else ("-m", "not slow")), *arguments], **variables)
-    failed = []
-    if call([python, "-m", "ruff", "check", "."]):
-        failed.append("ruff check")
-    if call([python, "-m", "ruff", "format", "--check", "."]):
-        failed.append("ruff format")
-    if check_types(python):
-        failed.append("mypy")
-    options = ["-m", "not slow", "-n", "2", "--dist", "loadfile", "-q", "--durations=15"]
+    with tempfile.TemporaryDirectory() as scratch:
+        pytest = Pytest(python, comfyui, arguments, Path(scratch) if "--slowest" in chosen else None)
+        if "--fast" in chosen:
+            status = fast(pytest)
+        elif "--core" in chosen:
+            print(f"The core part with {comfyui} …", flush=True)
+            status = pytest.run("pytest", *IN_PARALLEL, *core_files())
+        elif arguments:
+            status = only_pytest(pytest, python, arguments)
+        else:
+            status = everything(pytest, python, comfyui)
+        if pytest.times:
+            print(slowest(pytest.times), flush=True)
+    return status
+
+
+def only_pytest(pytest: Pytest, python: str, arguments: list[str]) -> int:
+    if chromium := find_chromium(python):
+        pytest.variables["CHROMIUM"] = chromium
+    return pytest.run("pytest", *(() if "-m" in arguments else ("-m", "not slow")))
+
+
+def fast(pytest: Pytest) -> int:
+    """Run every pure test, and of each family what is marked `fast`."""
+    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
+    pytest.run("pytest", *IN_PARALLEL, "-m", "fast", *FAST_TESTS)
+    print("Left out: linters and types (`python dev.py check`) and all other tests (`python dev.py test`).")
+    return told(pytest.failed)
+
+
+def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
+    """Run linters, types and all tests, and those that depend on ComfyUI with the oldest one as well."""
+    failed = failed_checks(python)
+    options = ["-m", "not slow", *IN_PARALLEL, "--durations=15"]
+    pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     try:
-        variables["CHROMIUM"] = provide_chromium(python)
+        pytest.variables["CHROMIUM"] = provide_chromium(python)
     except SystemExit as missing:
         print(missing, flush=True)
         failed.append("browser tests (no Chromium)")
         options += ["--ignore", "tests/browser"]
-    if call([*pytest, *options], **variables):
-        failed.append("pytest")
+    pytest.run("pytest", *options, "--ignore", PURE_TESTS)
     if comfyui == unpacked_comfyui():  # not one that was chosen
         print(f"The core part with ComfyUI {OLDEST.version} …", flush=True)
-        files = [f"tests/comfy/test_{name}.py" for name in CORE_TESTS]
-        if call([*pytest, *options, *files], **variables | {"COMFYUI_PATH": str(fetch_release(OLDEST))}):
-            failed.append(f"pytest with ComfyUI {OLDEST.version}")
-    print(f"Failed: {', '.join(failed)}." if failed else "All checks passed.")
-    return 1 if failed else 0
+        oldest = str(fetch_release(OLDEST))
+        pytest.run(f"pytest with ComfyUI {OLDEST.version}", *options, *core_files(), COMFYUI_PATH=oldest)
+    return told(failed + pytest.failed)
+
+
+def core_files() -> list[str]:
+    return [f"tests/comfy/test_{name}.py" for name in CORE_TESTS]
 
 
 def serve(arguments: list[str]) -> int:
@@ -378,7 +479,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"setup": prepare, "demo": demo, "test": test, "serve": serve}
+    commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2

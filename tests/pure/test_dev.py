@@ -127,12 +127,15 @@ def test_an_environment_that_is_whole_is_used_without_installing_anything(tmp_pa
     assert len(commands) == 3
 
 
+PURE, FAST = "tests/pure", "fast"
+
+
 def recorded(monkeypatch, failing=()):
     """Lets `dev.test` run nothing, and gives the list of what it would have run."""
     commands: list[list[str]] = []
 
     def call(command, **variables):
-        commands.append(command)
+        commands.append([*command, *(f"{name}={value}" for name, value in variables.items())])
         return int(any(word in command for word in failing))
 
     monkeypatch.setattr(dev, "setup", lambda: ("python", Path("comfyui")))
@@ -148,10 +151,15 @@ def test_without_a_chromium_everything_else_is_checked_and_the_browser_tests_fai
     commands = recorded(monkeypatch)
     monkeypatch.setattr(dev, "provide_chromium", none)
     assert dev.test([]) == 1
-    *checks, tests = commands
+    *checks, pure, tests = commands
     assert [set(c) & {"format", "mypy"} or {"check"} for c in checks] == [{"check"}, {"format"}, {"mypy"}]
-    assert tests[tests.index("--ignore") + 1] == "tests/browser"
+    assert PURE in pure and "--ignore" not in pure
+    assert ignored(tests) == ["tests/browser", PURE]
     assert "no Chromium here" in capsys.readouterr().out.splitlines()
+
+
+def ignored(command):
+    return [word for before, word in zip(command, command[1:], strict=False) if before == "--ignore"]
 
 
 def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_is_named(monkeypatch, capsys):
@@ -159,22 +167,99 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     before: list[int] = []
     monkeypatch.setattr(dev, "provide_chromium", lambda python: before.append(len(commands)))
     assert dev.test([]) == 1
-    assert before == [3] and len(commands) == 4 and "--ignore" not in commands[-1]
-    assert capsys.readouterr().out.splitlines()[-1] == "Failed: ruff format, pytest."
+    assert before == [4] and len(commands) == 5 and ignored(commands[-1]) == [PURE]
+    assert capsys.readouterr().out.splitlines()[-1] == "Failed: ruff format, pytest without torch, pytest."
     recorded(monkeypatch)
     assert dev.test([]) == 0
 
 
 def test_the_core_part_runs_with_the_oldest_comfyui_too_unless_one_was_chosen(monkeypatch, capsys):
-    commands = recorded(monkeypatch, failing=("tests/comfy/test_wan_forward.py",))
+    commands = recorded(monkeypatch, failing=("tests/comfy/test_residency.py",))
     monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
     monkeypatch.setattr(dev, "fetch_release", lambda release: Path(release.version))
-    assert dev.test([]) == 0 and len(commands) == 4
+    assert dev.test([]) == 0 and len(commands) == 5
     monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
     assert dev.test([]) == 1
     files = [word for word in commands[-1] if word.startswith("tests/")]
     assert len(files) == len(dev.CORE_TESTS) and all((dev.ROOT / file).is_file() for file in files)
+    assert f"COMFYUI_PATH={dev.OLDEST.version}" in commands[-1]
     assert capsys.readouterr().out.splitlines()[-1] == f"Failed: pytest with ComfyUI {dev.OLDEST.version}."
+
+
+def test_the_core_tests_run_alone_with_the_comfyui_that_is_there(monkeypatch):
+    commands = recorded(monkeypatch)
+    assert dev.test(["--core", "-x"]) == 0
+    (command,) = commands
+    assert [word for word in command if word.startswith("tests/")] == dev.core_files()
+    assert "-x" in command and "COMFYUI_PATH=comfyui" in command
+
+
+def test_the_fast_tier_is_the_pure_tests_and_the_marked_ones_and_tells_what_it_leaves_out(monkeypatch, capsys):
+    commands = recorded(monkeypatch, failing=(FAST,))
+    assert dev.test(["--fast"]) == 1
+    pure, marked = commands
+    assert PURE in pure and "-m" not in pure[3:]
+    assert marked[marked.index("-m", 3) + 1] == FAST and set(dev.FAST_TESTS) <= set(marked)
+    *_, left_out, last = capsys.readouterr().out.splitlines()
+    assert left_out.startswith("Left out: linters and types") and last == "Failed: pytest."
+    with pytest.raises(SystemExit, match="give one of them"):
+        dev.test(["--fast", "--core"])
+
+
+def test_with_arguments_pytest_runs_alone_and_with_no_other_options(monkeypatch):
+    commands = recorded(monkeypatch)
+    monkeypatch.setattr(dev, "find_chromium", lambda python: "chromium")
+    assert dev.test(["tests/unit", "-k", "a b", "-m", "fast"]) == 0
+    words = [word for word in commands[0] if "=" not in word]
+    assert words == ["python", "-m", "pytest", "tests/unit", "-k", "a b", "-m", "fast"]
+    assert "CHROMIUM=chromium" in commands[0]
+
+
+def test_the_check_is_linters_and_types_and_fails_by_name(monkeypatch, capsys):
+    commands = recorded(monkeypatch, failing=("mypy",))
+    monkeypatch.setattr(dev, "fetch_comfyui", lambda: Path("comfyui"))
+    monkeypatch.setattr(dev, "python_of_environment", lambda comfyui: "python")
+    assert dev.check([]) == 1
+    assert len(commands) == 3 and not any("pytest" in command for command in commands)
+    assert capsys.readouterr().out.splitlines()[-1] == "Failed: mypy."
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.unit.test_a" name="test_one[x]" time="1.5"/>
+<testcase classname="tests.unit.test_a" name="test_two" time="2.0"><skipped/></testcase>
+<testcase classname="tests.comfy.test_b" name="test_three" time="{}"/>
+</testsuite></testsuites>"""
+
+
+def test_the_seconds_of_every_part_are_added_by_folder_and_file_the_slowest_first(monkeypatch, capsys):
+    reports: list[str] = []
+
+    def call(command, **variables):
+        (report,) = (word.partition("=")[2] for word in command if word.startswith("--junitxml="))
+        Path(report).write_text(REPORT.format(4.0 + len(reports)))
+        reports.append(report)
+        return 0
+
+    recorded(monkeypatch)
+    monkeypatch.setattr(dev, "call", call)
+    assert dev.test(["--fast", "--slowest"]) == 0
+    assert len(set(reports)) == 2
+    table = capsys.readouterr().out.partition("Where the time goes: ")[2].splitlines()
+    assert table[0] == "16 s in 6 tests"
+    assert [line.split() for line in table[2:9]] == [
+        ["Seconds", "by", "folder"],
+        ["9.0", "tests.comfy"],
+        ["7.0", "tests.unit"],
+        [],
+        ["Seconds", "by", "file"],
+        ["9.0", "tests.comfy.test_b"],
+        ["7.0", "tests.unit.test_a"],
+    ]
+    assert [line.split() for line in table[10:13]] == [
+        ["Slowest", "tests"],
+        ["5.0", "tests.comfy.test_b", "test_three"],
+        ["4.0", "tests.comfy.test_b", "test_three"],
+    ]
 
 
 def test_a_link_to_another_checkout_or_to_nowhere_is_replaced(tmp_path):
