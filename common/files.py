@@ -1,4 +1,4 @@
-"""Files that are either the old one or the whole new one, whatever happens while they are written."""
+"""Files: atomic writes, and tensors read out of safetensors files as copies that autograd accepts."""
 
 import contextlib
 import errno
@@ -7,8 +7,12 @@ import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space and try again",
@@ -22,22 +26,22 @@ _REASONS = {
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` on a new file beside `path`, brings it to the disk and renames it to `path`.
+    """Call `write` on a new file next to `path`, flush it to the disk and rename it to `path`.
 
-    A file that is already at `path` stays as it was until the new one is whole. Raises OSError with one sentence
-    that names the file, the cause and the fix; the unfinished file is removed.
+    An existing file at `path` stays unchanged until the new one is complete. The unfinished file is removed on failure.
+    Raises OSError with one sentence that names the file, the cause and the fix.
     """
-    beside = path.with_name(f".{uuid.uuid4().hex}.part")
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        ordinary = beside.stat().st_mode
-        write(beside)
+        unfinished.touch()
+        ordinary = unfinished.stat().st_mode
+        write(unfinished)
         # safetensors makes files that only their owner may read; other users of the output folder need them too.
-        beside.chmod(ordinary)
-        with open(beside, "rb+") as file:
+        unfinished.chmod(ordinary)
+        with open(unfinished, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(unfinished, path)
         _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         code = _error_number(error)
@@ -45,7 +49,20 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         raise OSError(code, f"{path.name} could not be saved: {reason} (nothing was overwritten).") from error
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            unfinished.unlink()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    """Read a safetensors file: its tensors on the host, in the dtype in which they were saved, and its metadata.
+
+    Raises OSError or SafetensorError where there is no complete file.
+    """
+    import torch  # here, as writing files needs no torch
+
+    # ComfyUI runs nodes in inference mode, whose tensors autograd refuses. The tensors are cloned because those of
+    # safetensors lie in the mapped file, which Windows can neither replace nor delete while it is mapped.
+    with torch.inference_mode(False), safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})
 
 
 def _error_number(error: Exception) -> int:
@@ -57,7 +74,7 @@ def _error_number(error: Exception) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself survive a power cut, where the system can open a folder (Windows can't)."""
+    """Make the rename itself survive a power cut, where the system can open a folder (Windows can't)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

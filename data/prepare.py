@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ..common.fingerprint import changed_fields, fingerprint
+from ..common.progress import Interrupted, Progress
 from ..models.latents import WAN21, WAN22, latent_policy
 from ..models.text import PLUS, TextPolicy, check_pair, text_policy
 from .buckets.grids import Placement
 from .buckets.planner import BucketPlan, plan_buckets
 from .buckets.plot import describe_plan
-from .cache import Cache
+from .cache import Cache, check_space, encode, lacking
 from .captions.notes import encoded_note
 from .checks import check_items, check_options, plan_notes, regularisation_notes, start_notes
 from .encode.augmentation import view_notes
@@ -26,7 +27,6 @@ from .encode.vae import PictureEncoder
 from .folders.dataset import Dataset
 from .folders.items import Item, find_items
 from .folders.options import AS_IT_IS
-from .jobs import Interrupted, Progress, check_space, encode, lacking
 from .media.integrity import check_decodes
 from .media.masks import TOKENS, mask_notes, token_weights
 from .samples import (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..common.checks import finite, one_of
+from ..common.text import finite, one_of
 from ..models.adapters.base import DROPOUTS, INITS
 from ..models.adapters.registry import ADAPTERS
 from .ranks import parse_rank_patterns

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..common.files import read_tensors
 from ..common.fingerprint import fingerprint
-from ..common.tensor_file import read_tensors
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..common.checks import finite, one_of, within
+from ..common.text import finite, one_of, within
 from ..memory.host.pinning import PIN_MEMORY
 
 CHECKPOINTING = ("none", "selective", "full", "auto")

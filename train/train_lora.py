@@ -9,7 +9,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
-from ..common.tensor_file import read_tensors
+from ..common.files import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..common.checks import finite, within
+from ..common.text import finite, within
 from ..data.samples import TrainingData
 
 MOST_HELD_OUT = 0.9

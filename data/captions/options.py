@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.checks import finite
-from ...common.text import joined
+from ...common.text import finite, joined
 from .tags import TagRules
 
 MOST_FORMS = 1000

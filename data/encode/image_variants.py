@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...common.progress import Interrupted, Progress
 from ..buckets.grids import Placement
-from ..cache import Cache
+from ..cache import Cache, Job, encode, lacking
 from ..folders.items import Item
-from ..jobs import Interrupted, Job, Progress, encode, lacking
 from ..media.frames import Cut, StillPixels
 from ..media.masks import FAINT, TOKENS, check_masks, token_weights
 from .augmentation import View, views_of

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ...common.fingerprint import fingerprint, weights_fingerprint
+from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
 from ...models.text import PLUS, CaptionTokens, QwenImageText, TextPolicy
+from ..cache import Job
 from ..captions.variants import CaptionForms
 from ..folders.items import Item
-from ..jobs import Interrupted, Job, Progress
 from ..media.frames import Cut
 from .vae import BYTES, VERSION
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...models.latents import LatentPolicy
 from ..buckets.grids import Placement, crop_box
-from ..jobs import Job
+from ..cache import Job
 from ..media.frames import Cut, Pixels
 from .augmentation import PLAIN_VIEW, View
 from .clip_vision import SEEN, WIDTH, seen_by

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
 from ..captions.variants import CaptionForms
-from ..jobs import Interrupted, Progress
 from ..media.clip_windows import Extraction, whole_frames
 from ..media.frames import ClipPixels, Pixels, StillPixels
 from ..media.images import inspect_picture

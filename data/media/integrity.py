@@ -7,8 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
-from ..jobs import Interrupted, Progress
 from .frames import StillPixels
 from .images import load_picture
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.fingerprint import fingerprint
 from ...common.text import shortlist
 from ..buckets.grids import Placement
-from ..jobs import Job
+from ..cache import Job
 from .frames import Cut
 from .images import inspect_picture, load_mask
 

@@ -4,11 +4,11 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 
+from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import draw_plan
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
-from ...data.jobs import Progress
 from ...data.prepare import prepare, summary
 from ...models.text import EDIT_PROMPTS, PLUS
 from ..common.folder_access import cache_folder

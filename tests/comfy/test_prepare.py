@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tessera.common.fingerprint import weights_fingerprint
-from tessera.data import jobs
+from tessera.data import cache
 from tessera.data.buckets.grids import crop_box
 from tessera.data.folders.dataset import Dataset, scan_folder
 from tessera.data.media import integrity
@@ -203,7 +203,7 @@ def test_cancel_ends_between_two_pictures_and_keeps_what_is_encoded(
     with pytest.raises(Cancelled):
         run(folder, tiny_vae, tiny_clip, tmp_path, interrupted=interrupted)
     vae_calls.since_last()
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=count(0, 3).__next__))
+    monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=count(0, 3).__next__))
     run(folder, tiny_vae, tiny_clip, tmp_path, progress=lambda *args: told.append(args))
     assert (vae_calls.since_last(), clip_calls.since_last()) == (2, 3)
     assert (1, 2, "Encoding pictures: 1 of 2, about 3 s left") in told

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...common.tensor_file import read_tensors
+from ...common.files import read_tensors
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
 from ..settings import step_loras

@@ -13,8 +13,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from ...common.files import write_atomically
-from ...common.tensor_file import read_tensors
+from ...common.files import read_tensors, write_atomically
 from ..optim.state_dict import pack_state, unpack_state
 
 STATE_SUFFIX = ".tessera"

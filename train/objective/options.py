@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ...common.checks import finite, one_of, within
+from ...common.text import finite, one_of, within
 from .sigma_curve import parse_curve
 
 SIGMA_RANGE = ("cut", "squeeze")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.checks import finite, one_of, within
+from ...common.text import finite, one_of, within
 from .lr_curve import parse_curve
 from .registry import package_of, parse_args
 
