@@ -1,13 +1,18 @@
-"""Which samples meet in which batch, for as long as anyone asks."""
+"""Load training samples: the order of batches, the variant of a sample that a step shows, and reading ahead."""
 
+from bisect import bisect
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, count, islice
 
 import torch
 
 from ..common.rng import generator
-from .samples import GraphKey, Sample
+from .samples import PLAIN, Choice, GraphKey, Sample, SampleTensors
+
+Shown = tuple[int, Choice]
+"""A sample by its index, and the form of it that is shown."""
 
 
 def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[tuple[int, ...]]:
@@ -51,3 +56,56 @@ def _pool(samples: Sequence[Sample], regularisation: bool) -> list[int]:
     """The indices of either kind, each as often as its repeats."""
     of_kind = [(index, one.repeats) for index, one in enumerate(samples) if one.regularisation == regularisation]
     return [index for index, repeats in of_kind for _ in range(repeats)]
+
+
+def choose(sample: Sample, seed: int, draw: tuple[int, int], place: int) -> Choice:
+    """Draws the picture, each form as likely as the others, and the caption, each form as likely as the sample says.
+    draw: (step, micro-batch); place: in the batch. The same arguments give the same choice, after a resume too."""
+    if sample.pictures == sample.captions == 1 and not sample.caption_dropout:
+        return PLAIN
+    return Choice(_one_of(sample.pictures, seed, "picture", *draw, place), _caption(sample, seed, *draw, place))
+
+
+def _caption(sample: Sample, seed: int, *keys: int) -> int | None:
+    if sample.caption_dropout and _number(seed, "caption dropout", *keys) < sample.caption_dropout:
+        return None
+    if not sample.caption_weights:
+        return _one_of(sample.captions, seed, "caption", *keys)
+    # The last sum may be a little below 1.
+    bounds = list(accumulate(sample.caption_weights))[:-1]
+    return bisect(bounds, _number(seed, "caption", *keys))
+
+
+def _one_of(count: int, seed: int, *keys: int | str) -> int:
+    return 0 if count == 1 else int(torch.randint(count, (), generator=generator(seed, *keys)))
+
+
+def _number(seed: int, *keys: int | str) -> float:
+    """Between 0 and 1, 1 left out."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator(seed, *keys)))
+
+
+class SampleReader:
+    """A thread that reads ahead. The GPU would otherwise wait for the disk between two steps."""
+
+    def __init__(self, samples: Sequence[Sample]):
+        self._samples = samples
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tessera-reader")
+        self._ahead: dict[Shown, Future[SampleTensors]] = {}
+
+    def want(self, wanted: Iterable[Shown]) -> None:
+        """Starts reading these, keeps those among them that are read already, and drops all others."""
+        ahead: dict[Shown, Future[SampleTensors]] = {}
+        for shown in dict.fromkeys(wanted):
+            index, choice = shown
+            ahead[shown] = self._ahead.get(shown) or self._pool.submit(self._samples[index].load, choice)
+        self._ahead = ahead
+
+    def read(self, shown: Shown) -> SampleTensors:
+        """The sample's tensors; waits for the thread where it is at it, and raises what reading raised."""
+        future = self._ahead.get(shown)
+        return self._samples[shown[0]].load(shown[1]) if future is None else future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._ahead.clear()

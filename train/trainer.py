@@ -19,9 +19,7 @@ from torch import Tensor
 
 from ..compile.region import cannot_compile
 from ..compile.settings import CompileSettings
-from ..data.choices import choose
-from ..data.loader import batch_order
-from ..data.reader import SampleReader, Shown
+from ..data.loader import SampleReader, Shown, batch_order, choose
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import StartLora

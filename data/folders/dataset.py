@@ -14,8 +14,7 @@ from ..media.clip_windows import Extraction
 from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
 from .class_words import check_class_captions, read_class_word
 from .files import VIDEO_EXTENSIONS, files_in, listed, name_below, picture_files, state_of
-from .folder_notes import extraction_notes, folder_notes
-from .options import AS_IT_IS, Treatment
+from .options import AS_IT_IS, Treatment, extraction_notes, folder_notes
 from .pairing import apart, match_controls, match_masks
 
 UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from tessera.data.buckets.grids import Grid, crop_box
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.choices import choose
 from tessera.data.folders.dataset import scan_films, scan_folder
 from tessera.data.folders.options import Treatment
+from tessera.data.loader import choose
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.images import load_mask, load_picture
 from tessera.data.media.videos import inspect_video, load_clip

@@ -8,8 +8,7 @@ import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...data.data_facts import data_facts
-from ...data.samples import TrainingData, shown_per_epoch
+from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.lora_model import LoraModel
 from ...models.family import Family
 from ..saver import Describe

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from scipy.stats import binomtest, chisquare
-from tessera.data.choices import choose
+from tessera.data.loader import choose
 from tessera.data.samples import PLAIN, Choice, Sample
 
 DRAWS = 4000

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import torch
-from tessera.data.reader import SampleReader
+from tessera.data.loader import SampleReader
 from tessera.data.samples import PLAIN, Choice, Sample, SampleTensors
 
 
