@@ -1,11 +1,16 @@
 """What a sheet shows of clips: their middle frame, some of their frames under each other, or all of them in turn."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from PIL import Image
-from torch import Tensor
 
 from .contact_sheet import MOST_PIXELS, Cell, middle, spread, stacked, to_picture
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PICTURE, _MOVING = 1024, 512  # pixels a side of a picture, and of one on a sheet that moves
 _MOST_MOVING = 2048  # of such a sheet, as all its frames are in memory at once

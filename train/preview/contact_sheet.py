@@ -1,11 +1,15 @@
 """Pictures in rows and columns with their names, drawn with Pillow."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_PIXELS = 8192  # a side of a sheet
 _PAPER, _INK, _SOFT, _GAP = (253, 253, 252), (32, 33, 36), (224, 227, 231), (244, 245, 246)

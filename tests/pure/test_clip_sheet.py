@@ -2,14 +2,27 @@
 
 import numpy as np
 import pytest
-import torch
 from tessera.train.preview.clip_sheet import shown
 from tessera.train.preview.contact_sheet import draw_sheet
 
 
+class Pixels(np.ndarray):
+    """What a sheet asks of a tensor: its frames, and them as an array."""
+
+    def float(self):
+        return self.astype(np.float32)
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return np.asarray(self)
+
+
 def clip(frames, height=8, width=12):
     """Frame n is grey of n / 100."""
-    return (torch.arange(frames).float() / 100).reshape(-1, 1, 1, 1).expand(-1, height, width, 3)
+    greys = np.arange(frames, dtype=np.float32) / np.float32(100)
+    return np.broadcast_to(greys.reshape(-1, 1, 1, 1), (frames, height, width, 3)).view(Pixels)
 
 
 def greys(picture, x=2):
