@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-DatasetType = io.Custom("TESSERA_DATASET")
+from ..common.types import DatasetType
 
 
 def caption_extension(file: str) -> io.Input:

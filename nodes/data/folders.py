@@ -12,9 +12,9 @@ from ...data.folders.dataset import CLIPS, Dataset, folder_fingerprint, scan_fil
 from ...data.folders.options import Treatment
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
 from ..common.folder_access import list_film_folders, list_picture_folders, resolve_folder
+from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
-from .folder_inputs import DatasetType
 from .image_inputs import NONE
 
 

@@ -14,10 +14,8 @@ from ...models.text import EDIT_PROMPTS, PLUS
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
 from ..common.progress import show_text
-from .folder_inputs import DatasetType
+from ..common.types import DatasetType, TrainingDataType
 from .folders import TesseraImageFolder, TesseraVideoFolder
-
-TrainingDataType = io.Custom("TESSERA_TRAINING_DATA")
 
 
 class TesseraPrepareDataset(io.ComfyNode):

@@ -6,8 +6,8 @@ import torch
 from comfy_api.latest import io
 
 from ...train.checkpoint.post_hoc_ema import PROFILES, WIDEST, Profile, average, list_runs, snapshots
+from ..common.types import LoraModelType
 from ..train.run import runs_folder
-from .save import LoraModelType
 
 
 class TesseraAverageStates(io.ComfyNode):

@@ -14,11 +14,11 @@ from ...train.preview.compare import Column, compare, two_experts
 from ...train.preview.previewer import Preview
 from ...train.preview.sampling import Conditioning, Sampling, Stages
 from ..common.images import image_tensor
-from ..options.preview import PreviewType, sampler_inputs
+from ..common.types import LoraModelType, PreviewType
+from ..options.preview import sampler_inputs
 from .compare_columns import of_files, of_graph, of_pairs, pairs_of_graph, read_pair_strengths, read_strengths
 from .expert_pairs import Pair, pairs
 from .lora_list import NONE, named, path_of, runs
-from .save import LoraModelType
 
 LoraModels = Mapping[str, Mapping[str, Tensor] | None]
 # What the grid shows of clips, see `clip_sheet.shown`.

@@ -15,9 +15,7 @@ from ...lora.files.formats import DTYPES, FORMATS, save_lora
 from ...train.preview.loss_plot import plot_loss
 from ..common.dates import with_dates
 from ..common.images import image_tensor
-
-LoraModelType = io.Custom("LORA_MODEL")
-LossMapType = io.Custom("LOSS_MAP")
+from ..common.types import LoraModelType, LossMapType
 
 
 class TesseraSaveLora(io.ComfyNode):

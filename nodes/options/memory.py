@@ -3,9 +3,8 @@
 from comfy_api.latest import io
 
 from ...train.memory_options import ATTENTION, CHECKPOINTING, MemoryOptions
+from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
-
-MemoryType = io.Custom("TESSERA_MEMORY")
 
 
 class TesseraMemory(io.ComfyNode):

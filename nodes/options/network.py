@@ -12,10 +12,9 @@ from ...lora.patterns import parse_targets
 from ...lora.plan import describe_network
 from ...models.adapters.base import INITS
 from ...models.registry import family_of
-from ..loras.save import LoraModelType
+from ..common.types import LoraModelType, NetworkType
 from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source
 
-NetworkType = io.Custom("TESSERA_NETWORK")
 NO_MODEL = "Connect a model to LoRA Network to see which of its layers are trained."
 
 

@@ -7,9 +7,8 @@ from comfy_api.latest import io
 from ...train.objective.options import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
 from ...train.objective.plot import draw_distribution
 from ..common.images import image_tensor
+from ..common.types import ObjectiveType
 from .objective_inputs import loss_terms, noise_levels
-
-ObjectiveType = io.Custom("TESSERA_OBJECTIVE")
 
 
 class TesseraObjective(io.ComfyNode):

@@ -4,8 +4,7 @@ from comfy_api.latest import io
 
 from ...train.optim.optimizers import check_choice
 from ...train.optim.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
-
-OptimizerType = io.Custom("TESSERA_OPTIMIZER")
+from ..common.types import OptimizerType
 
 
 class TesseraOptimizer(io.ComfyNode):

@@ -8,8 +8,7 @@ from comfy_api.latest import io
 
 from ...train.preview.previewer import Preview
 from ...train.preview.sampling import MOST_SEED, Conditioning, Sampling
-
-PreviewType = io.Custom("TESSERA_PREVIEW")
+from ..common.types import PreviewType
 
 
 def sampler_inputs() -> list[io.Input]:

@@ -4,9 +4,7 @@ from comfy_api.latest import io
 
 from ...data.samples import TrainingData
 from ...train.validation_options import MOST_HELD_OUT, ValidationOptions
-from ..data.prepare import TrainingDataType
-
-ValidationType = io.Custom("TESSERA_VALIDATION")
+from ..common.types import TrainingDataType, ValidationType
 
 
 class TesseraValidation(io.ComfyNode):

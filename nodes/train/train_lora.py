@@ -23,14 +23,17 @@ from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult
 from ...train.validation_options import ValidationOptions
 from ..common.progress import ServerObserver
-from ..data.prepare import TrainingDataType
-from ..loras.save import LoraModelType, LossMapType
-from ..options.memory import MemoryType
-from ..options.network import NetworkType
-from ..options.objective import ObjectiveType
-from ..options.optimizer import OptimizerType
-from ..options.preview import PreviewType
-from ..options.validation import ValidationType
+from ..common.types import (
+    LoraModelType,
+    LossMapType,
+    MemoryType,
+    NetworkType,
+    ObjectiveType,
+    OptimizerType,
+    PreviewType,
+    TrainingDataType,
+    ValidationType,
+)
 from .inherited_settings import overridden, shared
 from .run import outputs, run, runs_folder, settings_of_run, sheet_of, ui_of
 from .saved_workflow import workflow_files
