@@ -1,4 +1,4 @@
-"""Dates in the name of a file, as the browser fills them in for core's Save Image; here the server does."""
+"""Dates in file names, in the pattern that the browser fills in for core's Save Image."""
 
 import re
 from datetime import datetime
@@ -7,9 +7,11 @@ _DATE = re.compile(r"%date:([^%]*)%")
 _PART = re.compile(r"yyyy|yy|MM?|dd?|hh?|mm?|ss?")
 
 
-def with_dates(text: str, now: datetime) -> str:
-    """The text with `%date:<form>%` filled in. The form is made of yyyy or yy, MM (month), dd, hh (of 24), mm and ss;
-    one letter alone is the number without a leading zero."""
+def fill_in_dates(text: str, now: datetime) -> str:
+    """Fill in `%date:<form>%`.
+
+    The form is made of yyyy or yy, MM (month), dd, hh (of 24), mm and ss. A single letter drops the leading zero.
+    """
 
     def number(found: re.Match[str]) -> str:
         part = found[0]

@@ -1,4 +1,4 @@
-"""Which folders of this machine a workflow may read: those of ComfyUI, and what the user's own settings file adds."""
+"""Allow-list of folders that a workflow may read: ComfyUI's own, and those of the user's settings file."""
 
 import json
 import logging
@@ -22,13 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The user's settings. allowed_folders: absolute folders that workflows may read pictures from, with all below."""
+class FolderSettings:
+    """The user's settings.
+
+    allowed_folders: absolute folders that workflows may read images from, with all below.
+    """
 
     allowed_folders: tuple[Path, ...] = ()
 
 
-def read_settings() -> Settings:
+def read_settings() -> FolderSettings:
     """Read `tessera.json` in ComfyUI's user folder, such as {"allowed_folders": ["/photos/training"]}.
 
     No file means no settings. Raises ValueError if the file is broken.
@@ -37,7 +40,7 @@ def read_settings() -> Settings:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        return Settings()
+        return FolderSettings()
     except (OSError, ValueError) as error:
         raise ValueError(f"{_place()} can't be read as JSON ({error}); mend it or delete it.") from error
     folders = content.get("allowed_folders", []) if isinstance(content, dict) else None
@@ -46,33 +49,33 @@ def read_settings() -> Settings:
             f'{_place()} has no list of absolute folders under "allowed_folders"; write it as '
             f'{{"allowed_folders": ["/photos/training"]}}.'
         )
-    return Settings(tuple(Path(folder) for folder in folders))
+    return FolderSettings(tuple(Path(folder) for folder in folders))
 
 
 def cache_folder() -> Path:
-    """Where encoded pictures and captions are kept."""
+    """Folder of the latent and caption cache."""
     return Path(folder_paths.get_user_directory(), "tessera", "cache")
 
 
-def list_picture_folders() -> list[str]:
-    """Of what `resolve_folder` accepts on this machine the folders that hold pictures, in themselves or below.
+def list_image_folders() -> list[str]:
+    """List the folders that `resolve_folder` accepts and that hold images, in themselves or below.
 
     Folders more than six levels below their root are left out, and what lies behind the first 5000 folders of a root
     (`resolve_folder` takes them nevertheless). The list is made anew at most every ten seconds, and when the settings
     change.
     """
-    return list(_lists().pictures)
+    return list(_lists().images)
 
 
-def list_film_folders() -> list[str]:
-    """As `list_picture_folders`, the folders that hold video files."""
-    return list(_lists().films)
+def list_video_folders() -> list[str]:
+    """List the folders that hold video files, as `list_image_folders` does."""
+    return list(_lists().videos)
 
 
 @dataclass(frozen=True)
 class _Lists:
-    pictures: list[str]
-    films: list[str]
+    images: list[str]
+    videos: list[str]
 
 
 def _lists() -> _Lists:
@@ -106,7 +109,7 @@ def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lis
 
 
 def resolve_folder(choice: str) -> Path:
-    """The folder that a workflow names: `input/…` or `datasets/…`, or an absolute path that the settings allow.
+    """Resolve a folder that a workflow names: `input/…`, `datasets/…`, or an absolute path that the settings allow.
 
     Links are followed before the check. Raises ValueError for any other folder, there or not.
     """
@@ -130,7 +133,7 @@ def resolve_folder(choice: str) -> Path:
 
 
 def _leaves_its_root(below: str) -> bool:
-    """Whether joining makes it a place of its own: a drive (C:x), a root (/x) or a server (//server/share).
+    """Test for a path that would replace the root on joining: a drive (C:x), a root (/x) or a server (//server/share).
 
     On Windows the mere look at a server's folder tells that server who is asking.
     """
@@ -139,7 +142,7 @@ def _leaves_its_root(below: str) -> bool:
 
 
 def _drive(path: str) -> str:
-    """The drive or the server's share on Windows, empty elsewhere."""
+    """Drive letter or UNC share on Windows, empty elsewhere."""
     return os.path.normcase(os.path.splitdrive(path)[0])
 
 
@@ -152,9 +155,11 @@ def _own_roots() -> dict[str, list[Path]]:
 
 
 def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
-    """Relative paths of the folders that hold a picture, and of those that hold a film, in themselves or below; "." is
-    the root."""
-    pictures, films = set[str](), set[str]()
+    """Walk a root for the folders that hold images and those that hold videos, in themselves or below.
+
+    Paths are relative; "." is the root.
+    """
+    images, videos = set[str](), set[str]()
     for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
         if walked == MOST_WALKED:
             logger.warning("%s has more than %d folders; those behind them are not listed.", root, MOST_WALKED)
@@ -162,14 +167,14 @@ def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
         below = Path(parent).relative_to(root)
         deepest = len(below.parts) == LISTED_LEVELS
         subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
-        for holds, found in ((is_picture, pictures), (is_film, films)):
+        for holds, found in ((is_picture, images), (is_film, videos)):
             if any(holds(name) for name in names):
                 found |= {folder.as_posix() for folder in (below, *below.parents)}
-    return pictures, films
+    return images, videos
 
 
 def is_allowed_folder(text: str) -> bool:
-    """Whether this is an absolute folder, there or not, that the user's settings allow."""
+    """Test for an absolute folder, existing or not, that the user's settings allow."""
     if "\n" in text or not os.path.isabs(text):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Pictures as ComfyUI's IMAGE."""
+"""Pillow images as ComfyUI's IMAGE."""
 
 import numpy as np
 import torch
@@ -6,6 +6,6 @@ from PIL import Image
 from torch import Tensor
 
 
-def image_tensor(picture: Image.Image) -> Tensor:
-    """float32, (1, H, W, 3), 0 to 1."""
-    return torch.from_numpy(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255.0)[None]
+def image_tensor(image: Image.Image) -> Tensor:
+    """Convert to float32 (1, H, W, 3) in 0 to 1."""
+    return torch.from_numpy(np.asarray(image.convert("RGB"), dtype=np.float32) / 255.0)[None]

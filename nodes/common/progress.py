@@ -1,4 +1,4 @@
-"""Shows a training run to whoever looks: the progress bar and its text, and live events for the browser."""
+"""Progress of a run: ComfyUI's progress bar and text, and live events for the browser."""
 
 import logging
 from pathlib import Path
@@ -16,32 +16,32 @@ log = logging.getLogger(__name__)
 EVENT = "tessera.train"
 
 
-def watched_server() -> PromptServer | None:
-    """ComfyUI's server, where it runs and the client that queued the prompt is known."""
+def client_server() -> PromptServer | None:
+    """ComfyUI's server; None where it does not run or the queueing client is unknown."""
     server = getattr(PromptServer, "instance", None)
     return server if server is not None and server.client_id is not None else None
 
 
-def show_text(node_id: str | None, text: str) -> None:
-    """Puts a line of progress on a running node, for the client that queued it."""
-    if node_id is not None and (server := watched_server()):
+def show_progress_text(node_id: str | None, text: str) -> None:
+    """Show a line of progress on a running node, for the client that queued it."""
+    if node_id is not None and (server := client_server()):
         server.send_progress_text(text, node_id, server.client_id)
 
 
 class ServerObserver:
-    """Sends what a run tells to the client that queued it, as events `{"node": id, "kind": …, …}`."""
+    """Observer that sends events `{"node": id, "kind": …, …}` to the client that queued the run."""
 
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
         self.bar = ProgressBar(steps, node_id=node_id)
 
     def _send(self, kind: str, **values: Any) -> None:
-        if server := watched_server():
+        if server := client_server():
             server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
 
     def phase(self, text: str) -> None:
         log.info(text)
-        show_text(self.node_id, text)
+        show_progress_text(self.node_id, text)
         self._send("phase", text=text)
 
     def note(self, text: str) -> None:
@@ -50,7 +50,7 @@ class ServerObserver:
 
     def step(self, report: StepReport) -> None:
         self.bar.update_absolute(report.step, report.steps)
-        show_text(self.node_id, report.text())
+        show_progress_text(self.node_id, report.text())
         self._send(
             "step",
             step=report.step,
@@ -66,7 +66,7 @@ class ServerObserver:
         self._send("saved", file=path.name)
 
     def previewed(self, sheet: Path, step: int) -> None:
-        """The browser reads the sheet from ComfyUI's output folder."""
+        """Send the sheet's place below ComfyUI's output folder, from which the browser reads it."""
         place = sheet.relative_to(folder_paths.get_output_directory())
         self._send("preview", step=step, filename=place.name, subfolder=place.parent.as_posix(), type="output")
 

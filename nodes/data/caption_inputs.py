@@ -1,4 +1,4 @@
-"""The inputs about captions that both folder nodes have."""
+"""Caption inputs that both folder nodes share."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ...data.captions.options import MOST_FORMS, CaptionOptions
 
 
 def caption_inputs() -> list[Any]:
-    """What CaptionOptions takes, as inputs of the same names and defaults."""
+    """Inputs with the names and defaults of CaptionOptions' fields."""
     return [
         io.Float.Input(
             "caption_dropout",

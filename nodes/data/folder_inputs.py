@@ -1,4 +1,4 @@
-"""The inputs that every folder of training data has, and how folders hang together."""
+"""Inputs that every folder of training data has, and the chaining of folders."""
 
 from comfy_api.latest import io
 

@@ -1,4 +1,4 @@
-"""The nodes that read folders of pictures and clips."""
+"""Training Images and Training Clips."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ from ...data.captions.options import CaptionOptions
 from ...data.folders.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
 from ...data.folders.options import Treatment
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
-from ..common.folder_access import list_film_folders, list_picture_folders, resolve_folder
+from ..common.folder_access import list_image_folders, list_video_folders, resolve_folder
 from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
@@ -33,7 +33,7 @@ class TesseraImageFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list_picture_folders() or ["input/my_pictures"],  # says where to put them
+                    options=list_image_folders() or ["input/my_pictures"],  # says where to put them
                     tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
@@ -44,7 +44,7 @@ class TesseraImageFolder(io.ComfyNode):
                 folder_inputs.dataset(),
                 io.Combo.Input(
                     "control_folder",
-                    options=[NONE, *list_picture_folders()],
+                    options=[NONE, *list_image_folders()],
                     default=NONE,
                     optional=True,
                     tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
@@ -64,7 +64,7 @@ class TesseraImageFolder(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, folder=None, control_folder=NONE, mask_folder=NONE):
         others = {"control_folder": _chosen(control_folder), "mask_folder": _chosen(mask_folder)}
-        return _readable({"folder": folder} | others)
+        return _check_readable({"folder": folder} | others)
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", control_folder=NONE, mask_folder=NONE, **kwargs):
@@ -92,7 +92,7 @@ class TesseraImageFolder(io.ComfyNode):
         mask_folder=NONE,
         **chosen,
     ) -> io.NodeOutput:
-        treatment, captions = _of_the_folder(chosen)
+        treatment, captions = _split_options(chosen)
         scanned = scan_folder(
             resolve_folder(folder),
             caption_extension=caption_extension,
@@ -122,7 +122,7 @@ class TesseraVideoFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list_film_folders() or ["input/my_clips"],
+                    options=list_video_folders() or ["input/my_clips"],
                     tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders included. "
                     "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
                     "to be allowed in the file tessera.json in ComfyUI's user folder.",
@@ -200,7 +200,7 @@ class TesseraVideoFolder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder=None, mask_folder=NONE):
-        return _readable({"folder": folder, "mask_folder": _chosen(mask_folder)})
+        return _check_readable({"folder": folder, "mask_folder": _chosen(mask_folder)})
 
     @classmethod
     def fingerprint_inputs(cls, folder, caption_extension=".txt", mask_folder=NONE, **kwargs):
@@ -230,7 +230,7 @@ class TesseraVideoFolder(io.ComfyNode):
         **chosen,
     ) -> io.NodeOutput:
         frames, notes = parse_target_frames(target_frames)
-        treatment, captions = _of_the_folder(chosen)
+        treatment, captions = _split_options(chosen)
         scanned = scan_films(
             resolve_folder(folder),
             Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
@@ -245,8 +245,8 @@ class TesseraVideoFolder(io.ComfyNode):
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
 
-def _of_the_folder(chosen: dict[str, Any]) -> tuple[Treatment, CaptionOptions]:
-    """What is chosen for all pictures of a folder, and for all its captions; each input has the name of its field."""
+def _split_options(chosen: dict[str, Any]) -> tuple[Treatment, CaptionOptions]:
+    """Split inputs, named as the fields, into the options of images and those of captions."""
     pictures = {field.name for field in fields(Treatment)} & chosen.keys()
     captions = {name: value for name, value in chosen.items() if name not in pictures}
     return Treatment(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
@@ -261,9 +261,11 @@ def _other_folder(folder: str | None) -> Path | None:
     return None if chosen is None else resolve_folder(chosen)
 
 
-def _readable(folders: Mapping[str, str | None]) -> bool | str:
-    """Whether a workflow may read these folders, by the names of their inputs, or why not: ComfyUI shows the answer at
-    every input. None is one that is linked, which execute checks, or missing, which ComfyUI tells."""
+def _check_readable(folders: Mapping[str, str | None]) -> bool | str:
+    """Check folders by input name; returns True, or the sentence that ComfyUI shows.
+
+    None is a linked folder, which execute checks, or a missing one, which ComfyUI reports.
+    """
     for name, folder in folders.items():
         try:
             if folder is not None:

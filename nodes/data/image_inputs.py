@@ -1,9 +1,9 @@
-"""Inputs that Training Images and Training Clips share: how their pictures are shown and how much they count."""
+"""Inputs that Training Images and Training Clips share: augmentation, masks and weights."""
 
 from comfy_api.latest import io
 
 from ...data.folders.options import FLIPS, OFF
-from ..common.folder_access import list_picture_folders
+from ..common.folder_access import list_image_folders
 
 NONE = "none"
 
@@ -13,7 +13,7 @@ def mask_folder(noun: str) -> io.Input:
     frames = "" if noun == "pictures" else " One mask serves all frames of its file."
     return io.Combo.Input(
         "mask_folder",
-        options=[NONE, *list_picture_folders()],
+        options=[NONE, *list_image_folders()],
         default=NONE,
         optional=True,
         tooltip=f"The folder with the masks of these {noun}: a.{'jpg' if noun == 'pictures' else 'mp4'} takes a.png "

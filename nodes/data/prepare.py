@@ -1,4 +1,4 @@
-"""The nodes of Tessera/data: from folders of pictures and clips, or from core's latents, to training data."""
+"""Prepare Dataset and Latents to Training Data."""
 
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
@@ -13,7 +13,7 @@ from ...data.prepare import prepare, summary
 from ...models.text import EDIT_PROMPTS, PLUS
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
-from ..common.progress import show_text
+from ..common.progress import show_progress_text
 from ..common.types import DatasetType, TrainingDataType
 from .folders import TesseraImageFolder, TesseraVideoFolder
 
@@ -219,12 +219,12 @@ class TesseraLatentsToDataset(io.ComfyNode):
 
 
 def _show_progress(node_id: str | None) -> Progress:
-    """The bar of the running node, and a line of text on it where ComfyUI's server runs."""
+    """Progress of the running node: its bar, and a line of text where ComfyUI's server runs."""
     bar = ProgressBar(1, node_id=node_id)
 
     def show(done: int, total: int, text: str) -> None:
         bar.update_absolute(done, total)
-        show_text(node_id, text)
+        show_progress_text(node_id, text)
 
     return show
 

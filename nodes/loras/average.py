@@ -1,4 +1,4 @@
-"""The node that averages the LoRAs of a run afterwards."""
+"""Average States: the EMA of a run, computed after training."""
 
 from typing import Any
 

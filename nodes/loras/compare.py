@@ -1,4 +1,4 @@
-"""The node that shows several LoRAs side by side."""
+"""Compare LoRAs: a grid of samples, a column for each LoRA."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,16 @@ from ...train.preview.sampling import Conditioning, Sampling, Stages
 from ..common.images import image_tensor
 from ..common.types import LoraModelType, PreviewType
 from ..options.preview import sampler_inputs
-from .compare_columns import of_files, of_graph, of_pairs, pairs_of_graph, read_pair_strengths, read_strengths
+from .compare_columns import (
+    compared_files,
+    compared_model_pairs,
+    compared_models,
+    compared_pairs,
+    read_pair_strengths,
+    read_strengths,
+)
 from .expert_pairs import Pair, pairs
-from .lora_list import NONE, named, path_of, runs
+from .lora_list import NONE, listed_runs, loras_named, path_of
 
 LoraModels = Mapping[str, Mapping[str, Tensor] | None]
 # What the grid shows of clips, see `clip_sheet.shown`.
@@ -55,7 +62,7 @@ class TesseraCompareLoras(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "run",
-                    options=[NONE, *runs()],
+                    options=[NONE, *listed_runs()],
                     default=NONE,
                     tooltip="A training run, whose saves are compared in the order of their steps, the finished LoRA "
                     "last. Press R to see new ones.",
@@ -155,8 +162,8 @@ class TesseraCompareLoras(io.ComfyNode):
     def validate_inputs(
         cls, run: str | None = None, lora_models: Any = None, lora_models_low_noise: Any = None
     ) -> bool | str:
-        """run: None where it is linked. ComfyUI hands inputs that grow to whoever checks anything."""
-        if run not in (None, NONE) and run not in runs():
+        """Check `run`; None where it is linked. ComfyUI passes growing inputs to every validator."""
+        if run not in (None, NONE) and run not in listed_runs():
             return f"run: there is no run {run!r} any more; choose another, or {NONE!r}."
         return True
 
@@ -165,9 +172,9 @@ class TesseraCompareLoras(io.ComfyNode):
         if loras is None or run is None:  # linked: not known yet, so taken as changed
             return float("nan")
         try:
-            names = _files(pairs(loras, run)) if "model_low_noise" in others else named(loras, run)
+            names = _files(pairs(loras, run)) if "model_low_noise" in others else loras_named(loras, run)
             return [(name, path_of(name).stat().st_mtime_ns) for name in names]
-        except (OSError, ValueError) as error:  # told to the user by execute
+        except (OSError, ValueError) as error:  # execute reports it
             return str(error)
 
     @classmethod
@@ -196,11 +203,11 @@ class TesseraCompareLoras(io.ComfyNode):
         if model_low_noise is None:
             _check_one_model(low, expert_boundary, switch_step)
             stages = Stages(model)
-            compared = of_files(named(loras, run)) + of_graph(high)
+            compared = compared_files(loras_named(loras, run)) + compared_models(high)
             each = [(strength, strength) for strength in read_strengths(strengths)]
         else:
             stages = two_experts(model, model_low_noise, expert_boundary, switch_step)
-            compared = of_pairs(pairs(loras, run)) + pairs_of_graph(high, low)
+            compared = compared_pairs(pairs(loras, run)) + compared_model_pairs(high, low)
             each = read_pair_strengths(strengths)
         if not compared:
             raise ValueError("loras is empty; name LoRAs, choose a run, or connect the LORA_MODEL of Train LoRA.")
@@ -227,7 +234,7 @@ class TesseraCompareLoras(io.ComfyNode):
 
 
 def _check_one_model(low: LoraModels, expert_boundary: float, switch_step: int) -> None:
-    """Raises ValueError for what means something to two experts only."""
+    """Check inputs that need two experts. Raises ValueError where one is given without."""
     given = {
         "lora_models_low_noise": any(lora is not None for lora in low.values()),
         "expert_boundary": bool(expert_boundary),

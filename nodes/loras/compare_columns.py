@@ -14,13 +14,13 @@ from .expert_pairs import Pair, without_side
 from .lora_list import ENDING, path_of
 
 Lora = Mapping[str, Tensor]
-# Of the high and the low noise expert; of one model both are its own.
+# (high noise, low noise); a single model takes the first.
 Strengths = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a LoRA comes from. name: what messages call it."""
+    """A LoRA that is read when it is needed. name: its name in messages."""
 
     name: str
     read: Callable[[], Lora]
@@ -28,27 +28,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared at several strengths. low: for the low noise expert."""
+    """One LoRA or pair to compare at several strengths. low: the low noise expert's."""
 
     title: str
     high: Source | None
     low: Source | None = None
 
     def columns(self, strengths: Sequence[Strengths]) -> list[Column]:
-        """One for each of these that leaves something of it. Raises ValueError where none does."""
+        """Make a column for each strength that is not 0. Raises ValueError where all are 0."""
         titled, made = list(strengths) != [(1.0, 1.0)], []
         for high, low in strengths:
             first, second = _applied(self.high, high), _applied(self.low, low)
             numbers = [high] if self.low is None or high == low else [low] if self.high is None else [high, low]
-            told = "/".join(f"{number:g}" for number in numbers)
+            label = "/".join(f"{number:g}" for number in numbers)
             if (first, second) != (None, None):
-                made.append(Column(f"{self.title} x {told}" if titled else self.title, first, second))
+                made.append(Column(f"{self.title} x {label}" if titled else self.title, first, second))
         if not made:
             raise ValueError(f"strengths are 0 for {self.title}; give one for it, or take it out.")
         return list(dict.fromkeys(made))
 
 
-def of_files(names: Sequence[str]) -> list[Compared]:
+def compared_files(names: Sequence[str]) -> list[Compared]:
     stems = [PurePosixPath(name).stem for name in names]
     return [
         Compared(stem if stems.count(stem) == 1 else name.removesuffix(ENDING), _file(name))
@@ -56,7 +56,7 @@ def of_files(names: Sequence[str]) -> list[Compared]:
     ]
 
 
-def of_pairs(pairs: Sequence[Pair]) -> list[Compared]:
+def compared_pairs(pairs: Sequence[Pair]) -> list[Compared]:
     titles = [pair.title for pair in pairs]
     return [
         Compared(pair.title if titles.count(pair.title) == 1 else pair.name, *map(_file, (pair.high, pair.low)))
@@ -64,14 +64,14 @@ def of_pairs(pairs: Sequence[Pair]) -> list[Compared]:
     ]
 
 
-def of_graph(loras: Mapping[str, Lora | None]) -> list[Compared]:
-    """LoRAs that are connected."""
+def compared_models(loras: Mapping[str, Lora | None]) -> list[Compared]:
+    """Collect connected LoRAs."""
     connected = [lora for lora in loras.values() if lora is not None]
     return [Compared(_output_name(lora, n), _connected("lora_models", lora, n)) for n, lora in enumerate(connected, 1)]
 
 
-def pairs_of_graph(high: Mapping[str, Lora | None], low: Mapping[str, Lora | None]) -> list[Compared]:
-    """Pairs that are connected, by the names of their inputs. Raises ValueError where one of two is."""
+def compared_model_pairs(high: Mapping[str, Lora | None], low: Mapping[str, Lora | None]) -> list[Compared]:
+    """Pair connected LoRAs by the names of their inputs. Raises ValueError where one half is missing."""
     made: list[Compared] = []
     for input in sorted({*high, *low}, key=lambda name: (len(name), name)):
         first, second = high.get(input), low.get(input)
@@ -95,7 +95,7 @@ def pairs_of_graph(high: Mapping[str, Lora | None], low: Mapping[str, Lora | Non
 
 
 def read_strengths(text: str) -> list[float]:
-    """Numbers between commas or spaces. Raises ValueError for anything else."""
+    """Parse numbers between commas or spaces. Raises ValueError for anything else."""
     try:
         numbers = [_number(part) for part in _parts(text)]
     except ValueError:
@@ -106,7 +106,7 @@ def read_strengths(text: str) -> list[float]:
 
 
 def read_pair_strengths(text: str) -> list[Strengths]:
-    """Numbers for both experts, or `high/low`, between commas or spaces. Raises ValueError for anything else."""
+    """Parse strengths for both experts, each one number or `high/low`. Raises ValueError for anything else."""
     split = [part.partition("/") for part in _parts(text)]
     try:
         pairs = [(_number(high), _number(low if slash else high)) for high, slash, low in split]
@@ -125,7 +125,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _number(text: str) -> float:
-    """Raises ValueError for what is no strength."""
+    """Parse one strength. Raises ValueError past ±100."""
     number = float(text)
     if not abs(number) <= 100:
         raise ValueError(text)

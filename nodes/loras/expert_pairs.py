@@ -1,5 +1,8 @@
-"""Pairs of LoRAs for Wan 2.2's two experts, found by the names that training them gives: `<name>_high_noise` (or, where
-that is not there, `<name>`) and `<name>_low_noise`, in one folder or each in that of its run."""
+"""Pairs of LoRAs for Wan 2.2's two experts, found by the names that training gives them.
+
+The halves are `<name>_high_noise` (or `<name>` where there is none) and `<name>_low_noise`. They lie in one folder, or
+each in the folder of its run.
+"""
 
 import json
 import re
@@ -11,25 +14,25 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...train.experts import HIGH, LOW
-from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, matching, of_run, path_of, unknown
+from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, loras_of_run, matching, path_of, unknown_lora
 
-_BESIDE = " + "
+_SEPARATOR = " + "
 _RUN = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(-\d+)?")
-# What a pair's own runs differ in, as a LoRA file tells it, and in their options.
+# Metadata fields, and prefixes of option fields, that differ between the two runs of one pair.
 _OF_ONE_RUN = {"output_name", "base_model", "started", "finished", "final_loss"}
 _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The LoRA of each expert by its name on the list; None leaves that expert as it is."""
+    """A LoRA for each expert, by its listed name; None leaves that expert unchanged."""
 
     high: str | None
     low: str | None
 
     @property
     def name(self) -> str:
-        """With its folder: what a pair is called where several have one title."""
+        """Title with the folder, for pairs whose titles are equal."""
         return self._called([_short(half) for half in self._halves()])
 
     @property
@@ -44,11 +47,11 @@ class Pair:
             return f"{names[0]} ({_spoken(HIGH if self.low is None else LOW)} only)"
         both = [without_side(name) for name in names]
         plain = [re.sub(r"-[0-9a-f]{8}(-\d+)?(?=/)", "", name) for name in both]  # two runs have two keys
-        return both[0] if plain[0] == plain[1] else _BESIDE.join(names)
+        return both[0] if plain[0] == plain[1] else _SEPARATOR.join(names)
 
 
 def pairs(loras: str, run: str) -> list[Pair]:
-    """The pairs that the lines and the run stand for, each once.
+    """List the pairs that the lines and the run name, each once.
 
     A line is the name of either half or what both have in common, with * for any text; or both names as `high + low`,
     one of which may be none. A run is that of either expert. Raises ValueError for a line that stands for nothing, and
@@ -59,27 +62,27 @@ def pairs(loras: str, run: str) -> list[Pair]:
     for line in lines_of(loras):
         if matches := matching(line, listed):
             found += [_with_other_half(name, listed) for name in matches]
-        elif _BESIDE in line:
+        elif _SEPARATOR in line:
             found.append(_written_out(line, listed))
         elif matches := [name for name in listed if _side_of(name) and without_side(_short(name)) == line]:
             found += [_with_other_half(name, listed) for name in matches]
         else:
-            raise unknown(line)
-    found += [_with_other_half(name, listed) for name in of_run(run, listed)]
+            raise unknown_lora(line)
+    found += [_with_other_half(name, listed) for name in loras_of_run(run, listed)]
     found = list(dict.fromkeys(found))
     check_count(len(found))
     return found
 
 
 def _written_out(line: str, listed: Sequence[str]) -> Pair:
-    halves = [half.strip() for half in line.split(_BESIDE)]
+    halves = [half.strip() for half in line.split(_SEPARATOR)]
     if len(halves) != 2 or halves == [NONE, NONE]:
         raise ValueError(f"loras: {line!r} is no pair; write the two names as 'high + low', one of them may be none.")
     names: list[str | None] = []
     for half in halves:
         matches = [] if half == NONE else matching(half, listed)
         if half != NONE and not matches:
-            raise unknown(half)
+            raise unknown_lora(half)
         if len(matches) > 1:
             raise ValueError(f"loras: {half!r} stands for {len(matches)} LoRAs; name one of them in {line!r}.")
         names.append(matches[0] if matches else None)
@@ -132,7 +135,7 @@ def _swapped(name: str, side: str, other: str) -> PurePosixPath:
 
 
 def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list[str]:
-    """The other half in the same folder, else those in the folders of runs of the same output name."""
+    """Find the other half: in the same folder, else in runs of the same output name."""
     wanted = _swapped(name, side, other)
     if str(wanted) in listed:
         return [str(wanted)]
@@ -145,30 +148,30 @@ def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list
     for one in listed:
         place = PurePosixPath(one)
         run = _RUN.fullmatch(place.parent.name)
-        beside = place.name == wanted.name and place.parent.parent == wanted.parent.parent
-        if beside and run is not None and run["name"] == own["name"].replace(side, other):
+        is_sibling = place.name == wanted.name and place.parent.parent == wanted.parent.parent
+        if is_sibling and run is not None and run["name"] == own["name"].replace(side, other):
             found.append(one)
     return found
 
 
 def _named_after(name: str, listed: Sequence[str]) -> list[str]:
-    """The low noise half of a LoRA that does not say that it is the high noise one."""
+    """Find the low noise half of a LoRA whose own name states no side."""
     halves = {_side_of(one): one for one in listed if _side_of(one) and without_side(one) == name}
     return [halves[LOW]] if halves.keys() == {LOW} else []
 
 
 def _settings(name: str) -> dict[str, Any] | None:
-    """What a run was made with that both halves of a pair have in common, as its file tells it."""
+    """Settings that both halves of a pair share, from the file's metadata; None where it has none."""
     try:
         with safe_open(path_of(name), framework="pt") as file:
-            told = json.loads((file.metadata() or {})["tessera"])
-        kept = {key: value for key, value in told.items() if key not in _OF_ONE_RUN}
+            metadata = json.loads((file.metadata() or {})["tessera"])
+        common = {key: value for key, value in metadata.items() if key not in _OF_ONE_RUN}
         if PurePosixPath(name).stem.endswith("-best"):
-            del kept["steps"]
+            del common["steps"]
         for part in ("objective", "network", "validation"):
-            if kept.get(part):
-                kept[part] = {key: value for key, value in kept[part].items() if not key.startswith(_OF_ONE_EXPERT)}
-        return kept
+            if common.get(part):
+                common[part] = {key: value for key, value in common[part].items() if not key.startswith(_OF_ONE_EXPERT)}
+        return common
     except (OSError, SafetensorError, KeyError, ValueError, AttributeError):
         return None
 

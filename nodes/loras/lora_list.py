@@ -1,4 +1,4 @@
-"""LoRAs that text names: by line, with * for any text, and by the run that saved them."""
+"""LoRA files named by text: one a line, with * for any text, or all saves of a run."""
 
 import math
 import re
@@ -15,13 +15,13 @@ _STEP = re.compile(r"-step(\d{6,})$")
 
 
 def listed_loras() -> list[str]:
-    """The LoRA files that ComfyUI lists, with slashes on every system, in the order of their names and steps."""
+    """LoRA files that ComfyUI lists, with forward slashes, sorted by name and step."""
     names = (name.replace("\\", "/") for name in folder_paths.get_filename_list("loras"))
     return sorted((name for name in names if name.endswith(ENDING)), key=_order)
 
 
 def _order(name: str) -> tuple[str, str, float]:
-    """A run's saves by step, the finished LoRA after them."""
+    """Sort key: saves of a run by step, the finished LoRA last."""
     place = PurePosixPath(name)
     step = _STEP.search(place.stem)
     stem = place.stem[: step.start()] if step else place.stem
@@ -33,8 +33,8 @@ def path_of(name: str) -> Path:
     return Path(folder_paths.get_full_path_or_raise("loras", listed[name]))
 
 
-def runs() -> list[str]:
-    """The folders that hold saves of a training run, as ComfyUI lists LoRAs."""
+def listed_runs() -> list[str]:
+    """Folders that hold saves of a training run, relative to the LoRA folders."""
     places = map(PurePosixPath, listed_loras())
     return sorted({str(p.parent) for p in places if _STEP.search(p.stem) and str(p.parent) != "."})
 
@@ -44,16 +44,16 @@ def lines_of(loras: str) -> list[str]:
 
 
 def matching(line: str, listed: Sequence[str]) -> list[str]:
-    """The LoRA of this name, or those that the line stands for; none where it stands for none."""
-    named = [name for name in listed if line in (name, name.removesuffix(ENDING))]
-    return named or [name for name in listed if fnmatchcase(name, line)]
+    """LoRAs that match a line: the one of that name, else those that fit its * pattern."""
+    exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
+    return exact or [name for name in listed if fnmatchcase(name, line)]
 
 
-def of_run(run: str, listed: Sequence[str]) -> list[str]:
+def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:
     return [] if run == NONE else [name for name in listed if str(PurePosixPath(name).parent) == run]
 
 
-def unknown(line: str) -> ValueError:
+def unknown_lora(line: str) -> ValueError:
     return ValueError(
         f"loras: {line!r} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows it, or with * for "
         "any text."
@@ -65,8 +65,11 @@ def check_count(count: int) -> None:
         raise ValueError(f"loras: these are {count} LoRAs, and a grid takes {MOST_LORAS}; name fewer.")
 
 
-def named(loras: str, run: str) -> list[str]:
-    """The LoRAs that the lines and the run stand for, each once. Raises ValueError for a line that stands for none."""
+def loras_named(loras: str, run: str) -> list[str]:
+    """List the LoRAs that the lines and the run name, each once.
+
+    Raises ValueError for a line that matches none.
+    """
     listed = listed_loras()
     found: list[str] = []
     for line in lines_of(loras):
@@ -76,8 +79,8 @@ def named(loras: str, run: str) -> list[str]:
                 f"loras: {line!r} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
             )
         if not matches:
-            raise unknown(line)
+            raise unknown_lora(line)
         found += matches
-    found = list(dict.fromkeys(found + of_run(run, listed)))
+    found = list(dict.fromkeys(found + loras_of_run(run, listed)))
     check_count(len(found))
     return found

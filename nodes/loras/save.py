@@ -1,4 +1,4 @@
-"""The nodes that keep what a training run gave: the LoRA as a file, its loss as a picture."""
+"""Save LoRA and Loss Plot."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from comfy_api.latest import io, ui
 from ...common.file_names import ENDING
 from ...lora.files.formats import DTYPES, FORMATS, save_lora
 from ...train.preview.loss_plot import plot_loss
-from ..common.dates import with_dates
+from ..common.dates import fill_in_dates
 from ..common.images import image_tensor
 from ..common.types import LoraModelType, LossMapType
 
@@ -113,8 +113,8 @@ class TesseraLossPlot(io.ComfyNode):
 
 
 def checked_prefix(prefix: str) -> str:
-    """The prefix with its dates, if it names a file inside the output folder. Raises ValueError where it does not."""
-    prefix = with_dates(prefix.strip(), datetime.now())
+    """Fill in dates and check that the prefix stays inside the output folder. Raises ValueError where it does not."""
+    prefix = fill_in_dates(prefix.strip(), datetime.now())
     if prefix.lower().endswith(ENDING):
         prefix = prefix[: -len(ENDING)]
     parts = re.split(r"[/\\]", prefix)

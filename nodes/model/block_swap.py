@@ -1,4 +1,4 @@
-"""Block swap on a MODEL: the node, and the inputs that Training Memory shares with it."""
+"""Block Swap, and the inputs that Training Memory shares with it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .compile import check_is_diffusion_model
 
 
 def swap_inputs(default: int, optional: bool = False) -> list[Any]:
-    """blocks_to_swap, prefetch_blocks and pin_memory, as Block Swap and Training Memory have them."""
+    """Inputs blocks_to_swap, prefetch_blocks and pin_memory, shared by Block Swap and Training Memory."""
     return [
         io.Int.Input(
             "blocks_to_swap",
@@ -75,7 +75,7 @@ class TesseraBlockSwap(io.ComfyNode):
 
 
 def with_swap(model: ModelPatcher, settings: SwapSettings) -> io.NodeOutput:
-    """The MODEL with block swap on it; what was chosen stands on the node and in /history."""
+    """Attach block swap to a MODEL; the chosen plan is shown on the node and in /history."""
     with torch.inference_mode(False):
         swapped, notes = swap(model, settings)
     # The list itself, not a copy: what is said when the blocks are placed is in /history too.

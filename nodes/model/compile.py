@@ -1,4 +1,4 @@
-"""The nodes of Tessera/compile: one compiles a MODEL, the other says what that did."""
+"""Compile Model and Compile Report."""
 
 import logging
 from dataclasses import replace
@@ -20,7 +20,7 @@ from ...compile.settings import (
     check_backend,
     parse_overrides,
 )
-from ..common.progress import watched_server
+from ..common.progress import client_server
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,10 @@ EVENT = "tessera.compile"
 
 
 class BackendInput(io.Combo.Input):
-    """The choices are read when someone looks at them: importing torch's list of backends takes about half a second,
-    which ComfyUI's start is spared."""
+    """A combo whose choices are read when they are first looked at.
+
+    Importing torch's list of backends takes about half a second, which ComfyUI's start is spared.
+    """
 
     def as_dict(self) -> dict[str, Any]:
         self.options = backends()
@@ -138,7 +140,7 @@ class TesseraCompileModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, backend: str | None = None) -> bool | str:
-        """Takes over from core's check of the menu, which names no way out."""
+        """Check the backend here, since core's own check of a combo names no fix."""
         if backend is not None:  # linked: its value is not known yet, and execute checks it
             try:
                 check_backend(backend)
@@ -164,7 +166,7 @@ class TesseraCompileModel(io.ComfyNode):
         check_is_diffusion_model(model)
         compiled, branch = compile_model(model, settings)
         node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
-        shown = ShownNotes(node_id, [*notes, *branch.notes])
+        shown = NodeNotes(node_id, [*notes, *branch.notes])
         branch.observer = shown.add
         # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so what is said while
         # the sampler runs is there too.
@@ -172,7 +174,7 @@ class TesseraCompileModel(io.ComfyNode):
 
 
 class TesseraCompileReport(io.ComfyNode):
-    """What compiling has done so far, as a table and as text."""
+    """Report of compiling so far, as a table and as text."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -198,8 +200,10 @@ class TesseraCompileReport(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> float:
-        """Never the same, as the report changes with each run. A new NaN each time: a tuple that holds the same object
-        is equal to itself."""
+        """Return a new NaN each time, since the report changes with each run.
+
+        One shared NaN would not do: a tuple that holds the same object is equal to itself.
+        """
         return float("nan")
 
     @classmethod
@@ -216,7 +220,7 @@ class TesseraCompileReport(io.ComfyNode):
 
 
 def with_preset(asked: CompileSettings, preset: str) -> tuple[CompileSettings, list[str]]:
-    """The settings with what the preset fills in, and a sentence where that is not what was asked."""
+    """Apply a preset. Returns the settings, and a note where they differ from those asked for."""
     if preset == CUSTOM:
         return asked, []
     if preset not in PRESETS:
@@ -231,7 +235,7 @@ def with_preset(asked: CompileSettings, preset: str) -> tuple[CompileSettings, l
 
 
 def check_is_diffusion_model(model: Any) -> None:
-    """Raises ValueError for anything that has no diffusion model inside, such as a CLIP."""
+    """Raise ValueError for an input without a diffusion model, such as a CLIP."""
     inner = getattr(model, "model", None)
     if not isinstance(getattr(inner, "diffusion_model", None), nn.Module):
         what = type(model if inner is None else inner).__name__
@@ -241,9 +245,11 @@ def check_is_diffusion_model(model: Any) -> None:
         )
 
 
-class ShownNotes:
-    """The sentences that stand on one node. ComfyUI shows progress text only on the node that runs, and most of them
-    are said while the sampler does: so the whole list goes out as an event of ours, each time it grows."""
+class NodeNotes:
+    """Notes shown on one node, sent as an event of ours each time that one is added.
+
+    ComfyUI shows progress text on the running node only, and most of these notes arise while the sampler runs.
+    """
 
     def __init__(self, node_id: str | None, notes: list[str]):
         self.node_id, self.notes = node_id, notes
@@ -255,7 +261,7 @@ class ShownNotes:
             self._send()
 
     def _send(self) -> None:
-        if server := watched_server():
+        if server := client_server():
             server.send_sync(EVENT, {"node": self.node_id, "notes": list(self.notes)}, server.client_id)
 
 

@@ -1,4 +1,4 @@
-"""The node that loads a diffusion model for sampling and for training."""
+"""Load Diffusion Model: for sampling and for training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +25,10 @@ WEIGHT_DTYPES = {
 
 
 class TesseraLoadDiffusionModel(io.ComfyNode):
-    """Loads a diffusion model file, so that it can be sampled from, and trained on by Train LoRA without a copy. Some
-    of its blocks may stream from the host."""
+    """Loads a diffusion model outside inference mode, so that Train LoRA needs no copy of its weights.
+
+    Some of its blocks may stream from the host.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -100,7 +102,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
 
 @contextmanager
 def _readable(unet_name: str) -> Iterator[None]:
-    """A file that is no safetensors file, or not all of one, ends with a sentence that names it."""
+    """Turn errors of broken or foreign files into a ValueError that names the file."""
     try:
         yield
     except SafetensorError as error:
@@ -111,7 +113,7 @@ def _readable(unet_name: str) -> Iterator[None]:
 
 
 def _check_count(path: str, blocks_to_swap: int) -> None:
-    """Raises ValueError for more blocks than the file can hold, before the minutes that loading may take."""
+    """Check blocks_to_swap against the file's keys, before minutes of loading. Raises ValueError."""
     if not path.lower().endswith((".safetensors", ".sft")):
         return
     try:

@@ -1,4 +1,4 @@
-"""The node that finds out which settings of Compile Model are fastest."""
+"""Tune Compile: search for the fastest Compile Model settings."""
 
 import logging
 from pathlib import Path
@@ -16,14 +16,14 @@ from ...compile.tune.inputs import StepInputs, StepSize, step_inputs
 from ...compile.tune.results import TuneResult, file_name, read_result, result_key, to_json
 from ...compile.tune.search import candidates, tune, tuned_model
 from ..common.images import image_tensor
-from ..common.progress import show_text
+from ..common.progress import show_progress_text
 from .compile import check_is_diffusion_model
 
 log = logging.getLogger(__name__)
 
 
 def tune_folder() -> Path:
-    """Where results are remembered."""
+    """Folder of stored results."""
     return Path(folder_paths.get_user_directory(), "tessera", "tune")
 
 
@@ -148,10 +148,10 @@ class TesseraTuneCompile(io.ComfyNode):
         check_is_diffusion_model(model)
         inputs = step_inputs(model, StepSize(width, height, batch_size, frames, text_length, cfg), positive)
         node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
-        result, notes = remembered(model, inputs, time_budget, remeasure)
+        result, notes = read_earlier_result(model, inputs, time_budget, remeasure)
         if result is None:
             result = _tune(model, inputs, time_budget, node_id)
-            notes += remember(result)
+            notes += store_result(result)
         if branch_of(model) is not None:
             notes.append("The Compile Model in front of this node has no effect: this node takes its place.")
         for note in notes:
@@ -170,15 +170,15 @@ def _tune(model: ModelPatcher, inputs: StepInputs, time_budget: int, node_id: st
     def tell(done: int, text: str) -> None:
         log.info("Tune Compile: %s", text)
         bar.update_absolute(done)
-        show_text(node_id, text)
+        show_progress_text(node_id, text)
 
     return tune(model, inputs, time_budget, tried, tell)
 
 
-def remembered(
+def read_earlier_result(
     model: ModelPatcher, inputs: StepInputs, time_budget: float, remeasure: bool
 ) -> tuple[TuneResult | None, list[str]]:
-    """The result of an earlier run, None where everything is to be measured; and what there is to say about it."""
+    """Read an earlier result; None where everything is to be measured. Also returns notes for the user."""
     if remeasure:
         return None, []
     key = result_key(model, inputs)
@@ -193,8 +193,8 @@ def remembered(
     return found, [f"Remembered from {found.measured_at}: nothing was measured. Switch remeasure on to measure again."]
 
 
-def remember(result: TuneResult) -> list[str]:
-    """Keeps what was measured for the next run; a sentence where that can't be."""
+def store_result(result: TuneResult) -> list[str]:
+    """Store a result for the next run. Returns a note where it can't be written."""
     if not result.measured:
         return []
 

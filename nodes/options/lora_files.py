@@ -1,4 +1,4 @@
-"""LoRA files that a workflow may name: those of ComfyUI's LoRA folders, which hold no code."""
+"""LoRA files that a workflow may name: safetensors in ComfyUI's LoRA folders."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,39 +13,42 @@ _ENDINGS = (".safetensors", ".sft")
 
 
 def lora_files() -> list[str]:
-    """The names that a combo offers; pickled files are left out."""
+    """List the names for a combo; pickled files are left out."""
     return [name for name in folder_paths.get_filename_list("loras") if name.lower().endswith(_ENDINGS)]
 
 
 def lora_source(
-    told: str, name: str, connected: Mapping[str, Tensor] | None = None, unset: str = NONE
+    input_name: str, name: str, connected: Mapping[str, Tensor] | None = None, unset: str = NONE
 ) -> LoraSource | None:
-    """The LoRA of this name, or the one that is connected; None where there is none. told: the input, for messages.
-    unset: what it has to be where one is connected.
+    """Open the LoRA of this name, or the connected one; None where there is neither.
 
-    Raises ValueError for a name that is not on the list, both at once, and a file that is not whole.
+    input_name: for messages.
+    unset: value that `name` must have where a LoRA is connected.
+
+    Raises ValueError for a name that is not on the list, both at once, and a truncated file.
     """
     if connected is not None:
         if name != unset:
             raise ValueError(
-                f"{told} is {name!r} and a LORA_MODEL is connected too; set {told} to {unset}, or disconnect it."
+                f"{input_name} is {name!r} and a LORA_MODEL is connected too; set {input_name} to {unset}, or "
+                "disconnect it."
             )
-        return LoraSource.of_model(connected, told)
+        return LoraSource.of_model(connected, input_name)
     if name == NONE:
         return None
-    return LoraSource.of_file(_path(told, name), told)
+    return LoraSource.of_file(_path(input_name, name), input_name)
 
 
-def low_noise_source(told: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | str:
-    """The LoRA of Wan 2.2's low noise expert likewise; SAME and NONE stay what they are."""
+def low_noise_source(input_name: str, name: str, connected: Mapping[str, Tensor] | None = None) -> LoraSource | str:
+    """Open the low noise expert's LoRA; SAME and NONE are passed through."""
     if connected is None and name == SAME:
         return SAME
-    return lora_source(told, name, connected, unset=SAME) or NONE
+    return lora_source(input_name, name, connected, unset=SAME) or NONE
 
 
 def lora_file_fingerprint(*names: str | None) -> object:
-    """Changes with the files of these names."""
-    if None in names:  # linked: not known yet, so taken as changed
+    """Fingerprint that changes with the files of these names."""
+    if None in names:  # linked, so not known yet: count as changed
         return float("nan")
     found = []
     for name in names:
@@ -55,11 +58,11 @@ def lora_file_fingerprint(*names: str | None) -> object:
     return found
 
 
-def _path(told: str, name: str) -> Path:
+def _path(input_name: str, name: str) -> Path:
     path = folder_paths.get_full_path("loras", name) if name in lora_files() else None
     if path is None:
         raise ValueError(
-            f"{told}: there is no LoRA {name!r} in ComfyUI's LoRA folders; choose one of the list, or put it there as "
-            "safetensors."
+            f"{input_name}: there is no LoRA {name!r} in ComfyUI's LoRA folders; choose one of the list, or put it "
+            "there as safetensors."
         )
     return Path(path)

@@ -1,4 +1,4 @@
-"""The node that sets what training keeps in memory."""
+"""Training Memory: checkpointing, attention, block swap and offload."""
 
 from comfy_api.latest import io
 
@@ -8,7 +8,7 @@ from ..model.block_swap import swap_inputs
 
 
 class TesseraMemory(io.ComfyNode):
-    """What is kept in memory for the backward pass, and how attention runs."""
+    """Options that trade memory for time."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

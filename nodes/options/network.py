@@ -1,4 +1,4 @@
-"""The node that sets what Train LoRA trains; not connected, it stands for the defaults that it shows."""
+"""LoRA Network: algorithm, rank, targets and dropout. Unconnected, Train LoRA takes the same defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ NO_MODEL = "Connect a model to LoRA Network to see which of its layers are train
 
 
 class TesseraLoraNetwork(io.ComfyNode):
-    """Which layers are trained, and with how many numbers each."""
+    """Options of the adapter network."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -1,4 +1,4 @@
-"""The node that sets which noise levels are trained and what the loss is."""
+"""Training Objective: timestep sampling and loss."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .objective_inputs import loss_terms, noise_levels
 
 
 class TesseraObjective(io.ComfyNode):
-    """Which noise levels are trained, and what the loss is."""
+    """Options of timestep sampling and loss."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

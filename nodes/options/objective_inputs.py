@@ -1,4 +1,4 @@
-"""The rare inputs of Training Objective: which noise levels are drawn, and what the loss is made of."""
+"""Advanced inputs of Training Objective: timestep sampling and terms of the loss."""
 
 from comfy_api.latest import io
 
@@ -6,7 +6,7 @@ from ...train.objective.options import HUBER_SCHEDULES, SIGMA_RANGE, STRATIFIED,
 
 
 def _number(name: str, least: float, most: float, step: float, tooltip: str) -> io.Float.Input:
-    """An input for a noise level or a parameter of a formula."""
+    """A float input for a noise level or a parameter of a formula."""
     return io.Float.Input(
         name,
         default=getattr(ObjectiveOptions, name),

@@ -1,4 +1,4 @@
-"""The node that sets how the LoRA's weights are stepped."""
+"""Optimizer: the algorithm and the learning rate schedule."""
 
 from comfy_api.latest import io
 
@@ -8,7 +8,7 @@ from ..common.types import OptimizerType
 
 
 class TesseraOptimizer(io.ComfyNode):
-    """How the LoRA's weights are stepped."""
+    """Options of the optimizer and its schedule."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -1,4 +1,4 @@
-"""The node that says what Train LoRA samples while it trains."""
+"""Training Preview: prompts that are sampled while Train LoRA trains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ..common.types import PreviewType
 
 
 def sampler_inputs() -> list[io.Input]:
-    """How pictures are sampled, as on core's KSampler."""
+    """Sampler inputs, as on core's KSampler."""
     return [
         io.Int.Input(
             "width",

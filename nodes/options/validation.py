@@ -1,4 +1,4 @@
-"""The node that sets what is measured while Train LoRA trains."""
+"""Validation: the loss on held-out images while Train LoRA trains."""
 
 from comfy_api.latest import io
 
@@ -8,7 +8,7 @@ from ..common.types import TrainingDataType, ValidationType
 
 
 class TesseraValidation(io.ComfyNode):
-    """Which pictures are measured instead of trained on, and when."""
+    """Options of the held-out split and of when it is measured."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

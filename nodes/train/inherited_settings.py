@@ -1,4 +1,4 @@
-"""What training takes of the MODEL that comes in and of the connected options nodes, and what it says of that."""
+"""Settings inherited from the incoming MODEL and from connected options nodes, with notes for the user."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from ...train.settings import TrainSettings
 _MEMORY = MemoryOptions()
 
 
-def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
-    """Which inputs of this node a connected options node has replaced, a sentence each."""
+def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
+    """Notes on inputs of Train LoRA that a connected options node replaces."""
     notes = []
     if settings.network.rank != rank:
         notes.append(f"rank is {settings.network.rank}, from the connected LoRA Network, not {rank}.")
@@ -27,8 +27,8 @@ def overridden(settings: TrainSettings, rank: int, learning_rate: float) -> list
     return notes
 
 
-def shared(settings: TrainSettings) -> list[str]:
-    """Which LoRAs two experts take both, and which of their inputs do nothing, a sentence each."""
+def shared_lora_notes(settings: TrainSettings) -> list[str]:
+    """Notes on LoRAs that both experts take, and on inputs without effect."""
     network = settings.network
     found = {"start_from": network.start_from, "base_lora": network.base_lora}
     notes = [
@@ -45,9 +45,11 @@ def shared(settings: TrainSettings) -> list[str]:
     return notes
 
 
-def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
-    """The memory options with the MODEL's block swap in them, and a sentence on where that comes from. A connected
-    Training Memory that swaps blocks itself wins."""
+def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOptions, list[str]]:
+    """Merge the MODEL's block swap into the memory options. Returns them with notes.
+
+    A connected Training Memory that swaps blocks itself wins.
+    """
     swap = swap_settings_of(model)
     if swap is None or swap.blocks_to_swap == 0:
         return options, []
@@ -73,8 +75,8 @@ def memory_of(model: ModelPatcher, options: MemoryOptions) -> tuple[MemoryOption
     return taken, notes
 
 
-def for_training(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
-    """What training takes of a Compile Model node in front, None without one, and a sentence on what it leaves out."""
+def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
+    """Compile settings inherited from a Compile Model node in front, None without one. Returns them with notes."""
     branch = branch_of(model)
     if branch is None:
         return None, []

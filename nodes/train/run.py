@@ -1,4 +1,4 @@
-"""One run of Train LoRA: what is set on its MODEL goes in, and what the node gives and shows comes out."""
+"""One run of Train LoRA: from node inputs to node outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +20,11 @@ from ...train.preview.previewer import Partner, Preview, Previewer, preview_note
 from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult, train_lora
 from ..common.images import image_tensor
-from .inherited_settings import for_training, memory_of
+from .inherited_settings import inherited_compile, inherited_memory
 
 
 def runs_folder() -> Path:
-    """Where runs are kept: ComfyUI lists this folder in its LoRA loaders."""
+    """Folder of runs; ComfyUI lists it in its LoRA loaders."""
     return Path(folder_paths.get_output_directory(), "loras")
 
 
@@ -37,46 +37,49 @@ def run(
     previews: Sequence[Preview] = (),
     partner: Partner | None = None,
 ) -> TrainResult:
-    """Trains one LoRA on one MODEL, with what is set on it. files: the graph, as `workflow_files` gives it. partner:
-    the other one of a pair of experts."""
+    """Train one LoRA on one MODEL, with the settings that travel on it.
+
+    files: the graph, as `workflow_files` returns it.
+    partner: the other one of a pair of experts.
+    """
     watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
-    memory, memory_notes = memory_of(model, settings.memory)
-    compile_settings, compile_notes = for_training(model, settings.compile)
+    memory, memory_notes = inherited_memory(model, settings.memory)
+    compile_settings, compile_notes = inherited_compile(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
     return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
 
 
 def settings_of_run(expert: Expert) -> TrainSettings:
-    """An expert's settings as `run` has them."""
-    memory, _ = memory_of(expert.model, expert.settings.memory)
+    """Settings of an expert after inheritance, as `run` uses them."""
+    memory, _ = inherited_memory(expert.model, expert.settings.memory)
     return replace(expert.settings, memory=memory)
 
 
 def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
-    """LORA_MODEL, LOSS_MAP (with the points of validation, where there are any) and the path."""
+    """Outputs LORA_MODEL, LOSS_MAP (with validation points, where there are any) and the path."""
     loss: dict[str, list[Any]] = {"loss": result.loss}
     if result.validation:
         loss["validation"] = result.validation
     return result.lora, loss, str(result.path)
 
 
-def sheet_of(result: TrainResult) -> Tensor | ExecutionBlocker:
-    """The sheet of its previews as an IMAGE."""
+def preview_sheet(result: TrainResult) -> Tensor | ExecutionBlocker:
+    """Load the preview sheet as an IMAGE."""
     sheet = result.sheet
     if sheet is None:
         return ExecutionBlocker("This run has no previews; connect a Training Preview to preview of Train LoRA.")
-    with Image.open(sheet) as picture:
-        return image_tensor(picture)
+    with Image.open(sheet) as sheet_image:
+        return image_tensor(sheet_image)
 
 
-def ui_of(*results: TrainResult) -> dict[str, Any]:
-    """What the node shows, and `/history` holds."""
+def node_ui(*results: TrainResult) -> dict[str, Any]:
+    """Build the `ui` payload that the node shows and `/history` keeps."""
     sheets = [result.sheet.relative_to(runs_folder().parent) for result in results if result.sheet is not None]
     images = [{"filename": s.name, "subfolder": s.parent.as_posix(), "type": "output"} for s in sheets]
-    return {"tessera": [shown(result) for result in results]} | ({"images": images} if images else {})
+    return {"tessera": [summary_payload(result) for result in results]} | ({"images": images} if images else {})
 
 
-def shown(result: TrainResult) -> dict[str, Any]:
-    """The summary for `/history` and the node."""
+def summary_payload(result: TrainResult) -> dict[str, Any]:
+    """Summary with the path relative to the output folder."""
     return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}

@@ -1,4 +1,4 @@
-"""The graph that a run was queued with, as files that can be opened and queued again."""
+"""The queued graph, saved beside a run so that it can be opened and queued again."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,11 @@ WORKFLOW, API = "workflow.json", "api.json"
 
 
 def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
-    """The text of each file by the ending of its name: the workflow as the browser sent it, which can be dragged into
-    ComfyUI, and the prompt, which can be posted to `/prompt`. An absolute folder is there with its last part only. What
-    is not there has no file, and none is made with ComfyUI's --disable-metadata."""
+    """Texts to save, by file suffix: the workflow as the browser sent it, and the prompt for `/prompt`.
+
+    Of an absolute folder only the last part is written. A missing graph gives no file, and ComfyUI's
+    --disable-metadata gives none at all.
+    """
     if args.disable_metadata:
         return {}
     files = {}
@@ -34,6 +36,3 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
     return [_without_folders(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-__all__ = ["API", "WORKFLOW", "workflow_files"]

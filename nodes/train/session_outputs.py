@@ -1,7 +1,7 @@
-"""Whether what Train LoRA gave in this session still lies on disk, for ComfyUI's cache of its outputs.
+"""Outputs of Train LoRA in this session, watched for deletion on behalf of ComfyUI's output cache.
 
-A run that is done leaves the count as it was, so that a graph queued again is not executed again; files that are gone
-raise it, so that it is.
+A finished run leaves the count unchanged, so that a graph queued again is not executed again. Deleted files raise it,
+so that it is.
 """
 
 import os
@@ -9,25 +9,27 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-_given: dict[str, set[Path]] = {}
-_times_gone: Counter[str] = Counter()
+_returned: dict[str, set[Path]] = {}
+_times_lost: Counter[str] = Counter()
 
 
-def remember(output_name: str, loras: Iterable[Path]) -> None:
-    """Notes the LoRA files that the node has given under this name."""
-    _given.setdefault(output_name, set()).update(loras)
+def record_outputs(output_name: str, loras: Iterable[Path]) -> None:
+    """Record the LoRA files that the node has returned under this name."""
+    _returned.setdefault(output_name, set()).update(loras)
 
 
-def times_gone(output_name: str | None) -> int:
-    """How often a given LoRA, or the summary by which its run is known, was found gone; of all names where it is None,
-    as it is for a linked input. Each loss counts once."""
-    for name in [output_name] if output_name is not None else list(_given):
-        gone = {lora for lora in _given.get(name, ()) if not _is_there(lora)}
-        if gone:
-            _given[name] -= gone
-            _times_gone[name] += 1
-    return _times_gone.total() if output_name is None else _times_gone[output_name]
+def times_lost(output_name: str | None) -> int:
+    """Count how often a returned LoRA, or the summary of its run, was found deleted. Each loss counts once.
+
+    output_name: None, as for a linked input, counts all names.
+    """
+    for name in [output_name] if output_name is not None else list(_returned):
+        lost = {lora for lora in _returned.get(name, ()) if not _exists(lora)}
+        if lost:
+            _returned[name] -= lost
+            _times_lost[name] += 1
+    return _times_lost.total() if output_name is None else _times_lost[output_name]
 
 
-def _is_there(lora: Path) -> bool:
+def _exists(lora: Path) -> bool:
     return os.path.isfile(lora) and os.path.isfile(lora.with_name("summary.json"))  # noqa: PTH113 (raises nothing)

@@ -1,4 +1,4 @@
-"""The node that trains."""
+"""Train LoRA."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,10 +34,10 @@ from ..common.types import (
     TrainingDataType,
     ValidationType,
 )
-from .inherited_settings import overridden, shared
-from .run import outputs, run, runs_folder, settings_of_run, sheet_of, ui_of
+from .inherited_settings import overridden_notes, shared_lora_notes
+from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
 from .saved_workflow import workflow_files
-from .session_outputs import remember, times_gone
+from .session_outputs import record_outputs, times_lost
 
 
 class TesseraTrainLora(io.ComfyNode):
@@ -222,7 +222,7 @@ class TesseraTrainLora(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, output_name: str | None = None, **_: Any) -> int:
-        return times_gone(output_name)
+        return times_lost(output_name)
 
     @classmethod
     def execute(
@@ -266,21 +266,21 @@ class TesseraTrainLora(io.ComfyNode):
             keep_last=keep_last,
             validation=validation,
         )
-        data = replace(data, notes=(*data.notes, *overridden(settings, rank, learning_rate)))
+        data = replace(data, notes=(*data.notes, *overridden_notes(settings, rank, learning_rate)))
         files = workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         with torch.inference_mode(False):
             if model_low_noise is None:
                 result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps), files, preview)
-                nothing = ExecutionBlocker(
+                blocked = ExecutionBlocker(
                     "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
                     "without that name."
                 )
-                remember(output_name, [result.path])
-                values = (*outputs(result), nothing, nothing, nothing, sheet_of(result), nothing)
-                return io.NodeOutput(*values, ui=ui_of(result))
+                record_outputs(output_name, [result.path])
+                values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
+                return io.NodeOutput(*values, ui=node_ui(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
             experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
-            data = replace(data, notes=(*data.notes, *shared(settings)))
+            data = replace(data, notes=(*data.notes, *shared_lora_notes(settings)))
             for expert in experts:
                 check_previews(preview, family_of(expert.model), expert.model)
             results: list[TrainResult] = []
@@ -291,9 +291,11 @@ class TesseraTrainLora(io.ComfyNode):
                 before = results[0].lora if results else None
                 partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
-        remember(output_name, [result.path for result in results])
+        record_outputs(output_name, [result.path for result in results])
         high, low = results
-        return io.NodeOutput(*outputs(high), *outputs(low), sheet_of(high), sheet_of(low), ui=ui_of(high, low))
+        return io.NodeOutput(
+            *outputs(high), *outputs(low), preview_sheet(high), preview_sheet(low), ui=node_ui(high, low)
+        )
 
 
 NODES = [TesseraTrainLora]

@@ -8,7 +8,7 @@ import numpy as np
 from tessera.lora.files.formats import convert
 from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.source import LoraSource
-from tessera.nodes.train.inherited_settings import shared
+from tessera.nodes.train.inherited_settings import shared_lora_notes
 from tessera.nodes.train.run import run
 from tiny.lora_files import random_updates
 from tiny.runs import Watcher, run_settings
@@ -25,7 +25,7 @@ def test_a_preview_at_the_start_is_that_of_core_with_the_base_lora(tiny_flux, ti
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, tensors, 0.2, 0)
     assert np.array_equal(made, PREVIEW["of_core"](loaded, tiny_vae, None, 5))
     assert not np.array_equal(made, PREVIEW["of_core"](tiny_flux, tiny_vae, None, 5))
-    assert shared(settings) == [
+    assert shared_lora_notes(settings) == [
         "base_lora base.safetensors is taken by both experts; set base_lora_low_noise on LoRA Network to give the low "
         "noise one its own."
     ]

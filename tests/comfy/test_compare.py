@@ -11,7 +11,7 @@ from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.loras.compare import TesseraCompareLoras
 from tessera.nodes.loras.compare_columns import read_strengths
-from tessera.nodes.loras.lora_list import named, runs
+from tessera.nodes.loras.lora_list import listed_runs, loras_named
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.preview import compare as module
 from tessera.train.preview.contact_sheet import draw_sheet, to_picture
@@ -104,9 +104,9 @@ def test_a_lora_of_the_graph_is_compared_too_and_the_model_is_as_it_was(tiny_flu
 
 
 def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(files):
-    assert runs() == [RUN] and named("", RUN) == files
-    assert named(f"{RUN}/film\n\n{RUN}/*", "none") == [files[2], files[0], files[1]]
-    assert named(f"{RUN}\\film-step000100.safetensors", "none") == [files[1]]
+    assert listed_runs() == [RUN] and loras_named("", RUN) == files
+    assert loras_named(f"{RUN}/film\n\n{RUN}/*", "none") == [files[2], files[0], files[1]]
+    assert loras_named(f"{RUN}\\film-step000100.safetensors", "none") == [files[1]]
     assert read_strengths("0.6, 1;-1 1") == [0.6, 1.0, -1.0]
     fingerprint = TesseraCompareLoras.fingerprint_inputs
     before = fingerprint(loras=f"{RUN}/*", run="none")

@@ -13,7 +13,7 @@ from tessera.compile.attach import branch_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.model.compile import TesseraCompileModel, TesseraCompileReport
-from tessera.nodes.train.inherited_settings import for_training
+from tessera.nodes.train.inherited_settings import inherited_compile
 from tiny.prompt import ksampler, node
 from tiny.runs import Watcher, mixed_data, train
 
@@ -139,10 +139,10 @@ def test_a_model_without_compile_model_is_told_so_without_an_error(tiny_flux):
 
 
 def test_train_lora_takes_backend_and_mode_and_names_what_it_leaves_out(tiny_flux):
-    assert for_training(tiny_flux, "auto") == (None, [])
+    assert inherited_compile(tiny_flux, "auto") == (None, [])
 
     def taken(**values):
-        return for_training(run(TesseraCompileModel, tiny_flux, **values).result[0], "auto")
+        return inherited_compile(run(TesseraCompileModel, tiny_flux, **values).result[0], "auto")
 
     assert taken(backend="aot_eager", fullgraph=True) == (CompileSettings("aot_eager"), [])
     mode = "max-autotune-no-cudagraphs"
@@ -175,7 +175,7 @@ def test_compile_model_changes_nothing_that_a_run_is_known_by(tiny_flux, tmp_pat
     again = train(model, mixed_data(), tmp_path, watcher, steps=2)
     assert again.path == trained.path
     assert any("finished before" in note for note in watcher.notes) and watcher.losses == []
-    assert for_training(model, "off") == (
+    assert inherited_compile(model, "off") == (
         None,
         ["compile is off, so the Compile Model node in front has no effect on training."],
     )

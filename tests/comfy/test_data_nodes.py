@@ -55,7 +55,7 @@ def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(hom
     put_pictures(home / "datasets" / "other")
     (home / "input" / "empty").mkdir()
     put_pictures(home / "input" / ".hidden")
-    offered = folder_access.list_picture_folders()
+    offered = folder_access.list_image_folders()
     assert offered == ["datasets/other", "input/set", "input/set/inner"]
     assert prepare.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"] == offered
     for choice in offered:
@@ -67,15 +67,15 @@ def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(ho
     now = [1000.0]
     monkeypatch.setattr(folder_access.time, "monotonic", lambda: now[0])
     put_pictures(home / "input" / "a")
-    assert folder_access.list_picture_folders() == ["input/a"]
+    assert folder_access.list_image_folders() == ["input/a"]
     put_pictures(home / "input" / "b")
-    assert folder_access.list_picture_folders() == ["input/a"]
+    assert folder_access.list_image_folders() == ["input/a"]
     assert prepare.TesseraImageFolder.validate_inputs(folder="input/b") is True  # needs no list
     now[0] += folder_access.LIST_SECONDS + 1
-    assert folder_access.list_picture_folders() == ["input/a", "input/b"]
+    assert folder_access.list_image_folders() == ["input/a", "input/b"]
     put_pictures(home / "elsewhere")
     allow(home, home / "elsewhere")
-    assert (home / "elsewhere").as_posix() in folder_access.list_picture_folders()
+    assert (home / "elsewhere").as_posix() in folder_access.list_image_folders()
 
 
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
@@ -90,14 +90,14 @@ def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
 def test_the_list_of_folders_has_an_end(home, monkeypatch):
     deep = home / "input" / "1" / "2" / "3" / "4" / "5" / "6"
     put_pictures(deep / "7")
-    assert folder_access.list_picture_folders() == []
+    assert folder_access.list_image_folders() == []
     assert folder_access.resolve_folder("input/1/2/3/4/5/6/7").is_dir()
     folder_access._listed.clear()
     put_pictures(deep)
-    assert folder_access.list_picture_folders()[-1] == "input/1/2/3/4/5/6"
+    assert folder_access.list_image_folders()[-1] == "input/1/2/3/4/5/6"
     folder_access._listed.clear()
     monkeypatch.setattr(folder_access, "MOST_WALKED", 6)
-    assert folder_access.list_picture_folders() == []
+    assert folder_access.list_image_folders() == []
 
 
 @pytest.mark.parametrize("below", ["/server/share", "//server/share", "\\\\server\\share", "C:x", "C:/x", "/etc"])
@@ -126,7 +126,7 @@ def test_folders_that_the_settings_allow_are_offered_and_open(home):
     with pytest.raises(ValueError, match="may not be read"):
         folder_access.resolve_folder(choice)
     allow(home, home / "elsewhere")
-    assert folder_access.list_picture_folders() == [(home / "elsewhere").as_posix(), choice]
+    assert folder_access.list_image_folders() == [(home / "elsewhere").as_posix(), choice]
     assert folder_access.resolve_folder(choice) == Path(choice)
     with pytest.raises(ValueError, match="may not be read"):
         folder_access.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
@@ -147,7 +147,7 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
         with pytest.raises(ValueError, match="may not be read"):  # also where the check at the door is passed by
             run(prepare.TesseraImageFolder, folder=choice)
         assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
-    assert "input/link" not in folder_access.list_picture_folders()
+    assert "input/link" not in folder_access.list_image_folders()
     with pytest.raises(ValueError, match=r"The folder 'input/gone' does not exist; put your pictures"):
         folder_access.resolve_folder("input/gone")
 
@@ -158,10 +158,10 @@ def test_folders_with_video_files_are_offered_to_training_clips_and_others_refus
         (home / "input" / name).mkdir(parents=True)
         (home / "input" / name / "a.mp4").write_bytes(b"1")
     put_pictures(home / "input" / "both")
-    assert folder_access.list_film_folders() == ["input/both", "input/films", "input/films/inner"]
-    assert folder_access.list_picture_folders() == ["input/both", "input/pictures"]
+    assert folder_access.list_video_folders() == ["input/both", "input/films", "input/films/inner"]
+    assert folder_access.list_image_folders() == ["input/both", "input/pictures"]
     shown = prepare.TesseraVideoFolder.INPUT_TYPES()
-    assert shown["required"]["folder"][1]["options"] == folder_access.list_film_folders()
+    assert shown["required"]["folder"][1]["options"] == folder_access.list_video_folders()
     for choice in ("/etc", "input/../elsewhere"):
         assert "may not be read" in prepare.TesseraVideoFolder.validate_inputs(folder=choice)
         with pytest.raises(ValueError, match="may not be read"):
@@ -191,7 +191,7 @@ def test_a_broken_settings_file_is_told_and_takes_nothing_else_away(home, text, 
     (home / "user" / "tessera.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         folder_access.read_settings()
-    assert folder_access.list_picture_folders() == ["input/set"]
+    assert folder_access.list_image_folders() == ["input/set"]
     assert folder_access.resolve_folder("input/set").is_dir()
 
 

@@ -17,7 +17,7 @@ from tessera.lora.source import LoraSource
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
-from tessera.nodes.train.inherited_settings import shared
+from tessera.nodes.train.inherited_settings import shared_lora_notes
 from tessera.train import batch
 from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
 from tessera.train.memory_options import MemoryOptions
@@ -327,12 +327,12 @@ def test_a_message_names_the_input_of_the_expert(experts, tiny_flux):
 def test_what_two_experts_share_and_what_does_nothing_is_said(experts):
     own = LoraSource("mine.safetensors", "x")
     settings = run_settings(network={"start_from": own, "base_lora": own, "base_lora_low_noise": "none"})
-    assert shared(settings) == [
+    assert shared_lora_notes(settings) == [
         "start_from mine.safetensors is taken by both experts; set start_from_low_noise on LoRA Network to give the "
         "low noise one its own."
     ]
     settings = run_settings(network={"base_strength_low_noise": 0.5})
-    assert shared(settings) == [
+    assert shared_lora_notes(settings) == [
         "base_strength_low_noise has no effect: base_lora_low_noise is same, which takes base_strength."
     ]
-    assert shared(run_settings(network={"base_lora_low_noise": own, "base_strength_low_noise": 0.5})) == []
+    assert shared_lora_notes(run_settings(network={"base_lora_low_noise": own, "base_strength_low_noise": 0.5})) == []

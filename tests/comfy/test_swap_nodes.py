@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from tessera.models.swapped_model import SwapSettings, swap, swap_settings_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.options.memory import TesseraMemory
-from tessera.nodes.train.inherited_settings import memory_of
+from tessera.nodes.train.inherited_settings import inherited_memory
 from tessera.train.memory_options import MemoryOptions
 from tiny.sampling import sample
 
@@ -176,14 +176,14 @@ def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch
 
 def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own(flux: Any) -> None:
     swapped, _ = swap(flux, SwapSettings(2, 2, "off"))
-    taken, notes = memory_of(swapped, MemoryOptions())
+    taken, notes = inherited_memory(swapped, MemoryOptions())
     assert (taken.blocks_to_swap, taken.prefetch_blocks, taken.pin_memory) == (2, 2, "off")
     assert notes == ["blocks_to_swap is 2, as set on the MODEL."]
     own = TesseraMemory.execute("none", "auto", blocks_to_swap=1).args[0]
-    kept, notes = memory_of(swapped, own)
+    kept, notes = inherited_memory(swapped, own)
     assert kept == own and kept.blocks_to_swap == 1
     assert notes == ["blocks_to_swap is 1, from the connected Training Memory, not 2 of the MODEL."]
-    assert memory_of(flux, MemoryOptions()) == (MemoryOptions(), [])
+    assert inherited_memory(flux, MemoryOptions()) == (MemoryOptions(), [])
 
 
 def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tm
     picture = sample(flux, "flux")
     swapped, _ = swap(flux, SwapSettings(4))
     assert torch.equal(sample(swapped, "flux"), picture)
-    memory, _ = memory_of(swapped, MemoryOptions())
+    memory, _ = inherited_memory(swapped, MemoryOptions())
     trainer = tiny.make_trainer(swapped, data, tmp_path / "swapped", steps=2, memory=memory)
     trainer.run()
     assert trainer.progress.loss == plain.progress.loss and len(trainer.placed.swap.blocks) == 4

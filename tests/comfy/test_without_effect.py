@@ -10,7 +10,7 @@ import torch
 from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
-from tessera.nodes.train.inherited_settings import memory_of
+from tessera.nodes.train.inherited_settings import inherited_memory
 from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import Strata
@@ -92,10 +92,10 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
     with torch.inference_mode(False):
         swapped = TesseraBlockSwap.execute(tiny_flux, 3, 1, "auto").result[0]
     told = "prefetch_blocks of the connected Training Memory is not used: block swap is set on the MODEL; "
-    _, notes = memory_of(swapped, MemoryOptions(prefetch_blocks=2))
+    _, notes = inherited_memory(swapped, MemoryOptions(prefetch_blocks=2))
     assert notes[0] == "blocks_to_swap is 3, as set on the MODEL." and notes[1].startswith(told)
-    assert len(memory_of(swapped, MemoryOptions())[1]) == 1
-    taken, notes = memory_of(swapped, MemoryOptions(blocks_to_swap=2, prefetch_blocks=2))
+    assert len(inherited_memory(swapped, MemoryOptions())[1]) == 1
+    taken, notes = inherited_memory(swapped, MemoryOptions(blocks_to_swap=2, prefetch_blocks=2))
     assert taken.prefetch_blocks == 2 and not any("not used" in note for note in notes)
 
 

@@ -3,7 +3,7 @@ from unicodedata import normalize
 
 import pytest
 from tessera.common.file_names import LONGEST_NAME, plain_name
-from tessera.nodes.common.dates import with_dates
+from tessera.nodes.common.dates import fill_in_dates
 from tessera.nodes.loras.save import checked_prefix
 from tessera.train.settings import RunFolder, run_folders
 from tiny.runs import run_settings
@@ -129,8 +129,8 @@ def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path):
 def test_dates_in_the_prefix_of_save_lora_are_filled_in_as_the_browser_does_it_for_save_image():
     now = datetime(2026, 3, 7, 4, 5, 9)
     text = "%date:yyyy-MM-dd% %date:yy.M.d% %date:hhmmss%/%date:h-m-s%"
-    assert with_dates(text, now) == "2026-03-07 26.3.7 040509/4-5-9"
-    assert with_dates("%date% %year% 5%", now) == "%date% %year% 5%"
+    assert fill_in_dates(text, now) == "2026-03-07 26.3.7 040509/4-5-9"
+    assert fill_in_dates("%date% %year% 5%", now) == "%date% %year% 5%"
     assert checked_prefix(" loras/%date:yyyy%/x.safetensors ") == f"loras/{datetime.now():%Y}/x"
     with pytest.raises(ValueError, match="filename_prefix is .* give a name inside"):
         checked_prefix("loras/%date:hh:mm%")
