@@ -211,7 +211,7 @@ def main() -> None:
 
 def link_bandwidth(patcher: Any) -> float:
     """Bytes per second from page-locked host memory to the device."""
-    return import_module("tessera.memory.host.pinning").link_bandwidth(patcher.load_device)
+    return import_module("tessera.memory.host.staging").link_bandwidth(patcher.load_device)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from torch import nn
 from ..memory.host.file_speed import file_source
 from ..memory.host.flat_weights import parts_of
 from ..memory.host.mapped_file import bytes_in_file, stream_from_file
-from ..memory.host.pinning import choose_pinning, is_windows, link_bandwidth
+from ..memory.host.pinning import choose_pinning, is_windows
+from ..memory.host.staging import link_bandwidth
 from ..memory.swap.oom_retry import make_room
 from ..memory.swap.patcher import SwapPatcher, swap_model
 from ..memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan, prefetches

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..host.flat_buffer import Pieces, empty_bytes
-from ..host.pinning import StagedStream, staged_stream
+from ..host.staging import StagedStream, staged_stream
 
 
 class CopyStream:

@@ -203,7 +203,7 @@ def streams(monkeypatch: Any, staged: bool, without: str | None = None) -> Itera
     """Rings and activation offload that are made in here copy as on a GPU; staged: through a stage, else from masters
     that stand for page-locked ones; without: a place that does not wait, such as CopyStream.wait."""
     from tessera.memory.activations import offload
-    from tessera.memory.host.pinning import CudaLink, StagedStream
+    from tessera.memory.host.staging import CudaLink, StagedStream
     from tessera.memory.swap import slot_ring
 
     device, cpu = Device(without), torch.device("cpu")

@@ -23,7 +23,7 @@ from ...lora.network import LoraNetwork, build_network
 from ...memory.host.file_speed import file_source
 from ...memory.host.flat_buffer import Layout
 from ...memory.host.mapped_file import bytes_in_file
-from ...memory.host.pinning import link_bandwidth
+from ...memory.host.staging import link_bandwidth
 from ...memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...models.family import Block, Family, ModelInputs
