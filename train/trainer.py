@@ -24,7 +24,7 @@ from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import StartLora
 from ..memory.host.sysmem_fallback import SpillWatch
-from ..memory.weights.frozen import unload_everything
+from ..memory.weights.frozen import unload
 from ..models.family import Family
 from . import errors
 from .batch import Batch, make_batch, strata_of
@@ -71,7 +71,7 @@ class Trainer:
 
         observer.phase("Loading the model")
         self.device = patcher.load_device
-        unload_everything()  # before, as the models of earlier nodes are no part of this run's peak
+        unload()  # before, as the models of earlier nodes are no part of this run's peak
         forget_memory_peak(self.device)
         self.spill = SpillWatch(self.device)
         self.copies = 0  # of swapped blocks, in the last step

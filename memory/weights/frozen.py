@@ -13,8 +13,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
 from ..host.flat_weights import Place, leave_flat, over_parts, parts_of, places_of
-from .frozen_linear import FrozenLinear
-from .quantised import format_of
+from .frozen_linear import FrozenLinear, format_of
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -174,20 +173,25 @@ def _to_host(places: Sequence[Place]) -> None:
             place.table[place.attribute] = over_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
 
 
-def unload_everything() -> None:
-    """Takes every model off its device, so that the run starts with all the memory and unpatched master weights.
+def unload(models: Sequence[ModelPatcher] | None = None) -> None:
+    """Take models and their clones off their devices, with their own weights in place of patched ones; all by default.
 
-    Quantised weights that a loader made under inference mode can only be put back under it: outside ComfyUI's
-    unpatching breaks off at the first, with a LoRA left in the others. Ordinary ones do not bear it.
+    Each is unloaded under the inference mode that its weights bear, whichever this is called in. Quantised weights
+    that a loader made under inference mode can only be put back under it: outside, ComfyUI's unpatching breaks off at
+    the first, with a LoRA left in the others. Ordinary ones do not bear it.
     """
     management = comfy.model_management
-    loaded = list(management.current_loaded_models)
-    others = [entry for entry in loaded if entry.model is None or not puts_back_under_inference(entry.model)]
-    if len(others) < len(loaded):
-        with torch.inference_mode():
-            for device in {entry.device for entry in loaded}:
+    loaded = [entry for entry in management.current_loaded_models if entry.model is not None]
+    if models is not None:
+        loaded = [entry for entry in loaded if any(entry.model.is_clone(model) for model in models)]
+    for mode in (True, False):
+        chosen = [entry for entry in loaded if puts_back_under_inference(entry.model) == mode]
+        others = [entry for entry in management.current_loaded_models if all(entry is not one for one in chosen)]
+        with torch.inference_mode(mode):
+            for device in {entry.device for entry in chosen}:
                 management.free_memory(1e30, device, others)
-    management.unload_all_models()
+    if models is None:
+        management.unload_all_models()  # it drops the entries of models that are gone, too
     management.soft_empty_cache()
 
 

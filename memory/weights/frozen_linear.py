@@ -1,19 +1,78 @@
-"""The linear layer over a frozen weight, which keeps nothing of it for backward but what is stored."""
+"""Frozen linear: saves only the stored (quantised) weight for backward and dequantises again there.
 
+ComfyUI holds a weight in the compute dtype, in a narrower one (fp8 with or without a scale), or quantised in a layout
+of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). The numbers of the last are ComfyUI's: the
+layout's class dequantises into the dtype of what the weight is multiplied with, as core does where a device cannot
+multiply in the format itself.
+"""
+
+import dataclasses
+import functools
+import json
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from comfy import quant_ops
+from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
-from .quantised import dequantised, quantised_linear, quantised_linear_input_grad, read_format
+# What a layout's parameters say of every weight; the rest are its own tensors and constants.
+_OF_ALL = ("orig_dtype", "orig_shape")
+
+
+class Format(NamedTuple):
+    """How a weight is stored, less its tensors. layout: the name of ComfyUI's class; shape: (out, in) of the weight
+    that the parts stand for; tensors: the names of the layout's tensors; constants: what else it has to know."""
+
+    layout: str
+    shape: tuple[int, int]
+    tensors: tuple[str, ...]
+    constants: dict[str, bool | int | float | str | None]
+
+    def text(self) -> str:
+        """As the ops take it: a constant of the graph, equal for weights that are stored alike."""
+        return json.dumps([self.layout, self.shape, self.tensors, self.constants], sort_keys=True)
+
+
+@functools.cache
+def read_format(text: str) -> Format:
+    """What `Format.text` gave."""
+    layout, shape, tensors, constants = json.loads(text)
+    return Format(layout, tuple(shape), tuple(tensors), constants)
+
+
+def format_of(weight: QuantizedTensor) -> Format | None:
+    """How the weight is stored; None for one that cannot be put together again from its parts and constants, or whose
+    parts are those of its transpose."""
+    params = weight._params
+    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in _OF_ALL}
+    tensors = tuple(name for name, value in fields.items() if isinstance(value, Tensor))
+    constants = {name: value for name, value in fields.items() if name not in tensors}
+    plain = all(value is None or isinstance(value, bool | int | float | str) for value in constants.values())
+    if not plain or constants.get("transposed") or len(params.orig_shape) != 2:
+        return None
+    rows, columns = params.orig_shape
+    return Format(weight._layout_cls, (int(rows), int(columns)), tensors, constants)
+
+
+def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
+    """(out, in) in `dtype`, by ComfyUI's class. parts: the stored data, then the layout's tensors; layout: the text of
+    its `Format`."""
+    stored = read_format(layout)
+    tensors = dict(zip(stored.tensors, parts[1:], strict=True))
+    kind: Any = quant_ops.get_layout_class(stored.layout)
+    params = kind.Params(**tensors, **stored.constants, orig_dtype=dtype, orig_shape=stored.shape)
+    return QuantizedTensor(parts[0], stored.layout, params).dequantize()
 
 
 class FrozenLinear(NamedTuple):
     """weight: (out, in) as stored or in the compute dtype; scale: fp32 scalar of a scaled fp8 weight; bias: (out,).
 
-    layout: the text of a `quantised.Format` where ComfyUI holds the weight quantised otherwise; `weight` is then its
+    layout: the text of a `Format` where ComfyUI holds the weight quantised otherwise; `weight` is then its
     data, of a shape of its own, and `parts` are the layout's tensors. pre_quant_scale: (in,) or (1,), what x is
     multiplied with first (ModelOpt's smoothing, in ComfyUI's own place of it).
     """
@@ -79,56 +138,91 @@ def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return full if scale is None else full * scale.to(dtype)
 
 
-@torch.library.custom_op("tessera::stored_linear", mutates_args=())
-def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """`linear` on a weight stored in another dtype than x.
+def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int, int]]) -> None:
+    """Register the fake kernels, the gradient and the FLOPs of an opaque frozen linear and of its input gradient.
 
     Opaque on purpose: a plain cast followed by a matmul makes autograd, and the partitioner of a compiled graph, keep
-    the cast weight for backward, which for an fp8 model is a full-size copy of it among the activations. This op saves
-    the stored weight and casts again in backward.
+    the cast weight for backward, which for an fp8 model is a full-size copy of it among the activations. These ops
+    save the stored weight and dequantise again in backward.
+
+    name: of the op (x, *stored with the bias among them) -> (…, out), of which only x has a gradient. That of the
+        other, (grad, *stored) -> (…, in), ends in _input_grad.
+    bias: the place of the bias among the inputs.
+    shape: (*stored) -> (out, in) of the weight.
     """
+    linear, input_grad = (getattr(torch.ops.tessera, op) for op in (name, f"{name}_input_grad"))
+
+    def stored(inputs: Sequence[Any]) -> list[Any]:
+        return [value for place, value in enumerate(inputs) if place not in (0, bias)]
+
+    def fake(*inputs):
+        return inputs[0].new_empty(*inputs[0].shape[:-1], shape(*stored(inputs))[0])
+
+    def fake_input_grad(grad, *weights):
+        return grad.new_empty(*grad.shape[:-1], shape(*weights)[1])
+
+    def save(ctx, inputs, output) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.no_grads = [[None] * len(value) if isinstance(value, list | tuple) else None for value in inputs[1:]]
+        leaves, ctx.spec = tree_flatten(stored(inputs))
+        # Autograd's own way of saving, for its hooks and its checks, takes nothing but tensors and None.
+        ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
+
+    def backward(ctx, grad):
+        if grad is None:  # nothing downstream contributes to the loss
+            return None, *ctx.no_grads
+        leaves = [c if tensor is None else tensor for tensor, c in zip(ctx.saved_tensors, ctx.constants, strict=True)]
+        return input_grad(grad, *tree_unflatten(leaves, ctx.spec)), *ctx.no_grads
+
+    def flops(x, *weights, **_) -> int:
+        """2·rows·in·out, as for a plain matmul. The partitioner weighs by it which results to save and which to
+        recompute; an op without a formula counts as free."""
+        rows, columns = shape(*weights)
+        return 2 * math.prod(x.shape[:-1]) * rows * columns
+
+    torch.library.register_fake(f"tessera::{name}", fake)
+    torch.library.register_fake(f"tessera::{name}_input_grad", fake_input_grad)
+    torch.library.register_autograd(f"tessera::{name}", backward, setup_context=save)
+    register_flop_formula(linear, get_raw=True)(lambda *inputs, **_: flops(inputs[0], *stored(inputs)))
+    register_flop_formula(input_grad, get_raw=True)(flops)
+
+
+@torch.library.custom_op("tessera::stored_linear", mutates_args=())
+def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x: (…, in) → (…, out), on a weight stored in another dtype than x."""
     return torch.nn.functional.linear(x, _dequantise(weight, scale, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
 def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of `stored_linear` with respect to x."""
+    """grad: (…, out) → (…, in), the gradient of `stored_linear` with respect to x."""
     return grad @ _dequantise(weight, scale, grad.dtype)
 
 
-@stored_linear.register_fake
-def _(x, weight, scale, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+@torch.library.custom_op("tessera::quantised_linear", mutates_args=())
+def quantised_linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, layout: str) -> Tensor:
+    """x: (…, in) → (…, out), on a weight in one of ComfyUI's quantised layouts."""
+    return torch.nn.functional.linear(x, dequantised(parts, layout, x.dtype), bias)
 
 
-@stored_linear_input_grad.register_fake
-def _(grad, weight, scale):
-    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
+@torch.library.custom_op("tessera::quantised_linear_input_grad", mutates_args=())
+def quantised_linear_input_grad(grad: Tensor, parts: Sequence[Tensor], layout: str) -> Tensor:
+    """grad: (…, out) → (…, in), the gradient of `quantised_linear` with respect to x."""
+    return grad @ dequantised(parts, layout, grad.dtype)
 
 
-def _save_stored(ctx, inputs, output) -> None:
-    _, weight, scale, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(weight, scale)
+def _stored_shape(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
+    rows, columns = weight.shape
+    return rows, columns
 
 
-def _stored_linear_backward(ctx, grad):
-    if grad is None:  # what comes of it goes nowhere
-        return None, None, None, None
-    weight, scale = ctx.saved_tensors
-    return stored_linear_input_grad(grad, weight, scale), None, None, None
+def _quantised_shape(parts: Sequence[Tensor], layout: str) -> tuple[int, int]:
+    return read_format(layout).shape
 
 
-def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
-    """2·rows·in·out, as for a plain matmul. The partitioner weighs by it what to keep and what to compute again; an op
-    without a formula counts as free."""
-    return 2 * math.prod(x_shape) * (math.prod(weight_shape) // x_shape[-1])
-
-
-register_flop_formula(torch.ops.tessera.stored_linear)(_flops)
-register_flop_formula(torch.ops.tessera.stored_linear_input_grad)(_flops)
-
-stored_linear.register_autograd(_stored_linear_backward, setup_context=_save_stored)
+_register_opaque_linear("stored_linear", 3, _stored_shape)
+_register_opaque_linear("quantised_linear", 2, _quantised_shape)
 
 
 def frozen_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from .frozen import unload_everything
+from .frozen import unload
 
 
 class FrozenModule(nn.Module):
@@ -63,7 +63,7 @@ class ResidentWeights(ModelPatcher):
         """Makes the weights resident and known to ComfyUI."""
         if not self.resident:
             # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not the masters.
-            unload_everything()
+            unload()
         if not self.resident or not any(entry.model is self for entry in comfy.model_management.current_loaded_models):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
 

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ...memory.weights.frozen_linear import FrozenLinear
-from ...memory.weights.quantised import read_format
+from ...memory.weights.frozen_linear import FrozenLinear, read_format
 from ...memory.weights.residency import FrozenModule
 from ..adapters.base import Adapter, DropMask
 

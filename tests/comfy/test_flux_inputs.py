@@ -2,7 +2,7 @@
 
 import tiny
 import torch
-from tessera.memory.weights.frozen import unload_everything
+from tessera.memory.weights.frozen import unload
 from tessera.models.family import NoisySample
 from tessera.models.flux.flux1 import Flux
 
@@ -34,7 +34,7 @@ def core_velocity(model, sample, sigma, guidance):
 def test_a_batch_of_samples_with_and_without_pooled_text_equals_core_on_each_alone(tiny_flux):
     samples, sigmas = [noisy(4, 6, True), noisy(6, 4, False), noisy(3, 8, True)], [0.2, 0.5, 0.9]
     expected = [core_velocity(tiny_flux, s, sigma, 2.5) for s, sigma in zip(samples, sigmas, strict=True)]
-    unload_everything()
+    unload()
     family = Flux()
     transformer = family.build(tiny_flux, tiny_flux.load_device, torch.float32, "auto")
     inputs = family.inputs(tiny_flux, samples, torch.tensor(sigmas), 2.5)

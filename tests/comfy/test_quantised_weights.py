@@ -10,7 +10,7 @@ import tiny
 import torch
 from tessera.memory.host.flat_weights import parts_of
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.memory.weights.quantised import Format, format_of, quantised_linear, read_format
+from tessera.memory.weights.frozen_linear import Format, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.train.memory_options import MemoryOptions

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from tessera.memory.weights.frozen import unload_everything
+from tessera.memory.weights.frozen import unload
 from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.qwen_image.family import QwenImage
 from tessera.models.registry import family_of
@@ -101,7 +101,7 @@ def test_a_masked_caption_gives_what_core_gives_with_the_mask(model):
     with torch.no_grad():
         denoised = model.model.apply_model(x, sigma, c_crossattn=read.text, attention_mask=mask)
     expected = FAMILY.cut(((x - denoised) / sigma)[0], 24).tokens
-    unload_everything()
+    unload()
     transformer = FAMILY.build(model, model.load_device, torch.float32, "auto")
     with torch.no_grad():
         found = transformer.forward(lambda block, *rest: block(*rest, {}), inputs(model, mask))[0]

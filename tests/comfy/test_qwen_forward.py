@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.weights.frozen import unload_everything
+from tessera.memory.weights.frozen import unload
 from tessera.models.family import NoisySample
 from tessera.models.qwen_image.family import QwenImage
 from tiny.qwen_data import qwen_sample
@@ -48,7 +48,7 @@ def core_velocity(model: Any, sample: Any, sigma: Tensor) -> Tensor:
 
 @torch.no_grad()
 def our_velocity(model: Any, samples: list[NoisySample], sigmas: Tensor = SIGMAS) -> Tensor:
-    unload_everything()
+    unload()
     device, dtype = model.load_device, model.model.get_dtype_inference()
     transformer = FAMILY.build(model, device, dtype, "auto")
     inputs = FAMILY.inputs(model, samples, sigmas[: len(samples)].to(device), 1.0)

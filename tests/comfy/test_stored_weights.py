@@ -11,7 +11,7 @@ from tessera.lora.network import LoraNetwork
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.memory.host.flat_weights import parts_of
-from tessera.memory.weights.frozen import dequantised_notes, unload_everything
+from tessera.memory.weights.frozen import dequantised_notes, unload
 from tessera.models.flux.flux1 import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.layers.lora_linear import LoraLinear
@@ -48,7 +48,7 @@ def stored(request, tmp_path):
 
 def built(model, dtype=None):
     patcher, _ = trainable_model(model)
-    unload_everything()
+    unload()
     device = patcher.load_device
     return Flux().build(patcher, device, dtype or patcher.model.get_dtype_inference(), "auto")
 

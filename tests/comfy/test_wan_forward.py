@@ -54,11 +54,11 @@ def noisy(sample) -> NoisySample:
 
 
 def our_velocity(model, samples, sigmas) -> Tensor:
-    from tessera.memory.weights.frozen import unload_everything
+    from tessera.memory.weights.frozen import unload
     from tessera.models.model_patches import trainable_model
 
     patcher, _ = trainable_model(model)
-    unload_everything()
+    unload()
     family = family_of(model)
     dtype = patcher.model.get_dtype_inference()
     transformer = family.build(patcher, patcher.load_device, dtype, "auto")

@@ -48,11 +48,11 @@ def to_tokens(latent: Tensor, patch: int) -> Tensor:
 
 def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: float = 1.0) -> Tensor:
     """(B, N, C·patch) of the samples as one batch."""
-    from tessera.memory.weights.frozen import unload_everything
+    from tessera.memory.weights.frozen import unload
     from tessera.models.family import NoisySample
     from tessera.models.registry import family_of
 
-    unload_everything()
+    unload()
     family, device, dtype = family_of(model), model.load_device, model.model.get_dtype_inference()
     transformer = family.build(model, device, dtype, "auto")
     reads = [sample.load() for sample in samples]

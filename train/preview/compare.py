@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...memory.host.flat_weights import as_loaded
-from ...memory.weights.unload import unload
+from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import FAMILIES
 from ..experts import SAME_WEIGHTS, meeting_sigma

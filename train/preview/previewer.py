@@ -16,7 +16,7 @@ from ...compile.attach import branch_of
 from ...lora.files.formats import convert
 from ...memory.host.flat_weights import as_loaded
 from ...memory.swap.host_copies import host_copies_kept
-from ...memory.weights.frozen import unload_everything
+from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import family_of
 from .. import errors
@@ -178,12 +178,12 @@ class Previewer:
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
         trainer.observer.phase(f"Preview at step {step}")
         stages = {ema: self._stages(lora) for ema, lora in loras.items()}
-        unload_everything()
+        unload()
         with ExitStack() as stack:
             for model in self.models:
                 as_loaded(model.model)
                 stack.enter_context(host_copies_kept(model))
-            stack.callback(unload_everything)
+            stack.callback(unload)
             stack.enter_context(random_state_kept(trainer.device))
             stack.enter_context(torch.inference_mode())
             check = trainer.observer.check_interrupted
