@@ -132,7 +132,7 @@ def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: 
 
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
-    plan, order = pack("memory.swap.plan"), pack("models.flux.flux1").Flux.swap_order
+    plan, order = pack("memory.swap.plan"), pack("models.flux.family").Flux.swap_order
     tokens = (args.side // 16) ** 2
     rows = []
     for name, stored in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):

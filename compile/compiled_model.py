@@ -266,7 +266,8 @@ class Branch:
 
     def _title(self, kind: str, how: HowToCompile) -> str:
         """A region's name in the report; where one name has several regions they are numbered."""
-        others = sum(region.report.title.partition(" ")[0] == kind for region in self.regions.values())
+        titles = [region.report.title for region in self.regions.values()]
+        others = sum(title.partition(" ")[0] == kind for title in titles)
         return kind if not others else f"{kind} ({others + 1})"
 
     def report(self) -> CompileReport:

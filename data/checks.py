@@ -5,7 +5,7 @@ from typing import Any
 
 from ..common.text import shortlist
 from ..models.latents import WAN21, WAN22, LatentPolicy
-from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, QwenImageText, TextPolicy
+from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
 from .buckets.grids import RAGGED_EDGE
 from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
@@ -25,7 +25,7 @@ def check_options(
         raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
     if edit_prompt not in EDIT_PROMPTS:
         raise ValueError(f"edit_prompt is {edit_prompt!r}; choose one of {', '.join(EDIT_PROMPTS)}.")
-    if image_to_video and not text.clips:
+    if image_to_video and text.pictures_only:
         raise ValueError(
             f"image_to_video is on, and {text.family} makes no video; switch it off, or connect Wan's VAE and text "
             f"encoder."
@@ -43,19 +43,19 @@ def check_items(
     items: Sequence[Item], text: TextPolicy, latents: LatentPolicy, image_to_video: bool, edit_prompt: str
 ) -> None:
     clips = [item.name for item in items if item.pixels.frames > 1]
-    if clips and not text.clips:
+    if clips and text.pictures_only:
         raise ValueError(
             f"{text.family} makes pictures, and the data set holds clips ({shortlist(clips)}); take Training Clips "
             f"out, set target_frames to 1, or connect Wan's VAE and text encoder."
         )
     controlled = [item for item in items if item.controls]
-    if controlled and not text.controls:
+    if controlled and not text.takes_controls:
         raise ValueError(
             f"{text.family} takes no control pictures, and {controlled[0].name!r} has one; set control_folder to none, "
             f"or connect the VAE and text encoders of an edit model (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2)."
         )
     several = [item.name for item in controlled if len(item.controls) > 1]
-    if several and isinstance(text, QwenImageText) and edit_prompt == FIRST_EDIT:
+    if several and text.sees_controls and edit_prompt == FIRST_EDIT:
         raise ValueError(
             f"edit_prompt is {FIRST_EDIT!r}, which takes one control picture, and there are several for: "
             f"{shortlist(several)}; choose {PLUS!r}, or leave one control picture for each."
@@ -92,7 +92,7 @@ def plan_notes(
     controlled = any(item.controls for item in items)
     if not controlled and control_megapixels != 1.0:
         yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
-    if edit_prompt != PLUS and not isinstance(text, QwenImageText):
+    if edit_prompt != PLUS and not text.sees_controls:
         yield f"edit_prompt has no effect with {text.family}, whose text encoder sees no control pictures."
     elif edit_prompt != PLUS and not controlled:
         yield "edit_prompt has no effect, as no picture has a control picture; set control_folder to give some."

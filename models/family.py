@@ -1,5 +1,6 @@
-"""What every model family gives to the trainer."""
+"""The interface between a model family and the trainer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -9,9 +10,13 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..memory.host.to_device import to_device
+from ..memory.weights.frozen import FrozenWeights
 from ..memory.weights.residency import FrozenModule
 from .latents import LatentPolicy
+from .layers.attention import attention_function, ragged_attention_function
 from .layers.lora_linear import LoraLinear
+from .name_table import NameTable
+from .text import TextPolicy
 
 RunBlock = Callable[..., Any]
 
@@ -137,59 +142,95 @@ class Patches:
     positions: Tensor
 
 
-class Family(Protocol):
-    """One architecture: how its latents become tokens, how its forward runs, what its LoRAs train by default.
+class Family(ABC):
+    """One model architecture: its tokens, its forward, its LoRA targets and names. Each method has the default of an
+    image model without pooled text, guidance and CLIP vision; a family states what differs.
 
-    name: in metadata and in keys. title: in messages. default_targets: patterns of the Linears that a LoRA trains.
-    swap_order: the lists of blocks, first the one whose blocks are swapped first.
+    `model` is a ComfyUI BaseModel of the family throughout.
+
+    name: in metadata and in keys.
+    title: in messages.
+    model_class: ComfyUI's class of its models.
+    text: the text encoders that its captions are encoded with, and the VAEs that go with them.
+    names: its modules in kohya's and in diffusers' LoRA files.
+    default_targets: patterns of the Linears that a LoRA trains.
+    swap_order: its lists of blocks, the one that is swapped first at the front.
+    ragged: whether its attention leaves padded captions out, so that `transformer` is given a RaggedAttention.
+    resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
     """
 
-    name: str
-    title: str
-    default_targets: tuple[str, ...]
-    swap_order: tuple[str, ...]
+    name: ClassVar[str]
+    title: ClassVar[str]
+    model_class: ClassVar[type]
+    text: ClassVar[TextPolicy]
+    names: ClassVar[NameTable]
+    default_targets: ClassVar[tuple[str, ...]]
+    swap_order: ClassVar[tuple[str, ...]]
+    ragged: ClassVar[bool] = False
+    resolution_shifts: ClassVar[Mapping[str, Callable[[int], float]]] = {}
 
-    def matches(self, model: Any) -> bool: ...
+    @property
+    def pictures_only(self) -> bool:
+        """True where its models make no video."""
+        return self.text.pictures_only
 
-    def variant(self, model: Any) -> str: ...
+    def fits_data(self, text_family: str) -> bool:
+        """True for training data whose captions were encoded for this family, or for an unknown one (empty)."""
+        return text_family in ("", self.text.family)
 
+    def matches(self, model: Any) -> bool:
+        """True for models of this family. Subclasses in core run another forward and are other families."""
+        return type(model) is self.model_class
+
+    def variant(self, model: Any) -> str:
+        """The name of the release that the model is, or is a fine-tune of, as far as its weights tell."""
+        return self.name
+
+    @abstractmethod
     def origin(self, model: Any) -> Origin: ...
 
-    def latents(self, model: Any) -> LatentPolicy: ...
+    def latents(self, model: Any) -> LatentPolicy:
+        """The VAE of this model."""
+        return self.text.latents[0]
 
     def shift(self, model: Any, tokens: int) -> float:
-        """How far training moves the sigma of a sample of that many tokens (references apart) towards noise by default,
-        as `objective.shift_sigma` does."""
-        ...
+        """The default timestep shift of training, as `objective.shift_sigma` applies it, for a sample of `tokens`
+        tokens (references apart)."""
+        return 1.0
 
     def expert_boundary(self, model: Any) -> float | None:
         """The sigma below which a second model, the low noise expert, takes over from one of this kind; None for models
         that come alone."""
-        ...
+        return None
 
     def takes_guidance(self, model: Any) -> bool:
-        """Whether the model is told a guidance, as those are that guidance was distilled into."""
-        ...
+        """True for models that guidance was distilled into, and that take it as an input."""
+        return False
 
-    def text_width(self, model: Any) -> int: ...
+    @abstractmethod
+    def text_width(self, model: Any) -> int:
+        """Features per token of the encoded text that the model takes."""
 
-    def pooled_width(self, model: Any) -> int: ...
+    def pooled_width(self, model: Any) -> int:
+        """Features of the pooled text that the model takes; 0 where it takes none."""
+        return 0
 
     def vision_width(self, model: Any) -> int:
-        """The width of what CLIP vision saw of a start picture, as the model takes it; 0 where it takes none."""
-        ...
+        """Features of CLIP vision's output for a start picture that the model takes; 0 where it takes none."""
+        return 0
 
     def text_length(self, model: Any, length: int) -> int:
         """The length that a caption of `length` encoded tokens takes in the model's sequence."""
-        ...
+        return self.text.model_length(length)
 
     def check(self, model: Any, sample: SampleFacts) -> None:
-        """Raises ValueError, with the fix, for a sample that this model does not train on."""
-        ...
+        """Raise ValueError, with the fix, for a sample that this model does not train on."""
+        if sample.frames > 1 and self.pictures_only:
+            raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        """What a user should know about these samples on this model, a sentence each."""
-        ...
+        """Remarks for the user about these samples on this model, a sentence each."""
+        return []
 
     def build(
         self,
@@ -198,19 +239,33 @@ class Family(Protocol):
         compute_dtype: torch.dtype,
         attention: str,
         on_host: frozenset[str] = frozenset(),
-    ) -> Transformer: ...
+    ) -> Transformer:
+        """Build the training forward over the patcher's frozen weights; those of the blocks `on_host` stay there."""
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
+        choose = ragged_attention_function if self.ragged else attention_function
+        return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
 
-    def block_lists(self, model: Any) -> dict[str, int]: ...
+    @abstractmethod
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
+        """attention: an Attention, or a RaggedAttention where the family is `ragged`."""
 
-    def cut(self, latent: Tensor, keep: int) -> Patches: ...
+    def block_lists(self, model: Any) -> dict[str, int]:
+        """The lists of blocks in the order of the forward, with their lengths."""
+        return {name: len(getattr(model.diffusion_model, name)) for name in self.swap_order}
 
+    @abstractmethod
+    def cut(self, latent: Tensor, keep: int) -> Patches:
+        """Cut a latent, (C, H, W) or (C, T, H, W), into its first `keep` tokens."""
+
+    @abstractmethod
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
-        """The batch as the transformer takes it, on the device of sigma, (B,) fp32, where the latents lie too. Training
-        makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises ValueError for a
-        conditioning that this forward does not run."""
-        ...
+        """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, where the latents lie too.
+
+        Training makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises
+        ValueError for a conditioning that this forward does not run.
+        """
 
 
 def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:

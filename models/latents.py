@@ -8,6 +8,7 @@ from typing import Any
 class LatentPolicy:
     """How pixels become tokens in one family.
 
+    file: the VAE to load, for messages.
     channels: of the latent.
     pixels_per_latent: pixels along a side that become one latent cell.
     patch: latent cells along a side that become one token.
@@ -16,6 +17,7 @@ class LatentPolicy:
     """
 
     family: str
+    file: str
     channels: int
     pixels_per_latent: int
     patch: int
@@ -30,19 +32,25 @@ class LatentPolicy:
         return 1 if frames == 1 else (frames - 1) // self.frames_per_latent + 1
 
 
-FLUX = LatentPolicy("FLUX.1", channels=16, pixels_per_latent=8, patch=2)
-FLUX2 = LatentPolicy("FLUX.2", channels=128, pixels_per_latent=16, patch=1)
-WAN21 = LatentPolicy("Wan 2.1 and Qwen-Image", channels=16, pixels_per_latent=8, patch=2, frames_per_latent=4)
-WAN22 = LatentPolicy("Wan 2.2 5B", channels=48, pixels_per_latent=16, patch=2, frames_per_latent=4)
-
-
+FLUX = LatentPolicy("FLUX.1", "ae.safetensors for FLUX.1", channels=16, pixels_per_latent=8, patch=2)
+FLUX2 = LatentPolicy("FLUX.2", "flux2-vae.safetensors for FLUX.2", channels=128, pixels_per_latent=16, patch=1)
+WAN21 = LatentPolicy(
+    "Wan 2.1 and Qwen-Image",
+    "wan_2.1_vae.safetensors for Wan 2.1 and 2.2 14B, qwen_image_vae.safetensors for Qwen-Image",
+    channels=16,
+    pixels_per_latent=8,
+    patch=2,
+    frames_per_latent=4,
+)
+WAN22 = LatentPolicy(
+    "Wan 2.2 5B",
+    "wan2.2_vae.safetensors for Wan 2.2 5B",
+    channels=48,
+    pixels_per_latent=16,
+    patch=2,
+    frames_per_latent=4,
+)
 POLICIES = (FLUX, FLUX2, WAN21, WAN22)
-VAE_FILES = {
-    FLUX: "ae.safetensors for FLUX.1",
-    FLUX2: "flux2-vae.safetensors for FLUX.2",
-    WAN21: "wan_2.1_vae.safetensors for Wan 2.1 and 2.2 14B, qwen_image_vae.safetensors for Qwen-Image",
-    WAN22: "wan2.2_vae.safetensors for Wan 2.2 5B",
-}
 
 
 def latent_policy(vae: Any) -> LatentPolicy:
@@ -61,7 +69,7 @@ def latent_policy(vae: Any) -> LatentPolicy:
     kind = {1: "an audio", 2: "a picture", 3: "a video"}.get(vae.latent_dim, "a")
     raise ValueError(
         f"The VAE is {kind} VAE with {found[0]} latent channels at 1/{found[2]} of the size, which no model that is "
-        f"trained here uses; load one of these with Load VAE: {', '.join(VAE_FILES.values())}."
+        f"trained here uses; load one of these with Load VAE: {', '.join(policy.file for policy in POLICIES)}."
     )
 
 

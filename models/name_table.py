@@ -32,7 +32,6 @@ class NameTable:
         a module of that name.
     """
 
-    family: str
     to_diffusers: Mapping[str, tuple[str, ...]]
     others: tuple[str, ...] = ()
     rows: Callable[[str, int, int, int], list[int]] = equal_rows

@@ -1,14 +1,29 @@
-"""The families that can be trained."""
+"""The families that can be trained. A family is one folder; its line in FOLDERS registers it."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
 from .family import Family
-from .flux.flux1 import Flux
-from .flux.flux2 import Flux2
-from .qwen_image.family import QwenImage
-from .wan.family import Wan
+from .name_table import NameTable, Shape
+from .text import TextPolicy
 
-FAMILIES: list[Family] = [Flux(), Flux2(), QwenImage(), Wan()]
+# Each folder's module `family` has a tuple FAMILIES.
+FOLDERS = (
+    "flux",
+    "qwen_image",
+    "wan",
+)
+FAMILIES: tuple[Family, ...] = tuple(
+    family for folder in FOLDERS for family in import_module(f".{folder}.family", __package__).FAMILIES
+)
+
+
+def titles() -> tuple[str, ...]:
+    """Names of the families that can be trained, for texts."""
+    return tuple(family.title for family in FAMILIES)
 
 
 def family_of(patcher: ModelPatcher) -> Family:
@@ -16,8 +31,66 @@ def family_of(patcher: ModelPatcher) -> Family:
     for family in FAMILIES:
         if family.matches(patcher.model):
             return family
-    known = ", ".join(family.title for family in FAMILIES)
     raise ValueError(
         f"model is a {type(patcher.model).__name__}, which Train LoRA cannot train; connect one of these or a "
-        f"fine-tune of one: {known}."
+        f"fine-tune of one: {', '.join(titles())}."
     )
+
+
+def related_family(model: Any) -> Family | None:
+    """The family whose class in ComfyUI this model has or derives from; None where there is none. For models that are
+    only sampled, and may be relatives that cannot be trained."""
+    return next((family for kind in type(model).__mro__ for family in FAMILIES if family.model_class is kind), None)
+
+
+def text_policy(clip: Any) -> TextPolicy:
+    """The policy of the family whose text encoders these are; ValueError if no family that trains uses them."""
+    if clip is None:
+        raise ValueError(
+            "The CLIP input is empty (the checkpoint holds no text encoders); load those of your model with CLIPLoader "
+            "or DualCLIPLoader."
+        )
+    encoder = getattr(clip, "cond_stage_model", clip)
+    policies = [family.text for family in FAMILIES]
+    for policy in policies:
+        # Other models' encoders are subclasses of these, in modules of their own.
+        if isinstance(encoder, policy.encoder) and type(encoder).__module__ == policy.encoder.__module__:
+            return policy
+    known = "; ".join(f"{policy.files} for {policy.family}" for policy in policies)
+    raise ValueError(
+        f"The CLIP holds {_public_name(type(encoder))} text encoders, which no model that is trained here uses; load "
+        f"one of these: {known}."
+    )
+
+
+def _public_name(kind: type) -> str:
+    """Core wraps encoders in classes such as `SD3ClipModel_` made on the spot; their module tells the family."""
+    return f"{kind.__name__.rstrip('_')} ({kind.__module__.rsplit('.', 1)[-1]})"
+
+
+def native_name(flat: str) -> str | None:
+    """The native name of a module from its flat one; None where no family has such a module."""
+    return next((name for family in FAMILIES if (name := family.names.native(flat)) is not None), None)
+
+
+def table_of(modules: Mapping[str, Shape | None], name: str = "") -> NameTable | None:
+    """The names of the family that a LoRA is of: the one called `name`, else the one that has most of its modules, and
+    them in their shapes; None where no family has any of them.
+
+    modules: the shapes of the weights, as far as they are known, by flat name; img_in is a module in several families.
+    """
+
+    def known(family: Family) -> int:
+        return sum(family.names.native(flat) is not None for flat in modules)
+
+    def rank(family: Family) -> tuple[bool, int, int]:
+        fitting = sum(shape is not None and family.names.fits(flat, shape) for flat, shape in modules.items())
+        return family.name == name, known(family), fitting
+
+    having = [family for family in FAMILIES if known(family)]
+    return max(having, key=rank).names if having else None
+
+
+def resolution_shifts() -> dict[str, Callable[[int], float]]:
+    """The shifts by resolution of all families' samplers, by the value of timestep_sampling."""
+    return {value: shift for family in FAMILIES for value, shift in family.resolution_shifts.items()}

@@ -4,26 +4,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import sqrt
 from typing import Any
 
-import comfy.utils
 import torch
 from torch import Tensor
 
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
-from ...models.text import PLUS, CaptionTokens, QwenImageText, TextPolicy
+from ...models.text import CaptionTokens, TextPolicy
 from ..cache import Job
 from ..captions.variants import CaptionForms
 from ..folders.items import Item
 from ..media.frames import Cut
 from .vae import BYTES, VERSION
-
-# The area at which the text encoder sees control pictures, and the pixels of a token of it, as core's nodes have them.
-_SEEN_AREA = {True: 384 * 384, False: 1024 * 1024}
-_SEEN_TOKEN = 28 * 28
 
 
 @dataclass(frozen=True)
@@ -101,15 +95,16 @@ def read_captions(
 ) -> list[ItemCaptions]:
     """The captions of each item; those that are encoded alike are tokenised once and share a job.
 
-    controls: of each item. Qwen-Image's text encoder sees them, in the `style` of its edit model. Where a family has
-    several lengths, all forms of an item take that of its longest one, so that they share its graphs.
+    controls: of each item. Encoders that see them are shown them in the template `style`. Where a family has several
+    lengths, all forms of an item take that of its longest one, so that they share its graphs.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
-    sees = isinstance(policy, QwenImageText)
     forms = [item.caption_forms for item in items]
     texts = [_texts(of) for of in forms]
-    wanted = [[(text, seen if sees else ()) for text in of] for of, seen in zip(texts, controls, strict=True)]
+    wanted = [
+        [(text, seen if policy.sees_controls else ()) for text in of] for of, seen in zip(texts, controls, strict=True)
+    ]
     made: dict[tuple[str, tuple[Cut, ...]], Caption] = {}
     distinct = dict.fromkeys(one for of in wanted for one in of)
     stops: dict[str, str] = {}
@@ -119,7 +114,6 @@ def read_captions(
         if (stop := policy.stop_text(clip, text)) is not None:
             stops[text] = stop
         if seen:
-            assert isinstance(policy, QwenImageText)
             made[text, seen] = _seeing(clip, policy, text, seen, style, encoder)
         else:
             made[text, seen] = _read(clip, policy, text, policy.tokenize(clip, text, max_length), encoder)
@@ -187,30 +181,19 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
     return result
 
 
-def _seeing(
-    clip: Any, policy: QwenImageText, text: str, controls: tuple[Cut, ...], style: str, encoder: Any
-) -> Caption:
+def _seeing(clip: Any, policy: TextPolicy, text: str, controls: tuple[Cut, ...], style: str, encoder: Any) -> Caption:
     tokens = policy.tokenize_edit(clip, text, len(controls), style)
     keys = [cut.key for cut in controls]
-    length = _tokens(tokens) + len(controls) * (_SEEN_AREA[style == PLUS] // _SEEN_TOKEN)
+    length = _tokens(tokens) + len(controls) * policy.control_tokens(style)
 
     def encode() -> dict[str, Tensor]:
-        seen = [_seen(cut.load(), style) for cut in controls]
+        seen = [policy.resize_control(cut.load(), style) for cut in controls]
         return encode_caption(clip, policy.tokenize_edit(clip, text, len(controls), style, seen), policy)
 
     key = fingerprint("edit caption", VERSION, style, json.dumps(tokens.tokens), keys, encoder)
     shapes = policy.outputs(None)
     name = f"the caption {text[:40]!r}"
     return Caption(Job(key, shapes, length * policy.width(clip) * BYTES, encode, name), None)
-
-
-def _seen(picture: Tensor, style: str) -> Tensor:
-    """A control picture (1, H, W, 3) at the size at which core's node shows it to the text encoder."""
-    height, width = picture.shape[1:3]
-    scale = sqrt(_SEEN_AREA[style == PLUS] / (width * height))
-    upright = picture.movedim(-1, 1)
-    scaled = comfy.utils.common_upscale(upright, round(width * scale), round(height * scale), "area", "disabled")
-    return scaled.movedim(1, -1)
 
 
 def _tokens(tokens: CaptionTokens) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.lora_names import native_name, table_of
 from ...models.name_table import NameTable, flat_name
+from ...models.registry import native_name, table_of
 
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...models.family import Family, linear_shapes
-from ...models.lora_names import TABLES
 from ...models.name_table import flat_name
 from .lora_model import ALPHA, DOWN, UP, LowRank
 from .patches import DoesNotFit, Patch, Target
@@ -126,7 +125,7 @@ def put_together(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
 def _key_map(family: Family, model: Any) -> dict[str, Target]:
     """ComfyUI's names of this model's weights, and what they miss of diffusers' and PEFT's."""
     known: dict[str, Target] = comfy.lora.model_lora_keys_unet(model, {})
-    table = next(table for table in TABLES if table.family == family.name)
+    table = family.names
     for name, (rows, columns) in linear_shapes(model).items():
         key = f"diffusion_model.{name}.weight"
         for prefix in ("", "transformer.", "base_model.model."):

@@ -1,31 +1,53 @@
-"""What the families of FLUX have in common."""
+"""The families of FLUX: FLUX.1 (dev, schnell, Kontext) and FLUX.2 (dev, klein)."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import NoisySample, Patches, SampleFacts
-from ..latents import LatentPolicy
-from ..layers.attention import attention_function
+from ..family import Family, NoisySample, Origin, Patches, SampleFacts
+from .names import FLUX1_NAMES, FLUX2_NAMES
+from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
 from .tokens import TIMESTEP_ZERO, cut_picture, cut_references
-from .transformer import FluxInputs, FluxTransformer
+from .transformer import Flux2Transformer, FluxInputs, FluxTransformer
+
+# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
+# (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
+MU_AT_256_TOKENS = 0.5
+MU_AT_4096_TOKENS = 1.15
+SCHNELL_TEXT_LENGTH = 256
+# Hidden sizes of the models without guidance (musubi-tuner, flux_2/flux2_models.py: Klein4BParams, Klein9BParams). The
+# distilled ones have the weights' shapes of the base ones.
+KLEIN = {3072: "klein-4b", 4096: "klein-9b"}
 
 
-class FluxFamily:
+def resolution_shift(tokens: int) -> float:
+    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
+    mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
+    return math.exp(mu)
+
+
+def flux2_resolution_shift(tokens: int) -> float:
+    """exp(mu) of FLUX.2's sampler for a picture of that many tokens, at the 50 steps that it takes by default
+    (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu): between two lines, one fitted to 10 steps
+    and one to 200, and above 4300 tokens the latter."""
+    at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
+    return math.exp(at_200 if tokens > 4300 else at_200 + (at_10 - at_200) * (200 - 50) / (200 - 10))
+
+
+class FluxFamily(Family):
     """What FLUX.1 and FLUX.2 share. A picture's tokens are followed by those of its reference pictures."""
 
-    title: str
-    policy: LatentPolicy
-    transformer: type[FluxTransformer]
-    axes: int
+    axes: ClassVar[int]
     # Attention and MLP of every block; the modulation is left out, as musubi-tuner does (networks/lora_flux.py and
     # lora_flux_2.py: exclude_patterns).
-    default_targets: tuple[str, ...] = (
+    default_targets = (
         "double_blocks.*.img_attn.*",
         "double_blocks.*.txt_attn.*",
         "double_blocks.*.img_mlp.*",
@@ -35,13 +57,7 @@ class FluxFamily:
     )
     # A single block runs all tokens through all of its weights, a double block the few of the text through half of
     # them: a single block computes longer for each byte that has to be copied meanwhile.
-    swap_order: tuple[str, ...] = ("single_blocks", "double_blocks")
-
-    def latents(self, model: Any) -> LatentPolicy:
-        return self.policy
-
-    def expert_boundary(self, model: Any) -> float | None:
-        return None
+    swap_order = ("single_blocks", "double_blocks")
 
     def takes_guidance(self, model: Any) -> bool:
         return bool(model.diffusion_model.params.guidance_embed)
@@ -55,12 +71,8 @@ class FluxFamily:
         vector_in = model.diffusion_model.vector_in
         return 0 if vector_in is None else vector_in.in_layer.in_features
 
-    def vision_width(self, model: Any) -> int:
-        return 0
-
     def check(self, model: Any, sample: SampleFacts) -> None:
-        if sample.frames > 1:
-            raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
+        super().check(model, sample)
         params = model.diffusion_model.params
         if sample.references and params.in_channels != params.out_channels:
             raise ValueError(
@@ -74,33 +86,18 @@ class FluxFamily:
                 "InstructPixToPixConditioning and take Latents to Training Data, or connect FLUX.1 dev."
             )
 
-    def build(
-        self,
-        patcher: ModelPatcher,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        attention: str,
-        on_host: frozenset[str] = frozenset(),
-    ) -> FluxTransformer:
-        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
-        attend = attention_function(attention, device, compute_dtype)
-        return self.transformer(weights, patcher.model.diffusion_model, attend)
-
     def block_lists(self, model: Any) -> dict[str, int]:
-        """The lists of blocks in the order of the forward, with their lengths."""
         flux = model.diffusion_model
         return {"double_blocks": len(flux.double_blocks), "single_blocks": len(flux.single_blocks)}
 
     def cut(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, H, W) → the first `keep` of its tokens in row order, and their positions."""
-        patches = cut_picture(latent, self.policy.patch, self.axes)
+        patches = cut_picture(latent, self.text.latents[0].patch, self.axes)
         return Patches(patches.tokens[:keep], patches.positions[:keep])
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> FluxInputs:
-        """The batch as the transformer takes it. sigma: (B,) fp32. Raises ValueError for a conditioning
-        that this forward does not run."""
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         params = patcher.model.diffusion_model.params
         patches, references, methods, conds = [], [], [], []
@@ -152,7 +149,109 @@ class FluxFamily:
         return torch.where(zero, 0 * timestep, timestep)
 
 
+class Flux(FluxFamily):
+    """FLUX.1: dev, schnell, and every checkpoint of that shape. Kontext is one of them, which was trained to see
+    reference pictures; nothing in its weights tells it from dev."""
+
+    name = "flux"
+    title = "FLUX.1"
+    model_class = comfy.model_base.Flux
+    text = Flux1Text()
+    names = FLUX1_NAMES
+    axes = 3
+    resolution_shifts = {"resolution_shifted": resolution_shift}
+
+    def matches(self, model: Any) -> bool:
+        """True for ComfyUI's FLUX.1; FLUX.2 and other models that subclass it run another forward."""
+        if not super().matches(model):
+            return False
+        params = model.diffusion_model.params
+        other = ("global_modulation", "mlp_silu_act", "yak_mlp", "txt_norm")
+        return not any(getattr(params, name, False) for name in other) and not getattr(params, "txt_ids_dims", [])
+
+    def variant(self, model: Any) -> str:
+        """`dev` where the model takes guidance, else `schnell`."""
+        return "dev" if model.diffusion_model.params.guidance_embed else "schnell"
+
+    def origin(self, model: Any) -> Origin:
+        url = "https://github.com/black-forest-labs/flux"
+        return Origin(f"flux-1-{self.variant(model)}", url, "flux1", "networks.lora_flux")
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = sum(sample.text_length > SCHNELL_TEXT_LENGTH for sample in samples)
+        if self.variant(model) == "dev" or not long:
+            return []
+        return [
+            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was trained "
+            f"with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
+        ]
+
+    def reference_method(self, method: str) -> str:
+        if method == TIMESTEP_ZERO:
+            raise ValueError(
+                f"reference_latents_method is {TIMESTEP_ZERO}, which ComfyUI cannot run on FLUX.1; set it to offset, "
+                "Kontext's own, on Edit Model Reference Method."
+            )
+        return method
+
+    def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
+        return None
+
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> FluxTransformer:
+        return FluxTransformer(weights, model.diffusion_model, attention)
+
+
+class Flux2(FluxFamily):
+    """FLUX.2: dev, klein and klein base. All of them see reference pictures."""
+
+    name = "flux2"
+    title = "FLUX.2"
+    model_class = comfy.model_base.Flux2
+    text = Flux2Text()
+    names = FLUX2_NAMES
+    axes = 4
+    resolution_shifts = {"resolution_flux2": flux2_resolution_shift}
+
+    def matches(self, model: Any) -> bool:
+        if not super().matches(model):
+            return False
+        params = model.diffusion_model.params
+        other = any(getattr(params, name, False) for name in ("yak_mlp", "txt_norm"))
+        return params.global_modulation and params.mlp_silu_act and not other
+
+    def variant(self, model: Any) -> str:
+        """`dev` where the model takes guidance, else `klein-4b` or `klein-9b`, or `klein` for one of another size."""
+        params = model.diffusion_model.params
+        return "dev" if params.guidance_embed else KLEIN.get(params.hidden_size, "klein")
+
+    def origin(self, model: Any) -> Origin:
+        """As musubi-tuner writes it (utils/sai_model_spec.py, dataset/architectures.py)."""
+        variant, url = self.variant(model), "https://github.com/black-forest-labs/flux2"
+        return Origin(f"Flux.2-{variant}", url, f"flux_2_{variant.replace('-', '_')}", "networks.lora_flux_2")
+
+    def shift(self, model: Any, tokens: int) -> float:
+        """musubi-tuner's docs/flux_2.md trains with `--timestep_sampling flux2_shift`, which is exp(mu) of FLUX.1's
+        sampler at FLUX.2's token count; FLUX.2's own sampler comes to that line at 200 steps
+        (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu)."""
+        return resolution_shift(tokens)
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        long = [sample for sample in samples if sample.text_length > FLUX2_TEXT_LENGTH]
+        if not long:
+            return []
+        return [
+            f"{len(long)} captions have more than {FLUX2_TEXT_LENGTH} tokens, the length that FLUX.2 was trained with; "
+            "each length beyond it is compiled on its own. Shorten them."
+        ]
+
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Flux2Transformer:
+        return Flux2Transformer(weights, model.diffusion_model, attention)
+
+
 def _pooled(conds: Sequence[dict[str, Tensor]]) -> Tensor | None:
     """(B, P); a sample without pooled text has zeros, as core gives it."""
     known = [c["y"] for c in conds if "y" in c]
     return torch.cat([c.get("y", torch.zeros_like(known[0])) for c in conds]) if known else None
+
+
+FAMILIES = (Flux(), Flux2())

@@ -1,9 +1,9 @@
-"""FLUX.1's modules: natively (Black Forest Labs, ComfyUI) and in diffusers."""
+"""The modules of FLUX.1 and FLUX.2: natively (Black Forest Labs, ComfyUI) and in diffusers."""
 
 from ..name_table import NameTable
 
 # The attention of double blocks is called alike in FLUX.1 and FLUX.2.
-ATTENTION: dict[str, tuple[str, ...]] = {
+_ATTENTION: dict[str, tuple[str, ...]] = {
     "double_blocks.{}.img_attn.qkv": (
         "transformer_blocks.{}.attn.to_q",
         "transformer_blocks.{}.attn.to_k",
@@ -19,7 +19,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
 }
 
 # The layout is that of diffusers' scripts/convert_flux_to_diffusers.py.
-TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
+_FLUX1: dict[str, tuple[str, ...]] = {
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
     "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
@@ -30,7 +30,7 @@ TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
     "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
     "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
-    **ATTENTION,
+    **_ATTENTION,
     "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.net.0.proj",),
     "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.net.2",),
     "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.net.0.proj",),
@@ -48,7 +48,7 @@ TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
 }
 
 # Modules without a matrix: other trainers store differences of their weights.
-NORMS = (
+_NORMS = (
     "double_blocks.{}.img_attn.norm.query_norm",
     "double_blocks.{}.img_attn.norm.key_norm",
     "double_blocks.{}.txt_attn.norm.query_norm",
@@ -65,8 +65,8 @@ def _rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
 
 
 # The native modulation of the last layer gives (shift, scale), diffusers' gives (scale, shift).
-HALVES_SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
-PROPORTIONS = {
+_HALVES_SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
+_FLUX1_PROPORTIONS = {
     "double_blocks.{}.img_mlp.0": (4, 1),
     "double_blocks.{}.img_mlp.2": (1, 4),
     "double_blocks.{}.txt_mlp.0": (4, 1),
@@ -74,4 +74,39 @@ PROPORTIONS = {
     "single_blocks.{}.linear1": (3 + 4, 1),
     "single_blocks.{}.linear2": (1, 1 + 4),
 }
-FLUX = NameTable("flux", TO_DIFFUSERS, NORMS, _rows, HALVES_SWAPPED, PROPORTIONS)
+FLUX1_NAMES = NameTable(_FLUX1, _NORMS, _rows, _HALVES_SWAPPED, _FLUX1_PROPORTIONS)
+
+_FLUX2_EMBEDDER = "time_guidance_embed"
+
+# The layout is that of diffusers' loaders/single_file_utils.py, convert_flux2_transformer_checkpoint_to_diffusers.
+_FLUX2: dict[str, tuple[str, ...]] = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": (f"{_FLUX2_EMBEDDER}.timestep_embedder.linear_1",),
+    "time_in.out_layer": (f"{_FLUX2_EMBEDDER}.timestep_embedder.linear_2",),
+    "guidance_in.in_layer": (f"{_FLUX2_EMBEDDER}.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": (f"{_FLUX2_EMBEDDER}.guidance_embedder.linear_2",),
+    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
+    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
+    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
+    **_ATTENTION,
+    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
+    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
+    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
+    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.linear_out",),
+    "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
+    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+
+# The MLP is three times as wide as the model, and gated.
+_FLUX2_PROPORTIONS = {
+    "double_blocks.{}.img_mlp.0": (6, 1),
+    "double_blocks.{}.img_mlp.2": (1, 3),
+    "double_blocks.{}.txt_mlp.0": (6, 1),
+    "double_blocks.{}.txt_mlp.2": (1, 3),
+    "single_blocks.{}.linear1": (3 + 6, 1),
+    "single_blocks.{}.linear2": (1, 1 + 3),
+}
+FLUX2_NAMES = NameTable(_FLUX2, _NORMS, halves_swapped=_HALVES_SWAPPED, proportions=_FLUX2_PROPORTIONS)

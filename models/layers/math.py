@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
-# (black-forest-labs/flux, src/flux/sampling.py, get_lin_function and get_schedule).
-MU_AT_256_TOKENS = 0.5
-MU_AT_4096_TOKENS = 1.15
-
 
 def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
     """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
@@ -44,26 +39,6 @@ def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
     angle = t[:, None].float() * torch.exp(-math.log(max_period) * exponent)
     return torch.cat((angle.cos(), angle.sin()), dim=-1).to(t.dtype)
-
-
-def resolution_shift(tokens: int) -> float:
-    """exp(mu) of FLUX's sampler for a picture of that many tokens; mu runs on past both ends, as it does there."""
-    mu = MU_AT_256_TOKENS + (MU_AT_4096_TOKENS - MU_AT_256_TOKENS) * (tokens - 256) / (4096 - 256)
-    return math.exp(mu)
-
-
-def flux2_resolution_shift(tokens: int) -> float:
-    """exp(mu) of FLUX.2's sampler for a picture of that many tokens, at the 50 steps that it takes by default
-    (black-forest-labs/flux2, src/flux2/sampling.py, compute_empirical_mu): between two lines, one fitted to 10 steps
-    and one to 200, and above 4300 tokens the latter."""
-    at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
-    return math.exp(at_200 if tokens > 4300 else at_200 + (at_10 - at_200) * (200 - 50) / (200 - 10))
-
-
-def qwen_resolution_shift(tokens: int) -> float:
-    """exp(mu) of Qwen-Image's sampler for a picture of that many tokens: mu from 0.5 at 256 tokens to 0.9 at 8192
-    (Qwen/Qwen-Image, scheduler/scheduler_config.json, in diffusers' calculate_shift)."""
-    return math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

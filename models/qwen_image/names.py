@@ -29,8 +29,7 @@ _OF_BLOCKS = (
 _NORMS = ("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k")
 _NAMES = (*_OUTER, *(f"transformer_blocks.{{}}.{name}" for name in _OF_BLOCKS))
 
-QWEN_IMAGE = NameTable(
-    "qwen-image",
+QWEN_IMAGE_NAMES = NameTable(
     {name: (name,) for name in _NAMES},
     ("txt_norm", *(f"transformer_blocks.{{}}.{name}" for name in _NORMS)),
 )

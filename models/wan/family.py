@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import NoisySample, Origin, Patches, SampleFacts
+from ..family import Family, NoisySample, Origin, Patches, SampleFacts
 from ..latents import WAN21, WAN22, LatentPolicy
-from ..layers.attention import attention_function
 from .layers import PATCH
+from .names import WAN_NAMES
+from .text import TEXT_LENGTH, WanText
 from .transformer import WanInputs, WanTransformer
 
-TEXT_LENGTH = 512  # Wan-Video/Wan2.1, wan/configs/shared_config.py: text_len
 START_PICTURE = "concat_latent_image"
 TITLES = {
     "2.1-t2v": "Wan T2V",
@@ -45,15 +45,18 @@ def _variant(model: Any) -> str | None:
     return _VARIANTS.get((type(model), core.in_dim, core.img_emb is not None)) if usual else None
 
 
-class Wan:
+class Wan(Family):
     """Wan 2.1 and 2.2. Models that are shown more than a start picture (VACE, Fun-Control, S2V, Animate) run another
     forward and are other families."""
 
     name = "wan"
     title = "Wan 2.1 and 2.2"
+    model_class = comfy.model_base.WAN21
+    text = WanText()
+    names = WAN_NAMES
     # Attention and MLP of every block, as musubi-tuner's networks/lora_wan.py chooses them.
-    default_targets: tuple[str, ...] = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
-    swap_order: tuple[str, ...] = ("blocks",)
+    default_targets = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.ffn.*")
+    swap_order = ("blocks",)
 
     def matches(self, model: Any) -> bool:
         return _variant(model) is not None
@@ -83,22 +86,12 @@ class Wan:
         """Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py: `boundary`."""
         return {"2.1-t2v": 0.875, "2.2-i2v-14b": 0.9}.get(self.variant(model))
 
-    def takes_guidance(self, model: Any) -> bool:
-        return False
-
     def text_width(self, model: Any) -> int:
         return model.diffusion_model.text_embedding[0].in_features
-
-    def pooled_width(self, model: Any) -> int:
-        return 0
 
     def vision_width(self, model: Any) -> int:
         image = model.diffusion_model.img_emb
         return 0 if image is None else image.proj[0].normalized_shape[0]
-
-    def text_length(self, model: Any, length: int) -> int:
-        """Always 512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
-        return TEXT_LENGTH
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         variant = self.variant(model)
@@ -138,26 +131,12 @@ class Wan:
             )
         return notes
 
-    def build(
-        self,
-        patcher: ModelPatcher,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        attention: str,
-        on_host: frozenset[str] = frozenset(),
-    ) -> WanTransformer:
-        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
-        attend = attention_function(attention, device, compute_dtype)
-        return WanTransformer(weights, patcher.model.diffusion_model, attend, self._is_5b(patcher.model))
-
-    def block_lists(self, model: Any) -> dict[str, int]:
-        return {"blocks": len(model.diffusion_model.blocks)}
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> WanTransformer:
+        return WanTransformer(weights, model.diffusion_model, attention, self._is_5b(model))
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> WanInputs:
-        """The batch as the transformer takes it. sigma: (B,) fp32. Raises ValueError for a conditioning
-        that this forward does not run. Wan has no input for guidance."""
         model, device = patcher.model, sigma.device
         dtype = model.get_dtype_inference()
         patches, texts, images = [], [], []
@@ -201,6 +180,9 @@ class Wan:
 
     def _is_5b(self, model: Any) -> bool:
         return type(model) is comfy.model_base.WAN22
+
+
+FAMILIES = (Wan(),)
 
 
 def _spared(conditioning: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from ..name_table import NameTable
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
 _EMBEDDER = "condition_embedder"
 
-TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
+_TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     "text_embedding.0": (f"{_EMBEDDER}.text_embedder.linear_1",),
     "text_embedding.2": (f"{_EMBEDDER}.text_embedder.linear_2",),
     "time_embedding.0": (f"{_EMBEDDER}.time_embedder.linear_1",),
@@ -36,4 +36,4 @@ _OTHERS = (
     "blocks.{}.cross_attn.norm_k_img",
 )
 
-WAN = NameTable("wan", TO_DIFFUSERS, _OTHERS)
+WAN_NAMES = NameTable(_TO_DIFFUSERS, _OTHERS)

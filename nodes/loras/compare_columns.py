@@ -59,8 +59,8 @@ def compared_files(names: Sequence[str]) -> list[Compared]:
 def compared_pairs(pairs: Sequence[Pair]) -> list[Compared]:
     titles = [pair.title for pair in pairs]
     return [
-        Compared(pair.title if titles.count(pair.title) == 1 else pair.name, *map(_file, (pair.high, pair.low)))
-        for pair in pairs
+        Compared(title if titles.count(title) == 1 else pair.name, *map(_file, (pair.high, pair.low)))
+        for pair, title in zip(pairs, titles, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from tessera.lora.dropout import draw_masks
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import network_notes
-from tessera.models.flux.flux1 import Flux
+from tessera.models.flux.family import Flux
 from tessera.train.memory_options import MemoryOptions
 from tessera.train.optim.optimizers import build_optimizer
 from tessera.train.optim.options import OptimizerOptions

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import save_file
 from tessera.data.encode.text import encode_caption
 from tessera.models.latents import FLUX2, WAN21, WAN22
-from tessera.models.text import FIRST_EDIT, PLUS, check_pair, text_policy
+from tessera.models.registry import text_policy
+from tessera.models.text import FIRST_EDIT, PLUS, check_pair
 from tiny.image_encoders import load_klein_clip, load_mistral_clip, load_seeing_qwen_clip
 
 PLAIN = ["", "a red fox in the snow", "Caf\u00e9, 1920s - hand-coloured; \u201cquoted\u201d 100%", "two lines\nof text"]
@@ -134,14 +135,13 @@ def picture(height, width, seed):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_edit_caption_is_encoded_as_core_text_encode_qwen_image_edit_plus_does(clips, count):
     from comfy_extras.nodes_qwen import TextEncodeQwenImageEditPlus
-    from tessera.data.encode.text import _seen
 
     clip, policy = clips["qwen"], text_policy(clips["qwen"])
     pictures = [picture(64, 96, 1), picture(120, 80, 2), picture(64, 64, 3)][:count]
     with torch.inference_mode():
         images = {f"image{index + 1}": one for index, one in enumerate(pictures)}
         (((cond, extra),),) = TextEncodeQwenImageEditPlus.execute(clip, "make it red", **images).result
-        seen = [_seen(one, PLUS) for one in pictures]
+        seen = [policy.resize_control(one, PLUS) for one in pictures]
     caption = policy.tokenize_edit(clip, "make it red", count, PLUS, seen)
     assert torch.equal(encode_caption(clip, caption, policy)["cond"], cond)
     assert extra == {"pooled_output": None}
@@ -151,16 +151,16 @@ def test_an_edit_caption_is_encoded_as_core_text_encode_qwen_image_edit_plus_doe
 
 def test_the_first_edit_models_caption_is_encoded_as_core_text_encode_qwen_image_edit_does(clips, monkeypatch):
     from comfy_extras import nodes_qwen
-    from tessera.data.encode import text
+    from tessera.models.qwen_image import text
 
     clip, policy = clips["qwen"], text_policy(clips["qwen"])
     # A megapixel takes a minute to look at on a CPU: both sides take the area from 1024 * 1024 divided by 64.
     monkeypatch.setattr(nodes_qwen, "int", lambda value: int(value) // 64, raising=False)
-    monkeypatch.setitem(text._SEEN_AREA, False, 1024 * 1024 // 64)
+    monkeypatch.setitem(text.SEEN_AREA, text.FIRST_EDIT, 1024 * 1024 // 64)
     one = picture(64, 96, 1)
     with torch.inference_mode():
         (((cond, _),),) = nodes_qwen.TextEncodeQwenImageEdit.execute(clip, "make (it) red", image=one).result
-        caption = policy.tokenize_edit(clip, "make (it) red", 1, FIRST_EDIT, [text._seen(one, FIRST_EDIT)])
+        caption = policy.tokenize_edit(clip, "make (it) red", 1, FIRST_EDIT, [policy.resize_control(one, FIRST_EDIT)])
     assert torch.equal(encode_caption(clip, caption, policy)["cond"], cond)
 
 

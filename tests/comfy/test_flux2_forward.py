@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.models.family import SampleFacts
-from tessera.models.flux.flux2 import Flux2
+from tessera.models.flux.family import Flux2
 from tessera.models.registry import family_of
 from tiny.flux_core import core_velocity, our_velocity
 from tiny.flux_data import flux_sample

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.models.layers.math import resolution_shift
+from tessera.models.flux.family import resolution_shift
 from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.timestep_sampling import draw_sigma

@@ -17,7 +17,7 @@ from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
-from tessera.models.flux.flux2 import Flux2
+from tessera.models.flux.family import Flux2
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 
 

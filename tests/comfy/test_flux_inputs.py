@@ -4,7 +4,7 @@ import tiny
 import torch
 from tessera.memory.weights.frozen import unload
 from tessera.models.family import NoisySample
-from tessera.models.flux.flux1 import Flux
+from tessera.models.flux.family import Flux
 
 TOKENS, TEXT = 24, 10
 

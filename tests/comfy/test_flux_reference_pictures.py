@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from tessera.models.family import SampleFacts
-from tessera.models.flux.flux1 import Flux
+from tessera.models.flux.family import Flux
 from tiny.flux_core import core_velocity, our_velocity
 from tiny.flux_data import flux_sample
 from tiny.runs import train, training_data

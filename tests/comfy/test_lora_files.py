@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tessera.lora.files.formats import convert, save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
-from tessera.models.flux.names import TO_DIFFUSERS
+from tessera.models.flux.names import FLUX1_NAMES
 from tessera.nodes.loras.save import TesseraLossPlot, TesseraSaveLora
 from tiny.lora_files import (
     RANK,
@@ -177,7 +177,7 @@ def test_diffusers_own_converter_reads_the_kohya_format(tmp_path: Path):
     """It has FLUX.1's hidden size written into it, so the update has full-size matrices for one block of each kind."""
     hidden = 3072
     shapes = {"linear1": (7 * hidden, hidden), "linear2": (hidden, 5 * hidden), "qkv": (3 * hidden, hidden)}
-    blocks = [name.format(0) for name in TO_DIFFUSERS if "_blocks." in name]
+    blocks = [name.format(0) for name in FLUX1_NAMES.to_diffusers if "_blocks." in name]
     last = ["final_layer.linear", "final_layer.adaLN_modulation.1"]
     modules = {
         name: random_update(*shapes.get(name.rpartition(".")[2], (2 * hidden, hidden)), index)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import adapter_specs, choose_targets, network_notes
-from tessera.models.flux.flux1 import Flux
+from tessera.models.flux.family import Flux
 from tessera.models.registry import family_of
 from tessera.nodes.options.network import NO_MODEL, TesseraLoraNetwork
 from tiny.prompt import executed, node

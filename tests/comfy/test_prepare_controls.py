@@ -135,11 +135,11 @@ def test_qwen_captions_see_the_control_pictures_as_core_text_encode_qwen_image_e
 
 def test_the_first_edit_model_has_its_own_caption_and_takes_one_control_picture(folder, models, tmp_path, monkeypatch):
     from comfy_extras import nodes_qwen
-    from tessera.data.encode import text
+    from tessera.models.qwen_image import text
 
     # A megapixel takes a minute to look at on a CPU.
     monkeypatch.setattr(nodes_qwen, "int", lambda value: int(value) // 64, raising=False)
-    monkeypatch.setitem(text._SEEN_AREA, False, 1024 * 1024 // 64)
+    monkeypatch.setitem(text.SEEN_AREA, text.FIRST_EDIT, 1024 * 1024 // 64)
     with pytest.raises(
         ValueError,
         match=r"edit_prompt is 'first edit', which takes one control picture, and there are several for: b.png; choose",

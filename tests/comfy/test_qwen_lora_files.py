@@ -14,10 +14,10 @@ from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
-from tessera.models.flux.names import FLUX
-from tessera.models.lora_names import table_of
+from tessera.models.flux.names import FLUX1_NAMES
 from tessera.models.qwen_image.family import QwenImage
-from tessera.models.qwen_image.names import QWEN_IMAGE
+from tessera.models.qwen_image.names import QWEN_IMAGE_NAMES
+from tessera.models.registry import table_of
 from torch import Tensor
 
 RANK = 4
@@ -91,10 +91,10 @@ def test_diffusers_loads_every_key_and_gets_the_same_update(modules, tmp_path: P
 
 def test_the_names_of_a_file_tell_the_family_where_a_single_one_does_not(modules):
     flat = [name.replace(".", "_") for name in modules]
-    assert table_of(dict.fromkeys(flat)) is QWEN_IMAGE
-    assert table_of(dict.fromkeys(["img_in", "double_blocks_0_img_attn_qkv"])) is FLUX
+    assert table_of(dict.fromkeys(flat)) is QWEN_IMAGE_NAMES
+    assert table_of(dict.fromkeys(["img_in", "double_blocks_0_img_attn_qkv"])) is FLUX1_NAMES
     for name, text in zip(modules, flat, strict=True):
-        assert QWEN_IMAGE.native(text) == name and QWEN_IMAGE.diffusers(name) == (name,)
+        assert QWEN_IMAGE_NAMES.native(text) == name and QWEN_IMAGE_NAMES.diffusers(name) == (name,)
 
 
 def test_the_default_targets_are_those_of_musubi_tuner(model):

@@ -12,7 +12,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import choose_targets
 from tessera.memory.host.flat_weights import parts_of
 from tessera.memory.weights.frozen import dequantised_notes, unload
-from tessera.models.flux.flux1 import Flux
+from tessera.models.flux.family import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model

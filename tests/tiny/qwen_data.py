@@ -22,7 +22,7 @@ def qwen_sample(
     """A sample of height x width tokens whose numbers are a function of its name. references: (height, width) of each
     in latent cells. The caption is padded as the family does."""
     from tessera.data.samples import Sample, SampleTensors
-    from tessera.models.text_lengths import padded_length
+    from tessera.models.text import padded_length
 
     generator = torch.Generator().manual_seed(crc32(name.encode()))
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from tessera.common.files import write_atomically
 from tessera.lora.files.formats import convert, save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank, normalised
-from tessera.models.flux.flux2_names import FLUX2
-from tessera.models.flux.names import FLUX
+from tessera.models.flux.names import FLUX1_NAMES, FLUX2_NAMES
 from tessera.models.name_table import flat_name
 
 RANK, ALPHA, HIDDEN = 4, 3.3, 8
@@ -34,7 +33,7 @@ def product(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[f"{name}.lora_B.weight"].double() @ tensors[f"{name}.lora_A.weight"].double()
 
 
-@pytest.mark.parametrize("table", [FLUX, FLUX2], ids=["flux", "flux2"])
+@pytest.mark.parametrize("table", [FLUX1_NAMES, FLUX2_NAMES], ids=["flux", "flux2"])
 def test_every_flux_module_name_comes_back_from_its_flat_form(table):
     names = [name.format(17) for name in table.to_diffusers]
     assert [table.native(flat_name(name)) for name in names] == names
@@ -47,12 +46,17 @@ def test_flux1_and_flux2_are_told_apart_by_shapes_and_names_and_by_what_the_lora
     flux1 = {"double_blocks.0.img_attn.qkv": attention, "single_blocks.3.linear1": module(7 * HIDDEN)}
     flux2 = {"double_blocks.0.img_attn.qkv": attention, "single_blocks.3.linear1": module(9 * HIDDEN)}
     modulated = {"double_stream_modulation_img.lin": module(6 * HIDDEN), "time_in.in_layer": outer}
-    for modules, table in ((flux1, FLUX), (flux2, FLUX2), (modulated, FLUX2), ({"time_in.in_layer": outer}, FLUX)):
+    for modules, table in (
+        (flux1, FLUX1_NAMES),
+        (flux2, FLUX2_NAMES),
+        (modulated, FLUX2_NAMES),
+        ({"time_in.in_layer": outer}, FLUX1_NAMES),
+    ):
         assert LoraModel.from_modules(modules).table() is table
     said = {"tessera": json.dumps({"family": "flux2"})}
-    assert LoraModel.from_modules({"time_in.in_layer": outer}, said).table() is FLUX2
+    assert LoraModel.from_modules({"time_in.in_layer": outer}, said).table() is FLUX2_NAMES
     for odd in ("", "no json", "[]", json.dumps({"family": "another"})):
-        assert LoraModel.from_modules(flux1, {"tessera": odd}).table() is FLUX
+        assert LoraModel.from_modules(flux1, {"tessera": odd}).table() is FLUX1_NAMES
     tensors = convert(LoraModel.from_modules(flux2), "diffusers")
     assert "transformer.single_transformer_blocks.3.attn.to_qkv_mlp_proj.lora_B.weight" in tensors
     assert "transformer.transformer_blocks.0.attn.to_v.lora_B.weight" in tensors
@@ -102,7 +106,7 @@ def test_comfyui_format_bakes_alpha_in_and_writes_none():
 def test_diffusers_parts_are_the_rows_of_the_fused_update(name, rows, heights):
     part = module(rows)
     tensors = convert(LoraModel.from_modules({name: part}), "diffusers")
-    parts = [f"transformer.{target}" for target in FLUX.diffusers(name)]
+    parts = [f"transformer.{target}" for target in FLUX1_NAMES.diffusers(name)]
     assert len(tensors) == 2 * len(heights)
     assert [product(tensors, target).shape[0] for target in parts] == heights
     together = torch.cat([product(tensors, target) for target in parts])
@@ -236,7 +240,7 @@ import torch
 from safetensors.torch import save_file
 sys.path.insert(0, sys.argv[2])
 import with_comfyui
-from tessera.train.formats import LoraModel, LowRank, save_lora
+from tessera.lora.files.formats import LoraModel, LowRank, save_lora
 lora = LoraModel.from_modules({"img_in": LowRank(torch.ones(64, 4096), torch.ones(4096, 64), 64.0)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

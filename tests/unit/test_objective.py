@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 from tessera.common.rng import generator
-from tessera.models.layers.math import resolution_shift
+from tessera.models.flux.family import resolution_shift
 from tessera.train.objective.loss import velocity_loss
 from tessera.train.objective.noise import draw_noise, noised, velocity_target
 from tessera.train.objective.options import ObjectiveOptions

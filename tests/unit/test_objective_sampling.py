@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize, special, stats
 from tessera.common.rng import generator
-from tessera.models.layers.math import flux2_resolution_shift, qwen_resolution_shift
+from tessera.models.flux.family import flux2_resolution_shift
+from tessera.models.qwen_image.family import qwen_resolution_shift
 from tessera.train.objective.options import TIMESTEP_SAMPLING, ObjectiveOptions
 from tessera.train.objective.sigma_curve import parse_curve
 from tessera.train.objective.timestep_sampling import Strata, check_range, draw_sigma, part_below, stratum_of

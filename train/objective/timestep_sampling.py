@@ -6,16 +6,12 @@ from functools import lru_cache
 import torch
 
 from ...common.rng import generator as generator_for
-from ...models.layers.math import flux2_resolution_shift, qwen_resolution_shift, resolution_shift
+from ...models.registry import resolution_shifts
 from .distribution import Distribution, distribution_of, draw_from
 from .options import ObjectiveOptions
 
 LEAST_PART = 1e-4  # of the draws, that a range has to hold
-RESOLUTION_SHIFTS = {
-    "resolution_shifted": resolution_shift,
-    "resolution_flux2": flux2_resolution_shift,
-    "resolution_qwen": qwen_resolution_shift,
-}
+RESOLUTION_SHIFTS = resolution_shifts()
 # These say themselves where the noise levels lie, so that the model's own shift would move them away from there.
 AS_WRITTEN = ("logsnr", "custom")
 

@@ -94,7 +94,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
     if not data.samples:
         raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
-    if not family.title.startswith(data.family):  # FLUX.1's and Wan's have the same channels and widths
+    if not family.fits_data(data.family):  # FLUX.1's and Wan's have the same channels and widths
         raise ValueError(
             f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
             f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."

@@ -38,7 +38,11 @@ class Shot:
         return f"step{self.step:06d}_{self.row}.{'png' if self.frames == 1 else 'webp'}"
 
     def same_row(self, other: "Shot") -> bool:
-        return (self.row, self.title, self.settings) == (other.row, other.title, other.settings)
+        """True where the other shot stands in the same row of the sheet, so that one replaces the other."""
+        return self._place() == other._place()
+
+    def _place(self) -> tuple[Any, ...]:
+        return self.row, self.title, self.settings
 
 
 def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:

@@ -9,7 +9,6 @@ from typing import Any
 
 import comfy.lora
 import comfy.lora_convert
-import comfy.model_base
 import comfy.sample
 import comfy.samplers
 import comfy.sd
@@ -19,6 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...common.text import joined
+from ...models.registry import related_family
 
 Conditioning = list[list[Any]]
 MOST_SEED = 0xFFFFFFFFFFFFFFFF
@@ -147,7 +147,8 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
         if (value := getattr(sampling, name)) % cell:
             low = max(cell, value - value % cell)
             raise ValueError(f"{name} is {value}; the model takes multiples of {cell}, such as {low}.")
-    pictures_only = format.latent_dimensions != 3 or isinstance(model.model, comfy.model_base.QwenImage)
+    family = related_family(model.model)
+    pictures_only = format.latent_dimensions != 3 or (family is not None and family.pictures_only)
     if sampling.frames > 1 and pictures_only:
         raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
     if rest := (sampling.frames - 1) % format.temporal_downscale_ratio:

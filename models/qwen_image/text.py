@@ -1,0 +1,79 @@
+"""The captions of Qwen-Image, alone or with the control images of its Edit models."""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any, ClassVar
+
+import comfy.text_encoders.qwen_image
+import comfy.utils
+from torch import Tensor
+
+from ..latents import WAN21
+from ..text import (
+    EDIT_PROMPTS,
+    FIRST_EDIT,
+    PLUS,
+    CaptionTokens,
+    TextPolicy,
+    Tokens,
+    escape_weights,
+    inner_tokenizer,
+    literal_tokenizer,
+    padded_length,
+)
+
+# The area in pixels at which the text encoder sees control images, and that of one token, as core's nodes have them.
+SEEN_AREA = {PLUS: 384 * 384, FIRST_EDIT: 1024 * 1024}
+SEEN_TOKEN = 28 * 28
+
+
+class QwenImageText(TextPolicy):
+    """Qwen2.5-VL around the family's template, unpadded; control pictures are seen by it as well."""
+
+    family, latents, takes_controls = "Qwen-Image", (WAN21,), True
+    encoder = comfy.text_encoders.qwen_image.QwenImageTEModel
+    edit_prompts = EDIT_PROMPTS
+    files = "qwen_2.5_vl_7b with CLIPLoader, type qwen_image"
+    _picture: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
+
+    def tokenize(self, clip: Any, caption: str, max_length: int | None = None) -> CaptionTokens:
+        return CaptionTokens(self._tokens(clip, clip.tokenizer.llama_template, caption, ()), None)
+
+    def tokenize_edit(
+        self, clip: Any, caption: str, count: int, style: str, pictures: Sequence[Tensor] = ()
+    ) -> CaptionTokens:
+        """As core's TextEncodeQwenImageEditPlus (PLUS) or TextEncodeQwenImageEdit (FIRST_EDIT) tokenises them."""
+        template = clip.tokenizer.llama_template_images
+        assert count and template.count(self._picture) == 1, (count, template)
+        if style == PLUS:
+            template = template.replace(self._picture, "")
+            named = "".join(f"Picture {index + 1}: {self._picture}" for index in range(count))
+        else:
+            assert count == 1, count
+            named = ""
+        return CaptionTokens(self._tokens(clip, template, caption, pictures, named), None)
+
+    def resize_control(self, picture: Tensor, style: str) -> Tensor:
+        height, width = picture.shape[1:3]
+        scale = sqrt(SEEN_AREA[style] / (width * height))
+        upright = picture.movedim(-1, 1)
+        scaled = comfy.utils.common_upscale(upright, round(width * scale), round(height * scale), "area", "disabled")
+        return scaled.movedim(1, -1)
+
+    def control_tokens(self, style: str) -> int:
+        return SEEN_AREA[style] // SEEN_TOKEN
+
+    def _tokens(self, clip: Any, template: str, caption: str, pictures: Sequence[Tensor], before: str = "") -> Tokens:
+        name = clip.tokenizer.clip
+        # The template is filled here: core leaves it out for a caption that begins as a template does.
+        text = template.format(before + escape_weights(caption))
+        return literal_tokenizer(clip.tokenizer, (name,)).tokenize_with_weights(text, images=list(pictures))
+
+    def stop_text(self, clip: Any, caption: str) -> str | None:
+        """Core masks all that comes from the pad token on, wherever it stands."""
+        part = inner_tokenizer(clip.tokenizer)
+        ((pairs,),) = self.tokenize(clip, caption).tokens.values()
+        return part.inv_vocab[part.pad_token] if any(pair[0] == part.pad_token for pair in pairs) else None
+
+    def model_length(self, length: int) -> int:
+        return padded_length(length)
