@@ -43,7 +43,7 @@ def test_another_process_gets_the_same_stream():
     """Python's own hash of a text differs from process to process; the one in use must not."""
     root = Path(__file__).parents[2]
     code = (
-        f"import runpy; print(runpy.run_path({str(root / 'train' / 'draws.py')!r})"
+        f"import runpy; print(runpy.run_path({str(root / 'common' / 'rng.py')!r})"
         "['generator'](7, 'noise', 3).initial_seed())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
