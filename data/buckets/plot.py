@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil, log
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from ...common.canvas import FAINT, INK, SOFT, Canvas, Colour
 from .equal_area import MEGAPIXEL
 from .grids import Grid
 from .planner import BucketPlan
 
 WIDTH, HEIGHT = 1024, 640
-# Lines are drawn at this multiple and scaled down, since Pillow does not smooth them.
-OVERSAMPLING = 2
-INK, SOFT, FAINT, PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 253, 252)
 LOST = (197, 74, 62)
 FAMILY_COLOURS = ((43, 108, 176), (217, 119, 6), (47, 133, 90), (128, 90, 213), (184, 50, 128), (44, 122, 123))
 ASPECT_TICKS = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (8, 1))
@@ -49,17 +47,18 @@ def describe_plan(plan: BucketPlan) -> str:
     return "\n".join(lines)
 
 
-def draw_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image:
+def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image:
     """The plan as an RGB picture: the aspects of the data set, what each picture loses, the grids and their use.
 
     sizes: (height, width) in pixels, as they were given to `plan_buckets`.
     """
     assert len(sizes) == len(plan.placements)
-    canvas = _Canvas()
+    canvas = Canvas(WIDTH, HEIGHT)
     counts = ", ".join(str(tokens) for tokens in plan.token_counts)
-    canvas.text((40, 22), f"Bucket plan: {counts} tokens", 24)
+    canvas.text(40, 22, f"Bucket plan: {counts} tokens", 24)
     canvas.text(
-        (40, 54),
+        40,
+        54,
         f"{_contents([p.grid for p in plan.placements])}, {_count(len({p.grid for p in plan.placements}), 'grid')}, "
         f"{plan.fit}, "
         + " / ".join(
@@ -70,46 +69,16 @@ def draw_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
         14,
         SOFT,
     )
-    _draw_histogram(canvas, plan, sizes)
-    _draw_crops(canvas, plan)
-    _draw_grids(canvas, plan)
+    _plot_histogram(canvas, plan, sizes)
+    _plot_crops(canvas, plan)
+    _plot_grids(canvas, plan)
     return canvas.finish()
 
 
-class _Canvas:
-    """A drawing in final coordinates, held at OVERSAMPLING times the size."""
-
-    def __init__(self) -> None:
-        self.image = Image.new("RGB", (WIDTH * OVERSAMPLING, HEIGHT * OVERSAMPLING), PAPER)
-        self.draw = ImageDraw.Draw(self.image)
-
-    def text(self, at: tuple[float, float], text: str, size: int = 12, fill=INK, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * OVERSAMPLING)
-        self.draw.text(self._up(at), text, fill, font, anchor)
-
-    def line(self, points: Sequence[tuple[float, float]], fill=INK, width: float = 1) -> None:
-        scaled = [self._up(point) for point in points]
-        self.draw.line(scaled, fill, round(width * OVERSAMPLING), joint="curve")
-
-    def box(self, left: float, top: float, right: float, bottom: float, fill=None, outline=None, width: float = 1):
-        corners = [self._up((left, top)), self._up((right, bottom))]
-        self.draw.rectangle(corners, fill, outline, round(width * OVERSAMPLING))
-
-    def polygon(self, points: Sequence[tuple[float, float]], fill) -> None:
-        self.draw.polygon([self._up(point) for point in points], fill)
-
-    def finish(self) -> Image.Image:
-        return self.image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
-
-    @staticmethod
-    def _up(point: tuple[float, float]) -> tuple[float, float]:
-        return (point[0] * OVERSAMPLING, point[1] * OVERSAMPLING)
-
-
-def _draw_histogram(canvas: _Canvas, plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> None:
+def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> None:
     """Aspect ratios on a log axis, coloured by family, with the grids as marks under the axis."""
     left, top, right, bottom = HISTOGRAM
-    canvas.text((left, top - 26), "Aspect ratios of the pictures, and the grids they go to", 13)
+    canvas.text(left, top - 26, "Aspect ratios of the pictures, and the grids they go to", 13)
     aspects = [log(width / height) for height, width in sizes]
     reach = max(log(2.2), 1.06 * max(abs(aspect) for aspect in aspects))
     bins = 69
@@ -135,15 +104,15 @@ def _draw_histogram(canvas: _Canvas, plan: BucketPlan, sizes: Sequence[tuple[int
     for width, height in ASPECT_TICKS:
         x = left + (log(width / height) / reach + 1) / 2 * (right - left)
         if left <= x <= right and x - last >= 30:
-            canvas.text((x, bottom + 14), f"{width}:{height}", 12, SOFT, "ma")
+            canvas.text(x, bottom + 14, f"{width}:{height}", 12, SOFT, "ma")
             last = x
-    canvas.text((right, top - 24), f"highest bar: {tallest:,}", 12, SOFT, "ra")
+    canvas.text(right, top - 24, f"highest bar: {tallest:,}", 12, SOFT, "ra")
 
 
-def _draw_crops(canvas: _Canvas, plan: BucketPlan) -> None:
+def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
     """What each picture loses, from the most to the least, with the mean."""
     left, top, right, bottom = CROPS
-    canvas.text((left, top - 26), "Lost to cropping, by picture", 13)
+    canvas.text(left, top - 26, "Lost to cropping, by picture", 13)
     crops = sorted((placement.crop for placement in plan.placements), reverse=True)
     ceiling = max(0.02, 1.1 * crops[0])
     steps = [crops[min(len(crops) - 1, i * len(crops) // 200)] for i in range(201)]
@@ -154,33 +123,33 @@ def _draw_crops(canvas: _Canvas, plan: BucketPlan) -> None:
     tick = next(step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if ceiling / step <= 5)
     for index in range(int(ceiling / tick) + 1):
         canvas.line([(left, y(index * tick)), (right, y(index * tick))], FAINT)
-        canvas.text((left - 6, y(index * tick)), _percent(index * tick), 12, SOFT, "rm")
+        canvas.text(left - 6, y(index * tick), _percent(index * tick), 12, SOFT, "rm")
     curve = [(left + i / 200 * (right - left), y(crop)) for i, crop in enumerate(steps)]
     canvas.polygon([(left, bottom), *curve, (right, bottom)], (243, 214, 209))
     canvas.line(curve, LOST, 1.5)
     canvas.line([(left, bottom), (right, bottom)], SOFT)
     canvas.line([(left, y(plan.mean_crop)), (right, y(plan.mean_crop))], INK)
-    canvas.text((right, y(plan.mean_crop) - 3), f"mean {plan.mean_crop:.2%}", 12, INK, "rd")
-    canvas.text((right, top - 24), f"worst {plan.worst_crop:.2%}", 12, LOST, "ra")
-    canvas.text((left, bottom + 14), "most cropped picture", 12, SOFT, "la")
-    canvas.text((right, bottom + 14), "least", 12, SOFT, "ra")
+    canvas.text(right, y(plan.mean_crop) - 3, f"mean {plan.mean_crop:.2%}", 12, INK, "rd")
+    canvas.text(right, top - 24, f"worst {plan.worst_crop:.2%}", 12, LOST, "ra")
+    canvas.text(left, bottom + 14, "most cropped picture", 12, SOFT, "la")
+    canvas.text(right, bottom + 14, "least", 12, SOFT, "ra")
 
 
-def _draw_grids(canvas: _Canvas, plan: BucketPlan) -> None:
+def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
     """Each grid in its proportions, with its size in pixels, how many pictures go there, and what those lose."""
     left, top, right, bottom = GRIDS
     use = _use(plan)
     lost: dict[tuple[Grid, int], float] = dict.fromkeys(use, 0.0)
     for placement in plan.placements:
         lost[placement.grid, plan.token_counts.index(placement.tokens)] += placement.crop
-    canvas.text((left, top - 34), "Grids, pictures, crop", 13)
+    canvas.text(left, top - 34, "Grids, pictures, crop", 13)
     step = min(185.0, (right - left - 160) / len(plan.token_counts))
     for family, tokens in enumerate(plan.token_counts if step >= 60 else ()):
         grids = [p.grid for p in plan.placements if p.tokens == tokens]
         label = f"{tokens} tokens: {_contents(grids)}" if step >= 185 else f"{tokens}: {len(grids):,}"
         x = left + 160 + family * step
         canvas.box(x, top - 32, x + 10, top - 22, fill=_colour(family))
-        canvas.text((x + 16, top - 34), label, 12, SOFT)
+        canvas.text(x + 16, top - 34, label, 12, SOFT)
 
     room = GRIDS_PER_ROW * MOST_ROWS
     shown = sorted(use, key=lambda entry: -use[entry])[: room if len(use) <= room else room - 1]
@@ -200,13 +169,13 @@ def _draw_grids(canvas: _Canvas, plan: BucketPlan) -> None:
         )
         pixels = plan.pixels_per_token
         size = f"{grid.width * pixels} x {grid.height * pixels}{_frames(grid.frames)}"
-        canvas.text((middle, base + 6), size, 11, SOFT, "ma")
-        canvas.text((middle - 3, base + 19), f"{use[grid, family]:,}", 12, INK, "ra")
-        canvas.text((middle + 3, base + 19), f"-{lost[grid, family] / use[grid, family]:.1%}", 12, LOST, "la")
+        canvas.text(middle, base + 6, size, 11, SOFT, "ma")
+        canvas.text(middle - 3, base + 19, f"{use[grid, family]:,}", 12, INK, "ra")
+        canvas.text(middle + 3, base + 19, f"-{lost[grid, family] / use[grid, family]:.1%}", 12, LOST, "la")
     if len(shown) < len(use):
         middle = left + (len(shown) % per_row + 0.5) * cell_width
         base = top + (len(shown) // per_row + 1) * cell_height - 38
-        canvas.text((middle, base - space / 2), f"and {len(use) - len(shown)} more", 12, SOFT, "mm")
+        canvas.text(middle, base - space / 2, f"and {len(use) - len(shown)} more", 12, SOFT, "mm")
 
 
 def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:
@@ -214,11 +183,11 @@ def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:
     return Counter((placement.grid, plan.token_counts.index(placement.tokens)) for placement in plan.placements)
 
 
-def _colour(family: int) -> tuple[int, int, int]:
+def _colour(family: int) -> Colour:
     return FAMILY_COLOURS[family % len(FAMILY_COLOURS)]
 
 
-def _tint(colour: tuple[int, int, int]) -> tuple[int, ...]:
+def _tint(colour: Colour) -> Colour:
     return tuple(round(255 - (255 - channel) * 0.14) for channel in colour)
 
 

@@ -6,7 +6,7 @@ from comfy_api.latest import io, ui
 
 from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
-from ...data.buckets.plot import draw_plan
+from ...data.buckets.plot import plot_plan
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
 from ...data.prepare import prepare, summary
@@ -162,7 +162,7 @@ class TesseraPrepareDataset(io.ComfyNode):
             progress=_show_progress(cls.hidden.unique_id),
             interrupted=throw_exception_if_processing_interrupted,
         )
-        plan = image_tensor(draw_plan(prepared.plan, prepared.sizes))
+        plan = image_tensor(plot_plan(prepared.plan, prepared.sizes))
         text = summary(prepared)
         shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}
         images = ui.PreviewImage(plan, cls=cls).as_dict()["images"]

@@ -11,7 +11,7 @@ from comfy_api.latest import io, ui
 
 from ...common.files import write_atomically
 from ...compile.attach import branch_of
-from ...compile.tune.chart import draw_chart
+from ...compile.tune.chart import plot_tuning
 from ...compile.tune.inputs import StepInputs, StepSize, step_inputs
 from ...compile.tune.results import TuneResult, file_name, read_result, result_key, to_json
 from ...compile.tune.search import candidates, tune, tuned_model
@@ -156,7 +156,7 @@ class TesseraTuneCompile(io.ComfyNode):
             notes.append("The Compile Model in front of this node has no effect: this node takes its place.")
         for note in notes:
             log.info(note)
-        chart = image_tensor(draw_chart(result))
+        chart = image_tensor(plot_tuning(result))
         text = "\n".join([result.text(), *notes])
         shown = result.facts() | {"text": text, "notes": notes}
         images = ui.PreviewImage(chart, cls=cls).as_dict()["images"]

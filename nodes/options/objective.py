@@ -5,7 +5,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ...train.objective.options import LOSSES, TIMESTEP_SAMPLING, ObjectiveOptions
-from ...train.objective.plot import draw_distribution
+from ...train.objective.plot import plot_distribution
 from ..common.images import image_tensor
 from ..common.types import ObjectiveType
 from .objective_inputs import loss_terms, noise_levels
@@ -87,7 +87,7 @@ class TesseraObjective(io.ComfyNode):
     @classmethod
     async def execute(cls, **chosen: Any) -> io.NodeOutput:
         options = ObjectiveOptions(**chosen)  # each input has the name of its field
-        return io.NodeOutput(options, image_tensor(draw_distribution(options)))
+        return io.NodeOutput(options, image_tensor(plot_distribution(options)))
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraObjective]

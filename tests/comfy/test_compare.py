@@ -14,7 +14,7 @@ from tessera.nodes.loras.compare_columns import read_strengths
 from tessera.nodes.loras.lora_list import listed_runs, loras_named
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.preview import compare as module
-from tessera.train.preview.contact_sheet import draw_sheet, to_picture
+from tessera.train.preview.contact_sheet import render_sheet, to_picture
 from tiny.sampling import conditioning, unload_outside_inference_mode
 
 RUN = "film-1a2b3c4d"
@@ -69,7 +69,7 @@ def test_every_picture_is_that_of_core_s_nodes_and_stands_in_the_grid_under_its_
     tiny_flux, tiny_vae, files, monkeypatch
 ):
     drawn = []
-    monkeypatch.setattr(module, "draw_sheet", lambda *args: drawn.append(args) or draw_sheet(*args))
+    monkeypatch.setattr(module, "render_sheet", lambda *args: drawn.append(args) or render_sheet(*args))
     sampler = {**SAMPLER, "width": 64, "height": 48, "seeds": 1}
     more = TesseraPreview.execute(tiny_vae, conditioning("flux", 16, 3), 5, True, **sampler, label="a fox").result[0]
     grid, pictures = run(
@@ -137,9 +137,9 @@ def test_what_cannot_be_compared_is_told_before_anything_is_sampled(
 
 def test_long_names_are_cut_in_their_middle_and_empty_places_stay_empty():
     picture = to_picture(torch.full((32, 48, 3), 0.5))
-    sheet = draw_sheet(["a row", "another"], ["x" * 400, "b"], {(0, 0): picture, (1, 1): picture})
+    sheet = render_sheet(["a row", "another"], ["x" * 400, "b"], {(0, 0): picture, (1, 1): picture})
     pixels = np.asarray(sheet)
     assert (pixels == 127).all(-1).sum() == 2 * 32 * 48
     assert sheet.width < 200 and sheet.height < 300
     many = {(0, column): picture.resize((1024, 1024)) for column in range(40)}
-    assert max(draw_sheet(["a row"], [str(column) for column in range(40)], many).size) <= 8192
+    assert max(render_sheet(["a row"], [str(column) for column in range(40)], many).size) <= 8192

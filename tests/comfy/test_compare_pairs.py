@@ -97,8 +97,8 @@ def of_core(experts, vae, pair, strengths, seed, text=0, met=3, sampler="euler")
 
 
 def test_every_clip_is_that_of_two_advanced_samplers_with_a_lora_on_each_expert(experts, vae, files, monkeypatch):
-    drawn, draw = [], module.draw_sheet
-    monkeypatch.setattr(module, "draw_sheet", lambda *args: drawn.append(args) or draw(*args))
+    drawn, draw = [], module.render_sheet
+    monkeypatch.setattr(module, "render_sheet", lambda *args: drawn.append(args) or draw(*args))
     loaded, load = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *args, **kwargs):

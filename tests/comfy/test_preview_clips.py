@@ -11,7 +11,7 @@ from PIL import Image
 from tessera.train.experts import HIGH, LOW
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.preview import compare
-from tessera.train.preview.contact_sheet import draw_sheet, to_picture
+from tessera.train.preview.contact_sheet import render_sheet, to_picture
 from tessera.train.preview.previewer import Partner, Preview, Previewer
 from tessera.train.preview.sampling import Sampling, Stages, decode, sample_latent
 from tessera.train.train_lora import train_lora
@@ -150,7 +150,7 @@ def test_the_node_previews_each_expert_s_run_with_the_other_beside_it(experts, t
 
 def test_a_clip_is_compared_whole_and_stands_in_the_grid_with_its_middle_frame(experts, tiny_files, monkeypatch):
     drawn = []
-    monkeypatch.setattr(compare, "draw_sheet", lambda *args: drawn.append(args[2]) or draw_sheet(*args))
+    monkeypatch.setattr(compare, "render_sheet", lambda *args: drawn.append(args[2]) or render_sheet(*args))
     vae = tiny.load_vae(tiny_files["wan_vae"])
     plain = compare.Column("without LoRA")
     with torch.inference_mode():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tessera.train.preview.clip_sheet import shown
-from tessera.train.preview.contact_sheet import draw_sheet
+from tessera.train.preview.contact_sheet import render_sheet
 
 
 class Pixels(np.ndarray):
@@ -50,7 +50,7 @@ def test_frames_stand_under_each_other_from_the_first_to_the_last(length, frames
 def test_large_frames_are_made_smaller_one_by_one():
     ((cells, most),) = shown({(0, 0): clip(3, 512, 2048), (0, 1): clip(1, 64, 64)}, 3)
     assert cells[0, 0].size[0] == 1024 and 3 * 256 <= cells[0, 0].size[1] < 3 * 256 + 16
-    sheet = draw_sheet(["row"], ["a", "b"], cells, most)
+    sheet = render_sheet(["row"], ["a", "b"], cells, most)
     assert greys(sheet, 40)[-3:] == grey(0, 1, 2)
 
 
@@ -59,5 +59,5 @@ def test_an_animation_has_a_sheet_for_each_moment_and_short_clips_stay_at_their_
     told = [{at: greys(picture) for at, picture in cells.items()} for cells, _ in sheets]
     assert told == [{(0, 0): grey(n), (0, 1): grey(min(n, 1)), (1, 0): grey(0)} for n in range(3)]
     many = {(row, column): clip(2, 512, 512) for row in range(2) for column in range(30)}
-    drawn = [draw_sheet(["a", "b"], [str(n) for n in range(30)], *cells) for cells in shown(many, 0)]
+    drawn = [render_sheet(["a", "b"], [str(n) for n in range(30)], *cells) for cells in shown(many, 0)]
     assert len(drawn) == 2 and drawn[0].size == drawn[1].size and max(drawn[0].size) <= 2048 + 8 * 31

@@ -18,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 from tessera.compile.attach import branch_of, compile_model
 from tessera.compile.compiled_model import Branch
 from tessera.compile.settings import CompileSettings
-from tessera.compile.tune.chart import draw_chart
+from tessera.compile.tune.chart import plot_tuning
 from tessera.compile.tune.inputs import StepSize, pooled_width, step_inputs, text_width
 from tessera.compile.tune.results import (
     Measured,
@@ -583,7 +583,7 @@ def test_facts_are_plain_json() -> None:
 def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
     slow = replace(FAST, settings=CompileSettings(scope="stack"), step=Spread(75, 75, 75), gain=Spread(1.3, 1.3, 1.3))
     fast = replace(FAST, step=Spread(50, 50, 50))
-    picture = draw_chart(result_of(fast, slow, unmeasured=(FAILED,)))
+    picture = plot_tuning(result_of(fast, slow, unmeasured=(FAILED,)))
     assert picture.size == (1024, 512)
     pixels = np.asarray(picture).astype(int)
 
@@ -599,7 +599,7 @@ def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
 def test_a_chart_of_all_that_a_gpu_tries_keeps_its_rows_apart() -> None:
     tried = candidates(torch.device("cuda"))
     rows = [replace(FAST, settings=settings, step=Spread(80, 80, 80)) for settings in tried]
-    pixels = np.asarray(draw_chart(result_of(*rows))).astype(int)
+    pixels = np.asarray(plot_tuning(result_of(*rows))).astype(int)
     bars = (np.abs(pixels[:, 340:360] - (164, 199, 232)).sum(-1) < 12).all(1)
     starts = int((bars[1:] & ~bars[:-1]).sum())
     assert starts == len(tried) - 1  # and the best in its own colour

@@ -2,11 +2,11 @@
 always brings."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from ...common.canvas import FAINT, SOFT, Canvas, Colour
 from ...common.rng import generator
 from .loss import sigma_weight
 from .options import RESOLUTION_SAMPLINGS, ObjectiveOptions
@@ -15,35 +15,31 @@ from .timestep_sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_s
 WIDTH, HEIGHT = 1024, 512
 DRAWS, BARS, POINTS = 5000, 50, 400
 MEGAPIXEL_TOKENS = 4096  # of a picture of 1024 x 1024, where the resolution decides
-# Lines are drawn at this multiple and scaled down, since Pillow does not smooth them.
-_OVERSAMPLING = 2
-_INK, _SOFT, _FAINT, _PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 253, 252)
 _BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
 _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
 
 
-def draw_distribution(options: ObjectiveOptions) -> Image.Image:
+def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     """An RGB picture: `DRAWS` noise levels as the trainer draws them (bars), their density by the formula (line), and
     with a weighting the density times the weight, which is how much each level counts (second line).
 
     No model is known here: with `shift` 0 its own shift is left out, and a resolution's is that of 1024 x 1024.
     """
-    image = Image.new("RGB", (WIDTH * _OVERSAMPLING, HEIGHT * _OVERSAMPLING), _PAPER)
-    canvas = ImageDraw.Draw(image)
-    _text(canvas, 40, 20, f"Noise levels: {options.timestep_sampling}", 22)
-    _text(canvas, 40, 52, _told(options), 14, _SOFT)
+    canvas = Canvas(WIDTH, HEIGHT)
+    canvas.text(40, 20, f"Noise levels: {options.timestep_sampling}", 22)
+    canvas.text(40, 52, _told(options), 14, SOFT)
     for tick in range(11):
         x = _x(tick / 10)
-        _line(canvas, [(x, _TOP), (x, _BOTTOM)], _FAINT)
-        _text(canvas, x, _BOTTOM + 8, f"{tick / 10:g}", 13, _SOFT, "ma")
-    _text(canvas, _LEFT, _BOTTOM + 30, "picture (detail)", 13, _SOFT)
-    _text(canvas, _RIGHT, _BOTTOM + 30, "noise (composition)", 13, _SOFT, "ra")
+        canvas.line([(x, _TOP), (x, _BOTTOM)], FAINT)
+        canvas.text(x, _BOTTOM + 8, f"{tick / 10:g}", 13, SOFT, "ma")
+    canvas.text(_LEFT, _BOTTOM + 30, "picture (detail)", 13, SOFT)
+    canvas.text(_RIGHT, _BOTTOM + 30, "noise (composition)", 13, SOFT, "ra")
     if distribution_part(options, MEGAPIXEL_TOKENS, 1.0) < LEAST_PART:
-        _text(canvas, WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 16, _WEIGHTED, "ma")
+        canvas.text(WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 16, _WEIGHTED, "ma")
     else:
         _curves(canvas, options)
-    _line(canvas, [(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], _SOFT)
-    return image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
+    canvas.line([(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], SOFT)
+    return canvas.finish()
 
 
 def drawn_bars(options: ObjectiveOptions) -> list[float]:
@@ -69,7 +65,7 @@ def weighted_density(options: ObjectiveOptions) -> list[float]:
     return [product / area for product in products] if area > 0 else products
 
 
-def _curves(canvas: ImageDraw.ImageDraw, options: ObjectiveOptions) -> None:
+def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
     bars, exact = drawn_bars(options), density(options)
     weighted = weighted_density(options) if options.weighting != "none" else []
     # A density may be infinite at an end (beta), and a weight too: the bars say how high is high.
@@ -77,7 +73,7 @@ def _curves(canvas: ImageDraw.ImageDraw, options: ObjectiveOptions) -> None:
     for i, height in enumerate(bars):
         if height:
             corners = (_x(i / BARS) + 0.5, _y(height, ceiling), _x((i + 1) / BARS) - 0.5, _BOTTOM)
-            canvas.rectangle([round(value * _OVERSAMPLING) for value in corners], _BAR)
+            canvas.box(*map(canvas.nearest, corners), _BAR)
     entries = [(_BAR, f"{DRAWS:,} draws"), (_DENSITY, "density")]
     _curve(canvas, exact, ceiling, _DENSITY)
     if weighted:
@@ -85,9 +81,9 @@ def _curves(canvas: ImageDraw.ImageDraw, options: ObjectiveOptions) -> None:
         entries.append((_WEIGHTED, f"with weighting {options.weighting}"))
     x = float(_RIGHT)
     for colour, text in reversed(entries):
-        x -= _font(13).getlength(text) / _OVERSAMPLING
-        _text(canvas, x, 26, text, 13)
-        _line(canvas, [(x - 26, 34), (x - 8, 34)], colour, 4)
+        x -= canvas.text_width(text, 13)
+        canvas.text(x, 26, text, 13)
+        canvas.line([(x - 26, 34), (x - 8, 34)], colour, 4)
         x -= 46
 
 
@@ -113,9 +109,9 @@ def _told(options: ObjectiveOptions) -> str:
     return ", ".join(parts)
 
 
-def _curve(canvas: ImageDraw.ImageDraw, heights: Sequence[float], ceiling: float, colour: tuple[int, int, int]) -> None:
+def _curve(canvas: Canvas, heights: Sequence[float], ceiling: float, colour: Colour) -> None:
     points = [(_x((i + 0.5) / POINTS), _y(min(height, ceiling), ceiling)) for i, height in enumerate(heights)]
-    _line(canvas, points, colour, 2)
+    canvas.line(points, colour, 2)
 
 
 def _x(sigma: float) -> float:
@@ -124,27 +120,3 @@ def _x(sigma: float) -> float:
 
 def _y(height: float, ceiling: float) -> float:
     return _BOTTOM - height / ceiling * (_BOTTOM - _TOP)
-
-
-@lru_cache(maxsize=8)
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size * _OVERSAMPLING)
-
-
-def _text(
-    canvas: ImageDraw.ImageDraw,
-    x: float,
-    y: float,
-    text: str,
-    size: int,
-    colour: tuple[int, int, int] = _INK,
-    anchor: str = "la",
-) -> None:
-    canvas.text((x * _OVERSAMPLING, y * _OVERSAMPLING), text, colour, _font(size), anchor)
-
-
-def _line(
-    canvas: ImageDraw.ImageDraw, points: Sequence[tuple[float, float]], colour: tuple[int, int, int], width: float = 1
-) -> None:
-    scaled = [(x * _OVERSAMPLING, y * _OVERSAMPLING) for x, y in points]
-    canvas.line(scaled, colour, round(width * _OVERSAMPLING), joint="curve")

@@ -14,7 +14,7 @@ from ...models.family import Family
 from ...models.registry import FAMILIES
 from ..experts import SAME_WEIGHTS, meeting_sigma
 from .clip_sheet import shown
-from .contact_sheet import Cell, draw_sheet
+from .contact_sheet import Cell, render_sheet
 from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
 
 
@@ -84,7 +84,7 @@ def compare(
     sheets = []
     for cells in shown(pictures, frames_shown):
         check()
-        sheets.append(draw_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
+        sheets.append(render_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
     return Comparison(sheets, list(pictures.values()))
 
 

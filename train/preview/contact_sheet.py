@@ -1,4 +1,4 @@
-"""Pictures in rows and columns with their names, drawn with Pillow."""
+"""Contact sheet: images in rows and columns with their names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
+
+from ...common.canvas import FAINT, PAPER, Canvas, Font, load_font
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_PIXELS = 8192  # a side of a sheet
-_PAPER, _INK, _SOFT, _GAP = (253, 253, 252), (32, 33, 36), (224, 227, 231), (244, 245, 246)
+_GAP = (244, 245, 246)
 _SPACE, _BETWEEN = 8, 4
 _MOST_LINES = 3
 # One name of a row stands over it, of a column over it in the head.
@@ -40,13 +42,13 @@ def spread(items: Sequence[Item], most: int) -> list[Item]:
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
     """One picture of several of one size, from the top down."""
     width, height = pictures[0].size
-    column = Image.new("RGB", (width, len(pictures) * (height + _BETWEEN) - _BETWEEN), _PAPER)
+    column = Image.new("RGB", (width, len(pictures) * (height + _BETWEEN) - _BETWEEN), PAPER)
     for number, picture in enumerate(pictures):
         column.paste(picture, (0, number * (height + _BETWEEN)))
     return column
 
 
-def draw_sheet(
+def render_sheet(
     rows: Sequence[str], columns: Sequence[str], cells: Mapping[Cell, Image.Image], most_side: int = MOST_PIXELS
 ) -> Image.Image:
     """cells: by (row, column); where there is none the place stays empty. most_side: of a picture on the sheet, in
@@ -57,36 +59,35 @@ def draw_sheet(
     widths = [max(1, int(width * factor)) for width, _ in sizes]
     width = max([*widths, 48])
     size = min(24, max(11, width // 16))
-    font, line = ImageFont.load_default(size), round(1.35 * size)
+    font, line = load_font(size), round(1.35 * size)
     total = _SPACE + (width + _SPACE) * len(columns)
     heads = [_wrapped(name, font, width) for name in columns]
     head = line * max(len(lines) for lines in heads)
     names = [_wrapped(name, font, total - 2 * _SPACE) for name in rows]
     tall = head + 2 * _SPACE + sum(line * len(n) + h + 2 * _SPACE for n, h in zip(names, heights, strict=True))
-    sheet = Image.new("RGB", (total, tall), _PAPER)
-    draw = ImageDraw.Draw(sheet)
+    sheet = Canvas(total, tall, oversampling=1)
     for column, lines in enumerate(heads):
         for number, text in enumerate(lines):
             centre = _SPACE + column * (width + _SPACE) + width / 2
-            draw.text((centre, _SPACE + number * line), text, _INK, font, "ma")
+            sheet.text(centre, _SPACE + number * line, text, size, anchor="ma")
     top = head + 2 * _SPACE
     for row, lines in enumerate(names):
-        draw.line([(0, top - _SPACE / 2), (total, top - _SPACE / 2)], _SOFT)
+        sheet.line([(0, top - _SPACE / 2), (total, top - _SPACE / 2)], FAINT)
         for number, text in enumerate(lines):
-            draw.text((_SPACE, top + number * line), text, _INK, font)
+            sheet.text(_SPACE, top + number * line, text, size)
         top += line * len(lines)
         for column in range(len(columns)):
             left = _SPACE + column * (width + _SPACE)
             picture = cells.get((row, column))
             if picture is None:
-                draw.rectangle([(left, top), (left + width - 1, top + heights[row] - 1)], _GAP)
+                sheet.box(left, top, left + width - 1, top + heights[row] - 1, _GAP)
                 continue
             if factor < 1:
                 small = (max(1, int(picture.width * factor)), max(1, int(picture.height * factor)))
                 picture = picture.resize(small, Image.Resampling.LANCZOS)
-            sheet.paste(picture.convert("RGB"), (left + (width - picture.width) // 2, top))
+            sheet.paste(picture.convert("RGB"), left + (width - picture.width) // 2, top)
         top += heights[row] + 2 * _SPACE
-    return sheet
+    return sheet.finish()
 
 
 def _largest(sizes) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def _factor(sizes: Sequence[tuple[int, int]], columns: int, most_side: int) -> f
     return min(1.0, most_side / side, room / (wide * columns), MOST_PIXELS / tall)
 
 
-def _wrapped(text: str, font, width: float) -> list[str]:
+def _wrapped(text: str, font: Font, width: float) -> list[str]:
     """The text in lines of at most this width, broken where it has to be; what is too long loses its middle."""
     lines: list[str] = []
     rest = " ".join(text.split()) or " "

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ...common.files import write_atomically
-from .contact_sheet import draw_sheet, middle, spread, to_picture
+from .contact_sheet import middle, render_sheet, spread, to_picture
 
 FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"
 MOST_COLUMNS = 24
@@ -104,7 +104,7 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Pat
                 picture = opened.convert("RGB")
             picture.thumbnail((_CELL, _CELL))
             cells[shot.row, steps.index(shot.step)] = picture
-    sheet = draw_sheet(rows, [f"step {step}" for step in steps], cells)
+    sheet = render_sheet(rows, [f"step {step}" for step in steps], cells)
     path = folder / SHEET
     write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
     return path

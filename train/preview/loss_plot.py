@@ -1,15 +1,16 @@
-"""The loss of a run as a picture, drawn with Pillow alone so that it works on every ComfyUI."""
+"""Plot of the loss of a run."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-# Pillow's lines have hard edges: everything is drawn this many times larger and scaled down.
-_SUPERSAMPLING = 3
+from ...common.canvas import Canvas, Colour
+
 _BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
-_RAW, _SMOOTH, _BAD, _HELD_OUT = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
+_RAW, _SMOOTH, _BAD, _VALIDATION = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
+_SIZE, _TITLE_SIZE = 15, 19  # of text
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
@@ -37,7 +38,7 @@ def plot_loss(
     title: str = "Training loss",
     validation: Sequence[tuple[int, float]] = (),
 ) -> Image.Image:
-    """The loss of each step faint, its moving average strong, over steps 1 to n. Returns an RGB picture.
+    """Plot the loss of each step faint and its moving average strong, over steps 1 to n. Returns an RGB image.
 
     Values that are not finite, and on a log scale those of 0 or less, are left out and marked at the foot.
     validation: (steps done, loss) of each measurement, a line with a dot at each in a colour of its own; one before the
@@ -58,17 +59,17 @@ def plot_loss(
     points = [(step, loss) for step, loss in validation if math.isfinite(loss) and (loss > 0 or not log_scale)]
     shown = np.concatenate([values[drawable], [loss for _, loss in points]])
     first = min([1, *(step for step, _ in points)])
-    canvas = _Canvas(width, height, first, len(values), _value_range(shown, log_scale), log_scale)
-    canvas.axes(title)
+    plot = _Plot(width, height, first, len(values), _value_range(shown, log_scale), log_scale)
+    plot.axes(title)
     if smoothing > 0:
-        canvas.curve(values, _RAW, 1.0)
-        canvas.curve(average, _SMOOTH, 2.2)
+        plot.curve(values, _RAW, 1.0)
+        plot.curve(average, _SMOOTH, 2.2)
     else:
-        canvas.curve(values, _SMOOTH, 1.6)
-    canvas.points(points)
-    canvas.marks(np.flatnonzero(~drawable))
-    canvas.legend(values, average, smoothing, points)
-    return canvas.picture()
+        plot.curve(values, _SMOOTH, 1.6)
+    plot.points(points)
+    plot.marks(np.flatnonzero(~drawable))
+    plot.legend(values, average, smoothing, points)
+    return plot.canvas.finish()
 
 
 def _value_range(values: np.ndarray, log_scale: bool) -> tuple[float, float]:
@@ -115,22 +116,17 @@ def _labels(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:.{decimals}f}" for tick in ticks]
 
 
-class _Canvas:
-    """The plot's area and scales; positions are in pixels of the finished picture."""
+class _Plot:
+    """The plot's area and scales; positions are in pixels of the finished image."""
 
     def __init__(self, width: int, height: int, first: int, steps: int, ends: tuple[float, float], log_scale: bool):
         """first: the step at the left end, 1 or 0."""
-        scale = _SUPERSAMPLING
-        self.size = (width, height)
+        self.canvas = Canvas(width, height, _BACKGROUND, 3)
         self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
-        self.image = Image.new("RGB", (width * scale, height * scale), _BACKGROUND)
-        self.draw = ImageDraw.Draw(self.image)
-        self.unit = height / 512
-        self.font = ImageFont.load_default(15 * self.unit * scale)
-        self.title_font = ImageFont.load_default(19 * self.unit * scale)
-        margin = self.unit
-        self.left, self.right = 84 * margin, width - 28 * margin
-        self.top, self.bottom = 56 * margin, height - 58 * margin
+        self.unit = unit = height / 512  # of margins, text and line widths
+        self.left, self.right = 84 * unit, width - 28 * unit
+        self.top, self.bottom = 56 * unit, height - 58 * unit
+        self.foot = height - 10 * unit
 
     def x(self, step: float) -> float:
         """step: counted from 0. A single step stands in the middle."""
@@ -142,18 +138,17 @@ class _Canvas:
         position = math.log10(value) if self.log_scale else value
         return self.bottom - (position - low) / (high - low) * (self.bottom - self.top)
 
-    def line(self, points: Sequence[tuple[float, float]], colour: tuple[int, int, int], width: float) -> None:
-        scaled = [(x * _SUPERSAMPLING, y * _SUPERSAMPLING) for x, y in points]
-        self.draw.line(scaled, colour, max(1, round(width * self.unit * _SUPERSAMPLING)), joint="curve")
+    def line(self, points: Sequence[tuple[float, float]], colour: Colour, width: float) -> None:
+        self.canvas.line(points, colour, width * self.unit)
 
-    def dot(self, x: float, y: float, colour: tuple[int, int, int], radius: float) -> None:
-        self.draw.circle((x * _SUPERSAMPLING, y * _SUPERSAMPLING), radius * self.unit * _SUPERSAMPLING, colour)
+    def dot(self, x: float, y: float, colour: Colour, radius: float) -> None:
+        self.canvas.dot(x, y, radius * self.unit, colour)
 
-    def text(self, x: float, y: float, text: str, anchor: str, colour: tuple[int, int, int] = _TEXT) -> None:
-        self.draw.text((x * _SUPERSAMPLING, y * _SUPERSAMPLING), text, colour, self.font, anchor)
+    def text(self, x: float, y: float, text: str, anchor: str, colour: Colour = _TEXT, size: float = _SIZE) -> None:
+        self.canvas.text(x, y, text, size * self.unit, colour, anchor)
 
     def axes(self, title: str) -> None:
-        scale, unit, (low, high) = _SUPERSAMPLING, self.unit, self.ends
+        unit, (low, high) = self.unit, self.ends
         ticks = _log_ticks(low, high, 8) if self.log_scale else _round_ticks(low, high, 7)
         for tick, label in zip(ticks, _labels(ticks), strict=True):
             self.line([(self.left, self.y(tick)), (self.right, self.y(tick))], _GRID, 1)
@@ -164,9 +159,10 @@ class _Canvas:
             self.line([(x, self.bottom), (x, self.bottom + 5 * unit)], _AXIS, 1.2)
             self.text(x, self.bottom + 9 * unit, f"{step:,}", "ma")
         self.line([(self.left, self.top), (self.left, self.bottom), (self.right, self.bottom)], _AXIS, 1.2)
-        self.draw.text((self.left * scale, 30 * unit * scale), title, _TEXT, self.title_font, "lm")
-        self.text((self.left + self.right) / 2, self.size[1] - 10 * unit, "optimizer step", "ms", _AXIS)
-        self._upright(16 * unit, (self.top + self.bottom) / 2, "loss (log scale)" if self.log_scale else "loss")
+        self.text(self.left, 30 * unit, title, "lm", size=_TITLE_SIZE)
+        self.text((self.left + self.right) / 2, self.foot, "optimizer step", "ms", _AXIS)
+        name, middle = "loss (log scale)" if self.log_scale else "loss", (self.top + self.bottom) / 2
+        self.canvas.upright_text(16 * unit, middle, name, _SIZE * unit, _AXIS)
 
     def _step_ticks(self) -> list[int]:
         if self.steps == 1:
@@ -176,15 +172,7 @@ class _Canvas:
         first = [] if inner and inner[0] - 1 < gap else [1]
         return sorted({*first, *inner})
 
-    def _upright(self, x: float, y: float, text: str) -> None:
-        left, top, right, bottom = self.font.getbbox(text)
-        label = Image.new("RGB", (math.ceil(right - left) + 4, math.ceil(bottom - top) + 4), _BACKGROUND)
-        ImageDraw.Draw(label).text((2 - left, 2 - top), text, _AXIS, self.font)
-        label = label.rotate(90, expand=True)
-        scale = _SUPERSAMPLING
-        self.image.paste(label, (round(x * scale - label.width / 2), round(y * scale - label.height / 2)))
-
-    def curve(self, values: np.ndarray, colour: tuple[int, int, int], width: float) -> None:
+    def curve(self, values: np.ndarray, colour: Colour, width: float) -> None:
         """A line through the values, broken where one is missing; a value without neighbours is a dot."""
         for run in np.split(np.arange(len(values)), np.flatnonzero(np.diff(np.isnan(values))) + 1):
             if np.isnan(values[run[0]]):
@@ -208,9 +196,9 @@ class _Canvas:
         """Validation: (steps done, loss)."""
         places = [(self.x(step - 1), self.y(loss)) for step, loss in points]
         if len(places) > 1:
-            self.line(places, _HELD_OUT, 2.2)
+            self.line(places, _VALIDATION, 2.2)
         for place in places:
-            self.dot(*place, _HELD_OUT, 3.5)
+            self.dot(*place, _VALIDATION, 3.5)
 
     def marks(self, steps: np.ndarray) -> None:
         for step in steps[:: max(1, len(steps) // 2000)]:
@@ -224,15 +212,12 @@ class _Canvas:
         if smoothing > 0 and not np.isnan(average[last]):
             entries.append((_SMOOTH, f"moving average {smoothing:g} (last {average[last]:.4g})"))
         if points:
-            entries.append((_HELD_OUT, f"validation (last {points[-1][1]:.4g})"))
+            entries.append((_VALIDATION, f"validation (last {points[-1][1]:.4g})"))
         if missing := int(np.isnan(values).sum()):
             entries.append((_BAD, f"left out: {missing:,}"))
         x, unit = self.right, self.unit
         for colour, text in reversed(entries):
-            x -= self.font.getlength(text) / _SUPERSAMPLING
+            x -= self.canvas.text_width(text, _SIZE * unit)
             self.text(x, 30 * unit, text, "lm")
             self.line([(x - 26 * unit, 30 * unit), (x - 8 * unit, 30 * unit)], colour, 3)
             x -= 44 * unit
-
-    def picture(self) -> Image.Image:
-        return self.image.resize(self.size, Image.Resampling.LANCZOS)

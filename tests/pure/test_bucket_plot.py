@@ -12,7 +12,7 @@ from tessera.data.buckets.plot import (
     LOST,
     WIDTH,
     describe_plan,
-    draw_plan,
+    plot_plan,
 )
 
 FLUX = {"megapixels": 1.0, "pixels_per_token": 16}
@@ -20,7 +20,7 @@ SIZES = [(3000, 4000)] * 20 + [(1080, 1920)] * 10 + [(1000, 1000)] * 5 + [(1500,
 
 
 def pixels(plan, sizes, panel=(0, 0, WIDTH, HEIGHT)) -> np.ndarray:
-    return np.asarray(draw_plan(plan, sizes).crop(panel)).astype(int)
+    return np.asarray(plot_plan(plan, sizes).crop(panel)).astype(int)
 
 
 def near(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
@@ -29,7 +29,7 @@ def near(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 
 def test_the_picture_has_its_size_and_mode():
-    image = draw_plan(plan_buckets(SIZES, **FLUX), SIZES)
+    image = plot_plan(plan_buckets(SIZES, **FLUX), SIZES)
     assert image.size == (1024, 640) and image.mode == "RGB"
 
 
@@ -86,7 +86,7 @@ def test_any_data_set_can_be_drawn(fit):
     for sizes in ([(1, 1)], [(10, 1000)], [(1000, 10), (10, 1000)], many):
         for megapixels in (0.001, 0.06, 1.0):
             plan = plan_buckets(sizes, megapixels=megapixels, pixels_per_token=16, max_graphs=9, fit=fit)
-            assert draw_plan(plan, sizes).size == (1024, 640)
+            assert plot_plan(plan, sizes).size == (1024, 640)
 
 
 def test_the_text_says_the_numbers_of_the_plan():

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 from scipy import stats
+from tessera.common.canvas import INK, PAPER
 from tessera.train.objective import plot
 from tessera.train.objective.options import TIMESTEP_SAMPLING, ObjectiveOptions
-from tessera.train.objective.plot import BARS, DRAWS, POINTS, density, draw_distribution, drawn_bars
+from tessera.train.objective.plot import BARS, DRAWS, POINTS, density, drawn_bars, plot_distribution
 
 
 def colours(image):
@@ -37,18 +38,18 @@ def test_the_weighted_line_is_the_density_times_the_weight():
     found = plot.weighted_density(ObjectiveOptions("uniform", weighting="cosmap"))
     # 2 / (π·(1 − 2s + 2s²)) integrates to 1 over [0, 1]
     np.testing.assert_allclose(found, 2 / (np.pi * (1 - 2 * at + 2 * at**2)), rtol=1e-4)
-    assert plot._WEIGHTED in colours(draw_distribution(ObjectiveOptions(weighting="cosmap")))
-    assert plot._WEIGHTED not in colours(draw_distribution(ObjectiveOptions()))
+    assert plot._WEIGHTED in colours(plot_distribution(ObjectiveOptions(weighting="cosmap")))
+    assert plot._WEIGHTED not in colours(plot_distribution(ObjectiveOptions()))
 
 
 def test_the_picture_has_bars_and_the_line_and_is_the_same_each_time():
-    image = draw_distribution(ObjectiveOptions())
+    image = plot_distribution(ObjectiveOptions())
     assert image.size == (1024, 512) and image.mode == "RGB"
-    assert {plot._BAR, plot._DENSITY, plot._INK, plot._PAPER} <= colours(image)
-    assert image.tobytes() == draw_distribution(ObjectiveOptions()).tobytes()
+    assert {plot._BAR, plot._DENSITY, INK, PAPER} <= colours(image)
+    assert image.tobytes() == plot_distribution(ObjectiveOptions()).tobytes()
 
 
 def test_a_range_without_draws_is_said_in_the_picture():
     """Whether it is one depends on the model's shift, so that the node itself takes it."""
-    shown = colours(draw_distribution(ObjectiveOptions("custom", sigma_curve="0:1, 0.5:1", min_sigma=0.6)))
+    shown = colours(plot_distribution(ObjectiveOptions("custom", sigma_curve="0:1, 0.5:1", min_sigma=0.6)))
     assert plot._WEIGHTED in shown and plot._DENSITY not in shown

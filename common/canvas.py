@@ -1,0 +1,118 @@
+"""A drawing surface for charts, made with Pillow alone so that it works on every ComfyUI."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+
+from PIL import Image, ImageDraw, ImageFont
+
+Colour = tuple[int, ...]
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+Point = tuple[float, float]
+
+INK, SOFT, FAINT, PAPER = (32, 33, 36), (107, 112, 120), (224, 227, 231), (253, 253, 252)
+
+
+class Canvas:
+    """An RGB drawing whose positions are in pixels of the finished image, fractions allowed.
+
+    Pillow draws lines and boxes with hard edges: everything is drawn `oversampling` times larger and scaled down.
+    unit: finished pixels for each unit of a position, (across, down), for a chart that is laid out for another size.
+    Sizes of text are multiplied by the smaller of the two.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        height: int,
+        background: Colour = PAPER,
+        oversampling: int = 2,
+        unit: tuple[float, float] = (1, 1),
+    ) -> None:
+        self.size = (width, height)
+        self.background = background
+        self.oversampling = oversampling
+        self._scale = (unit[0] * oversampling, unit[1] * oversampling)
+        self._image = Image.new("RGB", (width * oversampling, height * oversampling), background)
+        self._draw = ImageDraw.Draw(self._image)
+
+    def text(self, x: float, y: float, text: str, size: float = 12, colour: Colour = INK, anchor: str = "la") -> None:
+        """Write one line of text; anchor: Pillow's, such as "la" for a position at the left of its top."""
+        self._draw.text(self._place((x, y)), text, colour, self._font(size), anchor)
+
+    def upright_text(self, x: float, y: float, text: str, size: float, colour: Colour = INK) -> None:
+        """Write one line of text from the bottom up, its centre at the position."""
+        font = self._font(size)
+        left, top, right, bottom = font.getbbox(text)
+        label = Image.new("RGB", (ceil(right - left) + 4, ceil(bottom - top) + 4), self.background)
+        ImageDraw.Draw(label).text((2 - left, 2 - top), text, colour, font)
+        label = label.rotate(90, expand=True)
+        across, down = self._place((x, y))
+        self._image.paste(label, (round(across - label.width / 2), round(down - label.height / 2)))
+
+    def text_width(self, text: str, size: float) -> float:
+        """Measure the text in finished pixels."""
+        return self._font(size).getlength(text) / self.oversampling
+
+    def fitting(self, text: str, width: float, size: float) -> str:
+        """Cut the text to what fits into `width`, with an ellipsis where anything is lost."""
+        font, most = self._font(size), width * self._scale[0]
+        if font.getlength(text) <= most:
+            return text
+        while text and font.getlength(text + "…") > most:
+            text = text[:-1]
+        return text + "…"
+
+    def line(self, points: Sequence[Point], colour: Colour = INK, width: float = 1) -> None:
+        """Draw a line through the points, `width` finished pixels wide."""
+        places = [self._place(point) for point in points]
+        self._draw.line(places, colour, max(1, round(width * self.oversampling)), joint="curve")
+
+    def box(
+        self,
+        left: float,
+        top: float,
+        right: float,
+        bottom: float,
+        fill: Colour | None = None,
+        outline: Colour | None = None,
+        width: float = 1,
+    ) -> None:
+        """Draw a rectangle; width: of the outline."""
+        corners = [self._place((left, top)), self._place((right, bottom))]
+        self._draw.rectangle(corners, fill, outline, round(width * self.oversampling))
+
+    def polygon(self, points: Sequence[Point], fill: Colour) -> None:
+        """Fill the polygon through the points."""
+        self._draw.polygon([self._place(point) for point in points], fill)
+
+    def dot(self, x: float, y: float, radius: float, fill: Colour) -> None:
+        """Fill a circle, `radius` in finished pixels."""
+        self._draw.circle(self._place((x, y)), radius * self.oversampling, fill)
+
+    def paste(self, image: Image.Image, left: int, top: int) -> None:
+        """Put an image in its own pixels at the position; the canvas must not be oversampled."""
+        assert self.oversampling == 1
+        self._image.paste(image, (left, top))
+
+    def nearest(self, position: float) -> float:
+        """Round a position to the nearest drawn pixel, where Pillow itself would truncate."""
+        return round(position * self.oversampling) / self.oversampling
+
+    def finish(self) -> Image.Image:
+        """Scale the drawing down to its size."""
+        if self.oversampling == 1:
+            return self._image
+        return self._image.resize(self.size, Image.Resampling.LANCZOS)
+
+    def _place(self, point: Point) -> Point:
+        return point[0] * self._scale[0], point[1] * self._scale[1]
+
+    def _font(self, size: float) -> Font:
+        return load_font(size * min(self._scale))
+
+
+@lru_cache(maxsize=32)
+def load_font(size: float) -> Font:
+    """Load Pillow's own font; the cache spares reading it for each line of text."""
+    return ImageFont.load_default(size)
