@@ -27,10 +27,7 @@ ENDLESS = 10**6  # steps; the parent ends the run
 
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
     """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
-    network_options, memory_options = (
-        import_module("tessera.lora.options"),
-        import_module("tessera.train.memory_options"),
-    )
+    network_options = import_module("tessera.lora.options")
     optimizer_options, objective_options = (
         import_module("tessera.train.optim.options"),
         import_module("tessera.train.objective.options"),
@@ -54,7 +51,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         network=network,
         optimizer=optimizer_options.OptimizerOptions(),
         objective=objective_options.ObjectiveOptions(),
-        memory=memory_options.MemoryOptions(
+        memory=run.MemoryOptions(
             checkpointing=spec["checkpointing"], blocks_to_swap=blocks, prefetch_blocks=spec["prefetch"]
         ),
     )
@@ -65,7 +62,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         plan.choose_targets(family, patcher.model, network),
         settings,
         apply.CompileSettings() if spec["compiled"] else None,
-        run.RunFolder(folder, "benchmark"),
+        import_module("tessera.train.checkpoint.run_folder").RunFolder(folder, "benchmark"),
         "",
         lambda *_: {},
         events.Silent(),

@@ -12,17 +12,13 @@ from comfy.model_patcher import ModelPatcher
 
 from ..common.fingerprint import weights_fingerprint
 from ..data.samples import TrainingData
-from ..models.family import linear_shapes
-from ..models.registry import family_of
+from .checkpoint.run_folder import RunFolder, is_of_run, place_of
+from .expert_pair import HIGH, LOW, SAME_WEIGHTS, meeting_sigma
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.disk_space import Room, check_room_for_both, room_for
 from .preflight.run_start import begin
-from .settings import RunFolder, TrainSettings, is_of_run, place_of
-from .train_lora import TrainResult
-from .validation_options import ValidationOptions
-
-HIGH, LOW = "high_noise", "low_noise"
+from .settings import TrainSettings, ValidationOptions
 
 
 @dataclass(frozen=True)
@@ -36,32 +32,6 @@ class Expert:
     @property
     def title(self) -> str:
         return f"{self.side.replace('_', ' ').capitalize()} expert"
-
-
-SAME_WEIGHTS = (
-    "model and model_low_noise are the same weights; connect the high noise expert to model and the low noise "
-    "expert to model_low_noise."
-)
-
-
-def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
-    """Where the two experts of one Wan 2.2 model change hands. Raises ValueError where these two are none."""
-    family, other = family_of(high), family_of(low)
-    if family.name != other.name or family.variant(high.model) != other.variant(low.model):
-        raise ValueError(
-            f"model is {family.title} ({family.variant(high.model)}) and model_low_noise is {other.title} "
-            f"({other.variant(low.model)}); connect the two experts of one Wan 2.2 model."
-        )
-    if (own := family.expert_boundary(high.model)) is None:
-        raise ValueError(
-            f"model_low_noise is for Wan 2.2's second expert, and model is {family.title} "
-            f"({family.variant(high.model)}), which has none; disconnect it."
-        )
-    if linear_shapes(high.model) != linear_shapes(low.model):
-        raise ValueError(
-            "model and model_low_noise are Wan models of different size; connect the two experts of one Wan 2.2 model."
-        )
-    return own
 
 
 def plan_experts(
@@ -176,6 +146,3 @@ class ExpertObserver:
         self._observer.step(
             replace(report, step=before + report.step, steps=self._count * report.steps, seconds_left=left)
         )
-
-
-__all__ = ["HIGH", "LOW", "Expert", "ExpertObserver", "TrainResult", "meeting_sigma", "plan_experts"]

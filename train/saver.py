@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,16 @@ from safetensors import SafetensorError, safe_open
 from ..common.files import write_atomically
 from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
+from .checkpoint.metadata import Describe
+from .checkpoint.run_folder import RunFolder, place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
 from .errors import TrainingStopped, broken_off, kept
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
-from .settings import RunFolder, TrainSettings, place_of
+from .settings import TrainSettings
 
 log = logging.getLogger(__name__)
-
-# (step, last loss, LoRA) → the metadata of its file.
-Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
-
 
 BEST = "tessera_best"
 

@@ -13,8 +13,9 @@ from ..common.files import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
-from .checkpoint.description import describer, facts_of, now
 from .checkpoint.history import continued_from, made_with, parts_of
+from .checkpoint.metadata import describer, facts_of, now
+from .checkpoint.run_folder import RunFolder
 from .errors import TrainingStopped
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
@@ -22,7 +23,7 @@ from .preflight.disk_space import check_room, room_for
 from .preflight.run_start import begin, notes_of
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
-from .settings import RunFolder, TrainSettings
+from .settings import TrainSettings
 from .trainer import Trainer
 from .validation_split import held_out_note
 from .watcher import Watcher

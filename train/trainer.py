@@ -28,6 +28,8 @@ from ..memory.weights.frozen import unload
 from ..models.family import Family
 from . import errors
 from .batch import Batch, make_batch, strata_of
+from .checkpoint.metadata import Describe
+from .checkpoint.run_folder import RunFolder
 from .learner import Learner
 from .objective.loss import training_loss
 from .objective.preservation import preservation_loss, with_class_caption
@@ -35,8 +37,8 @@ from .observer import Observer, StepReport
 from .placement import auto
 from .placement.environment import forget_memory_peak, machine_facts, memory_peak
 from .placement.placed_model import PlacedModel
-from .saver import Describe, Progress, Saver
-from .settings import RunFolder, TrainSettings
+from .saver import Progress, Saver
+from .settings import TrainSettings
 from .validation import Validation
 from .watcher import Watcher
 

@@ -14,7 +14,7 @@ from ..data.samples import GraphKey, SampleTensors, TrainingData
 from .batch import fixed_batch
 from .objective.loss import velocity_loss
 from .saver import Saver
-from .validation_options import ValidationOptions
+from .settings import ValidationOptions
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 from ..common.fingerprint import fingerprint
 from ..common.rng import generator
 from ..data.samples import Sample, TrainingData
-from .validation_options import ValidationOptions
+from .settings import ValidationOptions
 
 
 def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingData, TrainingData]:

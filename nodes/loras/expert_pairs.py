@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...train.experts import HIGH, LOW
+from ...train.expert_pair import HIGH, LOW
 from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, loras_of_run, matching, path_of, unknown_lora
 
 _SEPARATOR = " + "

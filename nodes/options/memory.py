@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ...train.memory_options import ATTENTION, CHECKPOINTING, MemoryOptions
+from ...train.settings import ATTENTION, CHECKPOINTING, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
 

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ...data.samples import TrainingData
-from ...train.validation_options import MOST_HELD_OUT, ValidationOptions
+from ...train.settings import MOST_HELD_OUT, ValidationOptions
 from ..common.types import TrainingDataType, ValidationType
 
 

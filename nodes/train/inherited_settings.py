@@ -8,8 +8,7 @@ from ...compile.attach import branch_of
 from ...compile.settings import CompileSettings
 from ...lora.options import SAME
 from ...models.swapped_model import swap_settings_of
-from ...train.memory_options import MemoryOptions
-from ...train.settings import TrainSettings
+from ...train.settings import MemoryOptions, TrainSettings
 
 _MEMORY = MemoryOptions()
 

@@ -15,13 +15,11 @@ from ...lora.options import NetworkOptions
 from ...models.registry import family_of
 from ...train.checkpoint.resume import list_states
 from ...train.experts import ExpertObserver, plan_experts
-from ...train.memory_options import MemoryOptions
 from ...train.objective.options import ObjectiveOptions
 from ...train.optim.options import OptimizerOptions
 from ...train.preview.previewer import Partner, Preview, check_previews
-from ...train.settings import TrainSettings
+from ...train.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.train_lora import TrainResult
-from ...train.validation_options import ValidationOptions
 from ..common.progress import ServerObserver
 from ..common.types import (
     LoraModelType,

@@ -8,8 +8,8 @@ import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
 from tessera.train import trainer as trainer_module
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.observer import Silent
+from tessera.train.settings import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run

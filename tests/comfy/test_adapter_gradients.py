@@ -10,7 +10,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.lora.options import NetworkOptions
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.adapters import ALGORITHMS, fill, fp64_model, gradients
 
 HERE = Path(__file__).parent

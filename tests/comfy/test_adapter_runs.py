@@ -10,9 +10,9 @@ from tessera.lora.dropout import draw_masks
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import network_notes
 from tessera.models.flux.family import Flux
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.optim.optimizers import build_optimizer
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions
 from tiny.adapters import ALGORITHMS, fill
 from tiny.compiling import Graphs
 from tiny.resuming import resumed_as_whole

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.host.flat_buffer import Layout
 from tessera.memory.swap.training import frozen_modules
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.swapping import assert_same_run

@@ -19,10 +19,11 @@ from tessera.models.registry import family_of
 from tessera.nodes.options.lora_files import low_noise_source
 from tessera.nodes.train.inherited_settings import shared_lora_notes
 from tessera.train import batch
-from tessera.train.experts import HIGH, LOW, ExpertObserver, plan_experts
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.expert_pair import HIGH, LOW
+from tessera.train.experts import ExpertObserver, plan_experts
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.preflight.checks import check_run
+from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data

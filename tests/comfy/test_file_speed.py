@@ -14,9 +14,9 @@ from tessera.memory.host.file_speed import file_source, in_cache, pieces_of, rea
 from tessera.memory.host.mapped_file import StayInFile
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.placement import auto
 from tessera.train.placement.auto import AutomaticMemory, Measured
+from tessera.train.settings import MemoryOptions
 
 GB = 2**30
 

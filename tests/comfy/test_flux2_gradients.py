@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.models.flux.family import resolution_shift
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.timestep_sampling import draw_sigma
+from tessera.train.settings import MemoryOptions
 from tiny.flux_core import to_tokens
 from tiny.flux_data import flux_sample
 from tiny.runs import training_data

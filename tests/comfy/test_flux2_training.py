@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
 from tiny import swapping
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected

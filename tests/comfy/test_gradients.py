@@ -12,9 +12,9 @@ from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import NoisySample
 from tessera.models.flux.family import Flux
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.timestep_sampling import draw_sigma
+from tessera.train.settings import MemoryOptions
 from torch import Tensor
 
 flux_forward = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))["flux_forward"]

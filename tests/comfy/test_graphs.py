@@ -9,7 +9,7 @@ from PIL import Image
 from tessera.data.folders.dataset import Dataset, Picture
 from tessera.data.prepare import prepare
 from tessera.data.samples import TrainingData
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 
 ASPECTS = [1.0, 1.25, 4 / 3, 1.5, 1.6, 16 / 9, 2.0, 0.8, 0.75, 2 / 3, 0.625, 9 / 16]

@@ -8,7 +8,7 @@ from tessera.lora.options import NetworkOptions
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import AdapterSpec, DropMask
 from tessera.models.adapters.pissa import PissaAdapter, largest_parts
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.lora_files import loaded_in_comfyui, patched_deltas
 from tiny.resuming import resumed_as_whole
 from tiny.runs import mixed_data, train

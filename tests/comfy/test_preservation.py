@@ -13,11 +13,11 @@ from tessera.common.rng import generator
 from tessera.data.samples import Choice, Prompt
 from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import draw_sigma
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
 from tiny.runs import Watcher, cancel_at, sample, train, training_data
 

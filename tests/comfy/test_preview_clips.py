@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.train.experts import HIGH, LOW
+from tessera.train.expert_pair import HIGH, LOW
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.preview import compare
 from tessera.train.preview.contact_sheet import render_sheet, to_picture

@@ -13,7 +13,7 @@ from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.frozen_linear import Format, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.layers.lora_linear import LoraLinear
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs, make_lora, with_lora
 from tiny.flux import QUANTISED
 from tiny.quantised import LAYER, core_layer, stored_layer

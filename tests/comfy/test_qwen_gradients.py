@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import NoisySample
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.timestep_sampling import draw_sigma
+from tessera.train.settings import MemoryOptions
 from tiny.qwen_data import qwen_sample
 from tiny.runs import training_data
 from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 from tessera.compile.settings import CompileSettings
 from tessera.lora.options import NetworkOptions
 from tessera.models.layers import ragged_attention
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
 from tiny.compiling import Graphs, graphs_after_each_step, graphs_expected
 from tiny.qwen_data import qwen_sample

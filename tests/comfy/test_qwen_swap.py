@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
 from tiny.qwen_data import qwen_sample

@@ -16,8 +16,8 @@ from tessera.models.flux.family import Flux
 from tessera.models.flux.transformer import FluxInputs
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.models.model_patches import trainable_model
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.placement.block_runner import BlockRunner
+from tessera.train.settings import MemoryOptions
 from tiny.runs import mixed_data, train
 
 # Where a device computes in fp32, core widens plain files as it loads them; a weight_dtype keeps them as they are.

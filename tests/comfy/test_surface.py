@@ -8,7 +8,7 @@ import pytest
 import tessera
 from comfy_server import DIRECT
 from tessera.nodes import NODES, TesseraExtension
-from tessera.train.checkpoint.version import VERSION
+from tessera.train.checkpoint.metadata import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "nodes" / "web" / "docs"

@@ -8,9 +8,9 @@ import tiny
 import torch
 from tessera.memory.swap.training import BlockSwap, frozen_modules
 from tessera.train.errors import TrainingStopped
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.observer import Silent
 from tessera.train.placement import auto, placed_model
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
 
 STEPS = 3

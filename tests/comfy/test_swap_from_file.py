@@ -36,7 +36,7 @@ from tessera.memory.host.mapped_file import (
 from tessera.memory.swap.host_copies import host_copies_kept
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import compiled, make_lora, with_lora
 from tiny.qwen_data import qwen_sample
 from tiny.runs import training_data

@@ -13,7 +13,7 @@ import tiny
 import torch
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.alive import Since, size_of
 from tiny.sampling import sample
 

@@ -8,7 +8,7 @@ import comfy.model_management
 import pytest
 import tiny
 from tessera.models.swapped_model import SwapSettings, swap
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import make_lora, with_lora
 from tiny.runs import Watcher
 from tiny.sampling import sample

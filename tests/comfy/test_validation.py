@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.trainer import Trainer
 from tessera.train.validation import Validation
-from tessera.train.validation_options import ValidationOptions
 from tiny.compiling import Graphs
 from tiny.runs import Watcher, mixed_data, sample, train, training_data
 from torch._dynamo.exc import TorchDynamoException

@@ -15,11 +15,11 @@ from tessera.models import family as family_module
 from tessera.train import batch as batch_module
 from tessera.train.errors import TrainingStopped
 from tessera.train.learner import Learner
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective import preservation
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.observer import Silent, StepReport
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions
 from tiny.qwen_data import qwen_sample
 from tiny.runs import sample, training_data
 from tiny.two_devices import DEVICE, TwoDevices

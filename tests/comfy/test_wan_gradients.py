@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.noise import draw_noise
 from tessera.train.objective.timestep_sampling import draw_sigma
+from tessera.train.settings import MemoryOptions
 from tiny.runs import training_data
 from tiny.wan_core import core_velocity, padded_text, tokens_of
 from torch import Tensor

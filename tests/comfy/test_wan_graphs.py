@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from tessera.lora.options import NetworkOptions
-from tessera.train.memory_options import MemoryOptions
+from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs, graphs_after_each_step
 from tiny.runs import training_data
 

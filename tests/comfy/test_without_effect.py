@@ -11,15 +11,14 @@ from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.train.inherited_settings import inherited_memory
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import Strata
 from tessera.train.preflight.checks import check_run
 from tessera.train.preflight.notes import guidance_notes, memory_notes, saving_notes, weight_notes
 from tessera.train.preview.previewer import Preview, Previewer, preview_notes
 from tessera.train.preview.sampling import Sampling, Stages, sample_latent
+from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.train_lora import train_lora
-from tessera.train.validation_options import ValidationOptions
 from tiny.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from tiny.sampling import conditioning
 

@@ -39,11 +39,9 @@ def mixed_data() -> Any:
 def run_settings(**changes: Any) -> Any:
     """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
     from tessera.lora.options import NetworkOptions
-    from tessera.train.memory_options import MemoryOptions
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.optim.options import OptimizerOptions
-    from tessera.train.settings import TrainSettings
-    from tessera.train.validation_options import ValidationOptions
+    from tessera.train.settings import MemoryOptions, TrainSettings, ValidationOptions
 
     base: dict[str, Any] = {
         "network": NetworkOptions(rank=4, alpha=4.0),

@@ -27,11 +27,11 @@ def make_trainer(
     from tessera.lora.plan import choose_targets
     from tessera.models.model_patches import trainable_model
     from tessera.models.registry import family_of
-    from tessera.train.memory_options import MemoryOptions
+    from tessera.train.checkpoint.run_folder import RunFolder
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.observer import Silent
     from tessera.train.optim.options import OptimizerOptions
-    from tessera.train.settings import RunFolder, TrainSettings
+    from tessera.train.settings import MemoryOptions, TrainSettings
     from tessera.train.trainer import Trainer
 
     defaults = {

@@ -47,8 +47,8 @@ def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs)
 
 
 def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
-    from tessera.train.memory_options import MemoryOptions
     from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.settings import MemoryOptions
 
     def refuses(*args, **kwargs):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")

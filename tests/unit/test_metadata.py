@@ -13,9 +13,9 @@ from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
 from tessera.train.checkpoint.metadata import RunFacts, for_file, metadata_for
-from tessera.train.memory_options import MemoryOptions
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
+from tessera.train.settings import MemoryOptions
 
 FACTS = RunFacts(
     output_name="styles/my cat",

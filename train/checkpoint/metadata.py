@@ -9,18 +9,29 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
+import comfyui_version
+import torch
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor, uint8
 
+from ...data.samples import TrainingData, data_facts, shown_per_epoch
+from ...lora.files.lora_model import LoraModel
 from ...lora.options import NetworkOptions
-from ...models.family import Origin
-from ..memory_options import MemoryOptions
+from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
+from ..settings import MemoryOptions, TrainSettings
+
+VERSION = "0.1.0"  # as `pyproject.toml` names it
+
+# (step, last loss, LoRA) → the metadata of its file.
+Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
 
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
 # Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
@@ -201,3 +212,53 @@ def _text_without_paths(text: str) -> str:
 def _unix(moment: str) -> str:
     """Seconds since 1970, as kohya's scripts write times."""
     return str(datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()) if moment else ""
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def facts_of(
+    settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
+) -> RunFacts:
+    """What is known of the run before its first step."""
+    origin = getattr(patcher, "cached_patcher_init", None)
+    source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
+    _, height, width = data.samples[0].grid
+    pixels = family.latents(patcher.model).pixels_per_token
+    return RunFacts(
+        output_name=settings.output_name,
+        family=family.name,
+        variant=family.variant(patcher.model),
+        origin=family.origin(patcher.model),
+        base_model=Path(source).name,
+        steps=0,
+        batch_size=settings.batch_size,
+        gradient_accumulation=settings.gradient_accumulation,
+        seed=settings.seed,
+        network=settings.network.of_high_noise(),
+        optimizer=settings.optimizer,
+        objective=settings.objective,
+        memory=settings.memory,
+        resolution=f"{width * pixels}x{height * pixels}",
+        samples=shown_per_epoch(data.samples),
+        started=started,
+        finished=started,
+        final_loss=None,
+        tessera_version=VERSION,
+        comfyui_version=comfyui_version.__version__,
+        torch_version=torch.__version__,
+        data=data_facts(data),
+        validation=settings.validation.facts() if settings.validation else None,
+        saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
+        compile=settings.compile,
+    )
+
+
+def describer(facts: RunFacts) -> Describe:
+    """What a LoRA file of this run says of itself."""
+
+    def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
+        return metadata_for(replace(facts, steps=step, final_loss=loss, finished=now()), lora)
+
+    return describe

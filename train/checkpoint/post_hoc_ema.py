@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common.files import read_tensors
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
-from ..settings import step_loras
+from .run_folder import step_loras
 
 PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
 WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.fingerprint import fingerprint
-from ..settings import TrainSettings, find_finished, run_folders
+from ..settings import TrainSettings
+from .run_folder import find_finished, run_folders
 from .state import STATE_SUFFIX, read_header
 
 

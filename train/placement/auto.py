@@ -28,8 +28,7 @@ from ...memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, plan, pre
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...models.family import Block, Family, ModelInputs
 from ..batch import make_batch
-from ..memory_options import MemoryOptions
-from ..settings import TrainSettings
+from ..settings import MemoryOptions, TrainSettings
 
 # Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
 # Adafactor's and CAME's factors are as large as the matrix at rank 1 and less above it; custom: as the hungriest.

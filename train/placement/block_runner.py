@@ -13,7 +13,7 @@ from ...compile.settings import CompileSettings, HowToCompile
 from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
 from ...models.family import Block
-from ..memory_options import MemoryOptions
+from ..settings import MemoryOptions
 
 
 class BlockRunner:

@@ -8,8 +8,9 @@ from pathlib import Path
 from ...lora.plan import adapter_specs, trained_numbers
 from ...models.family import linear_shapes
 from ..batch import strata_of
+from ..checkpoint.run_folder import STATES_KEPT, RunFolder
 from ..objective.timestep_sampling import Strata
-from ..settings import STATES_KEPT, RunFolder, TrainSettings
+from ..settings import TrainSettings
 from .checks import CheckedRun
 from .run_start import Beginning
 

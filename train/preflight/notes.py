@@ -9,10 +9,9 @@ from torch import Tensor
 from ...data.samples import Sample
 from ...memory.swap.plan import all_on_device
 from ...models.family import Family
-from ..memory_options import MemoryOptions
 from ..objective.options import ObjectiveOptions
 from ..objective.timestep_sampling import Strata
-from ..settings import TrainSettings
+from ..settings import MemoryOptions, TrainSettings
 
 _MEMORY = {field.name: field.default for field in fields(MemoryOptions)}
 

@@ -9,8 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from ...common.fingerprint import weights_fingerprint
 from ..checkpoint.compatibility import check_state
 from ..checkpoint.resume import continued_lineage, find_state, further_state, other_state, step_past
+from ..checkpoint.run_folder import RunFolder, find_finished, open_folder
 from ..checkpoint.state import read_header
-from ..settings import RunFolder, TrainSettings, find_finished, open_folder
+from ..settings import TrainSettings
 from .checks import CheckedRun
 
 
@@ -43,9 +44,9 @@ def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, roo
         return Beginning(weights, asked, lineage, key, finished, finished=True)
     state = find_state(root, settings, lineage)
     if state is None:
-        return Beginning(weights, asked, lineage, key, open_folder(root, settings, key, None))
+        return Beginning(weights, asked, lineage, key, open_folder(root, settings.output_name, key, None))
     check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
-    header, folder = read_header(state), open_folder(root, settings, key, state)
+    header, folder = read_header(state), open_folder(root, settings.output_name, key, state)
     step: int = header["step"]
     further = further_state(root, settings, lineage, step)
     return Beginning(weights, asked, lineage, key, folder, state=state, step=step, further=further)

@@ -12,9 +12,8 @@ from ...memory.host.flat_weights import as_loaded
 from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import FAMILIES
-from ..experts import SAME_WEIGHTS, meeting_sigma
-from .clip_sheet import shown
-from .contact_sheet import Cell, render_sheet
+from ..expert_pair import SAME_WEIGHTS, meeting_sigma
+from .contact_sheet import Cell, render_sheet, shown
 from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
 
 
@@ -57,7 +56,7 @@ def compare(
     """Samples every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do; with two experts
     as two KSampler (Advanced) that share the steps.
 
-    frames_shown: of each clip, see `clip_sheet.shown`.
+    frames_shown: of each clip, see `contact_sheet.shown`.
     tell: called after each step of the sampler, check: between pictures; both may raise. Raises ValueError, before
     anything is sampled, for what cannot be sampled and for a LoRA that changes nothing of its model. However it ends,
     the models are off their devices with their own weights. Call it under inference mode.

@@ -1,8 +1,8 @@
-"""Contact sheet: images in rows and columns with their names."""
+"""Contact sheets: images in rows and columns with their names, and the frames that a video has on one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -17,6 +17,8 @@ MOST_PIXELS = 8192  # a side of a sheet
 _GAP = (244, 245, 246)
 _SPACE, _BETWEEN = 8, 4
 _MOST_LINES = 3
+_PICTURE, _MOVING = 1024, 512  # pixels a side of a picture, and of one on a sheet that moves
+_MOST_MOVING = 2048  # of such a sheet, as all its frames are in memory at once
 # One name of a row stands over it, of a column over it in the head.
 Cell = tuple[int, int]
 Item = TypeVar("Item")
@@ -118,3 +120,27 @@ def _wrapped(text: str, font: Font, width: float) -> list[str]:
         lines.append(rest[:length].strip())
         rest = rest[length:].strip()
     return lines
+
+
+def shown(clips: Mapping[Cell, Tensor], frames: int) -> Iterator[tuple[dict[Cell, Image.Image], int]]:
+    """(what stands in each cell, its most pixels a side), for each sheet. clips: (frames, H, W, 3), a picture has one.
+
+    frames: 1 is the middle one; more stand under each other, evenly from the first to the last; 0 is a sheet for each
+    moment, where shorter clips stay at their end.
+    """
+    if frames == 1:
+        yield {at: to_picture(middle(clip)) for at, clip in clips.items()}, _PICTURE
+    elif frames > 1:
+        yield {at: _in_a_column(clip, frames) for at, clip in clips.items()}, MOST_PIXELS
+    else:
+        across = max(max(row, column) for row, column in clips) + 1
+        for moment in range(max(map(len, clips.values()))):
+            cells = {at: to_picture(clip[min(moment, len(clip) - 1)]) for at, clip in clips.items()}
+            yield cells, min(_MOVING, _MOST_MOVING // across)
+
+
+def _in_a_column(clip: Tensor, frames: int) -> Image.Image:
+    pictures = [to_picture(clip[number]) for number in spread(range(len(clip)), frames)]
+    for picture in pictures:
+        picture.thumbnail((_PICTURE, _PICTURE), Image.Resampling.LANCZOS)
+    return stacked(pictures)

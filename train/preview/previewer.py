@@ -20,7 +20,7 @@ from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import family_of
 from .. import errors
-from ..experts import HIGH
+from ..expert_pair import HIGH
 from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
 from .sampling import (
     Sampling,

@@ -5,7 +5,7 @@ import pytest
 from tessera.common.file_names import LONGEST_NAME, plain_name
 from tessera.nodes.common.dates import fill_in_dates
 from tessera.nodes.loras.save import checked_prefix
-from tessera.train.settings import RunFolder, run_folders
+from tessera.train.checkpoint.run_folder import RunFolder, run_folders
 from tiny.runs import run_settings
 
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from tessera.train.preview.clip_sheet import shown
-from tessera.train.preview.contact_sheet import render_sheet
+from tessera.train.preview.contact_sheet import render_sheet, shown
 
 
 class Pixels(np.ndarray):

@@ -1,0 +1,153 @@
+"""The folder of a run.
+
+It lies where ComfyUI lists LoRAs, so that each saved LoRA can be picked in any LoRA loader:
+`<output name>-<key>/<output name>.safetensors`, `<output name>-step000100.safetensors`, states, `summary.json`.
+"""
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from unicodedata import normalize
+
+from ...common.files import write_atomically
+from .state import STATE_SUFFIX
+
+STATES_KEPT = 2
+
+
+def place_of(output_name: str) -> PurePosixPath:
+    """Where a run's name stands below the LoRA folder."""
+    return PurePosixPath(output_name.replace("\\", "/"))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """path: the run's folder; name: the last part of the output name."""
+
+    path: Path
+    name: str
+
+    @property
+    def lora_path(self) -> Path:
+        return self.path / f"{self.name}.safetensors"
+
+    def step_lora_path(self, step: int) -> Path:
+        return self.path / f"{self.name}-step{step:06d}.safetensors"
+
+    @property
+    def best_path(self) -> Path:
+        return self.path / f"{self.name}-best.safetensors"
+
+    def step_loras(self) -> dict[int, Path]:
+        """The LoRAs that were saved on the way, by their step, the first one first."""
+        return step_loras(self.path, self.name)
+
+    def forget_old_loras(self, step: int, keep: int) -> None:
+        """Keeps the newest of those up to `step`, `keep` of them. Later ones are of a run that went on from there
+        before: they stay."""
+        until = [path for at, path in self.step_loras().items() if at <= step]
+        for path in until[:-keep]:
+            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+                path.unlink(missing_ok=True)
+
+    def states(self) -> list[Path]:
+        """Saved states, oldest first."""
+        return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
+
+    def states_but(self, begun_from: Path | None) -> list[Path]:
+        """Saved states without that which the run was told to go on from, oldest first."""
+        return [path for path in self.states() if begun_from is None or not _same(path, begun_from)]
+
+    def forget_old_states(self, step: int, begun_from: Path | None = None) -> None:
+        """Keeps the newest of those up to `step`, which was saved just now. Later ones are of a run that went on from
+        there before: they stay. begun_from: what the run was told to go on from; it stays beside them, for the run to
+        be queued so again."""
+        last = f"state-{step:06d}{STATE_SUFFIX}"
+        until = [path for path in self.states_but(begun_from) if (len(path.name), path.name) <= (len(last), last)]
+        for path in until[:-STATES_KEPT]:
+            with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
+                path.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Raises ValueError, before anything is trained, where the run could not be saved."""
+        trial, is_new = self.path / "trial", not self.path.exists()
+        try:
+            write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
+            trial.unlink()
+            if is_new:
+                self.path.rmdir()
+        except OSError as error:
+            raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
+
+    def write_beside(self, ending: str, text: str) -> None:
+        """A text file beside the LoRA: `<name>.<ending>`."""
+        write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        text = json.dumps(summary, indent=1, allow_nan=False)
+        write_atomically(self.path / "summary.json", lambda beside: _write_text(beside, text))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+
+def step_loras(folder: Path, name: str) -> dict[int, Path]:
+    """`<name>-step<number>.safetensors` in a folder by their number, the least first."""
+    pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
+    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def is_of_run(folder: str, name: str, key: str = "") -> bool:
+    """Whether a folder of this name holds a run of the output name `name`, of this key or of any."""
+    ending = re.escape(key[:8]) or "[0-9a-f]{8}"
+    # macOS may list a name in another form than it was given in.
+    return re.fullmatch(rf"{re.escape(name)}-{ending}(-\d{{1,6}})?", normalize("NFC", folder)) is not None
+
+
+def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
+    """The folders of all runs of this output name, or of those with this key."""
+    place = root / place_of(output_name)
+    if not place.parent.is_dir():
+        return []
+    paths = sorted(path for path in place.parent.iterdir() if is_of_run(path.name, place.name, key) and path.is_dir())
+    return [RunFolder(path, place.name) for path in paths]
+
+
+def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
+    """The folder of a finished run with this key, if its LoRA is still there."""
+    for folder in run_folders(root, output_name, key):
+        summary = folder.read_summary()
+        if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
+            return folder
+    return None
+
+
+def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> RunFolder:
+    """The folder to write to: that of an unfinished run which is resumed, else a new one."""
+    place = root / place_of(output_name)
+    first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
+    if state is not None and _same(state.parent.parent, place.parent) and is_of_run(state.parent.name, place.name, key):
+        for unfinished in state.parent.glob(".*.part"):  # what a killed process was writing
+            unfinished.unlink(missing_ok=True)
+        return RunFolder(state.parent, place.name)
+    folder, number = first, 1
+    while folder.path.exists() and any(folder.path.iterdir()):
+        number += 1
+        folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
+    return folder
+
+
+def _same(first: Path, second: Path) -> bool:
+    return first.resolve() == second.resolve()
