@@ -29,8 +29,7 @@ def trained(path: Path, folder: Path, *, steps: int = STEPS, **options: Any) -> 
     return swapping.trained(tiny.load_flux(path), swapping.three_pictures(), folder, steps=steps, **given)
 
 
-CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_eager", 3, 4)]
-CASES += [pytest.param("aot_eager", 1, 0, marks=pytest.mark.slow)]
+CASES = [(None, batch, swap) for batch in (1, 3) for swap in (0, 4)] + [("aot_eager", 3, 4), ("aot_eager", 1, 0)]
 
 
 @pytest.mark.parametrize(("backend", "batch", "swap"), CASES)

@@ -86,10 +86,7 @@ def same(tensors, cond, extra):
         assert torch.equal(tensors.conditioning[name], value), name
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", ["flux", pytest.param("klein", marks=slow), "mistral", "wan", "qwen"])
+@pytest.mark.parametrize("name", ["flux", "klein", "mistral", "wan", "qwen"])
 def test_each_form_and_the_empty_prompt_is_encoded_as_core_encodes_its_text(name, encoders, folder, tmp_path):
     vae, clip = encoders(name)
     found = prepared(scan_folder(folder, trigger_words="ohwx", captions=LINES), vae, clip, tmp_path)
@@ -215,7 +212,7 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     assert binomtest(first, kept, weights[0]).pvalue > 0.001
 
 
-@pytest.mark.parametrize("name", [pytest.param("flux", marks=slow), "qwen"])
+@pytest.mark.parametrize("name", ["flux", "qwen"])
 def test_forms_of_any_length_share_the_graphs_of_the_longest(name, encoders, tiny_files, folder, tmp_path):
     vae, clip = encoders(name)
     (folder / "b.txt").unlink(), (folder / "b.png").unlink()

@@ -1,10 +1,7 @@
 """A compiled MODEL samples what it samples without: every family, scope, mode and way of taking sizes, through core's
 KSampler."""
 
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -14,28 +11,15 @@ from tiny.compiling import Graphs, compiled, load_as
 from tiny.sampling import sample
 
 FAMILIES = ("flux", "flux2", "wan", "wan_vace", "qwen_image", "sdxl")
-# The others have the same blocks, or more of them: of these, one case of blocks and of stacks is in the ordinary run.
-IN_FULL = ("flux", "wan", "qwen_image")
 WIDE_AND_LONG = {"width": 96, "length": 21}
 
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
-def is_slow(name: str, scope: str, dynamic: str) -> bool:
-    """What takes long to trace: a UNet's many lists, whole models, sizes left open."""
-    if name not in IN_FULL:
-        return dynamic != "false" or scope == "model" or (name == "sdxl" and scope == "stack")
-    return dynamic != "false" and (scope == "model" or (scope == "stack" and dynamic == "auto"))
-
-
-def cases() -> Iterator[Any]:
-    for name, scope, dynamic in product(FAMILIES, SCOPES, DYNAMIC):
-        marks = [pytest.mark.slow] if is_slow(name, scope, dynamic) else []
-        yield pytest.param(name, scope, dynamic, marks=marks, id=f"{name}-{scope}-{dynamic}")
-
-
-@pytest.mark.parametrize(("name", "scope", "dynamic"), cases())
+@pytest.mark.parametrize("dynamic", DYNAMIC)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(name, scope, dynamic, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
     clone, branch = compiled(model, backend="aot_eager", scope=scope, dynamic=dynamic)
@@ -80,17 +64,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "wan",
-        pytest.param("flux", marks=pytest.mark.slow),
-        pytest.param("flux2", marks=pytest.mark.slow),
-        pytest.param("wan_vace", marks=pytest.mark.slow),
-        pytest.param("qwen_image", marks=pytest.mark.slow),
-        pytest.param("sdxl", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
     clone, branch = compiled(model, backend="inductor")
@@ -100,7 +74,7 @@ def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, tiny_files):
     assert branch.notes == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, smallest_flux):
     stored = tiny.load_flux(smallest_flux, dtype)
     exact = sample(stored, "flux")  # on a CPU ComfyUI casts such weights and computes in fp32
@@ -113,7 +87,6 @@ def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, s
     assert branch.report().counts().graphs == 2 and branch.notes == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("mode", MODES)
@@ -134,7 +107,7 @@ def test_fp8_weights_that_are_cast_at_each_use_are_bit_equal(scope, smallest_flu
     assert branch.report().counts().graph_breaks == 0 and branch.notes == []
 
 
-@pytest.mark.parametrize("scope", ["blocks", *(pytest.param(scope, marks=pytest.mark.slow) for scope in SCOPES[1:])])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_quantised_weights_are_part_of_the_graph(scope, tmp_path):
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=1, dtype=torch.bfloat16, fp8=True)
     model = load_as("core", "flux", path)

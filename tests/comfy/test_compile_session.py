@@ -86,13 +86,7 @@ def test_with_dynamic_false_each_shape_is_compiled_once_and_no_lora_compiles_any
 
 @pytest.mark.parametrize(
     ("name", "loader"),
-    [
-        ("flux", "core"),
-        ("flux", "ours"),
-        ("wan", "ours"),
-        ("qwen_image", "core"),
-        pytest.param("sdxl", "core", marks=pytest.mark.slow),
-    ],
+    [("flux", "core"), ("flux", "ours"), ("wan", "ours"), ("qwen_image", "core"), ("sdxl", "core")],
 )
 def test_with_dynamic_true_a_kind_of_block_has_two_graphs_one_for_batch_1_and_one_for_more(name, loader, tiny_files):
     session = Session(load_as(loader, name, tiny_files[name]), name, dynamic="true")

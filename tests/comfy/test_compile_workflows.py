@@ -117,7 +117,6 @@ def test_with_blocks_that_stream_the_picture_is_the_same_and_the_history_says_ho
     assert said == [] and streamed == resident
 
 
-@pytest.mark.slow
 def test_with_the_settings_that_the_workflow_is_shared_with_flux_compiles_and_is_measured(server):
     report = report_of(server.run(fitted("flux_compile", tiny.FLUX_NAMES, "inductor")))
     assert by_region(report, "graphs") == {"DoubleStreamBlock": 1, "SingleStreamBlock": 1}

@@ -183,7 +183,6 @@ def test_what_does_not_go_with_an_init_is_one_sentence(values, sentence):
     assert str(raised.value).startswith(sentence)
 
 
-@pytest.mark.slow
 def test_blocks_of_a_kind_share_one_graph_and_no_step_compiles_again(tiny_flux, tmp_path):
     trainer = tiny.make_trainer(
         tiny_flux,

@@ -95,9 +95,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if backend else ()) for mode, (backend, _) in MODES.items()]
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_path):
     backend, memory = MODES[mode]
     settings = {"batch_size": 2, "objective": OBJECTIVE, "memory": memory}
@@ -117,7 +115,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     trainer.close()
 
 
-@pytest.mark.parametrize(("checkpointing", "passes"), [pytest.param("none", 3, marks=pytest.mark.slow), ("full", 5)])
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 3), ("full", 5)])
 def test_it_adds_no_graph(checkpointing, passes, tiny_flux, tmp_path):
     """passes: two forwards and the frozen one, and with checkpointing the two that are computed again."""
     torch._dynamo.reset()

@@ -40,7 +40,6 @@ def test_an_interrupted_prompt_ends_with_a_history_entry_that_says_so(server, ti
     assert "interrupted" in error_of(entry)
 
 
-@pytest.mark.slow  # test_crash.py kills a server as it trains, twice, and starts it again
 def test_a_killed_server_starts_again_over_the_same_folders(own_server, tiny_loaders):
     own_server.start()
     own_server.queue(text_to_image(tiny_loaders, steps=10000))

@@ -97,12 +97,9 @@ FORMATS = {
     "fp8": ({"dtype": torch.float8_e4m3fn}, torch.float8_e4m3fn),
     "scaled fp8": ({"dtype": torch.bfloat16, "fp8": True}, None),
 }
-QUICK = ("fp32 with a LoRA", "scaled fp8")
 
 
-@pytest.mark.parametrize(
-    "stored", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
-)
+@pytest.mark.parametrize("stored", FORMATS)
 def test_training_on_a_swapped_model_takes_over_its_masters_and_gives_them_back(stored: str, tmp_path: Path) -> None:
     """Sampled before, the MODEL has masters of its own; training has others, and the weights are there once."""
     written, kept = FORMATS[stored]

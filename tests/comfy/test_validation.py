@@ -57,7 +57,7 @@ def held_out():
     return training_data(sample("unseen a", 4, 4), sample("unseen b", 6, 4), sample("unseen c", 2, 8))
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=str)
 def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_path):
     """With dropout, which is off here, with swapped blocks, and in batches of which the last is short."""
     held = held_out()
