@@ -51,7 +51,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ScatteredBuffer:
     """Stands for a flat buffer whose tensors lie elsewhere, each by itself: in the mapped file, for one. They are
     brought together where they are copied to."""
 

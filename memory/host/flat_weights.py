@@ -4,7 +4,7 @@ No list of masters is kept anywhere: the modules' tensors are the masters, and t
 them. So several MODELs over one base share it, and it goes when the last tensor over it goes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .flat_buffer import ALIGNMENT, Layout, Pieces, empty_bytes, trim_heap
+from .flat_buffer import ALIGNMENT, Layout, ScatteredBuffer, empty_bytes, trim_heap
 
 SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightRef:
     """Where a tensor stands. key: its name in the state dict of the MODEL; table: the parameters or the buffers of
     its module `owner`."""
 
@@ -31,10 +31,14 @@ class Place:
         return self.table.get(self.attribute)
 
 
-def places_of(name: str, block: nn.Module) -> list[Place]:
+# What takes a tensor's parts over in other memory: (where it stands, the tensor, its parts there).
+Put = Callable[[WeightRef, Tensor, list[Tensor]], None]
+
+
+def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
     """Where the block's tensors stand. No tensor is held, so that each can be let go when it has been moved."""
     return [
-        Place(f"{path}.{attribute}", module, table, attribute)
+        WeightRef(f"{path}.{attribute}", module, table, attribute)
         for path, module in block.named_modules(prefix=name)
         for table in (module._parameters, module._buffers)
         for attribute, tensor in table.items()
@@ -42,7 +46,7 @@ def places_of(name: str, block: nn.Module) -> list[Place]:
     ]
 
 
-def plain_tensors(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+def plain_tensors(places: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
     for place in places:
         tensor = place.tensor()
         assert tensor is not None
@@ -67,7 +71,7 @@ def _lies(tensor: Tensor) -> list[Any]:
     return [(p.device, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in parts_of(tensor)]
 
 
-def over_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
+def with_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
     """The same kind of tensor over other parts.
 
     An ordinary one, as compiled code tells it from one that was made under inference mode. A quantised one stays what
@@ -90,7 +94,7 @@ def _rewrapped(tensor: Tensor, parts: list[Tensor], inference: bool) -> Tensor:
         return made
 
 
-def as_loaded(model: nn.Module) -> None:
+def restore_inference_mode(model: nn.Module) -> None:
     """Quantised weights as a loader node makes them, over the same memory. Call it while the model is not loaded.
 
     What unloads a MODEL outside inference mode (ComfyUI's own Unload Models, between two prompts) leaves ordinary
@@ -98,7 +102,7 @@ def as_loaded(model: nn.Module) -> None:
     weight in it anew that it moves to a device on which it lies already (comfy/ops.py, _quantized_apply): the CPU, or
     the GPU with --gpu-only. So they could not be loaded with a LoRA on others, nor be taken off again.
     """
-    for place in places_of("", model):
+    for place in weight_refs("", model):
         tensor = place.tensor()
         if tensor is not None and is_traceable_wrapper_subclass(tensor) and not tensor.is_inference():
             place.table[place.attribute] = _rewrapped(tensor, parts_of(tensor), inference=True)
@@ -112,7 +116,7 @@ def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
-def shared_flat(places: Sequence[Place], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
+def shared_flat(places: Sequence[WeightRef], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
     """The flat buffer of this layout over which all these tensors lie already, if they do.
 
     Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again. keep:
@@ -145,9 +149,16 @@ def shared_flat(places: Sequence[Place], layout: Layout, keep: Collection[str] =
     return flat
 
 
-def into_flat(places: Sequence[Place], layout: Layout, pinned: bool, keep: Collection[str] = ()) -> Tensor:
-    """The tensors moved into one flat buffer on the host, at which their modules point from here on; each is let go
-    before the next is read. keep: the keys of those that another node put there for a while."""
+def point_at(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+    """Let the module that owns `tensor` hold it over `parts` from here on."""
+    place.table[place.attribute] = with_parts(tensor, parts)
+
+
+def into_flat(places: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at) -> Tensor:
+    """Move the tensors into one flat buffer on the host; each is let go before the next is read.
+
+    put(place, tensor, parts): called for each with its parts in the buffer.
+    """
     flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
     fields = iter(layout.fields)
     for place in places:
@@ -159,14 +170,13 @@ def into_flat(places: Sequence[Place], layout: Layout, pinned: bool, keep: Colle
             # ComfyUI leaves what a file lacks without memory until it is loaded, and then fills it with zeros.
             moved.zero_() if part.is_meta else moved.copy_(part)
             parts.append(moved)
-        if place.key not in keep:
-            place.table[place.attribute] = over_parts(tensor, parts)
-        del tensor, part
+        put(place, tensor, parts)
+        del tensor, part  # the memory of this one is free before the next is read
     trim_heap()
     return flat
 
 
-def as_they_lie(places: Sequence[Place], layout: Layout) -> Pieces:
+def scattered(places: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
     """The tensors as a master in pieces; nothing moves."""
     pieces = []
     for place in places:
@@ -175,23 +185,23 @@ def as_they_lie(places: Sequence[Place], layout: Layout) -> Pieces:
         parts = parts_of(tensor)
         if any(part.is_meta for part in parts):  # as in `into_flat`
             parts = [torch.zeros_like(part, device="cpu") if part.is_meta else part for part in parts]
-            place.table[place.attribute] = over_parts(tensor, parts)
+            place.table[place.attribute] = with_parts(tensor, parts)
         pieces += parts
-    return Pieces(layout, tuple(pieces))
+    return ScatteredBuffer(layout, tuple(pieces))
 
 
-def leave_flat(places: Sequence[Place], leaves: Callable[[Place], bool]) -> None:
-    """Where these tensors lie over one flat buffer, those that `leaves` names get memory of their own, and so do all
-    small ones: the buffer stays in memory until the last has left it."""
-    layout = Layout.of(plain_tensors(places))
-    if not places or shared_flat(places, layout) is None:
-        return
-    for place in places:
-        tensor = place.tensor()
-        assert tensor is not None
+def leave_flat(
+    held: Iterable[tuple[WeightRef, Tensor]], leaves: Callable[[WeightRef, Tensor], bool], put: Put = point_at
+) -> None:
+    """Give tensors that lie over a flat buffer memory of their own; the buffer is freed when the last has left it.
+
+    leaves(place, part): whether this part of the tensor leaves. put: as in `into_flat`.
+    """
+    for place, tensor in held:
         parts = parts_of(tensor)
-        small = [part.nbytes < layout.size // SMALL_PART for part in parts]
-        if leaves(place) or any(small):
+        leaving = [leaves(place, part) for part in parts]
+        if any(leaving):
+            # Ordinary tensors, as `with_parts` makes of what it is given.
             with torch.inference_mode(False):
-                own = [p.clone() if leaves(place) or is_small else p for p, is_small in zip(parts, small, strict=True)]
-            place.table[place.attribute] = over_parts(tensor, own)
+                own = [part.clone() if leaves_ else part for part, leaves_ in zip(parts, leaving, strict=True)]
+            put(place, tensor, own)

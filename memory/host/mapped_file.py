@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .file_bandwidth import streams_from_file
-from .flat_weights import Place, over_parts, parts_of, places_of
+from .flat_weights import WeightRef, parts_of, weight_refs, with_parts
 from .pinning import KEPT_FREE
 
 KEY = "tessera.weights_in_file"
@@ -89,7 +89,7 @@ class WeightsInFile:
     """Weights that lie in a mapped file until ComfyUI moves them to the device. Put back, they lie there again, and no
     copy on the host takes their place. Keys are names in the state dict of the MODEL."""
 
-    def __init__(self, places: Iterable[Place]):
+    def __init__(self, places: Iterable[WeightRef]):
         maps = FileMaps()
         held = [(place, parts_of(tensor)) for place in places if (tensor := place.tensor()) is not None]
         self.held = {place.key: (place, parts) for place, parts in held if maps.holds(parts[0])}
@@ -108,7 +108,7 @@ class WeightsInFile:
             if tensor is None or key in replaced or (only is not None and tensor.device.type != only):
                 continue
             if is_traceable_wrapper_subclass(tensor):
-                place.table[place.attribute] = over_parts(tensor, parts)
+                place.table[place.attribute] = with_parts(tensor, parts)
             else:
                 tensor.data = parts[0]
 
@@ -125,7 +125,7 @@ class WeightsInFile:
         place, parts = self.held.get(key, (None, []))
         tensor = None if place is None else place.tensor()
         if place is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
-            place.table[place.attribute] = over_parts(tensor, [part.clone() for part in parts])
+            place.table[place.attribute] = with_parts(tensor, [part.clone() for part in parts])
 
 
 class StayInFile(TorchFunctionMode):
@@ -161,7 +161,7 @@ def settle(model: nn.Module) -> None:
     if psutil.virtual_memory().available < needed + KEPT_FREE or not needed:
         return
     maps = FileMaps()
-    for place in places_of("", model):
+    for place in weight_refs("", model):
         tensor = place.tensor()
         assert tensor is not None
         lying = [(part, maps.holds(part)) for part in parts_of(tensor)]
@@ -169,7 +169,7 @@ def settle(model: nn.Module) -> None:
             continue
         parts = [part.clone() if inside else part for part, inside in lying]
         if is_traceable_wrapper_subclass(tensor):
-            place.table[place.attribute] = over_parts(tensor, parts)
+            place.table[place.attribute] = with_parts(tensor, parts)
         else:  # which may stand in several places
             tensor.data = parts[0]
 
@@ -189,7 +189,7 @@ def _leave_hooked(patcher: Any, *_: Any) -> None:
         return
     keys = {key for patches in patcher.hook_patches.values() for key in patches}
     keys -= swap.keys if swap is not None else set()  # these are patched in their slots
-    held = WeightsInFile(place for place in places_of("", patcher.model) if place.key in keys)
+    held = WeightsInFile(place for place in weight_refs("", patcher.model) if place.key in keys)
     for key in held.held:
         held.leave(key)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .flat_buffer import Pieces
+from .flat_buffer import ScatteredBuffer
 
 PIN_MEMORY = ("auto", "on", "off")
 KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
@@ -52,7 +52,7 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
     return Pinning(True, "The swapped blocks are page-locked.")
 
 
-def not_pinned(masters: Sequence[Tensor | Pieces]) -> str | None:
+def not_pinned(masters: Sequence[Tensor | ScatteredBuffer]) -> str | None:
     """What is to be said where page-locked masters were asked for: None if they are."""
     plain = sum(1 for master in masters if not master.is_pinned())
     if not plain:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .flat_buffer import Pieces
+from .flat_buffer import ScatteredBuffer
 from .page_locked import give_back, host_bytes, unlock
 
 STAGES = 2  # one is filled while the other is copied
@@ -114,7 +114,7 @@ class StagedStream:
         self._thread: int | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
-    def copy(self, slot: Tensor, host: Tensor | Pieces, then: Callable[[], None] | None) -> "Future[Any]":
+    def copy(self, slot: Tensor, host: Tensor | ScatteredBuffer, then: Callable[[], None] | None) -> "Future[Any]":
         """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
         assert not self._ended
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -126,7 +126,7 @@ class StagedStream:
     def _send(
         self,
         slot: Tensor,
-        host: Tensor | Pieces,
+        host: Tensor | ScatteredBuffer,
         mark: Any,
         then: Callable[[], None] | None,
         mode: tuple[bool, bool],
@@ -189,7 +189,7 @@ class StagedStream:
 
 
 def staged_stream(
-    masters: Sequence[Tensor | Pieces], device: torch.device, finished: bool = False
+    masters: Sequence[Tensor | ScatteredBuffer], device: torch.device, finished: bool = False
 ) -> StagedStream | None:
     """The stream for masters that are not all page-locked, or after whose copies something is `finished` on the device;
     None where plain copies do as well."""

@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..host.flat_weights import Place, over_parts, parts_of, places_of
+from ..host.flat_weights import WeightRef, parts_of, weight_refs, with_parts
 from .inference import SwappedBlocks
 from .patcher import KEY
 
@@ -37,14 +37,14 @@ def host_copies_kept(patcher: ModelPatcher) -> Iterator[None]:
             if now is None or not _moved(parts_of(now), lay):
                 continue
             if is_traceable_wrapper_subclass(now):
-                place.table[place.attribute] = over_parts(now, lay)
+                place.table[place.attribute] = with_parts(now, lay)
                 continue
             with torch.inference_mode(now.is_inference()):
                 now.data = lay[0]
 
 
-def _on_host(patcher: ModelPatcher) -> list[tuple[Place, list[Tensor]]]:
-    placed = [(place, place.tensor()) for place in places_of("", patcher.model)]
+def _on_host(patcher: ModelPatcher) -> list[tuple[WeightRef, list[Tensor]]]:
+    placed = [(place, place.tensor()) for place in weight_refs("", patcher.model)]
     held = [(place, parts_of(tensor)) for place, tensor in placed if tensor is not None]
     return [(place, parts) for place, parts in held if all(part.device.type == "cpu" for part in parts)]
 

@@ -19,17 +19,19 @@ import torch
 from comfy.model_patcher import move_weight_functions, wipe_lowvram_weight
 from torch import Tensor, nn
 
-from ..host.flat_buffer import Layout, Pieces
+from ..host.flat_buffer import Layout, ScatteredBuffer
 from ..host.flat_weights import (
-    Place,
-    as_they_lie,
+    Put,
+    WeightRef,
     into_flat,
-    over_parts,
     parts_of,
-    places_of,
     plain_tensors,
+    point_at,
     same_memory,
+    scattered,
     shared_flat,
+    weight_refs,
+    with_parts,
 )
 from ..host.mapped_file import WeightsInFile
 from ..host.pinning import not_pinned
@@ -68,12 +70,12 @@ class SwappedBlocks:
         self.prefetch, self.pinned, self.from_file, self.automatic = prefetch, pinned, from_file, automatic
         self.notes: list[str] = []
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
-        self.places = [places_of(name, block) for name, block in self.blocks.items()]
+        self.places = [weight_refs(name, block) for name, block in self.blocks.items()]
         self.keys = {place.key for places in self.places for place in places}
         self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
         # A quantised weight consists of several tensors.
         self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.places, strict=True))
-        outside = [p for p in places_of("", base) if id(p.owner) not in self.modules] if from_file else []
+        outside = [p for p in weight_refs("", base) if id(p.owner) not in self.modules] if from_file else []
         self.rest = WeightsInFile(outside)
         self.running: set[int] = set()
         self._unpinnable = False
@@ -160,17 +162,17 @@ class SwappedBlocks:
 
     def _take(self, device: torch.device, replaced: Collection[str]) -> None:
         pinned = self.pinned and not self._unpinnable
-        flats: list[Tensor | Pieces] = []
+        flats: list[Tensor | ScatteredBuffer] = []
         for places, layout in zip(self.places, self.layouts, strict=True):
             if self.from_file:
-                flats.append(as_they_lie(places, layout))
+                flats.append(scattered(places, layout))
                 continue
             flat = shared_flat(places, layout, replaced)
             if self.masters_stay:
-                flats.append(as_they_lie(places, layout) if flat is None else flat)
+                flats.append(scattered(places, layout) if flat is None else flat)
                 continue
             if flat is None or (pinned and not flat.is_pinned()):
-                flat = into_flat(places, layout, pinned, replaced)
+                flat = into_flat(places, layout, pinned, _point_at_but(replaced))
             flats.append(flat)
         if pinned and not self.masters_stay and (note := not_pinned(flats)) is not None:
             self._unpinnable = True
@@ -279,7 +281,7 @@ class SwappedBlocks:
                     place.table[place.attribute] = tensor
             self.running.discard(j)
 
-    def _swapped_now(self, place: Place, master: Tensor | None) -> Tensor | None:
+    def _swapped_now(self, place: WeightRef, master: Tensor | None) -> Tensor | None:
         """The tensor that stands there, in whose place the slot's comes; None for what an object patch has put there.
 
         Over the same memory it may be another object: what compiles a block exchanges those of inference mode.
@@ -318,12 +320,22 @@ class SwappedBlocks:
                 patch_weight_by_hook(place, weight, master, patches, device)
 
 
-def _over_slot(places: list[Place], layout: Layout, slot: Tensor) -> list[Tensor]:
+def _point_at_but(replaced: Collection[str]) -> Put:
+    """Modules keep what another node put there for a while."""
+
+    def put(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+        if place.key not in replaced:
+            point_at(place, tensor, parts)
+
+    return put
+
+
+def _over_slot(places: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tensor]:
     """The tensors of a block over its slot."""
     fields = iter(layout.fields)
     tensors = []
     for place in places:
         tensor = place.tensor()
         assert tensor is not None
-        tensors.append(over_parts(tensor, [next(fields).on(slot) for _ in parts_of(tensor)]))
+        tensors.append(with_parts(tensor, [next(fields).on(slot) for _ in parts_of(tensor)]))
     return tensors

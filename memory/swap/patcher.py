@@ -11,7 +11,7 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..host.flat_weights import as_loaded
+from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
 from .oom_retry import TOLD, part_of
 from .plan import all_on_device
@@ -274,7 +274,7 @@ def swap_model(
     if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
         # The blocks hold what another node has put there for as long as the model is loaded.
         comfy.model_management.unload_model_and_clones(patcher)
-        as_loaded(patcher.model)
+        restore_inference_mode(patcher.model)
     clone = patcher.clone()
     # Its class alone is exchanged, as everything else that a clone has is wanted.
     clone.__class__ = SwapPatcher

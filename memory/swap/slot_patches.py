@@ -11,7 +11,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ..host.flat_weights import Place, parts_of
+from ..host.flat_weights import WeightRef, parts_of
 
 Patches = Mapping[str, list[Any]]
 
@@ -34,12 +34,14 @@ class Patching:
 NOTHING = Patching({}, None, {}, (), False)
 
 
-def patch_weight(place: Place, weight: Tensor, patches: list[Any], device: torch.device) -> None:
+def patch_weight(place: WeightRef, weight: Tensor, patches: list[Any], device: torch.device) -> None:
     """`weight`, in its slot, as `ModelPatcher.patch_weight_to_device` makes it; its shape and dtype stay."""
     _apply(place, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)
 
 
-def patch_weight_by_hook(place: Place, weight: Tensor, master: Any, patches: list[Any], device: torch.device) -> None:
+def patch_weight_by_hook(
+    place: WeightRef, weight: Tensor, master: Any, patches: list[Any], device: torch.device
+) -> None:
     """The same as `ModelPatcher.patch_hook_weight_to_device` makes it. master: the unpatched weight."""
     original = {place.key: [(master, getattr(place.owner, f"convert_{place.attribute}", _as_it_is))]}
     _apply(place, weight, patches, device, torch.float32, original)
@@ -49,7 +51,9 @@ def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
     return weight
 
 
-def _apply(place: Place, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
+def _apply(
+    place: WeightRef, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any
+) -> None:
     """original: the unpatched weights, as patches that replace a model's weights want them."""
     seed = comfy.utils.string_to_seed(place.key)
     patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.flat_buffer import Pieces, empty_bytes
+from ..host.flat_buffer import ScatteredBuffer, empty_bytes
 from ..host.staging import StagedStream, staged_stream
 
 
@@ -63,13 +63,13 @@ class SlotRing:
 
     def __init__(
         self,
-        masters: Sequence[Tensor | Pieces],
+        masters: Sequence[Tensor | ScatteredBuffer],
         device: torch.device,
         prefetch: int,
         finish: Callable[[int], None] | None = None,
     ):
         assert prefetch >= 1 and masters
-        self.masters: list[Tensor | Pieces] = list(masters)
+        self.masters: list[Tensor | ScatteredBuffer] = list(masters)
         self.device, self.prefetch, self.finish = device, prefetch, finish
         self.count = min(prefetch + 1, len(self.masters))
         self.slot_bytes = max(master.numel() for master in self.masters)
@@ -81,7 +81,7 @@ class SlotRing:
         self.occupants: list[int | None] = []
         self._copied: list[Any] = []
 
-    def takes(self, masters: Sequence[Tensor | Pieces]) -> bool:
+    def takes(self, masters: Sequence[Tensor | ScatteredBuffer]) -> bool:
         """Whether these may come in the place of the masters: pieces have to come together in a stage, and from memory
         that is not page-locked nothing is copied beside the computation."""
         if isinstance(self.stream, StagedStream):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..host.flat_buffer import Field, Layout, Pieces, empty_bytes, trim_heap
-from ..host.flat_weights import SMALL_PART
+from ..host.flat_buffer import Layout, ScatteredBuffer
+from ..host.flat_weights import SMALL_PART, WeightRef, into_flat, leave_flat, plain_tensors, scattered
 from ..host.page_locked import give_back, unlock
 from ..weights.residency import FrozenModule
 from .slot_ring import SlotRing
@@ -26,24 +26,23 @@ def frozen_modules(block: nn.Module) -> dict[str, FrozenModule]:
 class BlockSwap:
     """Streams blocks through slots. The blocks come with their frozen tensors on the host and leave with them in slots.
 
-    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead. as_they_lie: their
+    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead. in_place: their
     tensors stay where they are on the host, for instance in the mapped file, in place of moving into flat buffers.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, pinned: bool, as_they_lie: bool = False
+        self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, pinned: bool, in_place: bool = False
     ):
         self.blocks = tuple(blocks)
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
-        self.layouts = [Layout.of(_frozen_tensors(block)) for block in self.blocks]
-        moved: list[tuple[Tensor | Pieces, set[str]]] = [
-            (Pieces(layout, tuple(t for _, t in _frozen_tensors(block))), set())
-            if as_they_lie
-            else _into_flat(block, layout, pinned)
-            for block, layout in zip(self.blocks, self.layouts, strict=True)
+        self.places = [_frozen_places(block) for block in self.blocks]
+        self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
+        self._foreign: set[tuple[int, str]] = set()  # what the MODEL has otherwise: these are patched or cast
+        masters = [
+            scattered(places, layout) if in_place else into_flat(places, layout, pinned, self._moved)
+            for places, layout in zip(self.places, self.layouts, strict=True)
         ]
-        self.ring = SlotRing([master for master, _ in moved], device, prefetch)
-        self._beside = [beside for _, beside in moved]
+        self.ring = SlotRing(masters, device, prefetch)
         try:
             self.take()
         except BaseException:  # the slots do not fit
@@ -57,11 +56,9 @@ class BlockSwap:
     def take(self) -> None:
         """Makes the slots and points the blocks at them."""
         self.ring.take()
-        for j, (block, layout) in enumerate(zip(self.blocks, self.layouts, strict=True)):
-            modules = frozen_modules(block)
-            for field in layout.fields:
-                owner, _, name = field.name.rpartition(".")
-                modules[owner]._buffers[name] = field.on(self.ring.slot_of(j))
+        for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True)):
+            for place, field in zip(places, layout.fields, strict=True):
+                place.table[place.attribute] = field.on(self.ring.slot_of(j))
 
     def release(self) -> None:
         """Gives the slots' memory back; the masters stay."""
@@ -73,18 +70,29 @@ class BlockSwap:
     def end(self) -> None:
         """Leaves the MODEL its own weights, in ordinary memory, and no more: they leave the buffers that hold others
         too, patched or cast ones, which go then, and those that stay page-locked for as long as they are there."""
-        for j, (block, layout, beside) in enumerate(zip(self.blocks, self.layouts, self._beside, strict=True)):
-            foreign = sum(math.prod(f.shape) * f.dtype.itemsize for f in layout.fields if f.name in beside)
+        for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True)):
             master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
-            if isinstance(master, Pieces):
+            if isinstance(master, ScatteredBuffer):
                 continue
+            pairs = list(zip(places, layout.fields, strict=True))
+            foreign = sum(math.prod(f.shape) * f.dtype.itemsize for place, f in pairs if self._is_foreign(place))
             unlocked = unlock(master)
             if unlocked and foreign < layout.size // SMALL_PART:
                 continue
-            _leave(block, [field for field in layout.fields if field.name not in beside], master)
+            held = ((place, field.on(master)) for place, field in pairs if not self._is_foreign(place))
+            leave_flat(held, lambda *_: True, _relocate)
             if not unlocked:
                 del master
                 give_back()
+
+    def _is_foreign(self, place: WeightRef) -> bool:
+        return (id(place.owner), place.attribute) in self._foreign
+
+    def _moved(self, place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+        """A frozen buffer moved into a flat one; it is read from its slot from here on."""
+        if _relocate(place, tensor, parts):
+            self._foreign.add((id(place.owner), place.attribute))
+        place.table[place.attribute] = None
 
     def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
         """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
@@ -101,41 +109,19 @@ class BlockSwap:
         return _BeforeBackward.apply(self.ring, j, *out)
 
 
-def _frozen_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
+def _frozen_places(block: nn.Module) -> list[WeightRef]:
     return [
-        (f"{owner}.{name}", tensor)
+        WeightRef(f"{owner}.{name}", module, module._buffers, name)
         for owner, module in frozen_modules(block).items()
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
 
 
-def _into_flat(block: nn.Module, layout: Layout, pinned: bool) -> tuple[Tensor, set[str]]:
-    """The block's tensors moved into one flat buffer on the host, each let go before the next is read; and the names of
-    those that the MODEL has otherwise."""
-    flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
-    modules, beside = frozen_modules(block), set()
-    for field in layout.fields:
-        owner, _, name = field.name.rpartition(".")
-        module = modules[owner]
-        source, moved = module._buffers[name], field.on(flat)
-        assert source is not None
-        moved.copy_(source)
-        if module.moved(name, source, moved):
-            beside.add(field.name)
-        module._buffers[name] = None
-        del source
-    trim_heap()
-    return flat, beside
-
-
-def _leave(block: nn.Module, fields: Sequence[Field], master: Tensor) -> None:
-    """The MODEL has copies of these in ordinary memory from here on."""
-    modules = frozen_modules(block)
-    for field in fields:
-        owner, _, name = field.name.rpartition(".")
-        source = field.on(master)
-        modules[owner].moved(name, source, source.clone())
+def _relocate(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
+    """Tell the frozen module that owns the buffer where the host holds it; True where the MODEL has it otherwise."""
+    assert isinstance(place.owner, FrozenModule)
+    return place.owner.moved(place.attribute, tensor, parts[0])
 
 
 class _BeforeBackward(torch.autograd.Function):

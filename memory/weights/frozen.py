@@ -4,7 +4,7 @@ ComfyUI keeps the master copy. On the device that holds it a weight is shared wi
 once. Nothing here is ever written back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import comfy.model_management
 import torch
@@ -12,7 +12,17 @@ from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
-from ..host.flat_weights import Place, leave_flat, over_parts, parts_of, places_of
+from ..host.flat_buffer import Layout
+from ..host.flat_weights import (
+    SMALL_PART,
+    WeightRef,
+    leave_flat,
+    parts_of,
+    plain_tensors,
+    shared_flat,
+    weight_refs,
+    with_parts,
+)
 from .frozen_linear import FrozenLinear, format_of
 
 
@@ -53,8 +63,8 @@ class FrozenWeights:
             # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
             # masters that are patched or cast stay where they are.
             prefix = f"diffusion_model.{name}"
-            places = places_of(prefix, patcher.model.get_submodule(prefix))
-            leave_flat(places, lambda place: place.key in patcher.patches)
+            places = weight_refs(prefix, patcher.model.get_submodule(prefix))
+            _leave_shared_flat(places, patcher.patches)
             _to_host(places)
 
     def _check_unpatched(self) -> None:
@@ -77,7 +87,7 @@ class FrozenWeights:
         if all(part.data_ptr() != source.data_ptr() for part in parts):
             return True
         kept = [moved if part.data_ptr() == source.data_ptr() else part for part in parts]
-        parameters[parameter] = over_parts(own, kept)
+        parameters[parameter] = with_parts(own, kept)
         return False
 
     def _stored(self, name: str) -> Tensor | None:
@@ -164,13 +174,24 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
     ]
 
 
-def _to_host(places: Sequence[Place]) -> None:
+def _leave_shared_flat(places: Sequence[WeightRef], patched: Collection[str]) -> None:
+    """Matrices stay in the flat buffer over which all these lie, if they do. What is patched leaves it, and so does all
+    that is small: it would keep the buffer in memory."""
+    layout = Layout.of(plain_tensors(places))
+    if not places or shared_flat(places, layout) is None:
+        return
+    held = ((place, tensor) for place in places if (tensor := place.tensor()) is not None)
+    small = layout.size // SMALL_PART
+    leave_flat(held, lambda place, part: place.key in patched or part.nbytes < small)
+
+
+def _to_host(places: Sequence[WeightRef]) -> None:
     """Where ComfyUI keeps the MODEL on the GPU for good (--highvram, --gpu-only), its swapped blocks leave it; they
     come back when it is loaded next."""
     for place in places:
         tensor = place.tensor()
         if tensor is not None and tensor.device.type != "cpu":
-            place.table[place.attribute] = over_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
+            place.table[place.attribute] = with_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
 
 
 def unload(models: Sequence[ModelPatcher] | None = None) -> None:

@@ -14,7 +14,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import save_file
-from tessera.memory.host.flat_weights import places_of, plain_tensors
+from tessera.memory.host.flat_weights import plain_tensors, weight_refs
 from tessera.nodes.loras import compare as node
 from tessera.nodes.loras.compare import TesseraCompareLoras
 from tessera.nodes.model.block_swap import TesseraBlockSwap
@@ -153,7 +153,7 @@ def cancelled(done, after):
 
 
 def bytes_of(model):
-    places = places_of("", model.model)
+    places = weight_refs("", model.model)
     return {name: part.reshape(-1).view(torch.uint8).clone() for name, part in plain_tensors(places)}
 
 

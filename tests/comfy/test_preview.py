@@ -12,7 +12,7 @@ from comfy.quant_ops import QuantizedTensor
 from PIL import Image
 from tessera.compile.attach import branch_of
 from tessera.compile.settings import CompileSettings
-from tessera.memory.host.flat_weights import as_loaded, over_parts, parts_of, places_of, plain_tensors
+from tessera.memory.host.flat_weights import parts_of, plain_tensors, restore_inference_mode, weight_refs, with_parts
 from tessera.memory.swap import inference, training
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.nodes.model.block_swap import TesseraBlockSwap
@@ -96,7 +96,7 @@ def loaded(tmp_path, fp8):
 
 
 def bytes_of(model):
-    places = places_of("", model.model)
+    places = weight_refs("", model.model)
     return {name: part.reshape(-1).view(torch.uint8).clone() for name, part in plain_tensors(places)}
 
 
@@ -125,8 +125,8 @@ def test_a_scaled_fp8_model_that_was_unloaded_outside_inference_mode_is_previewe
     fresh, again = loaded(tmp_path, True), loaded(tmp_path, True)
     weights = bytes_of(again)
     unload_outside_inference_mode(again)
-    for place in places_of("", fresh.model):  # copies too: in the mapped file they lie otherwise aligned
-        place.table[place.attribute] = over_parts(tensor := place.tensor(), [p.clone() for p in parts_of(tensor)])
+    for place in weight_refs("", fresh.model):  # copies too: in the mapped file they lie otherwise aligned
+        place.table[place.attribute] = with_parts(tensor := place.tensor(), [p.clone() for p in parts_of(tensor)])
     # As on a loader's MODEL, of which a LoRA covers some layers and leaves others.
     network, memory = {"include": ("single_blocks.*.linear1",)}, {"blocks_to_swap": 3 if swapped else 0}
     previews = [preview(tiny_vae, every=1)]
@@ -143,17 +143,17 @@ def test_a_scaled_fp8_model_that_was_unloaded_outside_inference_mode_is_previewe
 
 def test_ordinary_quantised_weights_are_put_back_as_loaded_over_the_same_memory(tmp_path):
     weights = unload_outside_inference_mode(model := loaded(tmp_path, True))
-    lay = {name: part.data_ptr() for name, part in plain_tensors(places_of("", model.model))}
+    lay = {name: part.data_ptr() for name, part in plain_tensors(weight_refs("", model.model))}
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference tensor"):
         torch.nn.Parameter(weights[0].to("cpu"), requires_grad=False)  # as core's _quantized_apply moves it
-    as_loaded(model.model)
-    assert {name: part.data_ptr() for name, part in plain_tensors(places_of("", model.model))} == lay
+    restore_inference_mode(model.model)
+    assert {name: part.data_ptr() for name, part in plain_tensors(weight_refs("", model.model))} == lay
     now = [w for w in model.model.parameters() if isinstance(w, QuantizedTensor)]
     with torch.inference_mode():
         moved = [torch.nn.Parameter(weight.to("cpu"), requires_grad=False) for weight in now]
     assert len(moved) == len(weights) and all(weight.is_inference() for weight in now)
     assert all(torch.equal(a.dequantize(), b.dequantize()) for a, b in zip(moved, weights, strict=True))
-    as_loaded(model.model)
+    restore_inference_mode(model.model)
     after = [w for w in model.model.parameters() if isinstance(w, QuantizedTensor)]
     assert all(a is b for a, b in zip(now, after, strict=True))
 
@@ -314,7 +314,7 @@ def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, t
     lay, shared = [], []
 
     def look(_):
-        parts = list(plain_tensors(places_of("", model.model)))
+        parts = list(plain_tensors(weight_refs("", model.model)))
         masters = {master.untyped_storage().data_ptr() for master in rings[-1].masters}
         lay.append({name: part.data_ptr() for name, part in parts})
         shared.append(sum(part.nbytes for _, part in parts if part.untyped_storage().data_ptr() in masters))

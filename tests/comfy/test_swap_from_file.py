@@ -23,8 +23,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
-from tessera.memory.host.flat_buffer import Pieces
-from tessera.memory.host.flat_weights import parts_of, places_of
+from tessera.memory.host.flat_buffer import ScatteredBuffer
+from tessera.memory.host.flat_weights import parts_of, weight_refs
 from tessera.memory.host.mapped_file import (
     FileMaps,
     StayInFile,
@@ -133,7 +133,7 @@ def test_pictures_are_those_of_masters_in_memory(name: str, tmp_path: Path, ram:
     assert inside > 0.97 * sum(part.nbytes for w in weights for part in parts_of(w))
     for _ in range(2):
         assert torch.equal(sample(model, family), want)
-        assert all(isinstance(master, Pieces) for master in model.swap.ring.masters)
+        assert all(isinstance(master, ScatteredBuffer) for master in model.swap.ring.masters)
         assert (model.swap.ring.copies, model.swap.ring.bytes_copied) == (copies, copied)
         model.swap.ring.copies = model.swap.ring.bytes_copied = 0
         with torch.inference_mode():
@@ -162,14 +162,14 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     path, family = write(name, tmp_path), FILES[name][0]
     ram(64 * GB)
     want = trained(load(name, path, in_file=False), tmp_path / "ordinary", family)
-    assert not any(isinstance(master, Pieces) for master in want.placed.swap.ring.masters)
+    assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.swap.ring.masters)
     assert want.placed.from_file is None
     ram(1)
     model = load(name, path, in_file=True)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     inside = bytes_in_file(weights)
     found = trained(model, tmp_path / "file", family)
-    assert all(isinstance(master, Pieces) for master in found.placed.swap.ring.masters)
+    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.masters)
     assert found.placed.from_file is not None and "stream from the model's file" in found.placed.from_file
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
     streamed = bytes_in_file(t for master in found.placed.swap.ring.masters for t in master.tensors)
@@ -275,7 +275,7 @@ def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any
         for _ in range(2):
             assert torch.equal(sample(on_top, "flux"), want)
             masters = model.swap.ring.masters
-            assert all(isinstance(master, Pieces) is (where != "in flat buffers") for master in masters)
+            assert all(isinstance(master, ScatteredBuffer) is (where != "in flat buffers") for master in masters)
             assert model.swap.ring.copies > 0 and torch.equal(sample(model, "flux"), bare)
             with torch.inference_mode():
                 mm.unload_all_models()
@@ -336,7 +336,7 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
     with StayInFile():
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", fp8=True)).model
     diffusion, maps = model.diffusion_model, FileMaps()
-    rest = WeightsInFile(places_of("", model))
+    rest = WeightsInFile(weight_refs("", model))
     plain, quantised, bias = diffusion.img_in, diffusion.double_blocks[0].img_attn.proj, diffusion.txt_in
 
     def lies_there(*owners: Any) -> list[bool]:

@@ -172,7 +172,7 @@ class _Probe:
         for linear in block.linears().values():
             if linear.adapter is not None:
                 linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
-        swap = BlockSwap([block], self.device, 1, False, as_they_lie=True)
+        swap = BlockSwap([block], self.device, 1, False, in_place=True)
         inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
         tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.draw_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)

@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
-from ...memory.host.flat_weights import as_loaded
+from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import FAMILIES
@@ -66,7 +66,7 @@ def compare(
     loaded = comfy.model_management.current_loaded_models
     for model in models:
         if not any(one.model is not None and one.model.model is model.model for one in loaded):
-            as_loaded(model.model)
+            restore_inference_mode(model.model)
     for column in columns:
         check()
         _with_loras(stages, column)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compile.attach import branch_of
 from ...lora.files.formats import convert
-from ...memory.host.flat_weights import as_loaded
+from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.swap.host_copies import host_copies_kept
 from ...memory.weights.frozen import unload
 from ...models.family import Family
@@ -181,7 +181,7 @@ class Previewer:
         unload()
         with ExitStack() as stack:
             for model in self.models:
-                as_loaded(model.model)
+                restore_inference_mode(model.model)
                 stack.enter_context(host_copies_kept(model))
             stack.callback(unload)
             stack.enter_context(random_state_kept(trainer.device))
