@@ -139,18 +139,18 @@ def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> 
         costs = block_costs(pack, stored, tokens, args.rank, args.tflops, training)
         blocks = [cost for cost, _ in costs]
         free = int((card - args.taken) * GB * 19 / 20)
-        machine = plan.Machine(free, args.link * 1e9, int(args.ram * GB))
+        machine = plan.Hardware(free, args.link * 1e9, int(args.ram * GB))
         counts = tuple(range(len(blocks) + 1))
         other = OUTER * stored.itemsize
         if training:
             other += sum(trained for _, trained in costs) * 16
-            choices = plan.Choices(counts, plan.prefetches(1), ("none", "selective", "full"))
+            choices = plan.SearchSpace(counts, plan.prefetches(1), ("none", "selective", "full"))
         else:
             other += int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR * 2**20)
             # What a block takes to compute is not measured before it samples: it is chosen without, and reckoned with.
             unknown = [replace(block, forward=0.0) for block in blocks]
-            chosen = plan.plan(unknown, other, machine, order, plan.Choices(counts, plan.prefetches(1)))
-            choices = plan.Choices((len(chosen.swapped),), (chosen.prefetch,))
+            chosen = plan.plan(unknown, other, machine, order, plan.SearchSpace(counts, plan.prefetches(1)))
+            choices = plan.SearchSpace((len(chosen.swapped),), (chosen.prefetch,))
         made = plan.plan(blocks, other, machine, order, choices)
         computing = sum(sum(plan.block_seconds(block, made.checkpointing, choices.budget)) for block in blocks)
         row = [f"{card} GB", name, str(len(made.swapped)), str(made.prefetch) if made.swapped else "–"]

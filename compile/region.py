@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ..memory.swap.again import kept_for_another
+from ..memory.swap.oom_retry import copy_containers
 from .report import timing
 from .report.events import CompileEvent
 from .report.explain import plain_words
@@ -111,7 +111,7 @@ class Region:
             self.report.eager_calls += 1
             return self.body(*args)
         measuring = self._to_measure and may_measure
-        kept = kept_for_another(args) if measuring else args
+        kept = copy_containers(args) if measuring else args
         try:
             with self.report.watch(self.device) as record, self._pieces_fall_back_alone():
                 out = self._run(*args)

@@ -9,14 +9,14 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..memory.host.file_speed import file_source
+from ..memory.host.file_speed import measure_file_bandwidth
 from ..memory.host.flat_weights import parts_of
-from ..memory.host.mapped_file import bytes_in_file, stream_from_file
-from ..memory.host.pinning import choose_pinning, is_windows
+from ..memory.host.mapped_file import bytes_in_file
+from ..memory.host.pinning import HostWeights, place_on_host
 from ..memory.host.staging import link_bandwidth
-from ..memory.swap.oom_retry import make_room
+from ..memory.swap.oom_retry import retry_on_oom
 from ..memory.swap.patcher import SwapPatcher, swap_model
-from ..memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, choose_blocks, plan, prefetches
+from ..memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, choose_blocks, plan, prefetches
 from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES
@@ -101,18 +101,16 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     streamed = {f"diffusion_model.{block.name}": block.module for name, block in numbers.items() if name in chosen}
     if not streamed:
         if automatic:
-            make_room(clone, automatic, lambda sentence: _add(notes, sentence))
+            retry_on_oom(clone, automatic, lambda sentence: _add(notes, sentence))
         return clone, notes
     needed = sum(_bytes(module) for module in streamed.values())
     available = psutil.virtual_memory().available
     inside = bytes_in_file(tensor for module in streamed.values() for tensor in module.parameters())
-    from_file, said = stream_from_file(settings.pin_memory, inside, needed, available)
-    notes += _said(said) if said is not None else []
-    coming = inside + sum(_bytes_on_device(module) for module in streamed.values())
-    pinning = choose_pinning(settings.pin_memory, clone.load_device.type, coming, available, is_windows())
-    if not from_file and not pinning.masters and (clone.load_device.type == "cuda" or settings.pin_memory == "on"):
-        notes += _said(pinning.reason)
-    swapped = swap_model(clone, streamed, prefetch, pinning.masters and not from_file, from_file, automatic)
+    weights = HostWeights(needed, inside, sum(_bytes_on_device(module) for module in streamed.values()))
+    placement = place_on_host(settings.pin_memory, clone.load_device.type, weights, available)
+    for note in placement.notes:
+        notes += _said(note)
+    swapped = swap_model(clone, streamed, prefetch, placement.pinned, placement.from_file, automatic)
     whole, held = clone.model_size(), swapped.model_size()
     notes += _said(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
@@ -120,7 +118,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     )
     told = swapped.notes  # the list alone: a clone may stand on another model, and outlive this one
     told[:0] = notes
-    make_room(swapped, automatic, lambda sentence: _add(told, sentence))
+    retry_on_oom(swapped, automatic, lambda sentence: _add(told, sentence))
     return swapped, told
 
 
@@ -155,7 +153,7 @@ def _fit(
     device = patcher.load_device
     available = psutil.virtual_memory().available
     weights = {name: list(block.module.parameters()) for name, block in blocks.items()}
-    file = file_source((w for own in weights.values() for w in own), pin_memory, available)
+    file = measure_file_bandwidth((w for own in weights.values() for w in own), pin_memory, available)
     in_file = {name: bytes_in_file(own) if file is not None else 0 for name, own in weights.items()}
     costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)
@@ -168,5 +166,5 @@ def _fit(
     loaded = [m for m in listed if m.device == device and m.model is not None]
     free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
     free -= comfy.model_management.extra_reserved_memory()
-    machine = Machine(int(free), link_bandwidth(device), available + inside, file)
-    return plan(costs, other, machine, order, Choices(tuple(range(len(costs) + 1)), prefetch))
+    machine = Hardware(int(free), link_bandwidth(device), available + inside, file)
+    return plan(costs, other, machine, order, SearchSpace(tuple(range(len(costs) + 1)), prefetch))

@@ -23,7 +23,7 @@ from ..data.loader import SampleReader, Shown, batch_order, choose
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import StartLora
-from ..memory.host.sysmem_fallback import SpillWatch
+from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
 from ..models.family import Family
 from . import errors
@@ -75,7 +75,7 @@ class Trainer:
         self.device = patcher.load_device
         unload()  # before, as the models of earlier nodes are no part of this run's peak
         forget_memory_peak(self.device)
-        self.spill = SpillWatch(self.device)
+        self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # of swapped blocks, in the last step
         placed: PlacedModel | None = None
         try:
@@ -140,7 +140,7 @@ class Trainer:
                 if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
-                for sentence in (self.spill.told(), self.placed.told()):
+                for sentence in (self.sysmem.message(), self.placed.told()):
                     if sentence is not None:
                         self.observer.note(sentence)
                 if self.saver.is_due():

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..host.flat_buffer import Layout, dense_stride, empty_bytes
 
-UNDER_WAY = 2  # tensors of as many blocks may be on their way out; then the computation waits for the oldest
+IN_FLIGHT = 2  # tensors of as many blocks may be on their way out; then the computation waits for the oldest
 
 
-class _Kept:
+class _Offloaded:
     """One tensor on the host. Its buffer goes back to the pool with it, when autograd lets it go."""
 
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
@@ -44,16 +44,16 @@ class ActivationOffload:
         self.last: int | None = None
         self.turn = 0
         self.bytes_out = self.bytes_in = self.buffers = self.pageable = 0
-        self.said = False
-        self._kept: defaultdict[int, list[weakref.ref[_Kept]]] = defaultdict(list)
-        self._leaving: list[tuple[int, Tensor, Any]] = []
-        self._coming: dict[int, Tensor] = {}  # a backward that breaks off lets go of them while they are written
+        self.warned = False
+        self._offloaded: defaultdict[int, list[weakref.ref[_Offloaded]]] = defaultdict(list)
+        self._storing: list[tuple[int, Tensor, Any]] = []
+        self._fetching: dict[int, Tensor] = {}  # a backward that breaks off lets go of them while they are written
 
-    def stays(self, block: Any) -> None:
+    def keep_on_device(self, block: Any) -> None:
         """The inputs of this block, the last one, stay on the device: they are needed again at once."""
         self.last = id(block)
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """run(block, *args), checkpointed in full, with the inputs that it keeps on the host."""
 
         def run_offloaded(block: Any, *args: Any) -> Any:
@@ -61,7 +61,7 @@ class ActivationOffload:
                 return run(block, *args)
             self.turn += 1
             turn = self.turn
-            self._let_go_of(turn - UNDER_WAY)
+            self._release_until(turn - IN_FLIGHT)
             leaving = {a.data_ptr() for a in args if isinstance(a, Tensor) and a.requires_grad and _is_dense(a)}
 
             def pack(tensor: Tensor) -> Any:
@@ -81,53 +81,53 @@ class ActivationOffload:
         self.pageable += 0 if self.stream is None or made.is_pinned() else size
         return made
 
-    def told(self) -> str | None:
+    def message(self) -> str | None:
         """One sentence, once, where page-locked memory could not be had."""
-        if self.said or not self.pageable:
+        if self.warned or not self.pageable:
             return None
-        self.said = True
+        self.warned = True
         return (
             f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so what leaves the "
             "GPU holds up the step; free some RAM, or set offload_activations off."
         )
 
-    def _let_go_of(self, turn: int) -> None:
+    def _release_until(self, turn: int) -> None:
         """The computation goes on when what was stored up to `turn` is out, whose memory is free then. Letting go of it
         sooner would ask the allocator to watch another stream, and it sees that only when the host has caught up."""
-        while self._leaving and self._leaving[0][0] <= turn:
-            _, _, stored = self._leaving.pop(0)
+        while self._storing and self._storing[0][0] <= turn:
+            _, _, stored = self._storing.pop(0)
             if stored is not None:
                 torch.cuda.current_stream(self.device).wait_event(stored)
 
-    def _store(self, tensor: Tensor, turn: int) -> _Kept:
-        kept = _Kept(self, tensor, turn)
+    def _store(self, tensor: Tensor, turn: int) -> _Offloaded:
+        offloaded = _Offloaded(self, tensor, turn)
         source = tensor.detach()
-        self._leaving.append((turn, source, self._copy(kept.field.on(kept.buffer), source)))
-        self._kept[turn].append(weakref.ref(kept))
-        self.bytes_out += kept.bytes
-        return kept
+        self._storing.append((turn, source, self._copy(offloaded.field.on(offloaded.buffer), source)))
+        self._offloaded[turn].append(weakref.ref(offloaded))
+        self.bytes_out += offloaded.bytes
+        return offloaded
 
-    def _fetch(self, kept: _Kept) -> tuple[Tensor, Any]:
+    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
         """The tensor on the device and what to wait for. One that was asked for before is there or on its way."""
-        if kept.fetched is None:
-            there = kept.field.on(empty_bytes(kept.size, kept.device))
-            self._coming[id(kept)] = there
-            kept.fetched = there, self._copy(there, kept.field.on(kept.buffer))
-            self.bytes_in += kept.bytes
-        return kept.fetched
+        if offloaded.fetched is None:
+            there = offloaded.field.on(empty_bytes(offloaded.size, offloaded.device))
+            self._fetching[id(offloaded)] = there
+            offloaded.fetched = there, self._copy(there, offloaded.field.on(offloaded.buffer))
+            self.bytes_in += offloaded.bytes
+        return offloaded.fetched
 
-    def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._let_go_of(self.turn)
-        there, fetched = self._fetch(kept)
-        for other in self._kept.pop(kept.turn - 1, ()):
+    def _unpack(self, offloaded: Any) -> Tensor:
+        if isinstance(offloaded, Tensor):
+            return offloaded
+        self._release_until(self.turn)
+        there, fetched = self._fetch(offloaded)
+        for other in self._offloaded.pop(offloaded.turn - 1, ()):
             if (ahead := other()) is not None:
                 self._fetch(ahead)
-        self._kept.pop(kept.turn, None)
+        self._offloaded.pop(offloaded.turn, None)
         if fetched is not None:
             torch.cuda.current_stream(self.device).wait_event(fetched)
-        self._coming.pop(id(kept), None)
+        self._fetching.pop(id(offloaded), None)
         return there
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
@@ -145,9 +145,9 @@ class ActivationOffload:
         """After a step that broke off: nothing of it is on its way any more."""
         if self.stream is not None:
             self.stream.synchronize()
-        self._leaving.clear()
-        self._coming.clear()
-        self._kept.clear()
+        self._storing.clear()
+        self._fetching.clear()
+        self._offloaded.clear()
 
 
 def _is_dense(tensor: Tensor) -> bool:

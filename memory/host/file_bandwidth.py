@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 
-def streams_from_file(inside: int, needed: int, room: float) -> bool:
+def worth_streaming(inside: int, needed: int, room: float) -> bool:
     """Whether swapped blocks of `needed` bytes, of which `inside` lie in a mapped file, stream from there: where RAM
     has no `room` for these bytes, which are no less than half of all."""
     return inside > max(0, room) and inside * 2 >= needed
 
 
 @dataclass(frozen=True)
-class FileSource:
+class FileBandwidth:
     """What is known of reading the blocks of a model from its file. disk, cache: bytes per second, of what the system's
     cache of files does not hold and of what it holds; memory: bytes that the cache may take; room: bytes of RAM that
     the blocks may take themselves."""

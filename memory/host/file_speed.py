@@ -10,15 +10,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .file_bandwidth import FileSource
+from .file_bandwidth import FileBandwidth
 from .flat_weights import parts_of
 from .mapped_file import FileMaps
-from .pinning import KEPT_FREE
+from .pinning import RESERVED_RAM
 
 PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read
 
 
-def file_source(tensors: Iterable[Tensor], mode: str, available: int) -> FileSource | None:
+def measure_file_bandwidth(tensors: Iterable[Tensor], mode: str, available: int) -> FileBandwidth | None:
     """What reading these from their file takes; None where none of them lies in one.
 
     mode: pin_memory, which leaves them in the file unless it is 'on'; available: bytes of free memory, in which the
@@ -29,7 +29,7 @@ def file_source(tensors: Iterable[Tensor], mode: str, available: int) -> FileSou
     if not inside or mode == "on":
         return None
     disk, cache = read_speeds(pieces_of(inside))
-    return FileSource(disk, cache, available, available - KEPT_FREE)
+    return FileBandwidth(disk, cache, available, available - RESERVED_RAM)
 
 
 def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE) -> list[Tensor]:
@@ -46,9 +46,11 @@ def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE)
 
 
 def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
-    """(disk, cache) of a `FileSource`. Each piece is read twice: the first time it comes from the disk unless the cache
-    holds it, the second time from the cache. Where the cache holds them all, the disk stays unknown, and the first
-    reading stands for it."""
+    """Measure (disk, cache) of a `FileBandwidth`, in bytes per second.
+
+    Each piece is read twice: the first time it comes from the disk unless the cache holds it, the second time from the
+    cache. Where the cache holds them all, the disk stays unknown, and the first reading stands for it.
+    """
     buffer = torch.zeros(max(piece.numel() for piece in pieces), dtype=torch.uint8)
     from_disk = [not in_cache(piece) for piece in pieces]
     if not any(from_disk):

@@ -32,7 +32,7 @@ class WeightRef:
 
 
 # What takes a tensor's parts over in other memory: (where it stands, the tensor, its parts there).
-Put = Callable[[WeightRef, Tensor, list[Tensor]], None]
+Put = Callable[[WeightRef, Tensor, list[Tensor]], object]
 
 
 def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
@@ -46,12 +46,12 @@ def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
     ]
 
 
-def plain_tensors(places: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
-    for place in places:
-        tensor = place.tensor()
+def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
+    for ref in refs:
+        tensor = ref.tensor()
         assert tensor is not None
         for i, part in enumerate(parts_of(tensor)):
-            yield f"{place.key}/{i}", part
+            yield f"{ref.key}/{i}", part
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -102,10 +102,10 @@ def restore_inference_mode(model: nn.Module) -> None:
     weight in it anew that it moves to a device on which it lies already (comfy/ops.py, _quantized_apply): the CPU, or
     the GPU with --gpu-only. So they could not be loaded with a LoRA on others, nor be taken off again.
     """
-    for place in weight_refs("", model):
-        tensor = place.tensor()
+    for ref in weight_refs("", model):
+        tensor = ref.tensor()
         if tensor is not None and is_traceable_wrapper_subclass(tensor) and not tensor.is_inference():
-            place.table[place.attribute] = _rewrapped(tensor, parts_of(tensor), inference=True)
+            ref.table[ref.attribute] = _rewrapped(tensor, parts_of(tensor), inference=True)
 
 
 def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
@@ -116,15 +116,15 @@ def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
-def shared_flat(places: Sequence[WeightRef], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
+def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
     """The flat buffer of this layout over which all these tensors lie already, if they do.
 
     Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again. keep:
     the keys of tensors that another node put there for a while; the buffer is that of the tensors they stand for.
     """
-    if any(place.key in keep for place in places):
+    if any(ref.key in keep for ref in refs):
         return None
-    parts = [part for _, part in plain_tensors(places)]
+    parts = [part for _, part in plain_tensors(refs)]
     first = parts[0]
     if first.device.type != "cpu":
         return None
@@ -149,20 +149,20 @@ def shared_flat(places: Sequence[WeightRef], layout: Layout, keep: Collection[st
     return flat
 
 
-def point_at(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+def point_at(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
     """Let the module that owns `tensor` hold it over `parts` from here on."""
-    place.table[place.attribute] = with_parts(tensor, parts)
+    ref.table[ref.attribute] = with_parts(tensor, parts)
 
 
-def into_flat(places: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at) -> Tensor:
+def into_flat(refs: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at) -> Tensor:
     """Move the tensors into one flat buffer on the host; each is let go before the next is read.
 
     put(place, tensor, parts): called for each with its parts in the buffer.
     """
     flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
     fields = iter(layout.fields)
-    for place in places:
-        tensor = place.tensor()
+    for ref in refs:
+        tensor = ref.tensor()
         assert tensor is not None
         parts = []
         for part in parts_of(tensor):
@@ -170,22 +170,22 @@ def into_flat(places: Sequence[WeightRef], layout: Layout, pinned: bool, put: Pu
             # ComfyUI leaves what a file lacks without memory until it is loaded, and then fills it with zeros.
             moved.zero_() if part.is_meta else moved.copy_(part)
             parts.append(moved)
-        put(place, tensor, parts)
+        put(ref, tensor, parts)
         del tensor, part  # the memory of this one is free before the next is read
     trim_heap()
     return flat
 
 
-def scattered(places: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
+def scattered(refs: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
     """The tensors as a master in pieces; nothing moves."""
     pieces = []
-    for place in places:
-        tensor = place.tensor()
+    for ref in refs:
+        tensor = ref.tensor()
         assert tensor is not None
         parts = parts_of(tensor)
         if any(part.is_meta for part in parts):  # as in `into_flat`
             parts = [torch.zeros_like(part, device="cpu") if part.is_meta else part for part in parts]
-            place.table[place.attribute] = with_parts(tensor, parts)
+            ref.table[ref.attribute] = with_parts(tensor, parts)
         pieces += parts
     return ScatteredBuffer(layout, tuple(pieces))
 
@@ -197,11 +197,11 @@ def leave_flat(
 
     leaves(place, part): whether this part of the tensor leaves. put: as in `into_flat`.
     """
-    for place, tensor in held:
+    for ref, tensor in held:
         parts = parts_of(tensor)
-        leaving = [leaves(place, part) for part in parts]
+        leaving = [leaves(ref, part) for part in parts]
         if any(leaving):
             # Ordinary tensors, as `with_parts` makes of what it is given.
             with torch.inference_mode(False):
                 own = [part.clone() if leaves_ else part for part, leaves_ in zip(parts, leaving, strict=True)]
-            put(place, tensor, own)
+            put(ref, tensor, own)

@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .file_bandwidth import streams_from_file
 from .flat_weights import WeightRef, parts_of, weight_refs, with_parts
-from .pinning import KEPT_FREE
+from .pinning import RESERVED_RAM
 
 KEY = "tessera.weights_in_file"
-GIB = 2**30
 # address range, permissions, offset, device, inode, path: proc_pid_maps(5)
 LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ ([1-9]\d*) +(/.*)")
 NOT_FILES = ("/dev/", "/memfd:", "/SYSV")
@@ -85,14 +83,14 @@ def bytes_in_file(tensors: Iterable[Tensor]) -> int:
     return sum(part.nbytes for tensor in tensors for part in parts_of(tensor) if maps.holds(part))
 
 
-class WeightsInFile:
+class MappedWeights:
     """Weights that lie in a mapped file until ComfyUI moves them to the device. Put back, they lie there again, and no
     copy on the host takes their place. Keys are names in the state dict of the MODEL."""
 
-    def __init__(self, places: Iterable[WeightRef]):
+    def __init__(self, refs: Iterable[WeightRef]):
         maps = FileMaps()
-        held = [(place, parts_of(tensor)) for place in places if (tensor := place.tensor()) is not None]
-        self.held = {place.key: (place, parts) for place, parts in held if maps.holds(parts[0])}
+        held = [(ref, parts_of(tensor)) for ref in refs if (tensor := ref.tensor()) is not None]
+        self.held = {ref.key: (ref, parts) for ref, parts in held if maps.holds(parts[0])}
 
     def __contains__(self, key: str) -> bool:
         return key in self.held
@@ -100,35 +98,35 @@ class WeightsInFile:
     def __len__(self) -> int:
         return len(self.held)
 
-    def put_back(self, replaced: Collection[str], only: str | None = None) -> None:
+    def restore(self, replaced: Collection[str], only: str | None = None) -> None:
         """replaced: the keys of those that are patched at present, say; only: for weights that lie on devices of this
         type."""
-        for key, (place, parts) in self.held.items():
-            tensor = place.tensor()
+        for key, (ref, parts) in self.held.items():
+            tensor = ref.tensor()
             if tensor is None or key in replaced or (only is not None and tensor.device.type != only):
                 continue
             if is_traceable_wrapper_subclass(tensor):
-                place.table[place.attribute] = with_parts(tensor, parts)
+                ref.table[ref.attribute] = with_parts(tensor, parts)
             else:
                 tensor.data = parts[0]
 
-    def forget_replaced(self, replaced: Collection[str]) -> None:
+    def drop_replaced(self, replaced: Collection[str]) -> None:
         """What another node has put in the place of one for good is never put back."""
-        for key, (place, parts) in list(self.held.items()):
-            tensor = place.tensor()
+        for key, (ref, parts) in list(self.held.items()):
+            tensor = ref.tensor()
             moved = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
             if not moved and (tensor is None or parts_of(tensor)[0].data_ptr() != parts[0].data_ptr()):
                 del self.held[key]
 
-    def leave(self, key: str) -> None:
+    def copy_out(self, key: str) -> None:
         """This weight gets memory of its own, if it lies in the file now."""
-        place, parts = self.held.get(key, (None, []))
-        tensor = None if place is None else place.tensor()
-        if place is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
-            place.table[place.attribute] = with_parts(tensor, [part.clone() for part in parts])
+        ref, parts = self.held.get(key, (None, []))
+        tensor = None if ref is None else ref.tensor()
+        if ref is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
+            ref.table[ref.attribute] = with_parts(tensor, [part.clone() for part in parts])
 
 
-class StayInFile(TorchFunctionMode):
+class KeepMapped(TorchFunctionMode):
     """While ComfyUI loads a file in this mode, weights take the file's memory in place of a copy of it, wherever the
     copy would hold the same bytes: core does so itself under dynamic VRAM (`load_state_dict(assign=True)`), and has no
     option for it elsewhere."""
@@ -155,26 +153,26 @@ class StayInFile(TorchFunctionMode):
         return self.maps.holds(source)
 
 
-def settle(model: nn.Module) -> None:
-    """Copies the weights that `StayInFile` has left in the file into memory, unless that is short."""
+def copy_into_ram(model: nn.Module) -> None:
+    """Copies the weights that `KeepMapped` has left in the file into memory, unless that is short."""
     needed = bytes_in_file(model.parameters())
-    if psutil.virtual_memory().available < needed + KEPT_FREE or not needed:
+    if psutil.virtual_memory().available < needed + RESERVED_RAM or not needed:
         return
     maps = FileMaps()
-    for place in weight_refs("", model):
-        tensor = place.tensor()
+    for ref in weight_refs("", model):
+        tensor = ref.tensor()
         assert tensor is not None
         lying = [(part, maps.holds(part)) for part in parts_of(tensor)]
         if not any(inside for _, inside in lying):
             continue
         parts = [part.clone() if inside else part for part, inside in lying]
         if is_traceable_wrapper_subclass(tensor):
-            place.table[place.attribute] = with_parts(tensor, parts)
+            ref.table[ref.attribute] = with_parts(tensor, parts)
         else:  # which may stand in several places
             tensor.data = parts[0]
 
 
-def guard_from_hooks(patcher: ModelPatcher) -> None:
+def protect_from_hooks(patcher: ModelPatcher) -> None:
     """ComfyUI writes what a hook does to a weight into the weight, also on the host, and a file's memory can't be
     written: those that hooks of this MODEL or of its clones are for get memory of their own first."""
     if bytes_in_file(patcher.model.parameters()) and not patcher.get_callbacks(
@@ -189,27 +187,6 @@ def _leave_hooked(patcher: Any, *_: Any) -> None:
         return
     keys = {key for patches in patcher.hook_patches.values() for key in patches}
     keys -= swap.keys if swap is not None else set()  # these are patched in their slots
-    held = WeightsInFile(place for place in weight_refs("", patcher.model) if place.key in keys)
+    held = MappedWeights(ref for ref in weight_refs("", patcher.model) if ref.key in keys)
     for key in held.held:
-        held.leave(key)
-
-
-def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tuple[bool, str | None]:
-    """Whether swapped blocks stream from the file that they lie in, and a sentence for the user where memory is short.
-
-    mode: pin_memory; inside: bytes of them that lie in a mapped file; needed: bytes of all of them, of which the others
-    lie in memory; available: bytes of free memory.
-    """
-    room = available - KEPT_FREE
-    if inside <= room or mode == "on":
-        return False, None
-    short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks take {needed / GIB:.1f} GB"
-    if not streams_from_file(inside, needed, room):
-        return False, (
-            f"{short}, which lie in RAM already, as only what Load Diffusion Model (Block Swap) loads from a "
-            "safetensors file without converting it (weight_dtype 'default') can stream from its file."
-        )
-    return True, (
-        f"{short}, so they stream from the model's file. A step is as fast as the disk where the system's cache does "
-        "not hold them; set pin_memory to 'on' to have them in RAM."
-    )
+        held.copy_out(key)

@@ -1,8 +1,9 @@
-"""Page-locked host memory: where the masters of swapped blocks take it, and what stands in where they may not.
+"""Policy of page-locked host memory: where the flat weights of swapped blocks lie.
 
-Copies from page-locked memory run beside the computation. Locking all masters is the fastest, and is not always safe:
-Windows gives a program about half of the RAM as memory that a GPU may read, and what goes beyond starves the rest of
-the system. There a small page-locked stage is filled by a thread of its own, block after block.
+Copies from page-locked memory overlap with computation. Locking all flat weights is the fastest, and is not always
+safe: Windows gives a program about half of the RAM as memory that a GPU may read, and what goes beyond starves the rest
+of the system. There the weights go through a small page-locked stage (see `staging`), and where RAM is short they stay
+in the mapped file they were loaded from.
 """
 
 import platform
@@ -11,28 +12,78 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .file_bandwidth import worth_streaming
 from .flat_buffer import ScatteredBuffer
 
 PIN_MEMORY = ("auto", "on", "off")
-KEPT_FREE = 4 * 2**30  # bytes of RAM that 'auto' leaves to everything else
+RESERVED_RAM = 4 * 2**30  # bytes that 'auto' leaves to everything else
+GIB = 2**30
 
 
 def is_windows() -> bool:
-    """Windows, or Linux inside it, whose GPU driver is the same."""
+    """Return True on Windows, and on Linux inside it, whose GPU driver is the same."""
     return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
 
 
 @dataclass(frozen=True)
-class Pinning:
-    """masters: whether the masters are page-locked; reason: one sentence for the user."""
+class HostWeights:
+    """Bytes of the weights of swapped blocks by where they lie now.
 
-    masters: bool
+    total: of all of them.
+    in_file: in a mapped file.
+    on_device: on the device, from which they are to be copied to the host.
+    """
+
+    total: int
+    in_file: int
+    on_device: int = 0
+
+
+@dataclass(frozen=True)
+class HostPlacement:
+    """Where the weights of swapped blocks lie on the host while they stream.
+
+    pinned: they are page-locked.
+    from_file: they stay in their mapped file, as far as they lie there.
+    notes: sentences for the user, the most important first.
+    """
+
+    pinned: bool
+    from_file: bool
+    notes: tuple[str, ...]
+
+
+def place_on_host(mode: str, device: str, weights: HostWeights, available: int) -> HostPlacement:
+    """Decide how swapped weights lie on the host.
+
+    mode: pin_memory. device: type of the device that they stream to. available: bytes of free RAM, beside the weights
+    that lie in it already.
+    """
+    from_file, note = stream_from_file(mode, weights.in_file, weights.total, available)
+    notes = [] if note is None else [note]
+    if from_file:
+        return HostPlacement(False, True, tuple(notes))
+    pinning = choose_pinning(mode, device, weights.in_file + weights.on_device, available, is_windows())
+    # Without a GPU nothing is ever locked, which is worth a word only to a user who asked for it.
+    if not pinning.pinned and (device == "cuda" or mode == "on"):
+        notes.append(pinning.reason)
+    return HostPlacement(pinning.pinned, False, tuple(notes))
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """pinned: page-lock the weights; reason: one sentence for the user."""
+
+    pinned: bool
     reason: str
 
 
 def choose_pinning(mode: str, device: str, coming: int, available: int, windows: bool) -> Pinning:
-    """mode: 'auto', 'on' or 'off'; device: its type; coming: bytes of the masters that do not lie in RAM yet, but in a
-    mapped file or on the device; available: bytes of free RAM, beside the masters that do."""
+    """Decide whether weights are page-locked.
+
+    mode: 'auto', 'on' or 'off'. device: its type. coming: bytes of the weights that do not lie in RAM yet, but in a
+    mapped file or on the device. available: bytes of free RAM, beside the weights that do.
+    """
     if device != "cuda":
         return Pinning(False, "pin_memory has no effect without a CUDA device.")
     if mode == "on":
@@ -43,21 +94,42 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
         return Pinning(
             False, "The swapped blocks go through a page-locked stage: Windows bounds the memory that may be locked."
         )
-    if available < coming + KEPT_FREE:
+    if available < coming + RESERVED_RAM:
         return Pinning(
             False,
             f"The swapped blocks go through a page-locked stage: locking them all would leave less than "
-            f"{KEPT_FREE // 2**30} GB of RAM to everything else.",
+            f"{RESERVED_RAM // 2**30} GB of RAM to everything else.",
         )
     return Pinning(True, "The swapped blocks are page-locked.")
 
 
-def not_pinned(masters: Sequence[Tensor | ScatteredBuffer]) -> str | None:
-    """What is to be said where page-locked masters were asked for: None if they are."""
-    plain = sum(1 for master in masters if not master.is_pinned())
+def unpinned_message(flat_weights: Sequence[Tensor | ScatteredBuffer]) -> str | None:
+    """Return a sentence for the user where weights that were to be page-locked are not, else None."""
+    plain = sum(1 for weights in flat_weights if not weights.is_pinned())
     if not plain:
         return None
     return (
-        f"{plain} of {len(masters)} swapped blocks could not be page-locked and go through a page-locked stage; free "
-        "some RAM, or set pin_memory to 'off'."
+        f"{plain} of {len(flat_weights)} swapped blocks could not be page-locked and go through a page-locked stage; "
+        "free some RAM, or set pin_memory to 'off'."
+    )
+
+
+def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tuple[bool, str | None]:
+    """Whether swapped blocks stream from the file that they lie in, and a sentence for the user where memory is short.
+
+    mode: pin_memory; inside: bytes of them that lie in a mapped file; needed: bytes of all of them, of which the others
+    lie in memory; available: bytes of free memory.
+    """
+    room = available - RESERVED_RAM
+    if inside <= room or mode == "on":
+        return False, None
+    short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks take {needed / GIB:.1f} GB"
+    if not worth_streaming(inside, needed, room):
+        return False, (
+            f"{short}, which lie in RAM already, as only what Load Diffusion Model (Block Swap) loads from a "
+            "safetensors file without converting it (weight_dtype 'default') can stream from its file."
+        )
+    return True, (
+        f"{short}, so they stream from the model's file. A step is as fast as the disk where the system's cache does "
+        "not hold them; set pin_memory to 'on' to have them in RAM."
     )

@@ -189,15 +189,15 @@ class StagedStream:
 
 
 def staged_stream(
-    masters: Sequence[Tensor | ScatteredBuffer], device: torch.device, finished: bool = False
+    flat_weights: Sequence[Tensor | ScatteredBuffer], device: torch.device, finished: bool = False
 ) -> StagedStream | None:
     """The stream for masters that are not all page-locked, or after whose copies something is `finished` on the device;
     None where plain copies do as well."""
-    largest = max(master.numel() for master in masters)
+    largest = max(weights.numel() for weights in flat_weights)
     if device.type == "cuda":
-        plain = not finished and all(master.is_pinned() for master in masters)
+        plain = not finished and all(weights.is_pinned() for weights in flat_weights)
         return None if plain else StagedStream(CudaLink(device), largest)
-    if all(isinstance(master, Tensor) for master in masters):
+    if all(isinstance(weights, Tensor) for weights in flat_weights):
         return None
     return StagedStream(HostLink(), largest, pinned=False)
 

@@ -7,7 +7,7 @@ from .pinning import is_windows
 TOLERANCE = 256 * 2**20  # what other programs may have given back meanwhile
 
 
-class SpillWatch:
+class SysmemMonitor:
     """Compares what torch holds with what it held and what was free at the start, where memory may spill at all."""
 
     def __init__(self, device: torch.device):
@@ -20,7 +20,7 @@ class SpillWatch:
         free, _ = torch.cuda.mem_get_info(self.device)
         return torch.cuda.memory_reserved(self.device) + free
 
-    def told(self) -> str | None:
+    def message(self) -> str | None:
         """One sentence, once, where memory has spilled."""
         if not self.watches:
             return None

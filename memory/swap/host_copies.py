@@ -14,7 +14,7 @@ from .patcher import KEY
 
 
 @contextmanager
-def host_copies_kept(patcher: ModelPatcher) -> Iterator[None]:
+def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
     """After it, what lies on the host again lies where it lay.
 
     ComfyUI lets the host's memory of a weight go when it moves it to the device, and takes new memory on the way back.
@@ -25,28 +25,28 @@ def host_copies_kept(patcher: ModelPatcher) -> Iterator[None]:
     """
     swap: SwappedBlocks | None = patcher.attachments.get(KEY)
     if swap is not None:
-        swap.masters_stay = True
+        swap.keep_in_place = True
     before = [] if patcher.is_dynamic() else _on_host(patcher)
     try:
         yield
     finally:
         if swap is not None:
-            swap.masters_stay = False
-        for place, lay in before:
-            now = place.tensor()
+            swap.keep_in_place = False
+        for ref, lay in before:
+            now = ref.tensor()
             if now is None or not _moved(parts_of(now), lay):
                 continue
             if is_traceable_wrapper_subclass(now):
-                place.table[place.attribute] = with_parts(now, lay)
+                ref.table[ref.attribute] = with_parts(now, lay)
                 continue
             with torch.inference_mode(now.is_inference()):
                 now.data = lay[0]
 
 
 def _on_host(patcher: ModelPatcher) -> list[tuple[WeightRef, list[Tensor]]]:
-    placed = [(place, place.tensor()) for place in weight_refs("", patcher.model)]
-    held = [(place, parts_of(tensor)) for place, tensor in placed if tensor is not None]
-    return [(place, parts) for place, parts in held if all(part.device.type == "cpu" for part in parts)]
+    placed = [(ref, ref.tensor()) for ref in weight_refs("", patcher.model)]
+    held = [(ref, parts_of(tensor)) for ref, tensor in placed if tensor is not None]
+    return [(ref, parts) for ref, parts in held if all(part.device.type == "cpu" for part in parts)]
 
 
 def _moved(now: list[Tensor], lay: list[Tensor]) -> bool:

@@ -33,10 +33,10 @@ from ..host.flat_weights import (
     weight_refs,
     with_parts,
 )
-from ..host.mapped_file import WeightsInFile
-from ..host.pinning import not_pinned
+from ..host.mapped_file import MappedWeights
+from ..host.pinning import unpinned_message
 from .forward import SwappedForward
-from .slot_patches import NOTHING, Patches, Patching, patch_weight, patch_weight_by_hook
+from .slot_patches import NO_PATCHES, Patches, SlotPatches, patch_weight, patch_weight_by_hook
 from .slot_ring import SlotRing
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SwappedBlocks:
     """
 
     ring: SlotRing | None = None
-    masters_stay = False  # wherever they lie: a run that trains holds them there
+    keep_in_place = False  # wherever they lie: a run that trains holds them there
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class SwappedBlocks:
         self.prefetch, self.pinned, self.from_file, self.automatic = prefetch, pinned, from_file, automatic
         self.notes: list[str] = []
         self.modules = {id(module) for block in self.blocks.values() for module in block.modules()}
-        self.places = [weight_refs(name, block) for name, block in self.blocks.items()]
-        self.keys = {place.key for places in self.places for place in places}
-        self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
+        self.refs = [weight_refs(name, block) for name, block in self.blocks.items()]
+        self.keys = {ref.key for refs in self.refs for ref in refs}
+        self.layouts = [Layout.of(plain_tensors(refs)) for refs in self.refs]
         # A quantised weight consists of several tensors.
-        self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.places, strict=True))
+        self.quantised = any(len(lay.fields) > len(p) for lay, p in zip(self.layouts, self.refs, strict=True))
         outside = [p for p in weight_refs("", base) if id(p.owner) not in self.modules] if from_file else []
-        self.rest = WeightsInFile(outside)
+        self.rest = MappedWeights(outside)
         self.running: set[int] = set()
         self._unpinnable = False
-        self._patching = NOTHING
+        self._patching = NO_PATCHES
         self._hooks: Patches = {}
-        self._masters: list[list[Tensor | None]] = []  # the modules' own tensors, by block
+        self._unpatched: list[list[Tensor | None]] = []  # the modules' own tensors, by block
         self._slots: list[list[Tensor]] = []  # the same over the blocks' slots
 
     def __del__(self) -> None:
@@ -92,7 +92,7 @@ class SwappedBlocks:
         blocks = {name: base.get_submodule(name) for name in self.blocks}
         return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file, self.automatic)
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
             log.info(sentence)
@@ -117,7 +117,7 @@ class SwappedBlocks:
     def attached(self) -> bool:
         return self.held_bytes() > 0
 
-    def attach(self, device: torch.device, patching: Patching) -> None:
+    def attach(self, device: torch.device, patching: SlotPatches) -> None:
         """Makes the slots and lets the blocks run in them, with these patches on top of the masters.
 
         Raises ValueError for a patch that a slot has no room for.
@@ -136,48 +136,48 @@ class SwappedBlocks:
             _attached[base] = weakref.ref(self)
             base.model_loaded_weight_memory += self.held_bytes()
         if patching.identity != self._patching.identity:
-            self.forget()
+            self.invalidate()
         self._patching = patching
         self._flag_modules(device)
-        self.stand()
+        self.install_forwards()
 
-    def _check(self, patching: Patching) -> None:
-        for name, places, layout in zip(self.blocks, self.places, self.layouts, strict=True):
-            found = [(key, tuple(part.shape), part.dtype) for key, part in plain_tensors(places)]
+    def _check(self, patching: SlotPatches) -> None:
+        for name, refs, layout in zip(self.blocks, self.refs, self.layouts, strict=True):
+            found = [(key, tuple(part.shape), part.dtype) for key, part in plain_tensors(refs)]
             if found != [(field.name, field.shape, field.dtype) for field in layout.fields]:
                 raise ValueError(
                     f"Another node has put weights of other shapes or dtypes into {name} since Block Swap; put Block "
                     "Swap behind that node."
                 )
-            for place in places:
-                weight = place.tensor()
-                if weight is None or place.key not in patching.patches:
+            for ref in refs:
+                weight = ref.tensor()
+                if weight is None or ref.key not in patching.patches:
                     continue
-                shape = comfy.lora.calculate_shape(patching.patches[place.key], weight, place.key)
+                shape = comfy.lora.calculate_shape(patching.patches[ref.key], weight, ref.key)
                 if tuple(shape) != tuple(weight.shape):
                     raise ValueError(
-                        f"A LoRA changes the shape of {place.key} from {tuple(weight.shape)} to {tuple(shape)}, and a "
+                        f"A LoRA changes the shape of {ref.key} from {tuple(weight.shape)} to {tuple(shape)}, and a "
                         f"block that streams has no room for that; leave {name} out of block swap, or the LoRA."
                     )
 
     def _take(self, device: torch.device, replaced: Collection[str]) -> None:
         pinned = self.pinned and not self._unpinnable
         flats: list[Tensor | ScatteredBuffer] = []
-        for places, layout in zip(self.places, self.layouts, strict=True):
+        for refs, layout in zip(self.refs, self.layouts, strict=True):
             if self.from_file:
-                flats.append(scattered(places, layout))
+                flats.append(scattered(refs, layout))
                 continue
-            flat = shared_flat(places, layout, replaced)
-            if self.masters_stay:
-                flats.append(scattered(places, layout) if flat is None else flat)
+            flat = shared_flat(refs, layout, replaced)
+            if self.keep_in_place:
+                flats.append(scattered(refs, layout) if flat is None else flat)
                 continue
             if flat is None or (pinned and not flat.is_pinned()):
-                flat = into_flat(places, layout, pinned, _point_at_but(replaced))
+                flat = into_flat(refs, layout, pinned, _point_at_but(replaced))
             flats.append(flat)
-        if pinned and not self.masters_stay and (note := not_pinned(flats)) is not None:
+        if pinned and not self.keep_in_place and (note := unpinned_message(flats)) is not None:
             self._unpinnable = True
-            self.say(note)
-        if self.ring is None or self.ring.device != device or not self.ring.takes(flats):
+            self.note(note)
+        if self.ring is None or self.ring.device != device or not self.ring.accepts(flats):
             own = weakref.ref(self)
 
             def finish(j: int) -> None:
@@ -186,16 +186,16 @@ class SwappedBlocks:
                 swap._patch(j)
 
             self.ring = SlotRing(flats, device, self.prefetch, finish)
-        self.ring.masters = flats
+        self.ring.flat_weights = flats
         try:
             self.ring.take()
         except BaseException:  # nobody may keep the masters in memory but the modules
-            self.ring.masters = []
+            self.ring.flat_weights = []
             raise
-        self._masters = [[place.tensor() for place in places] for places in self.places]
+        self._unpatched = [[ref.tensor() for ref in refs] for refs in self.refs]
         self._slots = [
-            _over_slot(places, layout, self.ring.slot_of(j))
-            for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True))
+            _over_slot(refs, layout, self.ring.slot_of(j))
+            for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True))
         ]
 
     def _flag_modules(self, device: torch.device) -> None:
@@ -215,7 +215,7 @@ class SwappedBlocks:
                         setattr(module, f"{attribute}_function", list(functions))
                 move_weight_functions(module, device)
 
-    def stand(self) -> None:
+    def install_forwards(self) -> None:
         """Lets the blocks run in their slots, around whatever other nodes have put in the place of their forwards."""
         if not self.attached:
             return
@@ -229,7 +229,7 @@ class SwappedBlocks:
             own = found == MethodType(type(block).forward, block)
             vars(block)["forward"] = SwappedForward(self, j, block, None if own else found)
 
-    def lift(self) -> None:
+    def remove_forwards(self) -> None:
         """Puts back the forwards that stood there before; the slots stay."""
         for block in self.blocks.values():
             found = vars(block).get("forward")
@@ -242,14 +242,14 @@ class SwappedBlocks:
     def release(self) -> None:
         """Ends the swap and gives the memory of slots and patches back. The masters are the modules' own from here on,
         and die or move with them."""
-        self.lift()
+        self.remove_forwards()
         if self.ring is None or not self.attached:
             return
         base, held = self.base(), self.held_bytes()
         self.ring.release()
-        self.ring.masters = []
-        self._masters, self._slots = [], []
-        self._patching, self._hooks = NOTHING, {}
+        self.ring.flat_weights = []
+        self._unpatched, self._slots = [], []
+        self._patching, self._hooks = NO_PATCHES, {}
         for block in self.blocks.values():
             for module in block.modules():
                 if id(module) in self.modules:
@@ -266,76 +266,76 @@ class SwappedBlocks:
         """
         assert self.ring is not None
         found = [
-            self._swapped_now(place, master) for place, master in zip(self.places[j], self._masters[j], strict=True)
+            self._swapped_now(ref, unpatched) for ref, unpatched in zip(self.refs[j], self._unpatched[j], strict=True)
         ]
         self.ring.forward(j)
         self.running.add(j)
         try:
-            for place, tensor, slot in zip(self.places[j], found, self._slots[j], strict=True):
+            for ref, tensor, slot in zip(self.refs[j], found, self._slots[j], strict=True):
                 if tensor is not None:
-                    place.table[place.attribute] = slot
+                    ref.table[ref.attribute] = slot
             yield
         finally:
-            for place, tensor in zip(self.places[j], found, strict=True):
+            for ref, tensor in zip(self.refs[j], found, strict=True):
                 if tensor is not None:
-                    place.table[place.attribute] = tensor
+                    ref.table[ref.attribute] = tensor
             self.running.discard(j)
 
-    def _swapped_now(self, place: WeightRef, master: Tensor | None) -> Tensor | None:
+    def _swapped_now(self, ref: WeightRef, unpatched: Tensor | None) -> Tensor | None:
         """The tensor that stands there, in whose place the slot's comes; None for what an object patch has put there.
 
         Over the same memory it may be another object: what compiles a block exchanges those of inference mode.
         """
-        tensor = place.tensor()
-        if tensor is master or (tensor is not None and master is not None and same_memory(tensor, master)):
+        tensor = ref.tensor()
+        if tensor is unpatched or (tensor is not None and unpatched is not None and same_memory(tensor, unpatched)):
             return tensor
-        if place.key in self._patching.replaced:
+        if ref.key in self._patching.replaced:
             return None
         raise RuntimeError(
-            f"Another node has put a weight of its own in the place of {place.key} while its block streams from the "
+            f"Another node has put a weight of its own in the place of {ref.key} while its block streams from the "
             "host; put Block Swap behind that node, or leave it out."
         )
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Every block has to be copied and patched again."""
         if self.ring is not None and self.attached:
             # Copies that are under way may still read the patches that are let go.
             self.ring.stream.settle()
-            self.ring.forget()
+            self.ring.invalidate()
 
-    def hook(self, patches: Patches) -> None:
+    def set_hook_patches(self, patches: Patches) -> None:
         """Weight patches of hooks, on top of the others from here on."""
         if patches or self._hooks:
-            self.forget()
+            self.invalidate()
         self._hooks = patches
 
     def _patch(self, j: int) -> None:
         """Applies the weight patches in the slot, and those of hooks on top."""
         assert self.ring is not None
         device = self.ring.device
-        for place, master, weight in zip(self.places[j], self._masters[j], self._slots[j], strict=True):
-            if (patches := self._patching.patches.get(place.key)) is not None:
-                patch_weight(place, weight, patches, device)
-            if (patches := self._hooks.get(place.key)) is not None:
-                patch_weight_by_hook(place, weight, master, patches, device)
+        for ref, unpatched, weight in zip(self.refs[j], self._unpatched[j], self._slots[j], strict=True):
+            if (patches := self._patching.patches.get(ref.key)) is not None:
+                patch_weight(ref, weight, patches, device)
+            if (patches := self._hooks.get(ref.key)) is not None:
+                patch_weight_by_hook(ref, weight, unpatched, patches, device)
 
 
 def _point_at_but(replaced: Collection[str]) -> Put:
     """Modules keep what another node put there for a while."""
 
-    def put(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
-        if place.key not in replaced:
-            point_at(place, tensor, parts)
+    def put(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+        if ref.key not in replaced:
+            point_at(ref, tensor, parts)
 
     return put
 
 
-def _over_slot(places: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tensor]:
+def _over_slot(refs: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tensor]:
     """The tensors of a block over its slot."""
     fields = iter(layout.fields)
     tensors = []
-    for place in places:
-        tensor = place.tensor()
+    for ref in refs:
+        tensor = ref.tensor()
         assert tensor is not None
         tensors.append(with_parts(tensor, [next(fields).on(slot) for _ in parts_of(tensor)]))
     return tensors

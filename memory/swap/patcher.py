@@ -13,9 +13,9 @@ from torch import nn
 
 from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
-from .oom_retry import TOLD, part_of
+from .oom_retry import RETRIED, bytes_to_free
 from .plan import all_on_device
-from .slot_patches import Patching
+from .slot_patches import SlotPatches
 
 KEY = "tessera.swapped_blocks"
 EVERYTHING = 1e32  # what core passes for "no limit"
@@ -63,7 +63,7 @@ class SwapPatcher(ModelPatcher):
         return [entry for entry in super()._load_list(*args, **kwargs) if id(entry[-2]) not in self.swap.modules]
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
-        self.swap.rest.forget_replaced(self._replaced())
+        self.swap.rest.drop_replaced(self._replaced())
         # A full load ends with `model.to(device)`, which would take the swapped blocks along.
         memory = EVERYTHING if full_load else max(0.1, lowvram_model_memory - self.swap.slot_bytes())
         super().load(device_to, memory, force_patch_weights, full_load=False)
@@ -91,7 +91,7 @@ class SwapPatcher(ModelPatcher):
     def _attach(self, device: torch.device | None) -> None:
         self.swap.attach(
             device if device is not None else self.load_device,
-            Patching(
+            SlotPatches(
                 patches=self.patches,
                 identity=self.patches_uuid,
                 wrappers=self.weight_wrapper_patches,
@@ -132,9 +132,9 @@ class SwapPatcher(ModelPatcher):
             smaller = True
             self.model_patches_to(device_to)
             self.model_patches_to(self.model_dtype())
-            extra_memory = room = self.swap.slot_bytes() + max(0, others - part_of(others))
+            extra_memory = room = self.swap.slot_bytes() + max(0, others - bytes_to_free(others))
         if smaller:
-            self.swap.say(TOLD)
+            self.swap.note(RETRIED)
         return loaded
 
     def _no_room(self) -> str:
@@ -168,20 +168,20 @@ class SwapPatcher(ModelPatcher):
 
     def patch_model(self, *args: Any, **kwargs: Any) -> Any:
         model = super().patch_model(*args, **kwargs)
-        self.swap.stand()
+        self.swap.install_forwards()
         return model
 
     def pre_run(self):
-        self.swap.stand()  # injections may have replaced a forward after loading
+        self.swap.install_forwards()  # injections may have replaced a forward after loading
         super().pre_run()
 
     def unpatch_model(self, device_to=None, unpatch_weights=True):
         # What stands over a block's forward comes off in the reverse order, so that nobody puts back what has ended.
         self.eject_model()
-        self.swap.release() if unpatch_weights else self.swap.lift()
+        self.swap.release() if unpatch_weights else self.swap.remove_forwards()
         if unpatch_weights and self.swap.rest:
             self.unpatch_hooks()
-            self.swap.rest.put_back(self._replaced())
+            self.swap.rest.restore(self._replaced())
         # Outside inference mode ComfyUI's move to a device copies quantised weights that are there already: they would
         # leave their flat buffers, which small tensors keep in memory.
         with torch.inference_mode() if self.swap.quantised else nullcontext():
@@ -193,7 +193,7 @@ class SwapPatcher(ModelPatcher):
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
         freed = super().partially_unload(device_to, memory_to_free, force_patch_weights)
-        self.swap.rest.put_back(self._replaced(), only="cpu")
+        self.swap.rest.restore(self._replaced(), only="cpu")
         return freed
 
     def _replaced(self) -> set[str]:
@@ -217,11 +217,11 @@ class SwapPatcher(ModelPatcher):
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
         if key not in self.swap.keys:
-            self.swap.rest.leave(key)  # it is written into, which a file may not be
+            self.swap.rest.copy_out(key)  # it is written into, which a file may not be
             super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
     def patch_cached_hook_weights(self, cached_weights, key, memory_counter) -> None:
-        self.swap.rest.leave(key)
+        self.swap.rest.copy_out(key)
         super().patch_cached_hook_weights(cached_weights, key, memory_counter)
 
     def patch_hooks(self, hooks: HookGroup) -> None:
@@ -231,11 +231,11 @@ class SwapPatcher(ModelPatcher):
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         super().unpatch_hooks(whitelist_keys_set)  # type: ignore[arg-type]
         if not whitelist_keys_set:
-            self.swap.hook({})
+            self.swap.set_hook_patches({})
 
     def _hook_swapped(self, hooks: HookGroup | None) -> None:
         combined = self.get_combined_hook_patches(hooks) if hooks is not None else {}
-        self.swap.hook({key: patches for key, patches in combined.items() if key in self.swap.keys})
+        self.swap.set_hook_patches({key: patches for key, patches in combined.items() if key in self.swap.keys})
 
     # Saving.
 
@@ -286,7 +286,7 @@ def swap_model(
     # A sibling of the same patches is not loaded again, although other weights lie on the device.
     clone.patches_uuid = uuid4()
     if prefetch < 1:
-        swap.say(f"prefetch_blocks is {prefetch}; one block has to be copied ahead, so 1 is taken.")
-    elif (told := all_on_device(prefetch, len(blocks))) is not None:
-        swap.say(told)
+        swap.note(f"prefetch_blocks is {prefetch}; one block has to be copied ahead, so 1 is taken.")
+    elif (message := all_on_device(prefetch, len(blocks))) is not None:
+        swap.note(message)
     return clone

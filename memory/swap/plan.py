@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ..host.file_bandwidth import FileSource, streams_from_file
+from ..host.file_bandwidth import FileBandwidth, worth_streaming
 
 GB = 2**30
 MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
@@ -29,7 +29,7 @@ def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) ->
     Raises ValueError for more blocks than there are.
     """
     check_count(count, sum(lists.values()))
-    return spread(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
+    return evenly_spaced(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
 
 
 def check_count(count: int, total: int) -> None:
@@ -48,7 +48,7 @@ def all_on_device(prefetch: int, swapped: int) -> str | None:
     )
 
 
-def spread(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
+def evenly_spaced(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
     """`count` of the names: all of the first groups, and of the last one that is used some that are spread evenly, so
     that each copy has resident blocks to hide behind."""
     chosen: set[str] = set()
@@ -76,18 +76,18 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """free: bytes of device memory that may be used; link: bytes per second from the host; host: free bytes there, in
     which weights already have their place; file: what is known of the file that weights lie in."""
 
     free: int
     link: float
     host: int
-    file: FileSource | None = None
+    file: FileBandwidth | None = None
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """What the plan may choose between. counts: blocks to swap; checkpointing: () in inference; budget: the part that
     selective checkpointing keeps; offload: whether what full checkpointing keeps goes to the host."""
 
@@ -126,7 +126,7 @@ class _Candidate:
 
 
 def plan(
-    blocks: Sequence[BlockCost], other_bytes: int, machine: Machine, order: Sequence[str], choices: Choices
+    blocks: Sequence[BlockCost], other_bytes: int, machine: Hardware, order: Sequence[str], choices: SearchSpace
 ) -> SwapPlan:
     """The fastest plan that fits; of equally fast ones the one that swaps least, and then the one that takes least.
     Where no block's time is known, the one that is least behind the fastest, whatever the blocks take. Where none fits,
@@ -146,7 +146,7 @@ def plan(
                 break  # what swaps more than it has to is no faster
     assert smallest is not None
     known = choices.checkpointing or any(block.forward for block in blocks)
-    behind = [c.seconds for c in fitting] if known else _behind(blocks, fitting)
+    behind = [c.seconds for c in fitting] if known else _slowdowns(blocks, fitting)
     # Differences of a thousandth are below what was measured, those of a hundredth below what can be reckoned without.
     least = min(behind, default=0.0) * (1.001 if known else 1.01)
     best = min(
@@ -162,9 +162,9 @@ def step_down(
     made: SwapPlan,
     blocks: Sequence[BlockCost],
     other_bytes: int,
-    machine: Machine,
+    machine: Hardware,
     order: Sequence[str],
-    choices: Choices,
+    choices: SearchSpace,
 ) -> SwapPlan | None:
     """The fastest plan that takes at least a tenth less than `made`, whose memory did not suffice; else the one that
     takes least; None where `made` was that one."""
@@ -175,9 +175,9 @@ def step_down(
 def _candidates(
     blocks: Sequence[BlockCost],
     other_bytes: int,
-    machine: Machine,
+    machine: Hardware,
     order: Sequence[str],
-    choices: Choices,
+    choices: SearchSpace,
     checkpointing: str | None,
     prefetch: int,
 ) -> Iterator[_Candidate]:
@@ -186,7 +186,7 @@ def _candidates(
     groups = [[n for n in names if n.rpartition(".")[0] == wanted] for wanted in order] or [names]
     computing = sum(sum(block_seconds(block, checkpointing, choices.budget)) for block in blocks)
     offload = choices.offload and checkpointing == "full"
-    kept = [kept_bytes(block, checkpointing, choices.budget) for block in blocks]
+    kept = [saved_bytes(block, checkpointing, choices.budget) for block in blocks]
     # With offload those of the block that runs, of the next one and of the two that are on their way out.
     activations = max(kept, default=0) * min(4, len(blocks)) if offload else sum(kept)
     # A block that is computed again holds all that it saves while it goes back.
@@ -194,7 +194,7 @@ def _candidates(
     running = (b.working + again * max(0, b.saved - k) for b, k in zip(blocks, kept, strict=True))
     activations += max(running, default=0)
     for count in sorted(choices.counts):
-        swapped = spread(count, groups)
+        swapped = evenly_spaced(count, groups)
         sizes = [block.weights for block in blocks if block.name in swapped]
         slots = min(prefetch + 1, count) * max(sizes, default=0)
         resident = sum(block.weights for block in blocks if block.name not in swapped)
@@ -212,16 +212,16 @@ def _candidates(
         )
 
 
-def _speed(swapped: Sequence[BlockCost], machine: Machine, checkpointing: str | None) -> tuple[float, bool]:
+def _speed(swapped: Sequence[BlockCost], machine: Hardware, checkpointing: str | None) -> tuple[float, bool]:
     """Bytes per second at which these blocks come to the device, and whether they come from the file: there a thread
     reads one while the link carries another, so that the slower of both counts."""
     inside, file = sum(block.in_file for block in swapped), machine.file
-    if file is None or not streams_from_file(inside, sum(block.weights for block in swapped), file.room):
+    if file is None or not worth_streaming(inside, sum(block.weights for block in swapped), file.room):
         return machine.link, False
     return min(machine.link, file.speed(inside, turns=checkpointing is not None)), True
 
 
-def _behind(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[float]:
+def _slowdowns(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[float]:
     """How many times as long as the fastest each takes at worst, if a block computes for as long as it is large. A slot
     more is a block less on the device, and evens out the copies of blocks of several sizes: which counts for more
     depends on what is not known."""
@@ -234,7 +234,7 @@ def _behind(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[
     return worst
 
 
-def kept_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
+def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
     """What the block keeps from its forward to its backward."""
     if checkpointing is None:
         return 0
@@ -292,7 +292,7 @@ def _pass_seconds(
     return computed - before
 
 
-def _text(chosen: _Candidate, total: int, machine: Machine, fits: bool) -> str:
+def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
     spare = machine.free - chosen.device
     if fits:
         verdict = f"Fits with {_size(spare)} to spare"

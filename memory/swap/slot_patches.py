@@ -17,7 +17,7 @@ Patches = Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True)
-class Patching:
+class SlotPatches:
     """What a patcher has to do to the weights of swapped blocks. Keys are names in the state dict of the MODEL.
 
     patches: LoRAs and the like; identity: changes with them; wrappers: functions that each use of a weight goes
@@ -31,40 +31,38 @@ class Patching:
     force_cast: bool
 
 
-NOTHING = Patching({}, None, {}, (), False)
+NO_PATCHES = SlotPatches({}, None, {}, (), False)
 
 
-def patch_weight(place: WeightRef, weight: Tensor, patches: list[Any], device: torch.device) -> None:
+def patch_weight(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.device) -> None:
     """`weight`, in its slot, as `ModelPatcher.patch_weight_to_device` makes it; its shape and dtype stay."""
-    _apply(place, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)
+    _apply(ref, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)
 
 
 def patch_weight_by_hook(
-    place: WeightRef, weight: Tensor, master: Any, patches: list[Any], device: torch.device
+    ref: WeightRef, weight: Tensor, unpatched: Any, patches: list[Any], device: torch.device
 ) -> None:
     """The same as `ModelPatcher.patch_hook_weight_to_device` makes it. master: the unpatched weight."""
-    original = {place.key: [(master, getattr(place.owner, f"convert_{place.attribute}", _as_it_is))]}
-    _apply(place, weight, patches, device, torch.float32, original)
+    original = {ref.key: [(unpatched, getattr(ref.owner, f"convert_{ref.attribute}", _as_it_is))]}
+    _apply(ref, weight, patches, device, torch.float32, original)
 
 
 def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
     return weight
 
 
-def _apply(
-    place: WeightRef, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any
-) -> None:
+def _apply(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.device, dtype: Any, original: Any) -> None:
     """original: the unpatched weights, as patches that replace a model's weights want them."""
-    seed = comfy.utils.string_to_seed(place.key)
+    seed = comfy.utils.string_to_seed(ref.key)
     patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
-    convert = getattr(place.owner, f"convert_{place.attribute}", None)
+    convert = getattr(ref.owner, f"convert_{ref.attribute}", None)
     if convert is not None:
         patched = convert(patched, inplace=True)
-    patched = comfy.lora.calculate_weight(patches, patched, place.key, original_weights=original)
-    if (store := getattr(place.owner, f"set_{place.attribute}", None)) is not None:
+    patched = comfy.lora.calculate_weight(patches, patched, ref.key, original_weights=original)
+    if (store := getattr(ref.owner, f"set_{ref.attribute}", None)) is not None:
         stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
     else:
         stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
     for into, value in zip(parts_of(weight), parts_of(stored), strict=True):
-        assert into.shape == value.shape, place.key
+        assert into.shape == value.shape, ref.key
         into.copy_(value)

@@ -63,17 +63,17 @@ class SlotRing:
 
     def __init__(
         self,
-        masters: Sequence[Tensor | ScatteredBuffer],
+        flat_weights: Sequence[Tensor | ScatteredBuffer],
         device: torch.device,
         prefetch: int,
         finish: Callable[[int], None] | None = None,
     ):
-        assert prefetch >= 1 and masters
-        self.masters: list[Tensor | ScatteredBuffer] = list(masters)
+        assert prefetch >= 1 and flat_weights
+        self.flat_weights: list[Tensor | ScatteredBuffer] = list(flat_weights)
         self.device, self.prefetch, self.finish = device, prefetch, finish
-        self.count = min(prefetch + 1, len(self.masters))
-        self.slot_bytes = max(master.numel() for master in self.masters)
-        staged = staged_stream(masters, device, finish is not None)
+        self.count = min(prefetch + 1, len(self.flat_weights))
+        self.slot_bytes = max(weights.numel() for weights in self.flat_weights)
+        staged = staged_stream(flat_weights, device, finish is not None)
         self.stream: CopyStream | StagedStream = staged or CopyStream(device)
         self.copies = 0
         self.bytes_copied = 0
@@ -81,20 +81,20 @@ class SlotRing:
         self.occupants: list[int | None] = []
         self._copied: list[Any] = []
 
-    def takes(self, masters: Sequence[Tensor | ScatteredBuffer]) -> bool:
+    def accepts(self, flat_weights: Sequence[Tensor | ScatteredBuffer]) -> bool:
         """Whether these may come in the place of the masters: pieces have to come together in a stage, and from memory
         that is not page-locked nothing is copied beside the computation."""
         if isinstance(self.stream, StagedStream):
             return True
         ready = self.stream.stream is None
-        return all(isinstance(master, Tensor) and (ready or master.is_pinned()) for master in masters)
+        return all(isinstance(weights, Tensor) and (ready or weights.is_pinned()) for weights in flat_weights)
 
     def take(self) -> None:
         """Makes the slots."""
         self.slots = [empty_bytes(self.slot_bytes, self.device) for _ in range(self.count)]
-        self.forget()
+        self.invalidate()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the slots hold counts no more."""
         self.occupants = [None] * self.count
         self._copied = [None] * self.count
@@ -127,23 +127,23 @@ class SlotRing:
         try:
             self._copy(j)
             for other in ahead:
-                if 0 <= other < len(self.masters):
+                if 0 <= other < len(self.flat_weights):
                     self._copy(other)
             self.stream.wait(self._copied[j % self.count])
         except BaseException:
-            self.forget()  # a slot may hold half a copy, or one that is not finished
+            self.invalidate()  # a slot may hold half a copy, or one that is not finished
             raise
 
     def _copy(self, j: int) -> None:
         slot = j % self.count
         if self.occupants[slot] == j:
             return
-        master = self.masters[j]
+        weights = self.flat_weights[j]
         finish = None if self.finish is None else lambda: self.finish(j)  # type: ignore[misc]
-        self._copied[slot] = self.stream.copy(self.slots[slot], master, finish)
+        self._copied[slot] = self.stream.copy(self.slots[slot], weights, finish)
         self.occupants[slot] = j
         self.copies += 1
-        self.bytes_copied += master.numel()
+        self.bytes_copied += weights.numel()
 
     def check(self, j: int) -> None:
         held = self.occupants[j % self.count]

@@ -35,14 +35,14 @@ class BlockSwap:
     ):
         self.blocks = tuple(blocks)
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
-        self.places = [_frozen_places(block) for block in self.blocks]
-        self.layouts = [Layout.of(plain_tensors(places)) for places in self.places]
+        self.refs = [_frozen_places(block) for block in self.blocks]
+        self.layouts = [Layout.of(plain_tensors(refs)) for refs in self.refs]
         self._foreign: set[tuple[int, str]] = set()  # what the MODEL has otherwise: these are patched or cast
-        masters = [
-            scattered(places, layout) if in_place else into_flat(places, layout, pinned, self._moved)
-            for places, layout in zip(self.places, self.layouts, strict=True)
+        flat_weights = [
+            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved)
+            for refs, layout in zip(self.refs, self.layouts, strict=True)
         ]
-        self.ring = SlotRing(masters, device, prefetch)
+        self.ring = SlotRing(flat_weights, device, prefetch)
         try:
             self.take()
         except BaseException:  # the slots do not fit
@@ -56,9 +56,9 @@ class BlockSwap:
     def take(self) -> None:
         """Makes the slots and points the blocks at them."""
         self.ring.take()
-        for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True)):
-            for place, field in zip(places, layout.fields, strict=True):
-                place.table[place.attribute] = field.on(self.ring.slot_of(j))
+        for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
+            for ref, field in zip(refs, layout.fields, strict=True):
+                ref.table[ref.attribute] = field.on(self.ring.slot_of(j))
 
     def release(self) -> None:
         """Gives the slots' memory back; the masters stay."""
@@ -70,29 +70,29 @@ class BlockSwap:
     def end(self) -> None:
         """Leaves the MODEL its own weights, in ordinary memory, and no more: they leave the buffers that hold others
         too, patched or cast ones, which go then, and those that stay page-locked for as long as they are there."""
-        for j, (places, layout) in enumerate(zip(self.places, self.layouts, strict=True)):
-            master, self.ring.masters[j] = self.ring.masters[j], torch.empty(0, dtype=torch.uint8)
-            if isinstance(master, ScatteredBuffer):
+        for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
+            weights, self.ring.flat_weights[j] = self.ring.flat_weights[j], torch.empty(0, dtype=torch.uint8)
+            if isinstance(weights, ScatteredBuffer):
                 continue
-            pairs = list(zip(places, layout.fields, strict=True))
-            foreign = sum(math.prod(f.shape) * f.dtype.itemsize for place, f in pairs if self._is_foreign(place))
-            unlocked = unlock(master)
+            pairs = list(zip(refs, layout.fields, strict=True))
+            foreign = sum(math.prod(f.shape) * f.dtype.itemsize for ref, f in pairs if self._is_foreign(ref))
+            unlocked = unlock(weights)
             if unlocked and foreign < layout.size // SMALL_PART:
                 continue
-            held = ((place, field.on(master)) for place, field in pairs if not self._is_foreign(place))
+            held = ((ref, field.on(weights)) for ref, field in pairs if not self._is_foreign(ref))
             leave_flat(held, lambda *_: True, _relocate)
             if not unlocked:
-                del master
+                del weights
                 give_back()
 
-    def _is_foreign(self, place: WeightRef) -> bool:
-        return (id(place.owner), place.attribute) in self._foreign
+    def _is_foreign(self, ref: WeightRef) -> bool:
+        return (id(ref.owner), ref.attribute) in self._foreign
 
-    def _moved(self, place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
+    def _moved(self, ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
         """A frozen buffer moved into a flat one; it is read from its slot from here on."""
-        if _relocate(place, tensor, parts):
-            self._foreign.add((id(place.owner), place.attribute))
-        place.table[place.attribute] = None
+        if _relocate(ref, tensor, parts):
+            self._foreign.add((id(ref.owner), ref.attribute))
+        ref.table[ref.attribute] = None
 
     def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
         """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
@@ -118,10 +118,10 @@ def _frozen_places(block: nn.Module) -> list[WeightRef]:
     ]
 
 
-def _relocate(place: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
+def _relocate(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
     """Tell the frozen module that owns the buffer where the host holds it; True where the MODEL has it otherwise."""
-    assert isinstance(place.owner, FrozenModule)
-    return place.owner.moved(place.attribute, tensor, parts[0])
+    assert isinstance(ref.owner, FrozenModule)
+    return ref.owner.moved(ref.attribute, tensor, parts[0])
 
 
 class _BeforeBackward(torch.autograd.Function):

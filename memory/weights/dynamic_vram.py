@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..host.mapped_file import StayInFile, guard_from_hooks, settle
+from ..host.mapped_file import KeepMapped, copy_into_ram, protect_from_hooks
 
 # A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
 _without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
@@ -22,7 +22,7 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
     same loader share what is loaded. Where weights lie in a mapped file, hooks don't write there."""
     clone = patcher.clone() if not patcher.is_dynamic() else _loaded_without(patcher)
     if clone is not None:
-        guard_from_hooks(clone)
+        protect_from_hooks(clone)
     return clone
 
 
@@ -30,10 +30,10 @@ def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
     if patcher.cached_patcher_init is None:
         return None
     with torch.inference_mode(False):
-        with StayInFile():
+        with KeepMapped():
             clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
         cast_as_asked(clone.model)
-        settle(clone.model)
+        copy_into_ram(clone.model)
     _without[patcher.model] = clone.get_clone_model_override()
     return clone
 

@@ -63,9 +63,9 @@ class FrozenWeights:
             # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
             # masters that are patched or cast stay where they are.
             prefix = f"diffusion_model.{name}"
-            places = weight_refs(prefix, patcher.model.get_submodule(prefix))
-            _leave_shared_flat(places, patcher.patches)
-            _to_host(places)
+            refs = weight_refs(prefix, patcher.model.get_submodule(prefix))
+            _leave_shared_flat(refs, patcher.patches)
+            _to_host(refs)
 
     def _check_unpatched(self) -> None:
         if self.patcher.backup:
@@ -174,24 +174,24 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
     ]
 
 
-def _leave_shared_flat(places: Sequence[WeightRef], patched: Collection[str]) -> None:
+def _leave_shared_flat(refs: Sequence[WeightRef], patched: Collection[str]) -> None:
     """Matrices stay in the flat buffer over which all these lie, if they do. What is patched leaves it, and so does all
     that is small: it would keep the buffer in memory."""
-    layout = Layout.of(plain_tensors(places))
-    if not places or shared_flat(places, layout) is None:
+    layout = Layout.of(plain_tensors(refs))
+    if not refs or shared_flat(refs, layout) is None:
         return
-    held = ((place, tensor) for place in places if (tensor := place.tensor()) is not None)
+    held = ((ref, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
     small = layout.size // SMALL_PART
-    leave_flat(held, lambda place, part: place.key in patched or part.nbytes < small)
+    leave_flat(held, lambda ref, part: ref.key in patched or part.nbytes < small)
 
 
-def _to_host(places: Sequence[WeightRef]) -> None:
+def _to_host(refs: Sequence[WeightRef]) -> None:
     """Where ComfyUI keeps the MODEL on the GPU for good (--highvram, --gpu-only), its swapped blocks leave it; they
     come back when it is loaded next."""
-    for place in places:
-        tensor = place.tensor()
+    for ref in refs:
+        tensor = ref.tensor()
         if tensor is not None and tensor.device.type != "cpu":
-            place.table[place.attribute] = with_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
+            ref.table[ref.attribute] = with_parts(tensor, [part.to("cpu") for part in parts_of(tensor)])
 
 
 def unload(models: Sequence[ModelPatcher] | None = None) -> None:

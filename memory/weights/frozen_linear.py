@@ -153,7 +153,7 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
     linear, input_grad = (getattr(torch.ops.tessera, op) for op in (name, f"{name}_input_grad"))
 
     def stored(inputs: Sequence[Any]) -> list[Any]:
-        return [value for place, value in enumerate(inputs) if place not in (0, bias)]
+        return [value for ref, value in enumerate(inputs) if ref not in (0, bias)]
 
     def fake(*inputs):
         return inputs[0].new_empty(*inputs[0].shape[:-1], shape(*stored(inputs))[0])

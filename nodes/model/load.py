@@ -9,7 +9,7 @@ from comfy import sd
 from comfy_api.latest import io
 from safetensors import SafetensorError, safe_open
 
-from ...memory.host.mapped_file import StayInFile, settle
+from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.plan import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
 from ...models.blocks import most_blocks
@@ -93,10 +93,10 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             _check_count(path, blocks_to_swap)
         # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
-        with StayInFile(), _readable(unet_name):
+        with KeepMapped(), _readable(unet_name):
             model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=True)
         cast_as_asked(model.model)
-        settle(model.model)
+        copy_into_ram(model.model)
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 

@@ -88,7 +88,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
 
     def fail(grad: torch.Tensor) -> None:
         hook.remove()
-        coming.append(len(offload._coming))
+        coming.append(len(offload._fetching))
         raise RuntimeError("no compiler")
 
     hook = linear.adapter.up.register_hook(fail)
@@ -100,7 +100,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
         with pytest.raises(RuntimeError, match="no compiler"):
             trainer.run()
         trainer.close()
-    assert coming == [2] and not offload._coming and trainer.progress.step == goes_on
+    assert coming == [2] and not offload._fetching and trainer.progress.step == goes_on
 
 
 def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flux, tmp_path, monkeypatch) -> None:
@@ -129,7 +129,7 @@ def test_a_buffer_is_filled_with_strides_and_bytes_as_they_were() -> None:
     def run(block: Any, *args: torch.Tensor) -> Any:
         return torch.utils.checkpoint.checkpoint(lambda a, b: (a.exp().sum(), b.exp()), *args, use_reentrant=False)
 
-    total, y = offload.around(run)(object(), x, part)
+    total, y = offload.wrap(run)(object(), x, part)
     assert offload.bytes_out == x.numel() * 4  # a part of a larger tensor stays: its copy would have other strides
     (total + y.sum()).backward()
     assert torch.equal(x.grad, x.detach().exp()) and torch.equal(part.grad, part.detach().exp())

@@ -118,22 +118,22 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep_flux: Path, 
     trainer = tiny.make_trainer(
         model, data, tmp_path, steps=2, memory=MemoryOptions(checkpointing="none", blocks_to_swap=6)
     )
-    masters = [master.clone() for master in trainer.placed.swap.ring.masters]
+    masters = [master.clone() for master in trainer.placed.swap.ring.flat_weights]
     with Writes() as writes:
         trainer.run()
-    homes = {master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters}
+    homes = {master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.flat_weights}
     slots = {slot.untyped_storage().data_ptr() for slot in trainer.placed.swap.ring.slots}
     # What is written are slots, out of masters, and no master is, not even with what it holds.
     assert not homes & set(writes.into)
     assert [(into in slots) for into, out_of in zip(writes.into, writes.out_of, strict=True) if out_of in homes] == [
         True
     ] * trainer.placed.swap.ring.copies
-    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.swap.ring.masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masters, trainer.placed.swap.ring.flat_weights, strict=True))
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters.
     weight = model.model.diffusion_model.single_blocks[1].linear1.weight
-    held = [m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters]
+    held = [m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.flat_weights]
     assert weight.untyped_storage().data_ptr() in held
 
 
@@ -149,7 +149,7 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
     monkeypatch.setattr(training, "unlock", unlock)
     model = tiny.load_flux(deep_flux)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
-    homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.masters]
+    homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.flat_weights]
     trainer.run()
     assert unlocked == []
     trainer.close()
@@ -167,7 +167,7 @@ def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
     trainer.run()
-    homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.masters]
+    homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.flat_weights]
     monkeypatch.setattr(training, "unlock", lambda flat: False)
     monkeypatch.setattr(training, "give_back", lambda: left.append([home.expired() for home in homes].count(True)))
     trainer.close()

@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 from tessera.memory.host import file_speed
-from tessera.memory.host.file_speed import file_source, in_cache, pieces_of, read_speeds
-from tessera.memory.host.mapped_file import StayInFile
+from tessera.memory.host.file_speed import in_cache, measure_file_bandwidth, pieces_of, read_speeds
+from tessera.memory.host.mapped_file import KeepMapped
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.placement import auto
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what
 
 
 def in_file(path: Path):
-    with StayInFile():
+    with KeepMapped():
         return tiny.load_flux(path)
 
 
@@ -64,12 +64,12 @@ def test_the_speed_of_the_disk_is_that_of_what_the_cache_does_not_hold(monkeypat
 
 def test_only_what_lies_in_a_file_and_may_stay_there_is_measured(tiny_files) -> None:
     weights = list(in_file(tiny_files["flux"]).model.parameters())
-    found = file_source(weights, "auto", 5 * GB)
+    found = measure_file_bandwidth(weights, "auto", 5 * GB)
     assert found is not None and 0 < found.disk <= found.cache
     assert (found.memory, found.room) == (5 * GB, GB)
     assert all(in_cache(piece) for piece in pieces_of(weights))  # they have been read
-    assert file_source(weights, "on", 5 * GB) is None
-    assert file_source([torch.zeros(8)], "auto", 5 * GB) is None
+    assert measure_file_bandwidth(weights, "on", 5 * GB) is None
+    assert measure_file_bandwidth([torch.zeros(8)], "auto", 5 * GB) is None
 
 
 def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) -> None:

@@ -189,7 +189,7 @@ def test_swapped_equals_resident_bit_for_bit(file: Path, tmp_path: Path) -> None
         for mine, theirs in zip(pair, other, strict=True):
             assert torch.equal(mine, theirs) and torch.equal(mine.grad, theirs.grad), name
     # The host holds the weights once, and as they were.
-    homes = {master.untyped_storage().data_ptr() for master in swapped.placed.swap.ring.masters}
+    homes = {master.untyped_storage().data_ptr() for master in swapped.placed.swap.ring.flat_weights}
     for name in ("single_blocks.1.linear1", "double_blocks.0.txt_mlp.0"):
         parts = parts_of(model.model.get_submodule(f"diffusion_model.{name}").weight)
         assert {part.untyped_storage().data_ptr() for part in parts} <= homes

@@ -97,7 +97,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(deep, tmp_path):
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters, the norms too.
-    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters}
+    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.flat_weights}
     block = model.model.diffusion_model.transformer_blocks[1]
     for tensor in (block.img_mlp.net[2].weight, block.txt_mod[1].bias, block.attn.norm_added_k.weight):
         assert tensor.untyped_storage().data_ptr() in held

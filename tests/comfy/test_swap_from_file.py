@@ -25,15 +25,9 @@ from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
 from tessera.memory.host.flat_buffer import ScatteredBuffer
 from tessera.memory.host.flat_weights import parts_of, weight_refs
-from tessera.memory.host.mapped_file import (
-    FileMaps,
-    StayInFile,
-    WeightsInFile,
-    bytes_in_file,
-    settle,
-    stream_from_file,
-)
-from tessera.memory.swap.host_copies import host_copies_kept
+from tessera.memory.host.mapped_file import FileMaps, KeepMapped, MappedWeights, bytes_in_file, copy_into_ram
+from tessera.memory.host.pinning import stream_from_file
+from tessera.memory.swap.host_copies import host_copies_retained
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tessera.train.settings import MemoryOptions
@@ -84,7 +78,7 @@ def load(name: str, path: Path, in_file: bool) -> Any:
     family, _, dtype = FILES[name]
     with torch.inference_mode():
         if in_file:
-            with StayInFile():
+            with KeepMapped():
                 plain = tiny.LOADERS[family](path, dtype)
         else:
             plain = tiny.LOADERS[family](path, dtype)
@@ -133,12 +127,12 @@ def test_pictures_are_those_of_masters_in_memory(name: str, tmp_path: Path, ram:
     assert inside > 0.97 * sum(part.nbytes for w in weights for part in parts_of(w))
     for _ in range(2):
         assert torch.equal(sample(model, family), want)
-        assert all(isinstance(master, ScatteredBuffer) for master in model.swap.ring.masters)
+        assert all(isinstance(master, ScatteredBuffer) for master in model.swap.ring.flat_weights)
         assert (model.swap.ring.copies, model.swap.ring.bytes_copied) == (copies, copied)
         model.swap.ring.copies = model.swap.ring.bytes_copied = 0
         with torch.inference_mode():
             mm.unload_all_models()
-        assert model.swap.ring.masters == [] and bytes_in_file(weights) == inside
+        assert model.swap.ring.flat_weights == [] and bytes_in_file(weights) == inside
     assert dirty(path) == 0 and path.read_bytes() == written
 
 
@@ -162,17 +156,17 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     path, family = write(name, tmp_path), FILES[name][0]
     ram(64 * GB)
     want = trained(load(name, path, in_file=False), tmp_path / "ordinary", family)
-    assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.swap.ring.masters)
+    assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.swap.ring.flat_weights)
     assert want.placed.from_file is None
     ram(1)
     model = load(name, path, in_file=True)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     inside = bytes_in_file(weights)
     found = trained(model, tmp_path / "file", family)
-    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.masters)
+    assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.flat_weights)
     assert found.placed.from_file is not None and "stream from the model's file" in found.placed.from_file
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
-    streamed = bytes_in_file(t for master in found.placed.swap.ring.masters for t in master.tensors)
+    streamed = bytes_in_file(t for master in found.placed.swap.ring.flat_weights for t in master.tensors)
     assert streamed >= 0.97 * inside - patched, "only what is patched or cast lies in memory"
     assert found.progress.loss == want.progress.loss
     rings = found.placed.swap.ring, want.placed.swap.ring
@@ -271,10 +265,10 @@ def test_a_lora_on_a_compiled_model_is_in_every_block_wherever_it_lies(node: Any
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     assert all(weight.is_inference() for weight in weights)
     on_top = with_lora(compiled(model)[0], lora, 0.7)
-    with host_copies_kept(model) if where == "in memory, for a preview" else nullcontext():
+    with host_copies_retained(model) if where == "in memory, for a preview" else nullcontext():
         for _ in range(2):
             assert torch.equal(sample(on_top, "flux"), want)
-            masters = model.swap.ring.masters
+            masters = model.swap.ring.flat_weights
             assert all(isinstance(master, ScatteredBuffer) is (where != "in flat buffers") for master in masters)
             assert model.swap.ring.copies > 0 and torch.equal(sample(model, "flux"), bare)
             with torch.inference_mode():
@@ -333,10 +327,10 @@ def test_linears_that_dynamic_vram_makes_without_memory_stay_in_the_file(node: A
 
 def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) -> None:
     """On a machine without a GPU a copy stands for what ComfyUI moves."""
-    with StayInFile():
+    with KeepMapped():
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", fp8=True)).model
     diffusion, maps = model.diffusion_model, FileMaps()
-    rest = WeightsInFile(weight_refs("", model))
+    rest = MappedWeights(weight_refs("", model))
     plain, quantised, bias = diffusion.img_in, diffusion.double_blocks[0].img_attn.proj, diffusion.txt_in
 
     def lies_there(*owners: Any) -> list[bool]:
@@ -345,15 +339,15 @@ def test_weights_that_left_the_file_for_the_device_are_put_back(tmp_path: Path) 
     assert lies_there(plain, quantised, bias) == [True] * 3 and "diffusion_model.img_in.weight" in rest
     before = {key: t.clone() for key, t in model.state_dict().items()}
     for key in ("img_in.weight", "txt_in.weight", "double_blocks.0.img_attn.proj.weight"):
-        rest.leave(f"diffusion_model.{key}")
+        rest.copy_out(f"diffusion_model.{key}")
     assert lies_there(plain, quantised, bias) == [False] * 3
-    rest.put_back({"diffusion_model.txt_in.weight"}, only="cuda")
+    rest.restore({"diffusion_model.txt_in.weight"}, only="cuda")
     assert lies_there(plain, quantised, bias) == [False] * 3
-    rest.put_back({"diffusion_model.txt_in.weight"}, only="cpu")
+    rest.restore({"diffusion_model.txt_in.weight"}, only="cpu")
     assert lies_there(plain, quantised, bias) == [True, True, False]
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
-    rest.forget_replaced(set())  # no patch is on it: another node has put it there
-    rest.put_back(set())
+    rest.drop_replaced(set())  # no patch is on it: another node has put it there
+    rest.restore(set())
     assert lies_there(plain, quantised, bias) == [True, True, False]
 
 
@@ -414,14 +408,14 @@ def test_a_hook_never_writes_into_the_file_of_a_model_that_does_not_stream_from_
 
 
 def test_quantised_weights_leave_the_file_too_where_there_is_memory(tmp_path: Path, ram: Any) -> None:
-    with StayInFile():
+    with KeepMapped():
         model = tiny.load_flux(tiny.write_flux(tmp_path / "flux.safetensors", dtype=torch.bfloat16, fp8=True)).model
     before = {key: t.clone() for key, t in model.state_dict().items()}
     size = bytes_in_file(model.parameters())
     assert size > bytes_in_file(p for p in model.parameters() if type(p.data) is torch.Tensor)
     for free, left in ((4 * GB + size - 1, size), (4 * GB + size, 0)):
         ram(free)
-        settle(model)
+        copy_into_ram(model)
         assert bytes_in_file(model.parameters()) == left
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 

@@ -124,9 +124,9 @@ def limited(model: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 @pytest.mark.parametrize("fits", [True, False], ids=["nothing streams", "some stream"])
 def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux: Any, fits: bool, monkeypatch) -> None:
-    import tessera.memory.swap.oom_retry as make_room
+    from tessera.memory.swap import oom_retry
 
-    monkeypatch.setattr(make_room, "LEAST", 2**18)
+    monkeypatch.setattr(oom_retry, "LEAST", 2**18)
     want = sample(flux, "flux")
     comfy.model_management.unload_all_models()
     masters = {key: t.clone() for key, t in flux.model.state_dict().items()}
@@ -169,7 +169,7 @@ def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch
 
     model, notes = swap(flux, SwapSettings(2))
     (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    monkeypatch.setattr(room.spill, "told", lambda: "About 3.0 GB lie in shared GPU memory.")
+    monkeypatch.setattr(room.sysmem, "message", lambda: "About 3.0 GB lie in shared GPU memory.")
     sample(model.clone(), "flux")
     assert notes.count("About 3.0 GB lie in shared GPU memory.") == 1
 

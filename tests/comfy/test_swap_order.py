@@ -19,7 +19,7 @@ from torch import OutOfMemoryError, equal, ones
 WAITS = {
     "plain": {"CopyStream.copy", "CopyStream.wait"},
     "staged": {"CudaLink.send", "CudaLink.order", "CudaLink.finished"},
-    "offload": {"ActivationOffload._copy", "ActivationOffload._let_go_of", "ActivationOffload._unpack"},
+    "offload": {"ActivationOffload._copy", "ActivationOffload._release_until", "ActivationOffload._unpack"},
 }
 SETTLE = {"CopyStream.settle", "CudaLink.settle", "ActivationOffload.forget"}
 

@@ -147,7 +147,7 @@ def test_a_model_that_is_collected_frees_its_masters(tiny_files: dict[str, Path]
     model = swapped(tiny.load_flux(tiny_files["flux"]))
     picture(model)
     mm.load_models_gpu([model])
-    flats = [weakref.ref(flat) for flat in model.swap.ring.masters]
+    flats = [weakref.ref(flat) for flat in model.swap.ring.flat_weights]
     weight = weakref.ref(model.model.diffusion_model.single_blocks[0].linear1.weight)
     assert all(flat() is not None for flat in flats)
     del model
@@ -450,7 +450,7 @@ def test_room_that_is_made_amid_sampling_leaves_the_hooks_as_they_are(tiny_flux,
     mm.unload_all_models()
     model, calls = swapped(with_lora(tiny_flux), *BLOCKS[2:]), [0]
     monkeypatch.setattr(oom_retry, "LEAST", 2**18)
-    oom_retry.make_room(model, True, lambda sentence: None)
+    oom_retry.retry_on_oom(model, True, lambda sentence: None)
     last = model.model.diffusion_model.final_layer
     forward = last.forward
 

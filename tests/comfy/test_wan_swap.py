@@ -87,7 +87,7 @@ def test_the_masters_are_never_written_and_stay_the_models_own(files, tmp_path):
     after = model.model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     # The host holds the weights once: ComfyUI's modules point into the masters, the modulation too.
-    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.masters}
+    held = {m.untyped_storage().data_ptr() for m in trainer.placed.swap.ring.flat_weights}
     block = model.model.diffusion_model.blocks[1]
     for tensor in (block.ffn[0].weight, block.norm3.bias, block.self_attn.norm_q.weight, block.modulation):
         assert tensor.untyped_storage().data_ptr() in held

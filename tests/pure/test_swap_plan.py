@@ -4,16 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
-from tessera.memory.host.file_bandwidth import FileSource, streams_from_file
+from tessera.memory.host.file_bandwidth import FileBandwidth, worth_streaming
 from tessera.memory.swap.plan import (
     BlockCost,
-    Choices,
-    Machine,
+    Hardware,
+    SearchSpace,
     block_seconds,
     choose_blocks,
-    kept_bytes,
     plan,
     prefetches,
+    saved_bytes,
     step_down,
 )
 
@@ -31,8 +31,8 @@ BLOCKS = [
 ]
 OTHER = GB
 WEIGHTS = 10 * GB
-FAST = Machine(free=100 * GB, link=100 * GB, host=100 * GB)
-ALL = Choices(tuple(range(9)), (1, 2, 3), ("none", "selective", "full"), budget=0.5)
+FAST = Hardware(free=100 * GB, link=100 * GB, host=100 * GB)
+ALL = SearchSpace(tuple(range(9)), (1, 2, 3), ("none", "selective", "full"), budget=0.5)
 
 
 def test_the_swapped_ones_are_spread_and_come_from_the_first_list_first() -> None:
@@ -46,7 +46,7 @@ def test_the_swapped_ones_are_spread_and_come_from_the_first_list_first() -> Non
 
 def test_what_is_kept_and_computed_again_follows_from_checkpointing() -> None:
     block = BLOCKS[0]
-    assert [kept_bytes(block, kind, 0.5) / GB for kind in (None, "none", "selective", "full")] == [0, 1, 0.5625, 0.125]
+    assert [saved_bytes(block, kind, 0.5) / GB for kind in (None, "none", "selective", "full")] == [0, 1, 0.5625, 0.125]
     assert [block_seconds(block, kind, 0.5) for kind in (None, "none", "selective", "full")] == [
         (1.0, 0.0),
         (1.0, 2.0),
@@ -77,7 +77,7 @@ def test_with_a_fast_link_swap_is_taken_before_anything_is_computed_again() -> N
 
 
 def test_with_a_slow_link_computing_again_is_the_faster_way() -> None:
-    slow = Machine(free=19 * GB, link=GB / 50, host=100 * GB)
+    slow = Hardware(free=19 * GB, link=GB / 50, host=100 * GB)
     made = plan(BLOCKS, OTHER, slow, ORDER, ALL)
     assert not made.swapped and made.checkpointing == "selective"
     assert made.seconds == pytest.approx(8 * 3.5)
@@ -87,7 +87,9 @@ def test_a_step_takes_no_less_than_its_computing_and_no_less_than_its_copies() -
     for link in (GB / 10, GB / 2, GB, 4 * GB, 100 * GB):
         for count in range(9):
             for prefetch in (1, 2, 3):
-                made = plan(BLOCKS, OTHER, replace(FAST, link=link), ORDER, Choices((count,), (prefetch,), ("full",)))
+                made = plan(
+                    BLOCKS, OTHER, replace(FAST, link=link), ORDER, SearchSpace((count,), (prefetch,), ("full",))
+                )
                 sizes = [block.weights for block in BLOCKS if block.name in made.swapped]
                 # What stays at the turn and at the end: as many as there are slots.
                 least = 2 * sum(sizes) - 2 * sum(sorted(sizes)[-min(prefetch + 1, count) :] if count else [])
@@ -99,15 +101,15 @@ def test_a_block_at_a_time_without_overlap_is_counted_by_hand() -> None:
     """Three blocks, all swapped through two slots, 1 s each way and 2 s a copy: forward, block 0 and 1 are there from
     the step before; 2 is copied while 1 computes (it is asked for at 1's turn)."""
     blocks = [BlockCost(f"layers.{i}", GB, forward=1.0, backward=1.0) for i in range(3)]
-    machine = Machine(100 * GB, GB / 2, 100 * GB)
-    made = plan(blocks, 0, machine, ("layers",), Choices((3,), (1,), ("none",)))
+    machine = Hardware(100 * GB, GB / 2, 100 * GB)
+    made = plan(blocks, 0, machine, ("layers",), SearchSpace((3,), (1,), ("none",)))
     # 0: 1 s; 1: 1 s, and 2 is copied from its start on: there 2 s later; 2: 1 s. Back: 2 at once, 1 still there, 0 is
     # copied from the start of 1's backward on: 1 s of it waits. 4 + 4 s.
     assert made.seconds == pytest.approx(8.0)
 
 
 def test_offloaded_activations_take_four_blocks_on_the_device_and_the_rest_on_the_host() -> None:
-    choices = Choices((0,), (1,), ("full",))
+    choices = SearchSpace((0,), (1,), ("full",))
     kept = plan(BLOCKS, OTHER, FAST, ORDER, choices)
     off = plan(BLOCKS, OTHER, FAST, ORDER, replace(choices, offload=True))
     assert kept.device_bytes - off.device_bytes == (8 - 4) * GB // 8
@@ -134,7 +136,7 @@ def test_stepping_down_takes_a_tenth_less_each_time_until_there_is_no_less() -> 
 
 
 def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
-    choices = Choices(tuple(range(9)), (1,))
+    choices = SearchSpace(tuple(range(9)), (1,))
     made = plan(BLOCKS, OTHER, replace(FAST, free=10 * GB), ORDER, choices)
     assert made.checkpointing is None and len(made.swapped) == 4
     assert made.device_bytes == OTHER + WEIGHTS - 4 * GB + 2 * GB + GB // 2
@@ -146,21 +148,21 @@ def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
 
 def test_without_known_seconds_the_fewest_blocks_that_fit_are_swapped() -> None:
     blocks = [replace(block, forward=0.0, backward=0.0) for block in BLOCKS]
-    made = plan(blocks, OTHER, replace(FAST, free=10 * GB), ORDER, Choices(tuple(range(9)), (1, 2, 3)))
+    made = plan(blocks, OTHER, replace(FAST, free=10 * GB), ORDER, SearchSpace(tuple(range(9)), (1, 2, 3)))
     assert len(made.swapped) == 4 and made.prefetch == 1 and " s in the blocks" not in made.text
 
 
 def test_sampling_takes_any_names_in_the_order_of_the_forward() -> None:
     sizes = {"input_blocks.1.0": GB, "input_blocks.4.1.transformer_blocks.1": GB, "middle_block.0": GB, "out.2": GB}
     blocks = [BlockCost(name, weights) for name, weights in sizes.items()]
-    made = plan(blocks, GB + GB // 2, replace(FAST, free=5 * GB), (), Choices(tuple(range(5)), (1,)))
+    made = plan(blocks, GB + GB // 2, replace(FAST, free=5 * GB), (), SearchSpace(tuple(range(5)), (1,)))
     # All four take 5.5 GB with the rest; two slots in the place of three blocks save one.
     assert made.swapped == {"input_blocks.1.0", "middle_block.0", "out.2"} and made.fits
     assert made.device_bytes == 4.5 * GB and made.checkpointing is None
 
 
 def test_a_model_without_blocks_has_a_plan_that_swaps_none() -> None:
-    assert plan([], 2 * GB, replace(FAST, free=3 * GB), (), Choices((0,), prefetches(1))).fits
+    assert plan([], 2 * GB, replace(FAST, free=3 * GB), (), SearchSpace((0,), prefetches(1))).fits
 
 
 FLUX = [BlockCost(f"double_blocks.{i}", 648 * 2**20) for i in range(19)]
@@ -170,14 +172,16 @@ FLUX += [BlockCost(f"single_blocks.{i}", 270 * 2**20) for i in range(38)]
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.7, 0.8])
 def test_how_many_are_copied_ahead_is_the_least_loss_whatever_blocks_take(part: float) -> None:
     """FLUX.1 in bf16, against plans that know how long the blocks compute, for many more of such times."""
-    machine = Machine(int(part * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
+    machine = Hardware(int(part * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
     counts, behind = tuple(range(58)), {}
-    chosen = plan(FLUX, 0, machine, ORDER, Choices(counts, prefetches(1)))
-    fixed = {n: plan(FLUX, 0, machine, ORDER, Choices(counts, (n,))) for n in prefetches(1)}
+    chosen = plan(FLUX, 0, machine, ORDER, SearchSpace(counts, prefetches(1)))
+    fixed = {n: plan(FLUX, 0, machine, ORDER, SearchSpace(counts, (n,))) for n in prefetches(1)}
     assert chosen.fits and chosen == fixed[chosen.prefetch]
     for step in range(-24, 25):
         timed = [replace(block, forward=2 ** (step / 12) * block.weights / 25e9) for block in FLUX]
-        seconds = {n: plan(timed, 0, machine, ORDER, Choices((len(fixed[n].swapped),), (n,))).seconds for n in fixed}
+        seconds = {
+            n: plan(timed, 0, machine, ORDER, SearchSpace((len(fixed[n].swapped),), (n,))).seconds for n in fixed
+        }
         behind = {n: max(behind.get(n, 1.0), seconds[n] / min(seconds.values())) for n in fixed}
     # A hundredth is given for blocks that stay; between the times that the planner looks at lies as much again.
     assert behind[chosen.prefetch] < 1.02 * min(behind.values()) < 1.06
@@ -187,8 +191,8 @@ def test_how_many_are_copied_ahead_is_the_least_loss_whatever_blocks_take(part: 
 
 def test_what_the_user_asked_for_is_the_least_that_is_copied_ahead() -> None:
     assert [prefetches(n) for n in (1, 2, 3, 5)] == [(1, 2, 3), (2, 3), (3,), (5,)]
-    machine = Machine(int(0.7 * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
-    assert plan(FLUX, 0, machine, ORDER, Choices(tuple(range(58)), prefetches(3))).prefetch == 3
+    machine = Hardware(int(0.7 * sum(block.weights for block in FLUX)), 25e9, 100 * GB)
+    assert plan(FLUX, 0, machine, ORDER, SearchSpace(tuple(range(58)), prefetches(3))).prefetch == 3
 
 
 # Blocks that lie in the model's file: 2.5 GB/s off the disk, 10 GB/s out of the system's cache of files.
@@ -198,8 +202,8 @@ def lying_in(blocks: list[BlockCost]) -> list[BlockCost]:
     return [replace(block, in_file=block.weights) for block in blocks]
 
 
-def in_file(**changes: float) -> FileSource:
-    return FileSource(**{"disk": 2.5 * GB, "cache": 10 * GB, "memory": 2 * GB, "room": -2 * GB, **changes})
+def in_file(**changes: float) -> FileBandwidth:
+    return FileBandwidth(**{"disk": 2.5 * GB, "cache": 10 * GB, "memory": 2 * GB, "room": -2 * GB, **changes})
 
 
 def test_what_the_cache_holds_comes_from_it_where_a_pass_turns() -> None:
@@ -215,11 +219,11 @@ def test_what_the_cache_holds_comes_from_it_where_a_pass_turns() -> None:
     [(3, 3, 2, True), (3, 3, 3, False), (3, 6, 2, True), (3, 7, 2, False), (0, 3, -1, False), (3, 3, math.inf, False)],
 )
 def test_blocks_stream_from_their_file_where_memory_has_no_room_for_them(inside, needed, room, streams) -> None:
-    assert streams_from_file(inside, needed, room) is streams
+    assert worth_streaming(inside, needed, room) is streams
 
 
 # All nine counts of the blocks of this file, which computes 24 s a step; 19 GB are free, half a gigabyte too little.
-LINK = Machine(free=19 * GB, link=100 * GB, host=100 * GB)
+LINK = Hardware(free=19 * GB, link=100 * GB, host=100 * GB)
 
 
 @pytest.mark.parametrize(
@@ -251,24 +255,24 @@ def test_blocks_for_which_memory_has_room_come_over_the_link() -> None:
 def test_three_blocks_from_the_file_are_counted_by_hand() -> None:
     """As without overlap above, at half the speed: the cache holds none of them."""
     blocks = lying_in([BlockCost(f"layers.{i}", GB, forward=1.0, backward=1.0) for i in range(3)])
-    machine = Machine(100 * GB, GB / 2, 100 * GB, FileSource(GB / 4, GB, 0, 0))
-    made = plan(blocks, 0, machine, ("layers",), Choices((3,), (1,), ("none",)))
+    machine = Hardware(100 * GB, GB / 2, 100 * GB, FileBandwidth(GB / 4, GB, 0, 0))
+    made = plan(blocks, 0, machine, ("layers",), SearchSpace((3,), (1,), ("none",)))
     # 2 is there 4 s after the start of 1, 3 s of which wait; back, 0 comes likewise: 6 s compute and 6 s wait.
     assert made.seconds == pytest.approx(12.0)
     # A link slower than the file is what counts.
-    assert plan(blocks, 0, replace(machine, link=GB / 8), ("layers",), Choices((3,), (1,), ("none",))).seconds == (
+    assert plan(blocks, 0, replace(machine, link=GB / 8), ("layers",), SearchSpace((3,), (1,), ("none",))).seconds == (
         pytest.approx(20.0)
     )
 
 
 def test_sampling_says_how_fast_the_file_is_and_swaps_no_other_blocks() -> None:
     weights = [BlockCost(f"layers.{i}", GB) for i in range(8)]
-    choices = Choices(tuple(range(9)), (1,))
-    machine = Machine(6 * GB, 25e9, 100 * GB)
+    choices = SearchSpace(tuple(range(9)), (1,))
+    machine = Hardware(6 * GB, 25e9, 100 * GB)
     plain = plan(weights, GB, machine, (), choices)
-    told = plan(lying_in(weights), GB, replace(machine, file=FileSource(1.9e9, 8e9, 2 * GB, 0)), (), choices)
+    told = plan(lying_in(weights), GB, replace(machine, file=FileBandwidth(1.9e9, 8e9, 2 * GB, 0)), (), choices)
     assert told.swapped == plain.swapped and len(told.swapped) == 5
     assert "5 of 8 blocks come from the file at 1.9 GB/s, 1 ahead." in told.text
     assert "5 of 8 blocks stream, 1 ahead at 25 GB/s." in plain.text
-    kept = replace(machine, file=FileSource(1.9e9, 8e9, 5 * GB, GB))
+    kept = replace(machine, file=FileBandwidth(1.9e9, 8e9, 5 * GB, GB))
     assert "come from the file at 8.0 GB/s" in plan(lying_in(weights), GB, kept, (), choices).text

@@ -2,7 +2,7 @@
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from tessera.memory.swap.host_copies import host_copies_kept
+from tessera.memory.swap.host_copies import host_copies_retained
 from torch import nn
 
 
@@ -18,7 +18,7 @@ def test_the_weights_lie_where_they_lay():
     model = nn.Sequential(loaded, nn.Linear(4, 2))
     lay = [p.data_ptr() for p in model.parameters()]
     cpu = torch.device("cpu")
-    with host_copies_kept(ModelPatcher(model, cpu, cpu)):
+    with host_copies_retained(ModelPatcher(model, cpu, cpu)):
         moved_there_and_back(model)
         assert not set(lay) & {p.data_ptr() for p in model.parameters()}
     assert [p.data_ptr() for p in model.parameters()] == lay
@@ -28,7 +28,7 @@ def test_the_weights_lie_where_they_lay():
 def test_what_has_become_another_weight_stays_as_it_is():
     model = nn.Linear(4, 4)
     cpu = torch.device("cpu")
-    with host_copies_kept(ModelPatcher(model, cpu, cpu)):
+    with host_copies_retained(ModelPatcher(model, cpu, cpu)):
         model.weight = nn.Parameter(torch.zeros(2, 4))
         model.bias.data = model.bias.data.to(torch.bfloat16)
     assert model.weight.shape == (2, 4) and model.bias.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
 """The policy of page-locking: where host memory is locked, and what the user is told."""
 
 import pytest
-from tessera.memory.host.pinning import KEPT_FREE, choose_pinning
+from tessera.memory.host.pinning import RESERVED_RAM, choose_pinning
 
 GB = 2**30
 
@@ -13,15 +13,15 @@ GB = 2**30
         ("off", 99 * GB, False, False, "as pin_memory asks"),
         ("auto", 99 * GB, False, True, "are page-locked."),
         ("auto", 99 * GB, True, False, "Windows bounds"),
-        ("auto", 20 * GB + KEPT_FREE, False, True, "are page-locked."),
-        ("auto", 20 * GB + KEPT_FREE - 1, False, False, "locking them all would leave less than 4 GB of RAM"),
+        ("auto", 20 * GB + RESERVED_RAM, False, True, "are page-locked."),
+        ("auto", 20 * GB + RESERVED_RAM - 1, False, False, "locking them all would leave less than 4 GB of RAM"),
     ],
 )
 def test_masters_are_locked_where_that_is_safe(mode, available, windows, masters_locked, said) -> None:
     chosen = choose_pinning(mode, "cuda", 20 * GB, available, windows)
-    assert chosen.masters is masters_locked and said in chosen.reason
+    assert chosen.pinned is masters_locked and said in chosen.reason
 
 
 def test_masters_that_lie_in_ram_already_take_no_more_of_it_when_they_are_locked() -> None:
-    assert choose_pinning("auto", "cuda", 0, KEPT_FREE, False).masters
-    assert not choose_pinning("auto", "cuda", 0, KEPT_FREE - 1, False).masters
+    assert choose_pinning("auto", "cuda", 0, RESERVED_RAM, False).pinned
+    assert not choose_pinning("auto", "cuda", 0, RESERVED_RAM - 1, False).pinned

@@ -27,7 +27,7 @@ def ring_of(blocks: int, prefetch: int, finish: Callable[[int], None] | None = N
 
 def assert_holds(ring: SlotRing, j: int) -> None:
     ring.check(j)
-    assert torch.equal(ring.slot_of(j)[: ring.masters[j].numel()], ring.masters[j])
+    assert torch.equal(ring.slot_of(j)[: ring.flat_weights[j].numel()], ring.flat_weights[j])
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 5, 9])
@@ -48,7 +48,7 @@ def test_a_pass_there_and_back_copies_two_times_what_has_no_slot(blocks: int, pr
         assert ring.copies - before == 2 * (blocks - slots) + (slots if step == 0 else 0)
         assert ring.occupants == list(range(slots))
     assert len(copied) == ring.copies
-    assert ring.bytes_copied == sum(ring.masters[j].numel() for j in copied)
+    assert ring.bytes_copied == sum(ring.flat_weights[j].numel() for j in copied)
 
 
 def test_blocks_are_copied_in_the_order_of_their_use_and_as_far_ahead_as_asked() -> None:
@@ -81,7 +81,7 @@ def test_a_block_that_is_there_is_neither_copied_nor_finished_again() -> None:
     for _ in range(3):
         ring.forward(2)
     assert copied == [2, 3]
-    ring.forget()
+    ring.invalidate()
     ring.forward(2)
     assert copied == [2, 3, 2, 3]
 
@@ -138,4 +138,4 @@ def test_finish_may_change_the_slot_and_never_reaches_the_master() -> None:
     for j in range(3):
         ring.forward(j)
         assert int(ring.slot_of(j)[0]) == 100 + j
-    assert [int(master[0]) for master in ring.masters] == [0, 1, 2]
+    assert [int(master[0]) for master in ring.flat_weights] == [0, 1, 2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tessera.memory.host import staging
 from tessera.memory.host.page_locked import host_bytes
-from tessera.memory.host.pinning import choose_pinning, not_pinned
+from tessera.memory.host.pinning import choose_pinning, unpinned_message
 from tessera.memory.host.staging import LEAST_TRIAL_BYTES, StagedStream, link_bandwidth, staged_stream
 from tessera.memory.swap.slot_ring import SlotRing
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -160,7 +160,7 @@ def test_a_failed_copy_keeps_nothing_of_the_call_that_asked_for_it() -> None:
         gc.enable()
     fails[0] = False
     call()
-    assert torch.equal(ring.slot_of(3)[:61], ring.masters[3])
+    assert torch.equal(ring.slot_of(3)[:61], ring.flat_weights[3])
 
 
 def test_settling_waits_for_copies_that_failed_after_they_were_started_too() -> None:
@@ -242,9 +242,9 @@ def test_a_thread_copies_what_is_not_locked_and_what_has_to_be_finished(monkeypa
         assert isinstance(staged_stream(hosts, cuda, finished), StagedStream)
     # Masters of other memory may come later: a preview's lie where training has them.
     ring = SlotRing(plain, torch.device("cpu"), 1)
-    assert ring.takes(plain) and ring.takes(locked)
+    assert ring.accepts(plain) and ring.accepts(locked)
     ring.stream.stream = object()
-    assert ring.takes(locked) and not ring.takes([*locked, plain[0]])
+    assert ring.accepts(locked) and not ring.accepts([*locked, plain[0]])
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -276,7 +276,7 @@ def test_the_link_is_measured_with_less_on_a_card_that_is_full(monkeypatch) -> N
 
 
 def test_without_a_gpu_nothing_is_locked_and_nothing_is_staged() -> None:
-    assert not choose_pinning("on", "cpu", GB, 99 * GB, False).masters
+    assert not choose_pinning("on", "cpu", GB, 99 * GB, False).pinned
     assert staged_stream(masters(2), torch.device("cpu")) is None
 
 
@@ -287,7 +287,7 @@ def test_where_memory_cannot_be_locked_it_goes_on_with_plain_memory_and_says_so(
     assert "could not be page-locked" in caplog.text
     # Whoever keeps the record keeps no frame by it, and no tensor of a step that stands in one.
     assert not any(isinstance(arg, BaseException) for record in caplog.records for arg in record.args)
-    told = not_pinned(masters(3))
+    told = unpinned_message(masters(3))
     assert told is not None and told.startswith("3 of 3 swapped blocks could not be page-locked")
 
 

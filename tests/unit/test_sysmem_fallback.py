@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tessera.memory.host import sysmem_fallback
-from tessera.memory.host.sysmem_fallback import SpillWatch
+from tessera.memory.host.sysmem_fallback import SysmemMonitor
 
 GB = 2**30
 
@@ -32,32 +32,32 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 def test_what_goes_beyond_what_was_free_has_spilled_and_is_told_once(card: Card) -> None:
     card.reserved, card.others = GB, GB
-    watch = SpillWatch(torch.device("cuda"))
+    watch = SysmemMonitor(torch.device("cuda"))
     card.reserved = 7 * GB
-    assert watch.told() is None
+    assert watch.message() is None
     card.reserved = 9 * GB
-    told = watch.told()
-    assert told is not None and told.startswith("About 2.0 GB lie in shared GPU memory")
-    assert watch.told() is None
+    message = watch.message()
+    assert message is not None and message.startswith("About 2.0 GB lie in shared GPU memory")
+    assert watch.message() is None
 
 
 def test_a_little_more_may_be_what_other_programs_gave_back(card: Card) -> None:
-    watch = SpillWatch(torch.device("cuda"))
+    watch = SysmemMonitor(torch.device("cuda"))
     card.reserved = 8 * GB + GB // 8
-    assert watch.told() is None
+    assert watch.message() is None
 
 
 def test_what_others_give_back_while_some_is_free_can_be_held_too(card: Card) -> None:
     card.others = 5 * GB
-    watch = SpillWatch(torch.device("cuda"))
+    watch = SysmemMonitor(torch.device("cuda"))
     card.others, card.reserved = 0, 6 * GB
-    assert watch.told() is None
+    assert watch.message() is None
     card.reserved = 8 * GB
-    assert watch.told() is None
+    assert watch.message() is None
     card.reserved = 10 * GB
-    told = watch.told()
-    assert told is not None and told.startswith("About 2.0 GB")
+    message = watch.message()
+    assert message is not None and message.startswith("About 2.0 GB")
 
 
 def test_the_host_has_nowhere_to_spill_to() -> None:
-    assert SpillWatch(torch.device("cpu")).told() is None
+    assert SysmemMonitor(torch.device("cpu")).message() is None

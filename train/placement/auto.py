@@ -20,11 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...compile.regions import run_block
 from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
-from ...memory.host.file_speed import file_source
+from ...memory.host.file_speed import measure_file_bandwidth
 from ...memory.host.flat_buffer import Layout
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.staging import link_bandwidth
-from ...memory.swap.plan import BlockCost, Choices, Machine, SwapPlan, plan, prefetches, step_down
+from ...memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan, prefetches, step_down
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...models.family import Block, Family, ModelInputs
 from ..batch import make_batch
@@ -49,7 +49,7 @@ class Measured:
 
     blocks: tuple[BlockCost, ...]
     other_bytes: int
-    machine: Machine
+    machine: Hardware
 
 
 class AutomaticMemory:
@@ -78,14 +78,14 @@ class AutomaticMemory:
         return less
 
 
-def choices_of(asked: MemoryOptions, blocks: int) -> Choices:
+def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
     """What the user left open."""
     counts: tuple[int, ...] = (asked.blocks_to_swap,)
     prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
     if asked.blocks_to_swap == -1:
         counts = tuple(range(blocks + 1))
         prefetch = prefetches(asked.prefetch_blocks)
-    return Choices(
+    return SearchSpace(
         counts=counts,
         prefetch=prefetch,
         checkpointing=("none", "selective", "full") if asked.checkpointing == "auto" else (asked.checkpointing,),
@@ -115,13 +115,13 @@ def measure(
     """Runs one block of each kind forward and back on the largest batch of the data. Everything is let go after."""
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
     available = psutil.virtual_memory().available
-    machine = Machine(free_memory(device), link_bandwidth(device), available)
+    machine = Hardware(free_memory(device), link_bandwidth(device), available)
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
     network = build_network(transformer, targets, settings.network, settings.seed)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]
-    file = file_source((b for m in frozen for b in m.buffers()), settings.memory.pin_memory, available)
+    file = measure_file_bandwidth((b for m in frozen for b in m.buffers()), settings.memory.pin_memory, available)
     in_file = {name: bytes_in_file(b.buffers()) if file is not None else 0 for name, b in transformer.blocks()}
     largest = max(data.samples, key=lambda sample: sample.tokens + sum(sample.references) + sample.text_length)
     samples = [(largest, largest.load())] * settings.batch_size

@@ -72,14 +72,14 @@ class BlockRunner:
         return run_block
 
     def _full(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return checkpointing.full(run) if self.offload is None else self.offload.around(checkpointing.full(run))
+        return checkpointing.full(run) if self.offload is None else self.offload.wrap(checkpointing.full(run))
 
     def take_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
         """Runs these blocks from here on, which have the structures of those before."""
         self._structure = {id(block): block.structure() for _, block in blocks}
         assert set(self._structure.values()) == set(self.regions)
         if self.offload is not None:
-            self.offload.stays(blocks[-1][1])
+            self.offload.keep_on_device(blocks[-1][1])
 
     def let_go(self) -> None:
         """After a step that broke off."""

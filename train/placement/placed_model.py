@@ -8,9 +8,9 @@ from comfy.model_patcher import ModelPatcher
 from ...compile.settings import CompileSettings
 from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
-from ...memory.host.mapped_file import bytes_in_file, stream_from_file
+from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.page_locked import give_back
-from ...memory.host.pinning import Pinning, choose_pinning, is_windows, not_pinned
+from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, unpinned_message
 from ...memory.swap.plan import choose_blocks
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
@@ -81,8 +81,7 @@ class PlacedModel:
     def _build(self) -> tuple[Transformer, BlockSwap | None]:
         """The transformer with its weights on the device, and those of the swapped blocks on the host."""
         memory, model = self.memory, self.patcher.model
-        self.pinning: Pinning | None = None
-        self.from_file: str | None = None
+        self.host: HostPlacement | None = None
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
         transformer = self.family.build(self.patcher, self.device, self.dtype, memory.attention, swapped)
         if not swapped:
@@ -91,11 +90,9 @@ class PlacedModel:
         needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
         available = psutil.virtual_memory().available
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
-        from_file, self.from_file = stream_from_file(memory.pin_memory, inside, needed, available)
-        if not from_file:
-            self.pinning = choose_pinning(memory.pin_memory, self.device.type, inside, available, is_windows())
-        pinned = self.pinning is not None and self.pinning.masters
-        return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, pinned, from_file)
+        host = place_on_host(memory.pin_memory, self.device.type, HostWeights(needed, inside), available)
+        self.host = host
+        return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, host.pinned, host.from_file)
 
     def _holders(self) -> list[Holder]:
         """What holds the frozen weights on the device."""
@@ -138,20 +135,15 @@ class PlacedModel:
                 "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
                 f"'{self.memory.checkpointing}'."
             )
-        if self.from_file is not None:
-            self.observer.note(self.from_file)
-        elif self.pinning is not None and not self.pinning.masters and self._told_of_pinning():
-            self.observer.note(self.pinning.reason)
-        if self.swap is not None and self.pinning is not None and self.pinning.masters:
-            if (told := not_pinned(self.swap.ring.masters)) is not None:
+        if self.host is not None and self.host.notes:
+            self.observer.note(self.host.notes[0])
+        if self.swap is not None and self.host is not None and self.host.pinned:
+            if (told := unpinned_message(self.swap.ring.flat_weights)) is not None:
                 self.observer.note(told)
 
     def told(self) -> str | None:
         """What only a step shows of how memory is used: one sentence, once."""
-        return None if self.runner.offload is None else self.runner.offload.told()
-
-    def _told_of_pinning(self) -> bool:
-        return self.device.type == "cuda" or self.memory.pin_memory == "on"
+        return None if self.runner.offload is None else self.runner.offload.message()
 
     # What runs.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compile.attach import branch_of
 from ...lora.files.formats import convert
 from ...memory.host.flat_weights import restore_inference_mode
-from ...memory.swap.host_copies import host_copies_kept
+from ...memory.swap.host_copies import host_copies_retained
 from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import family_of
@@ -182,7 +182,7 @@ class Previewer:
         with ExitStack() as stack:
             for model in self.models:
                 restore_inference_mode(model.model)
-                stack.enter_context(host_copies_kept(model))
+                stack.enter_context(host_copies_retained(model))
             stack.callback(unload)
             stack.enter_context(random_state_kept(trainer.device))
             stack.enter_context(torch.inference_mode())

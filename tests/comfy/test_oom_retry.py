@@ -86,7 +86,7 @@ def test_where_the_model_finds_no_place_less_of_it_is_placed(flux, where, change
     else:
         assert len(seen) > 2 * fails
     assert slots <= model.loaded_size() < size
-    assert notes[before:] == [oom_retry.TOLD]
+    assert notes[before:] == [oom_retry.RETRIED]
     assert torch.equal(sample(model, "flux"), want)
     comfy.model_management.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
@@ -104,9 +104,9 @@ def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypa
             seen = full(model, "slots", -1, small)
             with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
                 sample(model, "flux")
-        assert not injected and oom_retry.TOLD not in model.notes
+        assert not injected and oom_retry.RETRIED not in model.notes
         assert (len(seen) > 2) is mine and seen[-1] < seen[0] + (not mine)
-        assert model.loaded_size() == 0 and model.swap.ring.masters == []
+        assert model.loaded_size() == 0 and model.swap.ring.flat_weights == []
         assert torch.equal(sample(model, "flux"), want)
         comfy.model_management.unload_all_models()
 
@@ -135,7 +135,7 @@ def test_room_that_does_not_help_is_not_told(monkeypatch: Any) -> None:
     monkeypatch.setattr(oom_retry, "_take_off_hooks", lambda patcher: None)
     monkeypatch.setattr(oom_retry, "_free_some", lambda patcher: freed.pop(0))
     with pytest.raises(torch.OutOfMemoryError, match="activations"):
-        oom_retry.MakeRoom(torch.device("cpu"), True, said.append)(executor)
+        oom_retry.OomRetry(torch.device("cpu"), True, said.append)(executor)
     assert not freed and not said
 
 
