@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..host.flat_buffer import Layout, ScatteredBuffer
-from ..host.flat_weights import SMALL_PART, WeightRef, into_flat, leave_flat, plain_tensors, scattered
+from ..host.flat_weights import SMALL_PART, WeightRef, into_flat, leave_flat, scattered
 from ..host.page_locked import give_back, unlock
 from ..weights.residency import FrozenModule
 from .slot_ring import SlotRing
@@ -36,7 +36,7 @@ class BlockSwap:
         self.blocks = tuple(blocks)
         self.number = {id(block): j for j, block in enumerate(self.blocks)}
         self.refs = [_frozen_places(block) for block in self.blocks]
-        self.layouts = [Layout.of(plain_tensors(refs)) for refs in self.refs]
+        self.layouts = [_layout(refs) for refs in self.refs]
         self._foreign: set[tuple[int, str]] = set()  # what the MODEL has otherwise: these are patched or cast
         flat_weights = [
             scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved)
@@ -116,6 +116,10 @@ def _frozen_places(block: nn.Module) -> list[WeightRef]:
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
+
+
+def _layout(refs: Sequence[WeightRef]) -> Layout:
+    return Layout.of((ref.key, tensor) for ref in refs if (tensor := ref.tensor()) is not None)
 
 
 def _relocate(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> bool | None:
