@@ -9,6 +9,7 @@
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
+  python dev.py lists             write the lists of models that train into README and help pages
 
 With --slowest each of the tests' commands ends by printing where the time went.
 
@@ -472,6 +473,12 @@ def serve(arguments: list[str]) -> int:
     return call([*command(comfyui, base, 8188, not has_accelerator(python), python), *arguments])
 
 
+def lists(arguments: list[str]) -> int:
+    """Write what follows from the registry of model families into the pages."""
+    python, comfyui = setup()
+    return call([python, str(ROOT / "tools" / "model_lists.py"), str(comfyui)])
+
+
 def demo(arguments: list[str]) -> int:
     python, comfyui = setup()
     options = ["run", str(comfyui), str(cache_folder() / "demo"), str(ROOT / "demo-output")]
@@ -479,7 +486,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
+    commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve, "lists": lists}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2

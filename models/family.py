@@ -150,6 +150,7 @@ class Family(ABC):
 
     name: in metadata and in keys.
     title: in messages.
+    releases: what of it trains, as the lists of models in README and help pages put it in brackets.
     model_class: ComfyUI's class of its models.
     text: the text encoders that its captions are encoded with, and the VAEs that go with them.
     names: its modules in kohya's and in diffusers' LoRA files.
@@ -161,6 +162,7 @@ class Family(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    releases: ClassVar[str]
     model_class: ClassVar[type]
     text: ClassVar[TextPolicy]
     names: ClassVar[NameTable]

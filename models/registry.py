@@ -26,6 +26,11 @@ def titles() -> tuple[str, ...]:
     return tuple(family.title for family in FAMILIES)
 
 
+def titles_with_releases() -> tuple[str, ...]:
+    """Names of the families with what of each can be trained, for pages."""
+    return tuple(f"{family.title} ({family.releases})" for family in FAMILIES)
+
+
 def family_of(patcher: ModelPatcher) -> Family:
     """The family of a MODEL. Raises ValueError, naming what it is, where it cannot be trained."""
     for family in FAMILIES:

@@ -155,6 +155,7 @@ class Flux(FluxFamily):
 
     name = "flux"
     title = "FLUX.1"
+    releases = "dev, schnell, Kontext"
     model_class = comfy.model_base.Flux
     text = Flux1Text()
     names = FLUX1_NAMES
@@ -206,6 +207,7 @@ class Flux2(FluxFamily):
 
     name = "flux2"
     title = "FLUX.2"
+    releases = "dev, klein"
     model_class = comfy.model_base.Flux2
     text = Flux2Text()
     names = FLUX2_NAMES

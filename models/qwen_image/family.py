@@ -32,6 +32,7 @@ class QwenImage(Family):
 
     name = "qwen-image"
     title = "Qwen-Image"
+    releases = "with Edit"
     model_class = comfy.model_base.QwenImage
     text = QwenImageText()
     names = QWEN_IMAGE_NAMES

@@ -51,6 +51,7 @@ class Wan(Family):
 
     name = "wan"
     title = "Wan 2.1 and 2.2"
+    releases = "text and image to video, 5B"
     model_class = comfy.model_base.WAN21
     text = WanText()
     names = WAN_NAMES

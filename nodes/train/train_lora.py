@@ -9,10 +9,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from ...common.text import joined
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
-from ...models.registry import family_of
+from ...models.registry import family_of, titles
 from ...train.checkpoint.resume import list_states
 from ...train.experts import ExpertObserver, plan_experts
 from ...train.objective.options import ObjectiveOptions
@@ -47,7 +48,7 @@ class TesseraTrainLora(io.ComfyNode):
             node_id="TesseraTrainLora",
             display_name="Train LoRA",
             category="Tessera/training",
-            description="Trains a LoRA on a FLUX, Wan or Qwen-Image model. Everything a run makes lies in "
+            description=f"Trains a LoRA on {joined(titles())}. Everything a run makes lies in "
             "output/loras/<name>-<key>; a run that was finished before with the same settings is returned at once.",
             search_aliases=["lora training", "fine-tune", "trainer"],
             is_output_node=True,
@@ -55,8 +56,8 @@ class TesseraTrainLora(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The FLUX, Wan or Qwen-Image model to train on, from any loader. LoRAs on it stay in "
-                    "force; a Compile Model node in front gives its backend and mode.",
+                    tooltip=f"The model to train on, from any loader: {joined(titles())}, or a fine-tune of one. LoRAs "
+                    "on it stay in force; a Compile Model node in front gives its backend and mode.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(

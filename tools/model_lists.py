@@ -1,0 +1,44 @@
+"""Writes the lists of models that train into the pages that have them, from the registry of families.
+
+Run: python dev.py lists
+A list stands between the comments `<!-- models -->` and `<!-- /models -->`.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "nodes" / "web" / "docs").glob("*.md")))
+LIST = re.compile(r"(<!-- models -->).*?(<!-- /models -->)", re.DOTALL)
+
+
+def filled(page: str, models: Sequence[str]) -> str:
+    """Replace each list in the text of a page."""
+    *most, last = models
+    return LIST.sub(lambda marks: f"{marks[1]}{', '.join(most)} and {last}{marks[2]}", page)
+
+
+def main(comfyui: str) -> None:
+    sys.path.insert(0, comfyui)
+    from comfy.cli_args import args
+
+    args.cpu = True
+    spec = importlib.util.spec_from_file_location(
+        "tessera", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules["tessera"] = pack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pack)
+    models = importlib.import_module("tessera.models.registry").titles_with_releases()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text, models)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"Wrote the list of models into {page.relative_to(ROOT)}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
