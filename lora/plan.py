@@ -22,7 +22,8 @@ Size = tuple[int, int]
 def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
     """The Linears to train, by name; needs no weights, so that a wrong pattern ends before anything is loaded."""
     shapes = linear_shapes(model)
-    targets = match_targets(list(shapes), options.include or family.default_targets, options.exclude)
+    trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
+    targets = match_targets(trainable, options.include or family.default_targets, options.exclude)
     specs = adapter_specs(options, targets)
     if options.algorithm == "oft":
         _check_oft(specs, shapes)

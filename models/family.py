@@ -155,6 +155,8 @@ class Family(ABC):
     text: the text encoders that its captions are encoded with, and the VAEs that go with them.
     names: its modules in kohya's and in diffusers' LoRA files.
     default_targets: patterns of the Linears that a LoRA trains.
+    never_trained: patterns of the Linears that no LoRA trains, whatever its targets; `linears()` of the transformer
+        lacks them.
     swap_order: its lists of blocks, the one that is swapped first at the front.
     ragged: whether its attention leaves padded captions out, so that `transformer` is given a RaggedAttention.
     resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
@@ -167,6 +169,7 @@ class Family(ABC):
     text: ClassVar[TextPolicy]
     names: ClassVar[NameTable]
     default_targets: ClassVar[tuple[str, ...]]
+    never_trained: ClassVar[tuple[str, ...]] = ()
     swap_order: ClassVar[tuple[str, ...]]
     ragged: ClassVar[bool] = False
     resolution_shifts: ClassVar[Mapping[str, Callable[[int], float]]] = {}
