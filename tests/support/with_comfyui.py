@@ -1,14 +1,14 @@
 """Puts ComfyUI on the path, sets it up for tests and brings the fixtures of all tests that need it.
 
 A folder of tests gets them by `from with_comfyui import pytest_configure as pytest_configure` in its conftest. The test
-tools in tests/tiny are imported as `tiny`.
+tools in tests/tiny are imported as `tiny`, the rows of tests/families as `family_cases`.
 """
 
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ torch.set_num_threads(1)
 _base = Path(tempfile.mkdtemp(prefix="tessera-tests-"))
 _set_up_comfyui(dev.find_comfyui(), _base)
 tiny = load("tiny", TESTS / "tiny" / "__init__.py")
+load("family_cases", TESTS / "families" / "__init__.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,6 +85,35 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen_image": tiny.write_qwen_image(folder / "qwen_image.safetensors"),
         "sdxl": tiny.write_sdxl(folder / "sdxl.safetensors"),
     }
+
+
+@pytest.fixture(scope="session")
+def case_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The tiny checkpoint of a FamilyCase: `case_file(case, dtype=…, …)` with what its `write` takes, made once."""
+    folder = tmp_path_factory.mktemp("cases")
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def file_of(case: Any, **changes: Any) -> Path:
+        key = (case.name, *sorted(changes.items()))
+        if key not in made:
+            made[key] = case.write(folder / f"{len(made)}.safetensors", **changes)
+        return made[key]
+
+    return file_of
+
+
+@pytest.fixture(scope="module")
+def reference_values() -> dict[Any, Any]:
+    """What references gave for a LoRA at its start, for tests that compare several modes with them."""
+    return {}
+
+
+@pytest.fixture
+def check_gradients(case_file: Callable[..., Path], tmp_path: Path, reference_values: dict[Any, Any]) -> Any:
+    """A `tiny.gradient_check.GradientCheck`."""
+    from tiny.gradient_check import GradientCheck
+
+    return GradientCheck(case_file, tmp_path, reference_values)
 
 
 @pytest.fixture

@@ -1,0 +1,68 @@
+"""The LoRA gradients of every family in every mode equal an fp64 reference: plain autograd over its formulas."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from family_cases import cases, every_case
+from tessera.lora.options import NetworkOptions
+
+MODES = ("none", "selective", "full")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def in_every_mode(*axes: str) -> Iterator[Any]:
+    """(case, batch, count, mode, swap) for each case that leaves out none of these axes."""
+    for case in cases(*axes):
+        for batch, counts in case.gradients().items():
+            for count, mode, swap in product(counts, MODES, (False, True)):
+                told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
+                yield pytest.param(case, batch, count, mode, swap, id=told)
+
+
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients"))
+def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
+    check_gradients(case, batch, count, mode=mode, swap=swap)
+
+
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", "compiled gradients"))
+def test_gradients_of_compiled_blocks_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
+    check_gradients(case, batch, count, mode=mode, swap=swap, backend="aot_eager")
+
+
+@every_case("gradients", "inductor")
+def test_gradients_of_inductor_equal_the_fp64_reference(check_gradients, case):
+    batch, counts = list(case.gradients().items())[-1]
+    check_gradients(case, batch, max(counts), mode="full", swap=True, backend="inductor")
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mode", MODES)
+@every_case("gradients", "bf16 gradients")
+def test_gradients_in_bf16_stay_within_its_rounding(check_gradients, case, mode, backend):
+    batch, counts = list(case.gradients().items())[-1]
+    check_gradients(case, batch, max(counts), mode=mode, backend=backend, dtype=torch.bfloat16)
+
+
+@every_case("gradients")
+def test_gradients_of_a_ragged_edge_are_those_of_the_tokens_that_are_kept(check_gradients, case):
+    ragged = [name for name in case.batches() if name.startswith("ragged")]
+    assert ragged
+    for name in ragged:
+        check_gradients(case, name, 3)
+
+
+@pytest.mark.parametrize(("mode", "swap"), [("none", False), ("full", True)], ids=["resident", "swapped"])
+@every_case("gradients")
+def test_gradients_reach_every_linear_of_the_model(check_gradients, case, mode, swap):
+    """Those that all blocks share, and those around the blocks, too."""
+    batch, counts = list(case.gradients().items())[-1]
+    network = NetworkOptions(rank=2, alpha=2.0, include=("*",))
+    found = check_gradients(case, batch, max(counts), mode=mode, swap=swap, network=network)
+    assert len(found) == 2 * case.linears

@@ -1,0 +1,22 @@
+"""A row for each variant of each model family: the tests of tests/comfy/every_family run on all of them."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+from tiny.family_case import AXES, FamilyCase
+
+_MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+CASES: dict[str, FamilyCase] = {case.name: case for module in _MODULES for case in module.CASES}
+
+
+def cases(*axes: str) -> list[FamilyCase]:
+    """The rows that leave out none of these axes."""
+    assert set(axes) <= AXES.keys()
+    return [case for case in CASES.values() if not set(axes) & case.left_out.keys()]
+
+
+def every_case(*axes: str) -> Any:
+    """Parametrize a test's `case` over the rows that leave out none of these axes."""
+    return pytest.mark.parametrize("case", cases(*axes), ids=lambda case: case.name)

@@ -1,0 +1,126 @@
+"""Qwen-Image, and Qwen-Image-Edit-2511, whose references have a timestep of zero."""
+
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from tiny.family_case import Batch, FamilyCase
+from tiny.qwen_data import qwen_sample
+from torch import Tensor
+
+REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "qwen_image.py"))
+METHODS = (None, "index", "index_timestep_zero", "negative_index", "offset", "uxo")
+REFERENCES = [[(4, 6), (6, 8)], [(6, 4), (8, 6)], [(12, 2), (4, 12)]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageCase(FamilyCase):
+    family = "qwen-image"
+    ragged_in_core = False
+    main_batches = ("shapes", "references")
+    unused = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+
+    def timestep_zero(self) -> bool:
+        return self.variant == "qwen-image-edit-2511"
+
+    def write(self, path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+        return tiny.write_qwen_image(path, timestep_zero=self.timestep_zero(), dtype=dtype, **sizes)
+
+    def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
+        return tiny.load_qwen_image(path, dtype)
+
+    def batches(self) -> dict[str, Batch]:
+        """Captions of three lengths, all of which take 128 tokens."""
+        batches: dict[str, Batch] = {
+            "shapes": partial(_samples, [()] * 3),
+            "ragged": partial(_samples, [()] * 3, tokens=22),
+            "references": partial(_samples, REFERENCES),
+            "odd sides": lambda: [qwen_sample("odd", 5, 3, 9, [(7, 5), (3, 8)])],
+            "several methods": lambda: [
+                qwen_sample(name, 4, 6, 9, [(6, 4)], method)
+                for name, method in zip("abc", ("index_timestep_zero", None, "offset"), strict=True)
+            ],
+        }
+        for method in METHODS:
+            batches[f"three {method or 'by default'}"] = partial(_three_references, method)
+        return batches
+
+    def gradients(self) -> dict[str, tuple[int, ...]]:
+        return {"references": (1, 3)} if self.timestep_zero() else {"shapes": (1, 3)}
+
+    def tokens(self, latent: Tensor, sample: Any) -> Tensor:
+        return REFERENCE["to_tokens"](latent[:, 0])[0][: sample.tokens]
+
+    def in_model_space(self, latent: Tensor) -> Tensor:
+        """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan 2.1's autoencoder."""
+        import comfy.latent_formats
+
+        known = comfy.latent_formats.Wan21()
+        return (latent - known.latents_mean[0].to(latent)) / known.latents_std[0].to(latent)
+
+    def shift(self, sample: Any) -> float:
+        return 2.2  # musubi-tuner's
+
+    def reference_velocity(
+        self, tensors: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float = 1.0, lora: Any = None
+    ) -> Tensor:
+        """Each caption alone, unpadded."""
+        read, dtype = sample.load(), x_t.dtype
+        default = "index_timestep_zero" if self.timestep_zero() else "index"
+        references = read.conditioning.get("reference_latents", ())
+        return REFERENCE["qwen_image_forward"](
+            tensors,
+            x_t[:, 0],
+            read.text[0].to(dtype),
+            sigma,
+            references=[self.in_model_space(r[0].to(dtype))[:, 0] for r in references],
+            method=read.conditioning.get("reference_latents_method", default),
+            keep=sample.tokens,
+            lora=lora,
+        )
+
+    def core_velocity(
+        self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
+    ) -> Tensor:
+        import comfy.model_management
+
+        comfy.model_management.load_models_gpu([model])
+        read = sample.load()
+        x = (read.latent[None] if x_t is None else x_t).to(model.load_device)
+        conds = model.model.extra_conds(cross_attn=read.text, noise=x, device=x.device, **read.conditioning)
+        args = {name: cond.process_cond(1, area=None, device=x.device).cond for name, cond in conds.items()}
+        with torch.no_grad():
+            denoised = model.model.apply_model(x, torch.tensor([sigma], device=x.device), **args)
+        return self.tokens(((x.double() - denoised.double()) / sigma)[0].float().cpu(), sample)
+
+
+def _samples(references: Sequence[Sequence[tuple[int, int]]], tokens: int | None = None) -> list[Any]:
+    """Three aspect ratios of 24 tokens."""
+    shapes = [(4, 6, 5), (6, 4, 40), (3, 8, 128)]
+    return [
+        qwen_sample(f"{i}", *shape, given, tokens=tokens)
+        for i, (shape, given) in enumerate(zip(shapes, references, strict=True))
+    ]
+
+
+def _three_references(method: str | None) -> list[Any]:
+    return [
+        qwen_sample("one shape", 4, 6, 9, [(8, 4), (4, 6), (6, 8)], method),
+        qwen_sample("another", 6, 4, 40, [(4, 8), (6, 4), (12, 4)], method),
+    ]
+
+
+CASES = [
+    QwenImageCase(
+        name="qwen-image",
+        variant="qwen-image",
+        linears=6 + 2 * 14,
+        left_out={"inductor": "its blocks are those of the edit model, whose references they see as well"},
+    ),
+    QwenImageCase(name="qwen-image-edit-2511", variant="qwen-image-edit-2511", linears=6 + 2 * 14),
+]

@@ -1,0 +1,168 @@
+"""Wan 2.1 and 2.2: text and image to video of 14B, and 5B, whose clips may begin with a clean frame."""
+
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tiny
+import torch
+from tiny.family_case import SAME_BLOCKS, Batch, FamilyCase
+from torch import Tensor
+
+WAN_FORWARD = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "wan.py"))["wan_forward"]
+
+# A picture and clips of two and three latent frames, all of 24 tokens; the same with a ragged edge, of 18.
+GRIDS = [(3, 4, 2), (1, 4, 6), (2, 3, 4), (2, 2, 6)]
+RAGGED, KEPT = [(3, 3, 2), (1, 4, 5), (2, 2, 5), (2, 3, 3)], [6, 18, 9, 9]
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """(C, T, 2h, 2w) → (T, h·w, 4·C), ordered as (row, column, channel) inside a token."""
+    c, t, height, width = x.shape
+    return x.unfold(2, 2, 2).unfold(3, 2, 2).permute(1, 2, 3, 4, 5, 0).reshape(t, height * width // 4, 4 * c)
+
+
+def padded_text(sample: Any) -> Tensor:
+    """(1, L, D): zeros after the caption, as core's encoder gives them."""
+    text = sample.load().text
+    return torch.cat((text, text.new_zeros(1, sample.text_length - text.shape[1], text.shape[2])), dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanCase(FamilyCase):
+    family = "wan"
+    wide: ClassVar[Mapping[str, Any]] = {"dim": 256}
+    forward_bounds: ClassVar[Mapping[str, float]] = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
+
+    def write(self, path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+        return tiny.write_wan(path, variant=self.variant, dtype=dtype, **{"layers": 3, **sizes})
+
+    def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
+        return tiny.load_wan(path, dtype)
+
+    def batches(self) -> dict[str, Batch]:
+        """5B's clips come with a clean first frame, but for "all noisy"."""
+        batches: dict[str, Batch] = {
+            "shapes": partial(self.samples, GRIDS),
+            "ragged": partial(self.samples, RAGGED, KEPT),
+        }
+        if self.variant == "2.2-5b":
+            batches["all noisy"] = partial(self.samples, GRIDS, clean=False)
+        return batches
+
+    def samples(
+        self, grids: Sequence[tuple[int, int, int]], kept: Sequence[int] | None = None, clean: bool = True
+    ) -> list[Any]:
+        clean = clean and self.variant == "2.2-5b"
+        return [
+            tiny.wan_sample(
+                f"sample {i}", grid, self.variant, keep=keep, text=4 + 2 * i, clean_frames=int(clean and grid[0] > 1)
+            )
+            for i, (grid, keep) in enumerate(zip(grids, kept or [None] * len(grids), strict=True))
+        ]
+
+    def tokens(self, latent: Tensor, sample: Any) -> Tensor:
+        return tokens_of(latent)[:, : sample.tokens // sample.grid[0]].flatten(0, 1)
+
+    def in_model_space(self, latent: Tensor) -> Tensor:
+        """(latent − mean) / std of each channel, by the numbers that ComfyUI has of Wan's autoencoders."""
+        import comfy.latent_formats
+
+        known = comfy.latent_formats.Wan22() if self.variant == "2.2-5b" else comfy.latent_formats.Wan21()
+        return (latent - known.latents_mean[0].to(latent)) / known.latents_std[0].to(latent)
+
+    def shift(self, sample: Any) -> float:
+        return 3.0
+
+    def reference_velocity(
+        self, tensors: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float = 1.0, lora: Any = None
+    ) -> Tensor:
+        read, dtype = sample.load(), x_t.dtype
+        frames, height, width = sample.grid
+        x = x_t
+        if "concat_latent_image" in read.conditioning:
+            picture = self.in_model_space(read.conditioning["concat_latent_image"][0].to(dtype))
+            given = (1 - read.conditioning["concat_mask"][0].to(dtype)).repeat(4, 1, 1, 1)
+            x = torch.cat((x, given, picture))
+        axes = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
+        positions = torch.stack(axes, dim=-1).reshape(frames, -1, 3)[:, : sample.tokens // frames].reshape(1, -1, 3)
+        timestep = torch.where(positions[..., 0] < sample.clean_frames, 0.0, 1000 * torch.tensor(sigma, dtype=dtype))
+        vision = read.conditioning.get("clip_vision_output")
+        return WAN_FORWARD(
+            {name: tensor.to(dtype) for name, tensor in tensors.items()},
+            self.tokens(x, sample)[None],
+            positions,
+            padded_text(sample).to(dtype),
+            timestep,
+            image=None if vision is None else vision.penultimate_hidden_states.to(dtype),
+            num_heads=len(tensors["patch_embedding.weight"]) // 128,
+            lora=lora,
+        )[0]
+
+    def core_velocity(
+        self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
+    ) -> Tensor:
+        import comfy.model_management
+
+        comfy.model_management.load_models_gpu([model])
+        x = sample.load().latent[None] if x_t is None else x_t
+        with torch.no_grad():
+            if sample.tokens < sample.grid[0] * sample.grid[1] * sample.grid[2]:
+                return _core_on_kept_tokens(model, sample, sigma, x)
+            denoised = model.model.apply_model(x, torch.tensor([sigma]), **_core_conds(model, sample, x))
+        return self.tokens(((x.double() - denoised.double()) / sigma)[0], sample).float()
+
+
+def _core_conds(model: Any, sample: Any, x: Tensor) -> dict[str, Any]:
+    """What core's `extra_conds` makes of a sample whose noisy latent is x (1, C, T, H, W)."""
+    read = sample.load()
+    copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in read.conditioning.items()}
+    made = model.model.extra_conds(noise=x, device=x.device, cross_attn=padded_text(sample), **copied)
+    conds = {name: cond.cond for name, cond in made.items()}
+    if sample.clean_frames:
+        # What core's sampler passes on of a latent's noise mask.
+        mask = torch.ones(1, 1, *x.shape[2:])
+        mask[:, :, : sample.clean_frames] = 0
+        conds["denoise_mask"] = mask
+    return conds
+
+
+def _core_on_kept_tokens(model: Any, sample: Any, sigma: float, x: Tensor) -> Tensor:
+    """From core's own modules, called one by one on just the tokens that a ragged edge keeps."""
+    from comfy.ldm.wan.model import sinusoidal_embedding_1d
+
+    core = model.model.diffusion_model
+    conds = _core_conds(model, sample, x)
+    if "c_concat" in conds:
+        x = torch.cat((x, conds["c_concat"]), dim=1)
+    frames, height, width = sample.grid
+    kept = torch.arange(frames * height * width).reshape(frames, -1)[:, : sample.tokens // frames].flatten()
+    h = core.patch_embedding(x).flatten(2).transpose(1, 2)[:, kept]
+    freqs = core.rope_encode(*x.shape[2:], device=x.device, dtype=x.dtype)[:, kept]
+    t = torch.full((frames,), 1000 * sigma)
+    t[: sample.clean_frames] = 0
+    t = t.repeat_interleave(sample.tokens // frames)
+    e = core.time_embedding(sinusoidal_embedding_1d(core.freq_dim, t))[None]
+    projected = core.time_projection(e).unflatten(2, (6, core.dim))
+    context, image = core.text_embedding(conds["c_crossattn"]), conds.get("clip_fea")
+    if image is not None:
+        context = torch.cat((core.img_emb(image), context), dim=1)
+    for block in core.blocks:
+        h = block(h, e=projected, freqs=freqs, context=context, context_img_len=257)
+    return core.head(h, e)[0]
+
+
+CASES = [
+    WanCase(name="wan-2.1-t2v", variant="2.1-t2v", linears=6 + 3 * 10),
+    WanCase(name="wan-2.1-i2v", variant="2.1-i2v", linears=6 + 3 * 10 + 2 + 3 * 2),
+    WanCase(
+        name="wan-2.2-i2v-14b",
+        variant="2.2-i2v-14b",
+        linears=6 + 3 * 10,
+        left_out=dict.fromkeys(SAME_BLOCKS, "its blocks are those of 2.1-t2v"),
+    ),
+    WanCase(name="wan-2.2-5b", variant="2.2-5b", linears=6 + 3 * 10),
+]

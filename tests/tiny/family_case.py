@@ -1,0 +1,181 @@
+"""FamilyCase: what a variant of a model family gives to the tests of tests/comfy/every_family, which run on each.
+
+To add a family, write `tests/families/<name>.py` with a subclass, and its rows as `CASES`. Nothing lists them: every
+module of that folder is read.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+# What a row may leave out, by name and with the reason.
+AXES = {
+    "forward": "velocities equal ComfyUI's in fp32",
+    "16 bit": "velocities equal ComfyUI's in bf16 and fp16",
+    "fp8": "velocities of a file of fp8 equal ComfyUI's, and its blocks stream as they are stored",
+    "reference": "the reference equals ComfyUI's velocity, and its gradients are those of finite differences",
+    "gradients": "LoRA gradients equal those of the reference in fp32",
+    "compiled gradients": "the same with blocks compiled by aot_eager",
+    "inductor": "the same with blocks compiled by inductor, which takes a minute for each kind of block",
+    "bf16 gradients": "the same in bf16, within its rounding",
+    "graphs": "one graph per kind of block and shape key, no recompile and no break",
+    "swap": "blocks that stream from the host train the same bits",
+    "compiled swap": "the same with compiled blocks, and no graph more",
+    "resume": "a cancelled run goes on to the same bits",
+    "files": "each LoRA format is read back by ComfyUI as the same delta W",
+    "diffusers": "diffusers reads the formats as the same delta W, and runs as ComfyUI does",
+    "learning": "a trained LoRA lowers the loss of ComfyUI's forward and draws its sample",
+}
+
+# What says nothing of a variant whose blocks are those of another row.
+SAME_BLOCKS = ("compiled gradients", "inductor", "compiled swap")
+# The same where even the sizes around the blocks are those of another row.
+SAME_SIZES = (*SAME_BLOCKS, "16 bit", "bf16 gradients")
+
+Batch = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """One variant of a family: a tiny model, its data, and independent values to compare training with.
+
+    name: the id of its tests.
+    variant: what `Family.variant` says of the tiny model.
+    linears: how many Linears the tiny model has, counted by hand.
+    left_out: the names out of AXES that this row leaves out, with the reason for each.
+    """
+
+    name: str
+    variant: str
+    linears: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    family: ClassVar[str]
+    """`Family.name`."""
+    kinds: ClassVar[int] = 1
+    """Kinds of blocks, each of which is a graph for every shape."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Linears that no gradient reaches, as in the text stream of a last block."""
+
+    main_batches: ClassVar[tuple[str, ...]] = ("shapes",)
+    """The batches that stand for all where a test takes long."""
+    wide: ClassVar[Mapping[str, Any]] = {}
+    """Sizes for `write` that give two heads or more, where the smallest model has one."""
+    ragged_in_core: ClassVar[bool] = True
+    """Whether `core_velocity` can be asked for the tokens of a ragged edge alone."""
+    forward_bounds: ClassVar[Mapping[str, float]] = {"fp32": 3e-6, "bf16": 2e-2, "fp16": 3e-3}
+    """Largest relative error of a batch's velocities against ComfyUI's, by the dtype that both compute in."""
+
+    def __post_init__(self) -> None:
+        assert self.left_out.keys() <= AXES.keys(), self.left_out
+
+    # The tiny model
+
+    def write(self, path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+        """Write a checkpoint as ComfyUI reads it; `sizes` are this family's own, as `deep` and `wide` have them."""
+        raise NotImplementedError
+
+    def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
+        """The MODEL that `UNETLoader` gives for the file; `dtype` is its `weight_dtype`."""
+        raise NotImplementedError
+
+    # The data
+
+    def batches(self) -> dict[str, Batch]:
+        """Lists of samples that can share a batch, by name: at most four of one shape key.
+
+        "shapes": three samples of unlike aspect ratios, without references. "ragged" where the family has ragged
+        edges: three samples with fewer tokens than their grids. Others by what they show.
+        """
+        raise NotImplementedError
+
+    def gradients(self) -> dict[str, tuple[int, ...]]:
+        """The batches whose gradients are compared in every mode, each with the numbers of samples to take of it."""
+        return {"shapes": (1, 3)}
+
+    # Independent values, computed without this pack. N: the tokens that a sample keeps; C: channels of a token.
+
+    def tokens(self, latent: Tensor, sample: Any) -> Tensor:
+        """(N, C) of a latent without batch axis, in the order of the model's output."""
+        raise NotImplementedError
+
+    def in_model_space(self, latent: Tensor) -> Tensor:
+        """The VAE's latent as the model sees it."""
+        raise NotImplementedError
+
+    def shift(self, sample: Any) -> float:
+        """How far training moves this sample's sigma towards noise by default."""
+        return 1.0
+
+    def reference_velocity(
+        self,
+        tensors: Mapping[str, Tensor],
+        sample: Any,
+        x_t: Tensor,
+        sigma: float,
+        guidance: float = 1.0,
+        lora: Mapping[str, tuple[Tensor, Tensor, float]] | None = None,
+    ) -> Tensor:
+        """(N, C) by the formulas of tests/reference, in the dtype of x_t.
+
+        tensors: the checkpoint's. x_t: the noisy latent in the model's space. lora: module to (down, up, scale).
+        """
+        raise NotImplementedError
+
+    def core_velocity(
+        self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
+    ) -> Tensor:
+        """(N, C), fp32, from ComfyUI's `apply_model` on this sample alone, unpadded; x_t: the noisy latent in the
+        model's space with a batch axis, the sample's latent itself where none is given."""
+        raise NotImplementedError
+
+
+def computing_in(model: Any, dtype: torch.dtype) -> Any:
+    """The MODEL set to compute in this dtype, as ComfyUI sets it on a GPU that has it."""
+    if dtype != torch.float32:
+        model.set_model_compute_dtype(dtype)
+        model.model.manual_cast_dtype = dtype
+    return model
+
+
+def block_count(model: Any) -> int:
+    from tessera.models.registry import family_of
+
+    return sum(family_of(model).block_lists(model.model).values())
+
+
+def our_velocity(model: Any, samples: list[Any], sigmas: list[float], guidance: float = 1.0) -> Tensor:
+    """(B, N, C), in the model's dtype: the samples as one batch through our forward, each latent taken as x_t."""
+    from tessera.memory.weights.frozen import unload
+    from tessera.models.model_patches import trainable_model
+    from tessera.models.registry import family_of
+
+    patcher, _ = trainable_model(model)
+    unload()
+    family, device, dtype = family_of(model), patcher.load_device, patcher.model.get_dtype_inference()
+    transformer = family.build(patcher, device, dtype, "auto")
+    with torch.no_grad():
+        levels = torch.tensor(sigmas, device=device)
+        inputs = family.inputs(patcher, [noisy(sample) for sample in samples], levels, guidance)
+        assert inputs.timestep.dtype == torch.float32
+        return transformer.forward(lambda block, *rest: block(*rest, {}), inputs).cpu()
+
+
+def noisy(sample: Any) -> Any:
+    """The sample as a step sees it, its latent taken as x_t."""
+    from tessera.models.family import NoisySample
+
+    read = sample.load()
+    return NoisySample(
+        read.latent, read.text, read.conditioning, sample.tokens, sample.text_length, sample.clean_frames
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found − expected| / |expected|, by the Frobenius norm."""
+    assert found.shape == expected.shape
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,0 +1,55 @@
+"""A training step written out in fp64 by plain autograd over a family's formulas, nothing recomputed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .family_case import FamilyCase
+from .training import reference_masters
+
+Gradients = dict[str, Tensor]
+
+
+def reference_gradients(
+    case: FamilyCase, trainer: Any, tensors: Mapping[str, Tensor], batch: Sequence[int]
+) -> tuple[float, Gradients]:
+    """The loss of the samples at `batch` and its gradients, by the names of the LoRA's state.
+
+    The loss is the mean over samples of mean((v − (noise − x0))²), which leaves out the tokens of clean frames.
+    """
+    from tessera.common.rng import generator
+    from tessera.train.objective.noise import draw_noise
+    from tessera.train.objective.timestep_sampling import draw_sigma
+
+    settings = trainer.settings
+    lora, masters = reference_masters(trainer)
+    total = torch.zeros((), dtype=torch.float64)
+    for place, index in enumerate(batch):
+        sample = trainer.data.samples[index]
+        x0 = case.in_model_space(sample.load().latent.double())
+        drawn = generator(settings.seed, "sigma", 0, 0, place)
+        sigma = draw_sigma(settings.objective, drawn, sample.tokens, case.shift(sample))
+        sigma = float(torch.tensor(sigma, dtype=torch.float32))
+        noise = draw_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
+        x_t = (1 - sigma) * x0 + sigma * noise
+        clean = sample.clean_frames
+        if clean:
+            x_t[:, :clean] = x0[:, :clean]
+        velocity = case.reference_velocity(tensors, sample, x_t, sigma, settings.objective.guidance, lora)
+        error = (velocity - case.tokens(noise - x0, sample))[clean * sample.tokens // sample.grid[0] :]
+        total = total + error.square().mean() / len(batch)
+    total.backward()
+    return float(total.detach()), {name: gradient(p) for name, p in masters.items()}
+
+
+def gradient(p: Tensor) -> Tensor:
+    """In fp64; zeros where none has come."""
+    return torch.zeros_like(p).double() if p.grad is None else p.grad.double()
+
+
+def lora_gradients(trainer: Any) -> Gradients:
+    """By the same names."""
+    pairs = trainer.network.pairs.items()
+    return {f"{name}.{side}": gradient(p) for name, pair in pairs for side, p in zip(("down", "up"), pair, strict=True)}
