@@ -6,7 +6,7 @@ from typing import Any
 from ..common.text import finite, one_of
 from ..models.adapters.base import DROPOUTS, INITS
 from ..models.adapters.registry import ADAPTERS
-from .ranks import parse_rank_patterns
+from .patterns import parse_rank_patterns
 from .source import LoraSource
 
 ALGORITHMS = tuple(ADAPTERS)
@@ -25,17 +25,25 @@ _WITHOUT_NORM = {
 class NetworkOptions:
     """The adapter to train (TESSERA_NETWORK).
 
-    `include` and `exclude` are glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty
-    `include` stands for the default targets of the model family. `alpha` scales the update by alpha / rank.
-    `dropout` is the probability that an element of the rank activations (after the down projection) is dropped.
-    `lora_plus_ratio` is the learning rate of up over that of down (see `lora_plus.parameter_groups`). Above 0,
-    `scale_weight_norms` is the largest norm of a module's update (see `max_norm.MaxNorm`). `start_from` is a LoRA that
-    training begins from (see `lora_start`), `base_lora` one that stays frozen beneath it, at `base_strength`.
-    Of Wan 2.2's two experts the low noise one has its own where the options of that ending say so: a LoRA, NONE, or
-    SAME as the high noise one (and `base_strength` with it).
-    `rank_dropout` is the probability that a rank is dropped for a sample, `module_dropout` that a layer goes without
-    its adapter for a sample. `rank_patterns`: see `ranks.parse_rank_patterns`. `factor` and `constraint`: of LoKr and
-    of OFT, see `models.adapters`. `init` is what a LoRA begins from.
+    algorithm: of `models.adapters`.
+    rank: of the update's two matrices, or what the algorithm takes for it.
+    alpha: the update is scaled by alpha / rank.
+    include, exclude: glob patterns over module names such as `double_blocks.0.img_attn.qkv`; an empty `include` stands
+        for the default targets of the model family.
+    dropout: probability that an element of the rank activations (after the down projection) is dropped.
+    lora_plus_ratio: learning rate of up over that of down, see `param_groups.parameter_groups`.
+    scale_weight_norms: above 0, the largest norm of a module's update, see `max_norm.MaxNorm`.
+    start_from: a LoRA that training begins from, see `warm_start`.
+    base_lora, base_strength: a LoRA that stays frozen beneath the trained one, and its strength.
+    rank_dropout: probability that a rank is dropped for a sample.
+    module_dropout: probability that a layer goes without its adapter for a sample.
+    rank_patterns: ranks and alphas of some layers, see `patterns.parse_rank_patterns`.
+    factor: of LoKr. constraint: of OFT.
+    init: the initial weights of a LoRA.
+    start_from_low_noise, base_lora_low_noise, base_strength_low_noise: of the low noise one of Wan 2.2's two experts: a
+        LoRA, NONE, or SAME as the high noise one (and `base_strength` with it).
+
+    Raises ValueError, naming the input, for values out of range and combinations without effect.
     """
 
     algorithm: str = "lora"

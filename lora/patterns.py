@@ -1,13 +1,18 @@
-"""Which layers get an adapter: glob patterns over module names."""
+"""Glob patterns over module names: the layers that get an adapter, and ranks and alphas of some of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+RankAlpha = tuple[int, float]
+_EXAMPLE = "'single_blocks.*: rank=8 alpha=4'"
 
 
 def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(include, exclude) from one pattern per line; a line that starts with `-` or `!` excludes.
+    """Parse one pattern per line into (include, exclude); a line that starts with `-` or `!` excludes.
 
-    Empty lines are skipped. Nothing to include stands for the model family's defaults.
+    Empty lines are skipped. Nothing to include stands for the model family's defaults. Raises ValueError for a line
+    without a pattern.
     """
     include: list[str] = []
     exclude: list[str] = []
@@ -27,11 +32,11 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """The names, in their order, that a pattern of `include` matches and none of `exclude` does.
+    """List the names, in their order, that a pattern of `include` matches and none of `exclude` does.
 
     Patterns are those of `fnmatch`, case-sensitive; `*` also runs across dots. The caller fills an empty `include`
-    with the family's defaults before. A pattern without a match is an error: it is a slip of the pen, and a LoRA on
-    other layers than meant is found out only after hours.
+    with the family's defaults before. Raises ValueError for a pattern without a match: it is a slip of the pen,
+    and a LoRA on other layers than meant is found out only after hours.
     """
     assert names and include, (len(names), include)
     for pattern in (*include, *exclude):
@@ -58,3 +63,110 @@ def examples(names: Sequence[str]) -> str:
     """Up to three names, from the start, the middle and the end."""
     places = sorted({0, len(names) // 2, len(names) - 1})
     return ", ".join(names[place] for place in places)
+
+
+@dataclass(frozen=True)
+class RankPattern:
+    """A line of rank_patterns: the rank, the alpha, or both of the layers that `pattern` matches."""
+
+    pattern: str
+    rank: int | None = None
+    alpha: float | None = None
+
+    def applied(self, values: RankAlpha) -> RankAlpha:
+        """The rank and alpha of a matching layer that had `values` before; a rank without an alpha keeps their
+        quotient."""
+        before, alpha = values
+        rank = before if self.rank is None else self.rank
+        return rank, alpha * rank / before if self.alpha is None else self.alpha
+
+
+def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
+    """Parse lines of a pattern, a colon, and `rank=` or `alpha=` or both. Empty lines are skipped; raises ValueError
+    for any other."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        pattern, _, settings = (part.strip() for part in line.partition(":"))
+        values = dict(part.partition("=")[::2] for part in settings.split())
+        if not pattern or not values or not values.keys() <= {"rank", "alpha"}:
+            raise ValueError(f"Line {number} of rank_patterns is {line.strip()!r}; write it as in {_EXAMPLE}.")
+        found.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
+    return tuple(found)
+
+
+def match_rank_patterns(lines: Sequence[RankPattern], targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The lines that match each target, by number and in order. Raises ValueError for a line that matches none."""
+    matching: dict[str, list[int]] = {name: [] for name in targets}
+    for number, line in enumerate(lines):
+        names = [name for name in targets if fnmatchcase(name, line.pattern)]
+        if not names:
+            raise ValueError(
+                f"The pattern {line.pattern!r} in rank_patterns matches no layer that is trained; they have names such "
+                f"as {examples(targets)}."
+            )
+        for name in names:
+            matching[name].append(number)
+    return {name: tuple(numbers) for name, numbers in matching.items()}
+
+
+def rank_and_alpha(lines: Sequence[RankPattern], numbers: Iterable[int], start: RankAlpha) -> RankAlpha:
+    """Apply the lines of these numbers in their order: each changes what the ones before left."""
+    for number in numbers:
+        start = lines[number].applied(start)
+    return start
+
+
+def unused_rank_patterns(
+    lines: Sequence[RankPattern],
+    matching: Mapping[str, tuple[int, ...]],
+    start: RankAlpha,
+    reads_alpha: bool = True,
+) -> list[RankPattern]:
+    """The lines each of which could be left out by itself without a change to any layer.
+
+    matching: of `match_rank_patterns`. start: of a layer that no line matches. The work is linear in the lines: all
+    results without one line are computed side by side, and lines whose results agree are carried on as one.
+    """
+    used: set[int] = set()
+    for numbers in set(matching.values()):
+        values = start
+        without: dict[RankAlpha, list[int]] = {}  # rank and alpha so far -> the lines without which they are so
+        for number in numbers:
+            line, before = lines[number], without
+            without = {}
+            for other, left_out in before.items():
+                same = without.setdefault(line.applied(other), left_out)
+                if same is not left_out:
+                    same += left_out
+            without.setdefault(values, []).append(number)
+            values = line.applied(values)
+            without.pop(values, None)  # what agrees here agrees to the end
+        used.update(
+            number
+            for other, left_out in without.items()
+            if other != values and (reads_alpha or other[0] != values[0])
+            for number in left_out
+        )
+    return [line for number, line in enumerate(lines) if number not in used]
+
+
+def _rank(values: dict[str, str], line: int) -> int | None:
+    if "rank" not in values:
+        return None
+    if not values["rank"].isdecimal() or int(values["rank"]) < 1:
+        raise ValueError(f"Line {line} of rank_patterns has the rank {values['rank']!r}; give a whole number from 1.")
+    return int(values["rank"])
+
+
+def _alpha(values: dict[str, str], line: int) -> float | None:
+    if "alpha" not in values:
+        return None
+    try:
+        alpha = float(values["alpha"])
+    except ValueError:
+        alpha = 0.0
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"Line {line} of rank_patterns has the alpha {values['alpha']!r}; give a number above 0.")
+    return alpha

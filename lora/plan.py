@@ -13,8 +13,13 @@ from ..models.adapters.oft import block_size
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
 from .options import LOW_NOISE, NetworkOptions
-from .patterns import examples, match_targets
-from .ranks import RankPattern, parse_rank_patterns
+from .patterns import (
+    match_rank_patterns,
+    match_targets,
+    parse_rank_patterns,
+    rank_and_alpha,
+    unused_rank_patterns,
+)
 
 Size = tuple[int, int]
 
@@ -40,23 +45,11 @@ def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, 
 
     Raises ValueError for a pattern that matches no target.
     """
-    return _with_patterns(dict.fromkeys(targets, base_spec(options)), parse_rank_patterns(options.rank_patterns))
-
-
-def _with_patterns(specs: dict[str, AdapterSpec], lines: Sequence[RankPattern]) -> dict[str, AdapterSpec]:
-    specs, targets = dict(specs), list(specs)
-    for line in lines:
-        matching = [name for name in targets if fnmatchcase(name, line.pattern)]
-        if not matching:
-            raise ValueError(
-                f"The pattern {line.pattern!r} in rank_patterns matches no layer that is trained; they have names such "
-                f"as {examples(targets)}."
-            )
-        for name in matching:
-            spec = specs[name]
-            rank = spec.rank if line.rank is None else line.rank
-            alpha = spec.alpha * rank / spec.rank if line.alpha is None else line.alpha
-            specs[name] = replace(spec, rank=rank, alpha=alpha)
+    base, lines = base_spec(options), parse_rank_patterns(options.rank_patterns)
+    specs = {}
+    for name, numbers in match_rank_patterns(lines, targets).items():
+        rank, alpha = rank_and_alpha(lines, numbers, (base.rank, base.alpha))
+        specs[name] = replace(base, rank=rank, alpha=alpha)
     return specs
 
 
@@ -123,19 +116,13 @@ def _without_effect(options: NetworkOptions, targets: Sequence[str]) -> list[str
 
 def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:
     """Lines of rank_patterns that could be left out."""
-    plain, lines = dict.fromkeys(targets, base_spec(options)), parse_rank_patterns(options.rank_patterns)
-    specs = _read_by(options.algorithm, _with_patterns(plain, lines))
-    for number, line in enumerate(lines):
-        if _read_by(options.algorithm, _with_patterns(plain, [*lines[:number], *lines[number + 1 :]])) == specs:
-            yield (
-                f"The line of {line.pattern!r} in rank_patterns changes nothing: its layers have that already, or "
-                "later lines set it anew."
-            )
-
-
-def _read_by(algorithm: str, specs: Mapping[str, AdapterSpec]) -> dict[str, AdapterSpec]:
-    """Without what the algorithm does not read."""
-    return {n: replace(spec, alpha=0.0) for n, spec in specs.items()} if algorithm == "oft" else dict(specs)
+    base, lines = base_spec(options), parse_rank_patterns(options.rank_patterns)
+    matching = match_rank_patterns(lines, targets)
+    for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
+        yield (
+            f"The line of {line.pattern!r} in rank_patterns changes nothing: its layers have that already, or "
+            "later lines set it anew."
+        )
 
 
 def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> list[str]:
