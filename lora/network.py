@@ -2,21 +2,27 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..common.rng import generator
-from ..models.adapters.base import Adapter, DropMask
+from ..models.adapters.base import Adapter, AdapterSpec, DropMask
 from ..models.adapters.registry import adapter_kind
 from ..models.family import Block, ModelInputs, Transformer
 from ..models.layers.lora_linear import LoraLinear
-from ..train.checkpoint.compatibility import OTHER_NETWORK, described
 from .dropout import draw_masks
 from .files.lora_model import LoraModel
 from .options import NetworkOptions
 from .plan import adapter_specs
+
+RESUME_OFF = "or set resume to 'off'."
+OTHER_NETWORK = (
+    "resume: that state was trained with another algorithm, init, rank or other targets; set them as they were, "
+    f"{RESUME_OFF}"
+)
 
 
 class LoraNetwork:
@@ -61,9 +67,12 @@ class LoraNetwork:
         """What a state file holds: the masters, and what else an adapter would not find again bit for bit."""
         return {f"{n}.{own}": t for n, adapter in self.adapters.items() for own, t in adapter.state_dict().items()}
 
-    def described(self) -> list[dict[str, Any]]:
-        """What the adapters are made with, for a state file."""
-        return described(self.adapters)
+    def specs(self) -> list[dict[str, Any]]:
+        """The specs of the adapters as plain JSON, each with the layers that have it, for a state file."""
+        layers: dict[AdapterSpec, list[str]] = {}
+        for name, adapter in self.adapters.items():
+            layers.setdefault(adapter.spec, []).append(name)
+        return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Puts saved masters back. Raises ValueError where they belong to another network."""

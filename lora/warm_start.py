@@ -19,9 +19,8 @@ from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
-from .files.lora_dense import EMPTY, cut_to_rank, delta_of
 from .files.lora_model import ALPHA, LowRank, low_rank
-from .files.patches import DoesNotFit, Patch
+from .files.patches import EMPTY, DoesNotFit, Patch, cut_to_rank, delta_of
 from .files.reader import Parts, ReadLora, read_lora
 from .options import NetworkOptions
 from .plan import adapter_specs

@@ -97,7 +97,7 @@ class Learner:
         """The fields of a TrainingState that are the learner's."""
         return {
             "masters": self.network.saved(),
-            "adapters": self.network.described(),
+            "adapters": self.network.specs(),
             "optimizer": state_of(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),

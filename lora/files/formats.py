@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...common.files import write_atomically
 from ...models.name_table import NameTable
-from ...train.checkpoint.metadata import for_file
-from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, LowRank, low_rank, normalised
+from .header import for_file
+from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]
@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp32") -> dict[str, Tensor]:
-    """The LoRA's tensors under the names of a format, on the host, each with storage of its own.
+    """Convert a LoRA to the names of a format, on the host, each tensor with storage of its own.
 
     format: `kohya` (`lora_unet_*`, alpha kept), `comfyui` (`diffusion_model.<module>.lora_A/lora_B`) or `diffusers`
     (PEFT names, FLUX's fused layers cut by rows). The last two have alpha / rank multiplied into `lora_B` in float32,
@@ -49,7 +49,7 @@ def save_lora(
     dtype: str = "fp32",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the LoRA as a safetensors file, whole or not at all.
+    """Write the LoRA as a safetensors file, atomically.
 
     metadata: what `metadata_for` gave; None takes the LoRA's own. The hash and the names that depend on the format
     are set for this file. Raises ValueError as `convert` does, and OSError with one sentence when it can't be written.
@@ -121,6 +121,3 @@ def _cast(key: str, tensor: Tensor, dtype: str) -> Tensor:
             f"{torch.finfo(target).max:.5g}; choose bf16 or fp32."
         )
     return cast
-
-
-__all__ = ["DTYPES", "FORMATS", "LoraModel", "LowRank", "convert", "normalised", "save_lora"]

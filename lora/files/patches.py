@@ -4,6 +4,7 @@ ComfyUI's reader (`comfy.lora`, `comfy.weight_adapter`) leaves a weight as it is
 only logs that; here it is found before, on weights without numbers, and said.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from comfy.weight_adapter.lora import LoRAAdapter
 from comfy.weight_adapter.oft import OFTAdapter
 from torch import Tensor
 
+from ...models.adapters.pissa import largest_parts
 from .lora_model import ALPHA, DORA, DOWN, UP
 
 Place = tuple[int, int, int]
@@ -27,6 +29,8 @@ Target = str | tuple[Any, ...]
 """A weight of the model, or (weight, its place or None, function or absent) for a part of one."""
 
 RESHAPE = "reshape_weight"
+EMPTY = 1e-6  # a singular part this small beside the largest is none
+_ROUNDING = 1e-6  # a change of W this small beside W is what fp32 rounds
 # What ComfyUI's adapters hold in `weights`, in their order, by the suffixes of kohya's and LyCORIS' files.
 _TURNS = ("oft_blocks", "rescale", ALPHA, DORA)
 _ORDERS: dict[type, tuple[str, ...]] = {
@@ -187,3 +191,39 @@ def _size(named: Mapping[str, Tensor]) -> tuple[int, int] | None:
 
 def _text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
+
+
+def delta_of(
+    patches: Sequence[Patch], shape: tuple[int, int], device: torch.device, read: Callable[[], Tensor]
+) -> Tensor:
+    """delta W (out, in), fp32 on `device`: what ComfyUI's reader makes of a weight by these patches, less the weight.
+
+    read: gives W, fp32, which is only asked for where delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole
+    weight); else the patches go on zeros, so that nothing is rounded to W's size. Raises ValueError where the reader
+    leaves a patch out, and where the numbers overflow.
+    """
+    weight = read().to(device) if any(patch.needs_weight for patch in patches) else None
+    delta = torch.zeros(shape, device=device) if weight is None else weight.clone()
+    for patch in patches:
+        delta, applied = patch.apply(delta)
+        if not applied:
+            raise ValueError(f"ComfyUI could not apply its {patch.form}; ComfyUI's log says why")
+    if weight is not None:
+        delta -= weight
+        if delta.norm() <= _ROUNDING * weight.norm():
+            delta.zero_()
+    if not delta.isfinite().all():
+        raise ValueError("its update is NaN or infinite on the weights of this model")
+    return delta
+
+
+def cut_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """(down, up, ‖lost‖ / ‖delta W‖): scale·up·down are the largest singular parts, `rank` of them or as many as there
+    are."""
+    left, sizes, right = largest_parts(delta, rank, source)
+    there = int((sizes > EMPTY * sizes[0]).sum())
+    left, sizes, right = left[:, :there], sizes[:there], right[:there]
+    root = (sizes / scale).sqrt()
+    total = float(delta.double().square().sum())
+    lost = math.sqrt(max(0.0, 1.0 - float(sizes.double().square().sum()) / total)) if total else 0.0
+    return right * root[:, None], left * root, lost

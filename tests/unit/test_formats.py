@@ -240,7 +240,8 @@ import torch
 from safetensors.torch import save_file
 sys.path.insert(0, sys.argv[2])
 import with_comfyui
-from tessera.lora.files.formats import LoraModel, LowRank, save_lora
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel, LowRank
 lora = LoraModel.from_modules({"img_in": LowRank(torch.ones(64, 4096), torch.ones(4096, 64), 64.0)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from tessera.lora.files.formats import save_lora
+from tessera.lora.files.header import for_file
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
-from tessera.train.checkpoint.metadata import RunFacts, for_file, metadata_for
+from tessera.train.checkpoint.metadata import RunFacts, metadata_for
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions

@@ -1,13 +1,13 @@
 """Whether a saved state fits what is to be trained, told from its header alone, before a model is loaded."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 
+from ...lora.network import OTHER_NETWORK, RESUME_OFF
 from ...lora.options import NetworkOptions
 from ...lora.plan import adapter_specs
 from ...models.adapters.base import Adapter, AdapterSpec
@@ -21,19 +21,7 @@ from ..optim.state_dict import part_of
 from .state import MASTERS, read_header
 
 Shapes = Mapping[str, tuple[int, ...]]
-_OFF = "or set resume to 'off'."
 _MADE_WITH = ("algorithm", "init", "rank", "factor")
-OTHER_NETWORK = (
-    f"resume: that state was trained with another algorithm, init, rank or other targets; set them as they were, {_OFF}"
-)
-
-
-def described(adapters: Mapping[str, Adapter]) -> list[dict[str, Any]]:
-    """What a state says of its adapters: what they are made with, each with the layers that have it."""
-    layers: dict[AdapterSpec, list[str]] = {}
-    for name, adapter in adapters.items():
-        layers.setdefault(adapter.spec, []).append(name)
-    return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
 
 
 def check_state(
@@ -77,7 +65,7 @@ def _check_network(
     if layers.keys() != own.keys():
         raise ValueError(
             f"resume: that state trained {len(layers)} layers and the network here trains {len(own)} "
-            f"({'; '.join(_only(layers, own))}); set targets and the model as they were, {_OFF}"
+            f"({'; '.join(_only(layers, own))}); set targets and the model as they were, {RESUME_OFF}"
         )
     for name, adapter in own.items():
         here = {f"{name}.{key}": tuple(t.shape) for key, t in adapter.state_dict().items()}
@@ -106,7 +94,7 @@ def _other(field: str, layer: str, before: AdapterSpec, now: AdapterSpec, networ
         fix += ", begin from its LoRA with start_from on LoRA Network"
     return ValueError(
         f"resume: that state was trained with {field} {_shown(there)} in {layer} and the network here has "
-        f"{_shown(here)}{scaled}; {fix}, {_OFF}"
+        f"{_shown(here)}{scaled}; {fix}, {RESUME_OFF}"
     )
 
 

@@ -5,10 +5,7 @@
 `tessera`: all settings of the run as JSON.
 """
 
-import hashlib
 import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -18,9 +15,10 @@ from typing import Any
 import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor, uint8
+from torch import Tensor
 
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
+from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import LoraModel
 from ...lora.options import NetworkOptions
 from ...models.family import Family, Origin
@@ -32,16 +30,6 @@ VERSION = "0.1.0"  # as `pyproject.toml` names it
 
 # (step, last loss, LoRA) → the metadata of its file.
 Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
-
-_ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
-# Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
-# /6" and addresses of the web stay as they are.
-_START = r"file:/|~[/\\]|[A-Za-z]:[/\\]|\\{2,}(?=\w)"
-_VALUE, _WORD = rf"(?:{_START}|/(?=\w))", rf"(?:{_START}|/(?=[^\s/\\]+/))"
-_INSIDE = re.compile(
-    rf"""(?<=["'`]){_VALUE}[^"'`\n]*|(?<==){_VALUE}[^"'`,;\n]*|(?<![\w.:/\\~<]){_WORD}[^\s"'`,;)\]}}]*""",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,7 @@ class RunFacts:
 
 def plain_facts(facts: RunFacts) -> dict[str, Any]:
     """The facts as plain JSON, without paths of a disk."""
-    return _without_paths(asdict(facts))
+    return without_paths(asdict(facts))
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -100,10 +88,10 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{facts.origin.architecture}/lora",
         "modelspec.implementation": facts.origin.implementation,
-        "modelspec.title": _last_part(facts.output_name),
+        "modelspec.title": last_part(facts.output_name),
         "modelspec.date": facts.finished,
         "modelspec.resolution": facts.resolution,
-        "ss_output_name": _last_part(facts.output_name),
+        "ss_output_name": last_part(facts.output_name),
         "ss_sd_model_name": settings["base_model"],
         "ss_base_model_version": facts.origin.kohya_version,
         "ss_network_module": facts.origin.kohya_module if network.algorithm == "lora" else "lycoris.kohya",
@@ -149,64 +137,6 @@ def _network_args(network: NetworkOptions) -> str:
     if network.lora_plus_ratio != 1:
         args["loraplus_lr_ratio"] = network.lora_plus_ratio
     return json.dumps({name: str(value) for name, value in args.items()}) if args else ""
-
-
-def for_file(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], format: str) -> dict[str, str]:
-    """The metadata as the file of these tensors in this format says it: its hashes, whose names it uses, no paths."""
-    header = {str(key): _without_paths(str(value)) for key, value in metadata.items()}
-    if "modelspec.sai_model_spec" in header:
-        digest = tensor_hash(tensors)
-        header["modelspec.hash_sha256"] = f"0x{digest}"
-        header["sshs_model_hash"] = digest
-        if format == "diffusers":
-            header["modelspec.implementation"] = "diffusers"
-        if format != "kohya":
-            header.pop("ss_network_module", None)
-            header.pop("ss_network_args", None)
-    return header
-
-
-def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the bytes that follow the header in a safetensors file of these tensors, as hexadecimal digits.
-
-    safetensors sorts by dtype, widest first, then by name; two dtypes of one width don't meet in our files.
-    """
-    digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _last_part(text: str) -> str:
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, str):
-        return _text_without_paths(value)
-    if isinstance(value, Mapping):
-        return {key: _without_paths(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_paths(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _text_without_paths(text: str) -> str:
-    if text.startswith("data:"):  # a thumbnail, whose letters may read as a path
-        return text
-    if text.startswith(("{", "[")):
-        try:
-            read = json.loads(text)
-        except ValueError:
-            pass
-        else:
-            clean = _without_paths(read)
-            return text if clean == read else json.dumps(clean, ensure_ascii=False)
-    if _ABSOLUTE.match(text.strip()):
-        return _last_part(text)
-    return _INSIDE.sub(lambda found: _last_part(found[0]), text)
 
 
 def _unix(moment: str) -> str:

@@ -28,7 +28,7 @@ class TrainingState:
     """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
     apart from its length. average: the LoRA's moving average, empty where the run keeps none. validation: the points
     so far (`validation.Validation`) and the name of what they were measured on, empty without. adapters: what the
-    masters are of, see `state_fit.described`; empty in states from before it was kept. parts: see `parts`, likewise."""
+    masters are of, see `LoraNetwork.specs`; empty in states from before it was kept. parts: see `parts`, likewise."""
 
     step: int
     batches: int
