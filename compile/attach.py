@@ -4,27 +4,27 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..memory.weights.dynamic_vram import without_dynamic_vram
-from .compiled_model import Branch, branch_for
+from .compiled_model import CompiledModel, compiled_model_for
 from .settings import CompileSettings
 
 KEY = "tessera.compile"
 
 
-def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, Branch]:
+def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, CompiledModel]:
     """A clone of the MODEL that runs compiled. Raises ValueError for settings that can't be meant."""
     settings.check()
     clone, why_not, note = _compilable_clone(patcher)
-    branch = branch_for(clone.model, settings, clone.load_device)
+    compiled_model = compiled_model_for(clone.model, settings, clone.load_device)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     if why_not is None:
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, branch.apply_model)
-        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, branch.next_run)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, compiled_model.apply_model)
+        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, compiled_model.next_run)
     for sentence in (why_not, note):
         if sentence is not None:
-            branch.say(sentence)
-    clone.set_attachments(KEY, branch)
-    return clone, branch
+            compiled_model.note(sentence)
+    clone.set_attachments(KEY, compiled_model)
+    return clone, compiled_model
 
 
 def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
@@ -46,6 +46,6 @@ def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, 
     return clone, None, note
 
 
-def branch_of(patcher: ModelPatcher) -> Branch | None:
+def compiled_model_of(patcher: ModelPatcher) -> CompiledModel | None:
     """The branch of a MODEL that came through Compile Model."""
     return patcher.get_attachment(KEY)

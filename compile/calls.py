@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..models.transformer_options import READ_OUTSIDE_BLOCKS, VOLATILE, carries_code, steady
 from .region import Region
-from .stack import Threading
+from .stack import BlockWiring
 
 
 def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,15 +45,15 @@ def _call(
     args = tuple(_steady(value, drop) for value in args)
     kwargs = {key: _steady(value, drop) for key, value in kwargs.items()}
     plain = not any(isinstance(v, dict) and carries_code(v) for v in (*args, *kwargs.values()))
-    return _own(region, region(module, args, kwargs, may_measure=plain))
+    return _clone_outputs(region, region(module, args, kwargs, may_measure=plain))
 
 
 def call_stack(
-    region: Region, blocks: tuple[nn.Module, ...], threading: Threading, args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: Region, blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Stands for a list of blocks, which no code of other nodes reaches into."""
     args, kwargs = tuple(map(_steady, args)), {key: _steady(value) for key, value in kwargs.items()}
-    return _own(region, region(blocks, threading, args, kwargs, may_measure=True))
+    return _clone_outputs(region, region(blocks, wiring, args, kwargs, may_measure=True))
 
 
 def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
@@ -68,7 +68,7 @@ def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
     return value
 
 
-def _own(region: Region, out: Any) -> Any:
+def _clone_outputs(region: Region, out: Any) -> Any:
     """The outputs of a CUDA graph are overwritten when it next runs: what leaves it is copied."""
     if region.how.cuda_graphs() and region.device.type == "cuda":
         return tree_map_only(Tensor, torch.clone, out)
@@ -84,7 +84,7 @@ def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], 
     return modules, key, module
 
 
-def set_for_now(placed: ExitStack, module: Any, name: str, value: Any) -> None:
+def set_temporarily(placed: ExitStack, module: Any, name: str, value: Any) -> None:
     """Sets an attribute of the instance, and puts back what was there when `placed` ends."""
     own = vars(module)
     if name in own:

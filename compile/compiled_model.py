@@ -21,11 +21,11 @@ from torch import nn
 from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from ..models.transformer_options import carries_code
-from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_for_now
+from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_temporarily
 from .region import Region, signature
 from .report.report import CompileReport
 from .settings import CompileSettings, HowToCompile
-from .stack import StackModule, Threading, Watch, run_stack
+from .stack import BlockWiring, StackModule, WiringTracer, run_stack
 from .weights import keep_flags_on_modules, leave_inference_mode, opaque_patches
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
 
-class Branch:
+class CompiledModel:
     """One way of compiling one model. Clones of the MODEL share it, and so do Compile Model nodes of equal settings."""
 
     def __init__(self, settings: CompileSettings, base: Any, device: torch.device):
@@ -44,12 +44,12 @@ class Branch:
         self.observer: Callable[[str], None] | None = None
         self.regions: dict[Any, Region] = {}
         self._first_sizes: Any = None
-        self._threading: dict[str, Threading | str] = {}
+        self._wiring: dict[str, BlockWiring | str] = {}
         self._read(base.diffusion_model)
         for note in settings.ignored([block.name for block in self.blocks], device):
-            self.say(note)
+            self.note(note)
         if not self.blocks and settings.scope != "model":
-            self.say(
+            self.note(
                 f"No list of like blocks was found in {type(self.model).__name__}, so nothing is compiled; choose "
                 "scope model."
             )
@@ -66,9 +66,9 @@ class Branch:
         inside = {id(m) for block in self.blocks for m in block.module.modules()}
         self._weighted = weighted if self.settings.scope == "model" else [m for m in weighted if id(m) in inside]
         keep_flags_on_modules(model.modules())
-        self._threading.clear()
+        self._wiring.clear()
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Each sentence once, to the log and to whoever shows the node."""
         if sentence in self.notes:
             return
@@ -88,7 +88,7 @@ class Branch:
         base: Any = executor.class_obj
         own: Any = self.base()
         if own is not base:  # a copy on another GPU
-            return branch_for(base, self.settings, base.device).apply_model(executor, *args, **kwargs)
+            return compiled_model_for(base, self.settings, base.device).apply_model(executor, *args, **kwargs)
         model = base.diffusion_model
         if model is not self.model or any(modules.get(key) is not module for modules, key, module in self._entries):
             self._read(model)
@@ -138,11 +138,11 @@ class Branch:
         options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
         scope = self.settings.scope
         if scope == "stack" and (why := self._no_stack(control, options, kwargs)):
-            self.say(f"scope stack: this run compiles block by block, since {why}.")
+            self.note(f"scope stack: this run compiles block by block, since {why}.")
             scope = "blocks"
         streams = any(swapped_forward(block.module) for block in self.blocks)
         if scope != "blocks" and streams:
-            self.say(f"scope {scope}: blocks are compiled one by one, since some stream from the host (block swap).")
+            self.note(f"scope {scope}: blocks are compiled one by one, since some stream from the host (block swap).")
             scope = "blocks"
         with ExitStack() as placed:
             if scope != "model" or not self._place_model(placed, model):
@@ -175,13 +175,13 @@ class Branch:
         swapped = swapped_forward(block.module)
         if swapped is not None and swapped.inner is None:
             # The weights come and go under it: what is compiled is the block in its slot, as any other.
-            set_for_now(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, how)))
+            set_temporarily(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, how)))
             return
         if "forward" in vars(block.module):
-            self.say(f"{block.name} and blocks like it run eager, since another node has replaced their forward.")
+            self.note(f"{block.name} and blocks like it run eager, since another node has replaced their forward.")
             return
         region = self._region(block.kind, run_forward, how)
-        set_for_now(placed, block.module, "forward", partial(call_block, region, block.module))
+        set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
 
     def _without_cuda_graphs(self, how: HowToCompile) -> HowToCompile:
         """A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has
@@ -190,7 +190,7 @@ class Branch:
         """
         asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
         instead = how.without_cuda_graphs()
-        self.say(
+        self.note(
             f"{asked}: blocks are compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
             "some stream from the host (block swap)."
         )
@@ -199,10 +199,10 @@ class Branch:
     def _place_model(self, placed: ExitStack, model: nn.Module) -> bool:
         name = "_forward" if hasattr(type(model), "_forward") else "forward"
         if name in vars(model):
-            self.say("scope model: blocks are compiled instead, since another node has replaced the model's forward.")
+            self.note("scope model: blocks are compiled instead, since another node has replaced the model's forward.")
             return False
         region = self._region(f"{type(model).__name__}:model", run_model, self.settings.how())
-        set_for_now(placed, model, name, partial(call_model, region, model))
+        set_temporarily(placed, model, name, partial(call_model, region, model))
         return True
 
     def _place_stacks(self, placed: ExitStack, model: nn.Module) -> set[str]:
@@ -212,62 +212,62 @@ class Branch:
         for name, blocks in self.lists.items():
             hows = {self.settings.how_for(block.name) for block in blocks}
             how = next(iter(hows))
-            threading = self._threading.get(name)
+            wiring = self._wiring.get(name)
             if len(hows) > 1:
-                self.say(f"scope stack: {name} is compiled block by block, since overrides tell its blocks apart.")
-            elif how is None or isinstance(threading, str):
+                self.note(f"scope stack: {name} is compiled block by block, since overrides tell its blocks apart.")
+            elif how is None or isinstance(wiring, str):
                 continue
             elif any("forward" in vars(block.module) for block in blocks):
-                self.say(f"scope stack: {name} is compiled block by block, since another node has replaced a forward.")
-            elif threading is None:
-                self._watch(placed, name, blocks)
+                self.note(f"scope stack: {name} is compiled block by block, since another node has replaced a forward.")
+            elif wiring is None:
+                self._trace_wiring(placed, name, blocks)
                 provided |= {block.name for block in blocks}
             else:
                 kinds = "+".join(dict.fromkeys(block.kind for block in blocks))
                 region = self._region(f"{name}:{kinds}", run_stack, how)
                 members = tuple(block.module for block in blocks)
-                stack = StackModule(partial(call_stack, region, members, threading))
+                stack = StackModule(partial(call_stack, region, members, wiring))
                 modules, key, own = entry_of(model, name)
                 modules[key] = nn.ModuleList([stack])
                 placed.callback(modules.__setitem__, key, own)
                 provided |= {block.name for block in blocks}
         return provided
 
-    def _watch(self, placed: ExitStack, name: str, blocks: list[BlockOfModel]) -> None:
+    def _trace_wiring(self, placed: ExitStack, name: str, blocks: list[BlockOfModel]) -> None:
         """For this call the blocks run eager under a watch, which learns how they hang together."""
-        watch = Watch([block.module for block in blocks])
+        tracer = WiringTracer([block.module for block in blocks])
 
-        def watched(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            watch.before(block, args, kwargs)
+        def traced(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            tracer.before(block, args, kwargs)
             out = type(block).forward(block, *args, **kwargs)
-            watch.after(out)
+            tracer.after(out)
             return out
 
         def learn(kind: type[BaseException] | None, *_: Any) -> None:
             if kind is not None:  # interrupted: what was seen is no whole pass
                 return
-            found = self._threading[name] = watch.threading()
+            found = self._wiring[name] = tracer.wiring()
             if isinstance(found, str):
-                self.say(f"scope stack: {name} is compiled block by block, since {found}.")
+                self.note(f"scope stack: {name} is compiled block by block, since {found}.")
 
         placed.push(learn)
         for block in blocks:
-            set_for_now(placed, block.module, "forward", partial(watched, block.module))
+            set_temporarily(placed, block.module, "forward", partial(traced, block.module))
 
     def _region(self, key: str, body: Callable[..., Any], how: HowToCompile) -> Region:
         found = self.regions.get((key, how))
         if found is None:
-            title = self._title(key.partition(":")[0], how)
+            label = self._label(key.partition(":")[0], how)
             # The number keeps branches apart: torch remembers by name which sizes have varied, and would give a new
             # branch its graph for any size at once.
-            name = re.sub(r"\W", "_", f"run_{title}_{next(_numbers)}")
-            found = self.regions[key, how] = Region(name, title, body, how, self.say, self.device)
+            name = re.sub(r"\W", "_", f"run_{label}_{next(_numbers)}")
+            found = self.regions[key, how] = Region(name, label, body, how, self.note, self.device)
         return found
 
-    def _title(self, kind: str, how: HowToCompile) -> str:
+    def _label(self, kind: str, how: HowToCompile) -> str:
         """A region's name in the report; where one name has several regions they are numbered."""
-        titles = [region.report.title for region in self.regions.values()]
-        others = sum(title.partition(" ")[0] == kind for title in titles)
+        titles = [region.report.label for region in self.regions.values()]
+        others = sum(label.partition(" ")[0] == kind for label in titles)
         return kind if not others else f"{kind} ({others + 1})"
 
     def report(self) -> CompileReport:
@@ -279,19 +279,19 @@ class Branch:
         return CompileReport(heading, [region.report for region in self.regions.values()], list(self.notes))
 
 
-_branches: "WeakKeyDictionary[nn.Module, dict[CompileSettings, Branch]]" = WeakKeyDictionary()
+_compiled_models: "WeakKeyDictionary[nn.Module, dict[CompileSettings, CompiledModel]]" = WeakKeyDictionary()
 
 
-def branch_for(base: nn.Module, settings: CompileSettings, device: torch.device) -> Branch:
+def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch.device) -> CompiledModel:
     """The branch of this model and these settings. It is kept with the model: the same settings find their graphs
     again, also where a LoRA in front of the node has changed and the node runs anew."""
-    of_model = _branches.setdefault(base, {})
+    of_model = _compiled_models.setdefault(base, {})
     if settings not in of_model:
-        of_model[settings] = Branch(settings, base, device)
+        of_model[settings] = CompiledModel(settings, base, device)
     return of_model[settings]
 
 
-def forget_branch(branch: Branch) -> None:
+def forget_compiled_model(compiled_model: CompiledModel) -> None:
     """Its graphs go with the last MODEL that was compiled by it."""
-    if (base := branch.base()) is not None:
-        _branches.get(base, {}).pop(branch.settings, None)
+    if (base := compiled_model.base()) is not None:
+        _compiled_models.get(base, {}).pop(compiled_model.settings, None)

@@ -1,8 +1,11 @@
-"""How a region is compiled."""
+"""Compiled regions: one callable each, shared by all blocks of one structure.
+
+A region is called with the block as an argument, so the number of graphs does not grow with depth.
+"""
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import FunctionType
@@ -12,15 +15,16 @@ import comfy.model_management
 import torch
 
 from ..memory.swap.oom_retry import copy_containers
+from ..models.family import Block
 from .report import timing
 from .report.events import CompileEvent
-from .report.explain import plain_words
-from .report.report import RegionReport, break_text
+from .report.explain import explain_break
+from .report.report import RegionReport, format_break
 from .settings import DYNAMIC, HowToCompile
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class CompileFailed(RuntimeError):
@@ -43,6 +47,16 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
         extra["mode"] = how.mode
     compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
     return compiled if "recompile_limit" in supported else _within_limit(compiled, how.limit)
+
+
+def block_regions(blocks: Sequence[tuple[str, Block]]) -> list[str]:
+    """The distinct structures among the blocks of a trainer, in order of first use: one region each."""
+    return list(dict.fromkeys(block.structure() for _, block in blocks))
+
+
+def run_block(block: Block, *args: Any) -> Any:
+    """The body of every training region."""
+    return block(*args)
 
 
 def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any]:
@@ -68,23 +82,23 @@ class Region:
     """
 
     def __init__(
-        self, name: str, title: str, body: Callable[..., Any], how: HowToCompile, tell: Tell, device: torch.device
+        self, name: str, label: str, body: Callable[..., Any], how: HowToCompile, notify: Notify, device: torch.device
     ):
-        self.name, self.body, self.how, self.tell, self.device = name, body, how, tell, device
-        self.report = RegionReport(name, title, how)
+        self.name, self.body, self.how, self.notify, self.device = name, body, how, notify, device
+        self.report = RegionReport(name, label, how)
         self.full = False
         self._left_eager: set[Any] = set()
-        self._whole = True
+        self._fullgraph = True
         self._to_measure = False
         self._run: Callable[..., Any] | None = None
         try:
-            self._compile(whole=True)
+            self._compile(fullgraph=True)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.fall_back(f"torch.compile does not work here: {first_line(error)}")
 
-    def _compile(self, whole: bool) -> None:
-        self._whole = whole
-        self._run = compiled_function(self.body, self.name, replace(self.how, fullgraph=whole))
+    def _compile(self, fullgraph: bool) -> None:
+        self._fullgraph = fullgraph
+        self._run = compiled_function(self.body, self.name, replace(self.how, fullgraph=fullgraph))
 
     @property
     def eager(self) -> bool:
@@ -94,11 +108,11 @@ class Region:
     def fall_back(self, sentence: str) -> None:
         """From here on eager."""
         self._run = None
-        self.say(sentence)
+        self.note(sentence)
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         self.report.notes.append(sentence)
-        self.tell(sentence)
+        self.notify(sentence)
 
     def next_run(self) -> None:
         """A new picture begins: what was left eager for want of room may fit a graph again."""
@@ -133,22 +147,22 @@ class Region:
         """In pieces, torch itself goes on eager where the limit is reached."""
         if event.limit_reached and not self.full:
             self.full = True
-            self.say(self._limit_sentence())
+            self.note(self._limit_sentence())
 
     def _limit_sentence(self) -> str:
         return (
-            f"{self.report.title}: cache_size_limit {self.how.limit} is reached, so further sizes run eager; raise "
+            f"{self.report.label}: cache_size_limit {self.how.limit} is reached, so further sizes run eager; raise "
             "cache_size_limit, set dynamic to true, or use fewer sizes."
         )
 
     def _pieces_fall_back_alone(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._whole else torch._dynamo.config.patch(suppress_errors=True)
+        return nullcontext() if self._fullgraph else torch._dynamo.config.patch(suppress_errors=True)
 
     def _after(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
         """What is done about a compile that failed, before anything of the body has run: this call is made eager."""
         log.debug("%s", self.name, exc_info=error)
         full = over_the_limit(error)
-        broken = graph_break(error, event) if self._whole else None
+        broken = graph_break(error, event) if self._fullgraph else None
         cause = cannot_compile(error)
         if not full and broken is None and cause is None:
             raise error
@@ -159,17 +173,17 @@ class Region:
             self._left_eager.add(signature(args))
             if not self.full:
                 self.full = True
-                self.say(self._limit_sentence())
+                self.note(self._limit_sentence())
         elif broken is None:
-            self.fall_back(f"{self.report.title} runs eager, since compiling it failed: {cause}")
+            self.fall_back(f"{self.report.label} runs eager, since compiling it failed: {cause}")
         elif self.how.fullgraph:
             raise CompileFailed(
-                f"fullgraph is on, but {self.report.title} can't be compiled as one graph: {broken} Switch fullgraph "
+                f"fullgraph is on, but {self.report.label} can't be compiled as one graph: {broken} Switch fullgraph "
                 "off on Compile Model."
             ) from error
         else:
-            self.say(f"{self.report.title} is compiled in pieces: {broken}")
-            self._compile(whole=False)
+            self.note(f"{self.report.label} is compiled in pieces: {broken}")
+            self._compile(fullgraph=False)
         return out
 
 
@@ -197,7 +211,7 @@ def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
 
     if not isinstance(error, Unsupported | UserError):
         return None
-    return break_text(event.breaks[-1]) if event is not None and event.breaks else plain_words(str(error))
+    return format_break(event.breaks[-1]) if event is not None and event.breaks else explain_break(str(error))
 
 
 def cannot_compile(error: BaseException) -> str | None:

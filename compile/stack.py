@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True)
-class Threading:
+class BlockWiring:
     """Which outputs of a block are inputs of the next: (place of the output, place of the input). The place of an
     output is its index, or -1 where the block returns one tensor; that of an input is its index or its name. All other
     inputs are the same for all blocks."""
@@ -18,15 +18,13 @@ class Threading:
     links: tuple[tuple[int, int | str], ...]
 
 
-def run_stack(
-    blocks: tuple[nn.Module, ...], threading: Threading, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All blocks one after the other: the body of a stack's region."""
     out = None
     for block in blocks:
         if out is not None:
             positional, named = list(args), dict(kwargs)
-            for place, target in threading.links:
+            for place, target in wiring.links:
                 value = out if place < 0 else out[place]
                 if isinstance(target, int):
                     positional[target] = value
@@ -38,7 +36,7 @@ def run_stack(
 
 
 @dataclass
-class Call:
+class BlockCall:
     """What one block was called with and gave."""
 
     args: tuple[Any, ...]
@@ -46,7 +44,7 @@ class Call:
     out: Any = None
 
 
-class Watch:
+class WiringTracer:
     """Watches the calls of one list's blocks in an eager pass, and tells how they hang together.
 
     Call `before` and `after` around each block's own forward. Only the call before the present one is kept, so that
@@ -58,16 +56,16 @@ class Watch:
         self._seen = 0
         self._links: tuple[tuple[int, int | str], ...] | None = None
         self._why: str | None = None
-        self._call: Call | None = None
-        self._first: Call | None = None
+        self._call: BlockCall | None = None
+        self._first: BlockCall | None = None
         self._last: Any = None
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._seen >= len(self.blocks) or block is not self.blocks[self._seen]:
             self._why = "the model does not run its blocks once each and in order"
-        call = Call(args, dict(kwargs))
+        call = BlockCall(args, dict(kwargs))
         if self._call is None:
-            self._first = Call(_copies(args), _copies(kwargs))
+            self._first = BlockCall(_copies(args), _copies(kwargs))
         elif self._why is None:
             found = _links(self._call, call)
             if found is None or (self._links is not None and found != self._links):
@@ -82,7 +80,7 @@ class Watch:
         if self._seen == len(self.blocks):
             self._last = _copies(out)
 
-    def threading(self) -> Threading | str:
+    def wiring(self) -> BlockWiring | str:
         """How the blocks hang together, or why they can't run as one region, as the end of a sentence."""
         if self._why is None and self._seen != len(self.blocks):
             self._why = "the model does not run its blocks once each and in order"
@@ -90,18 +88,18 @@ class Watch:
             return self._why
         assert self._links is not None and self._first is not None
         self._call = None
-        threading = Threading(self._links)
+        wiring = BlockWiring(self._links)
         # Something done in place between two blocks shows only in the result.
-        if not _equal(run_stack(self.blocks, threading, self._first.args, self._first.kwargs), self._last):
+        if not _equal(run_stack(self.blocks, wiring, self._first.args, self._first.kwargs), self._last):
             return "the model changes the blocks' results between them"
-        return threading
+        return wiring
 
 
 def _copies(value: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, value)
 
 
-def _links(earlier: Call, later: Call) -> tuple[tuple[int, int | str], ...] | None:
+def _links(earlier: BlockCall, later: BlockCall) -> tuple[tuple[int, int | str], ...] | None:
     if len(earlier.args) != len(later.args) or set(earlier.kwargs) != set(later.kwargs):
         return None
     outputs = list(enumerate(earlier.out)) if isinstance(earlier.out, tuple | list) else [(-1, earlier.out)]

@@ -23,9 +23,8 @@ from typing import Any
 
 from torch._dynamo import utils as dynamo
 
-from .failed_guards import failed_guards
-from .graph_breaks import Break, message, places_of, plain_function
-from .guards import distance
+from .graph_breaks import Break, break_places, message, plain_function
+from .guards import distance, failed_guards
 from .torch_private import COMPILE_LOCALS, missing
 
 logger = logging.getLogger(__name__)
@@ -246,7 +245,7 @@ def _event(region: str, batch: _Batch, recompiles: list[Recompile]) -> CompileEv
         aot_hits=_total(metrics, "aotautograd_local_cache_hit_count"),
         aot_misses=None if aot_misses is None else max(0, aot_misses - batch.abandoned),
         bypassed=batch.bypassed if hasattr(dynamo, "counters") else None,
-        breaks=places_of(batch.breaks, broken) if hasattr(dynamo, "graph_break_reasons") else None,
+        breaks=break_places(batch.breaks, broken) if hasattr(dynamo, "graph_break_reasons") else None,
         recompiles=tuple(recompiles) if hasattr(dynamo, "register_hook_for_recompile_user_context") else None,
         dynamic=any(_SYMBOLIC.search(str(getattr(each, "graph_node_shapes", ""))) for each in made),
         limit_reached=bool(over_limit),

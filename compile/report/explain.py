@@ -89,15 +89,15 @@ _WITHIN: tuple[tuple[str, str], ...] = (
 )
 
 
-def plain_words(cause: str) -> str:
+def explain_break(cause: str) -> str:
     """One sentence on why a graph ended, from torch's message (`Break.detail`, `CompileEvent.error`).
 
     Torch's summary names what it met last: while it handled the true cause. The first cause is told here.
     """
     first = cause.partition("*** While handling this graph break")[0].strip()
     kind, _, rest = first.partition("\n")
-    told = re.search(r"Explanation: (.*?)(?=\n\s*(?:Hint|Developer debug context):|\Z)", rest, re.DOTALL)
-    explanation = " ".join(told.group(1).split()) if told else ""
+    explained = re.search(r"Explanation: (.*?)(?=\n\s*(?:Hint|Developer debug context):|\Z)", rest, re.DOTALL)
+    explanation = " ".join(explained.group(1).split()) if explained else ""
     context = " ".join(re.findall(r"(?:Developer debug context|In): (.*)", rest))
     for pattern, words in _WITHIN:
         if re.search(pattern, f"{explanation} {context}"):

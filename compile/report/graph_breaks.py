@@ -15,7 +15,7 @@ import torch
 class Break:
     """A place where a graph ended early. Equal for the same place and message: a set of them has each once.
 
-    cause: torch's short name of the kind; detail: torch's message, which `explain.plain_words` turns into plain
+    cause: torch's short name of the kind; detail: torch's message, which `explain.explain_break` turns into plain
     words; skipped: no graph was made around it, all of `function` runs uncompiled.
     """
 
@@ -28,7 +28,7 @@ class Break:
     skipped: bool = False
 
 
-def places_of(reasons: Sequence[Any], broken: Sequence[Any]) -> tuple[Break, ...]:
+def break_places(reasons: Sequence[Any], broken: Sequence[Any]) -> tuple[Break, ...]:
     """Each place once, although torch notes it for every function around it and again where it gives up."""
     breaks: dict[tuple[str, int, str], Break] = {}
     for each in (*map(_break, reasons), *map(_skipped, broken)):

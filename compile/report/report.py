@@ -10,10 +10,10 @@ import torch
 
 from ..settings import HowToCompile
 from .events import CompileEvent, Recompile, recording
-from .explain import advice, plain_words
+from .explain import advice, explain_break
 from .graph_breaks import Break
 from .timing import Speed, memory_beside_tensors
-from .torch_private import untold
+from .torch_private import unavailable
 
 MIB = 2**20
 
@@ -27,17 +27,17 @@ class CompileCounts:
     seconds: float
 
 
-def break_text(place: Break) -> str:
+def format_break(place: Break) -> str:
     """Where a graph ended, the line of code, and the cause in plain words."""
     where = f"{Path(place.file).name}:{place.line} in {place.function}"
-    return f"{where}: `{place.source}`. {plain_words(place.detail)}"
+    return f"{where}: `{place.source}`. {explain_break(place.detail)}"
 
 
 class RegionReport:
     """What happened to one region since it was made."""
 
-    def __init__(self, name: str, title: str, how: HowToCompile):
-        self.name, self.title, self.how = name, title, how
+    def __init__(self, name: str, label: str, how: HowToCompile):
+        self.name, self.label, self.how = name, label, how
         self.notes: list[str] = []
         self.events: list[CompileEvent] = []
         self.speeds: list[Speed] = []
@@ -70,7 +70,7 @@ class RegionReport:
     def breaks(self) -> list[str]:
         """Each place once."""
         places = dict.fromkeys(b for event in self.events for b in event.breaks or ())
-        return [break_text(place) for place in places]
+        return [format_break(place) for place in places]
 
     def recompiles(self) -> list[str]:
         """For each time that the graphs at hand did not fit: the guard that failed, and what to change."""
@@ -88,7 +88,7 @@ class RegionReport:
         """Plain numbers and texts, for JSON."""
         counts = self.counts()
         return {
-            "region": self.title,
+            "region": self.label,
             "how": asdict(self.how),
             "graphs": counts.graphs,
             "compile_seconds": round(counts.seconds, 2),
@@ -133,7 +133,7 @@ class CompileReport:
             "graphs": counts.graphs,
             "graph_breaks": counts.graph_breaks,
             "compile_seconds": round(counts.seconds, 2),
-            "notes": [*self.notes, *untold()],
+            "notes": [*self.notes, *unavailable()],
             "regions": [region.facts() for region in self.regions],
         }
 
@@ -143,16 +143,16 @@ class CompileReport:
             return "\n".join([self.heading, *self.notes, "Nothing was compiled yet: queue a sampler behind it first."])
         lines = [self.heading, *table(self.regions)]
         for region in self.regions:
-            lines += [f"{region.title}: graph break at {text}" for text in region.breaks()]
+            lines += [f"{region.label}: graph break at {text}" for text in region.breaks()]
         lines += [f"Compiled again: {text}" for text in self._recompiles()]
-        return "\n".join([*lines, *self.notes, *untold()])
+        return "\n".join([*lines, *self.notes, *unavailable()])
 
     def _recompiles(self) -> list[str]:
         """Each cause once, with the regions that it met."""
         by_cause: dict[str, list[str]] = {}
         for region in self.regions:
             for text in region.recompiles():
-                by_cause.setdefault(text, []).append(region.title)
+                by_cause.setdefault(text, []).append(region.label)
         return [f"{_some(titles)}: {text}" for text, titles in by_cause.items()]
 
 
@@ -181,7 +181,7 @@ def table(regions: Sequence[RegionReport]) -> list[str]:
         speed = region.speeds[-1] if region.speeds else None
         rows.append(
             (
-                region.title,
+                region.label,
                 str(facts["graphs"]),
                 f"{facts['compile_seconds']:.1f}",
                 f"{facts['tracing_seconds']:.1f}",

@@ -1,7 +1,7 @@
 """The private names of torch that reporting needs. They are used in `torch_records` and `failed_guards` and nowhere
 else.
 
-Where a torch lacks one, what it would have told is None in the event and `untold` says so; nothing fails.
+Where a torch lacks one, what it would have told is None in the event and `unavailable` says so; nothing fails.
 """
 
 import importlib
@@ -66,7 +66,7 @@ def missing(name: str) -> bool:
         return True
 
 
-def untold() -> tuple[str, ...]:
+def unavailable() -> tuple[str, ...]:
     """What this torch does not tell, a sentence each; empty on a torch that has all the names."""
     lacking = (what for what, names in PRIVATE_NAMES.items() if any(map(missing, names)))
     return tuple(f"This torch ({torch.__version__}) does not tell {what}." for what in lacking)

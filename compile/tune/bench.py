@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..attach import KEY
-from ..compiled_model import Branch
+from ..compiled_model import CompiledModel
 from ..report.timing import synchronise
 from .inputs import StepInputs
 
@@ -34,13 +34,13 @@ class Bench:
     """
 
     def __init__(
-        self, clone: ModelPatcher, branch: Branch | None, inputs: StepInputs, clock: Callable[[], float]
+        self, clone: ModelPatcher, compiled_model: CompiledModel | None, inputs: StepInputs, clock: Callable[[], float]
     ) -> None:
-        self.clone, self.branch, self.inputs, self.clock = clone, branch, inputs, clock
+        self.clone, self.compiled_model, self.inputs, self.clock = clone, compiled_model, inputs, clock
         self._turns: list[bool] = []
         self._taken: list[tuple[bool, float]] = []
         self._compiled = False
-        if branch is not None:
+        if compiled_model is not None:
             clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
             clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self._apply_model)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, STAND, self._step)
@@ -57,12 +57,12 @@ class Bench:
     def warm_up(self) -> list[float] | None:
         """Compiled steps until one finds all its graphs there. Returns the seconds of those that compiled and of the
         last one; None where they don't come to an end."""
-        assert self.branch is not None
+        assert self.compiled_model is not None
         compiling = []
         for number in range(1, MOST_WARM_UP + 1):
-            before = _state(self.branch)
+            before = _state(self.compiled_model)
             ((_, seconds),) = self.run([True])
-            after = _state(self.branch)
+            after = _state(self.compiled_model)
             if after[0] != before[0]:
                 compiling.append(seconds)
             if after == before and number >= WARM_UP:
@@ -80,11 +80,13 @@ class Bench:
         return out
 
     def _apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.branch is not None
-        return self.branch.apply_model(executor, *args, **kwargs) if self._compiled else executor(*args, **kwargs)
+        assert self.compiled_model is not None
+        return (
+            self.compiled_model.apply_model(executor, *args, **kwargs) if self._compiled else executor(*args, **kwargs)
+        )
 
 
-def _state(branch: Branch) -> tuple[int, int]:
+def _state(compiled_model: CompiledModel) -> tuple[int, int]:
     """(compiles, timings) that its regions have made: a region times itself once after each compile."""
-    reports = [region.report for region in branch.regions.values()]
+    reports = [region.report for region in compiled_model.regions.values()]
     return sum(len(report.events) for report in reports), sum(len(report.speeds) for report in reports)

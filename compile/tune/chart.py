@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from ...common.canvas import Canvas, Colour
-from .results import Spread, TuneResult, label
+from .results import Quartiles, TuneResult, label
 
 _BACKGROUND, _TEXT, _FAINT = (255, 255, 255), (55, 65, 81), (130, 138, 150)
 _EAGER, _COMPILED, _BEST = (164, 173, 186), (164, 199, 232), (23, 92, 163)
@@ -19,7 +19,7 @@ class _Row:
     """One line of the chart. step: milliseconds, None for what was not measured, which `note` says."""
 
     name: str
-    step: Spread | None
+    step: Quartiles | None
     colour: Colour = _FAINT
     note: str = ""
     compile_seconds: float | None = None

@@ -28,7 +28,7 @@ class StepSize:
 
 
 @dataclass(frozen=True)
-class Usual:
+class UsualSampling:
     """How a kind of model is mostly sampled. negative: tokens of the negative prompt, None for as many as the prompt
     has; ComfyUI runs prompts of one length in one call, others in two."""
 
@@ -38,15 +38,15 @@ class Usual:
 
 
 # Lengths are those of core's text encoders for a short prompt: most pad it, Qwen-Image's does not.
-_USUAL: tuple[tuple[type, Usual], ...] = (
-    (model_base.Flux2, Usual(512, 1.0)),
-    (model_base.Chroma, Usual(256, 4.0)),
-    (model_base.Flux, Usual(256, 1.0)),
-    (model_base.WAN21, Usual(512, 5.0)),
-    (model_base.QwenImage, Usual(128, 4.0, negative=8)),
+_USUAL: tuple[tuple[type, UsualSampling], ...] = (
+    (model_base.Flux2, UsualSampling(512, 1.0)),
+    (model_base.Chroma, UsualSampling(256, 4.0)),
+    (model_base.Flux, UsualSampling(256, 1.0)),
+    (model_base.WAN21, UsualSampling(512, 5.0)),
+    (model_base.QwenImage, UsualSampling(128, 4.0, negative=8)),
 )
-_USUAL_UNET = Usual(77, 7.0)
-_USUAL_ELSE = Usual(256, 4.0)
+_USUAL_UNET = UsualSampling(77, 7.0)
+_USUAL_ELSE = UsualSampling(256, 4.0)
 
 # Names of the first layer that the text goes through, the surest first.
 _TEXT_LAYERS = (
@@ -91,7 +91,7 @@ class StepInputs:
 def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | None = None) -> StepInputs:
     """prompt: conditioning for this model; without one, random text of the right width. Raises ValueError, in a
     sentence, for what the model can't be given."""
-    usual = usual_for(patcher.model)
+    usual = usual_sampling(patcher.model)
     cfg = size.cfg or usual.cfg
     latent = _empty_latent(patcher, size)
     random = torch.Generator().manual_seed(0)
@@ -100,17 +100,17 @@ def step_inputs(patcher: ModelPatcher, size: StepSize, prompt: Conditioning | No
         if not prompt or prompt[0][0] is None:
             raise ValueError("positive is empty; connect the conditioning of a prompt, or nothing.")
         negative = [[torch.zeros_like(text), dict(extra)] for text, extra in prompt]
-        words = _in_words(size, cfg, [prompt[0][0].shape[1]])
-        return StepInputs(noise, latent, prompt, negative, cfg, words, str(_shapes(prompt)))
+        described = _describe(size, cfg, [prompt[0][0].shape[1]])
+        return StepInputs(noise, latent, prompt, negative, cfg, described, str(_shapes(prompt)))
     text = size.text_length or usual.text
     without = text if usual.negative is None else min(text, usual.negative)
     width, pooled = text_width(patcher.model), pooled_width(patcher.model)
     positive, negative = (_random_text(length, width, pooled, random) for length in (text, without))
-    words = _in_words(size, cfg, [text] if cfg == 1.0 or without == text else [text, without])
-    return StepInputs(noise, latent, positive, negative, cfg, words, "")
+    described = _describe(size, cfg, [text] if cfg == 1.0 or without == text else [text, without])
+    return StepInputs(noise, latent, positive, negative, cfg, described, "")
 
 
-def usual_for(base: nn.Module) -> Usual:
+def usual_sampling(base: nn.Module) -> UsualSampling:
     """base: ComfyUI's BaseModel."""
     if isinstance(base.diffusion_model, UNetModel):
         return _USUAL_UNET
@@ -171,7 +171,7 @@ def _empty_latent(patcher: ModelPatcher, size: StepSize) -> Tensor:
     return torch.zeros(size.batch, latents.latent_channels, *times, size.height // cell, size.width // cell)
 
 
-def _in_words(size: StepSize, cfg: float, lengths: list[int]) -> str:
+def _describe(size: StepSize, cfg: float, lengths: list[int]) -> str:
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     texts = " and ".join(map(str, lengths))
     return f"{size.width}x{size.height}{frames}, batch {size.batch}, {texts} text tokens, cfg {cfg:g}"

@@ -22,7 +22,7 @@ LEAST_GAIN = 0.01  # what is faster by less is not worth a compile
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """The median of some values, between their quartiles."""
 
     low: float
@@ -30,7 +30,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "Quartiles":
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, _, high = quantiles(values, n=4, method="inclusive")
@@ -42,12 +42,12 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSettings:
     """One way of compiling. step: milliseconds; gain: eager time over compiled time of steps taken by turns."""
 
     settings: CompileSettings
-    step: Spread
-    gain: Spread
+    step: Quartiles
+    gain: Quartiles
     compile_seconds: float
     memory_mib: int
     graphs: int
@@ -64,7 +64,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Unmeasured:
+class UnmeasuredSettings:
     """A way of compiling that failed, or was left out. why: the cause as a sentence."""
 
     settings: CompileSettings
@@ -77,13 +77,13 @@ class TuneResult:
     """eager: milliseconds of a step of the MODEL as it came. measured_at: local date and time."""
 
     key: dict[str, str]
-    eager: Spread
-    measured: tuple[Measured, ...]
-    unmeasured: tuple[Unmeasured, ...]
+    eager: Quartiles
+    measured: tuple[MeasuredSettings, ...]
+    unmeasured: tuple[UnmeasuredSettings, ...]
     time_budget: float
     measured_at: str
 
-    def best(self) -> Measured | None:
+    def best(self) -> MeasuredSettings | None:
         """The fastest, where it is faster than eager by more than the measurements spread."""
         faster = [row for row in self.measured if row.faster() and row.step.median < self.eager.median]
         return max(faster, key=lambda row: row.gain.median, default=None)
@@ -203,7 +203,7 @@ def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
             eager=_spread(found["eager"]),
             measured=tuple(_measured(row) for row in found["measured"]),
             unmeasured=tuple(
-                Unmeasured(_settings(row["settings"]), str(row["why"]), bool(row["failed"]))
+                UnmeasuredSettings(_settings(row["settings"]), str(row["why"]), bool(row["failed"]))
                 for row in found["unmeasured"]
             ),
             time_budget=float(found["time_budget"]),
@@ -220,7 +220,7 @@ def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
     return result
 
 
-def _measured(row: dict[str, Any]) -> Measured:
+def _measured(row: dict[str, Any]) -> MeasuredSettings:
     kept = row | {
         "settings": _settings(row["settings"]),
         "step": _spread(row["step"]),
@@ -228,7 +228,7 @@ def _measured(row: dict[str, Any]) -> Measured:
         "notes": tuple(map(str, row["notes"])),
     }
     kept["settings"].check()
-    return Measured(**kept)
+    return MeasuredSettings(**kept)
 
 
 def _settings(found: dict[str, Any]) -> CompileSettings:
@@ -236,5 +236,5 @@ def _settings(found: dict[str, Any]) -> CompileSettings:
     return CompileSettings(**(found | {"overrides": ()}))
 
 
-def _spread(found: dict[str, Any]) -> Spread:
-    return Spread(float(found["low"]), float(found["median"]), float(found["high"]))
+def _spread(found: dict[str, Any]) -> Quartiles:
+    return Quartiles(float(found["low"]), float(found["median"]), float(found["high"]))

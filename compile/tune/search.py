@@ -14,21 +14,21 @@ from comfy.patcher_extension import WrappersMP
 
 from ...memory.swap.patcher import SwapPatcher
 from ...models.blocks import BlockOfModel, block_lists, find_blocks
-from ..attach import KEY, branch_of, compile_model
-from ..compiled_model import Branch, forget_branch
+from ..attach import KEY, compile_model, compiled_model_of
+from ..compiled_model import CompiledModel, forget_compiled_model
 from ..region import first_line
 from ..report.timing import memory_beside_tensors
 from ..settings import CompileSettings
 from .bench import WARM_UP, Bench, uncompiled
 from .inputs import StepInputs
-from .results import Measured, Spread, TuneResult, Unmeasured, label, result_key
+from .results import MeasuredSettings, Quartiles, TuneResult, UnmeasuredSettings, label, result_key
 
 log = logging.getLogger(__name__)
 
 PAIRS = (3, 9)  # least and most, as the time allows
 AUTOTUNE = 3.0  # choosing kernels by trial takes about so many times as long as compiling without
 
-Tell = Callable[[int, str], None]
+OnProgress = Callable[[int, str], None]
 
 
 def candidates(device: torch.device) -> list[CompileSettings]:
@@ -53,7 +53,7 @@ def tune(
     inputs: StepInputs,
     time_budget: float,
     tried: Sequence[CompileSettings],
-    tell: Tell,
+    on_progress: OnProgress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuneResult:
     """Measures eager and each of `tried` on steps of the MODEL, which is left as it was; what was compiled for the best
@@ -65,13 +65,13 @@ def tune(
     """
     run = _Run(patcher, inputs, time_budget, clock)
     try:
-        tell(0, "Measuring eager")
+        on_progress(0, "Measuring eager")
         run.measure_eager()
         for done, settings in enumerate(tried, 1):
             if (why := run.why_not(settings)) is not None:
-                run.unmeasured.append(Unmeasured(settings, why, failed=False))
+                run.unmeasured.append(UnmeasuredSettings(settings, why, failed=False))
                 continue
-            tell(done, f"Measuring {label(settings)} ({done} of {len(tried)})")
+            on_progress(done, f"Measuring {label(settings)} ({done} of {len(tried)})")
             run.measure(settings)
         result = run.result()
         best = result.best()
@@ -86,7 +86,7 @@ def tuned_model(patcher: ModelPatcher, result: TuneResult) -> ModelPatcher:
     """The MODEL compiled with the best settings, or without any where none is faster than eager."""
     if (best := result.best()) is not None:
         return compile_model(patcher, best.settings)[0]
-    return patcher if branch_of(patcher) is None else uncompiled(patcher)
+    return patcher if compiled_model_of(patcher) is None else uncompiled(patcher)
 
 
 class _Run:
@@ -95,9 +95,9 @@ class _Run:
     def __init__(self, patcher: ModelPatcher, inputs: StepInputs, time_budget: float, clock: Callable[[], float]):
         self.patcher, self.inputs, self.clock = patcher, inputs, clock
         self.time_budget, self.ends = time_budget, clock() + time_budget
-        self.measured: list[Measured] = []
-        self.unmeasured: list[Unmeasured] = []
-        self.made: list[Branch] = []
+        self.measured: list[MeasuredSettings] = []
+        self.unmeasured: list[UnmeasuredSettings] = []
+        self.made: list[CompiledModel] = []
         self.compile_seconds: list[tuple[CompileSettings, float]] = []
         self.eager_steps: list[float] = []
         model = patcher.get_model_object("diffusion_model")
@@ -137,7 +137,7 @@ class _Run:
 
     def expected_seconds(self, settings: CompileSettings) -> float:
         """Of compiling, by what was seen so far, and of the fewest steps that tell something."""
-        steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Spread.of(self.eager_steps).median
+        steps = (WARM_UP + 1 + 2 * PAIRS[0]) * Quartiles.of(self.eager_steps).median
         work = self._work(settings)
         return steps + max((s * work / self._work(seen) for seen, s in self.compile_seconds), default=0.0)
 
@@ -164,50 +164,50 @@ class _Run:
         except Exception as error:
             log.debug("%s", label(settings), exc_info=error)
             oom = comfy.model_management.is_oom(error)
-            found = Unmeasured(settings, "out of memory." if oom else first_line(error), failed=True)
+            found = UnmeasuredSettings(settings, "out of memory." if oom else first_line(error), failed=True)
             comfy.model_management.soft_empty_cache()
-        if isinstance(found, Measured):
+        if isinstance(found, MeasuredSettings):
             self.measured.append(found)
         else:
             self.unmeasured.append(found)
 
-    def _measure(self, settings: CompileSettings) -> Measured | Unmeasured:
-        clone, branch = compile_model(self.patcher, settings)
-        compiled_before = branch.report().counts().seconds if branch.regions else None
+    def _measure(self, settings: CompileSettings) -> MeasuredSettings | UnmeasuredSettings:
+        clone, compiled_model = compile_model(self.patcher, settings)
+        compiled_before = compiled_model.report().counts().seconds if compiled_model.regions else None
         if compiled_before is None:
-            self.made.append(branch)
+            self.made.append(compiled_model)
         if not clone.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-            return Unmeasured(settings, branch.notes[-1], failed=True)
+            return UnmeasuredSettings(settings, compiled_model.notes[-1], failed=True)
         device = clone.load_device
-        bench = Bench(clone, branch, self.inputs, self.clock)
+        bench = Bench(clone, compiled_model, self.inputs, self.clock)
         if clone.model is not self.patcher.model:  # loaded once more, without dynamic VRAM
             bench.run([False])
         memory = _memory_in_use(device)
         warm_up = bench.warm_up()
-        if (why := _not_compiled(branch)) is not None:
-            return Unmeasured(settings, why, failed=True)
+        if (why := _not_compiled(compiled_model)) is not None:
+            return UnmeasuredSettings(settings, why, failed=True)
         if warm_up is None:
-            return Unmeasured(settings, _compiles_on(branch), failed=True)
+            return UnmeasuredSettings(settings, _compiles_on(compiled_model), failed=True)
         *compiling, last = warm_up
         compiled, eager = self._pairs(bench, last)
-        step = Spread.of(compiled)
+        step = Quartiles.of(compiled)
         seconds = sum(max(0.0, s - step.median) for s in compiling) if compiled_before is None else compiled_before
         self.compile_seconds.append((settings, seconds))
         if not self.patcher.is_dynamic():
             self.eager_steps += eager
-        return Measured(
+        return MeasuredSettings(
             settings,
             _times(step, 1000),
-            Spread.of([e / c for e, c in zip(eager, compiled, strict=True)]),
+            Quartiles.of([e / c for e, c in zip(eager, compiled, strict=True)]),
             round(seconds, 2),
             max(0, _memory_in_use(device) - memory) // 2**20,
-            branch.report().counts().graphs,
-            tuple(branch.notes),
+            compiled_model.report().counts().graphs,
+            tuple(compiled_model.notes),
         )
 
     def _pairs(self, bench: Bench, compiled_step: float) -> tuple[list[float], list[float]]:
         """Seconds of compiled and of eager steps, by turns, for about a tenth of the budget."""
-        pair = compiled_step + Spread.of(self.eager_steps).median
+        pair = compiled_step + Quartiles.of(self.eager_steps).median
         pairs = round(0.1 * self.time_budget / pair) if pair > 0 else PAIRS[1]
         taken = bench.run([True, False] * min(PAIRS[1], max(PAIRS[0], pairs)))
         return [s for compiled, s in taken if compiled], [s for compiled, s in taken if not compiled]
@@ -215,7 +215,7 @@ class _Run:
     def result(self) -> TuneResult:
         return TuneResult(
             result_key(self.patcher, self.inputs),
-            _times(Spread.of(self.eager_steps), 1000),
+            _times(Quartiles.of(self.eager_steps), 1000),
             tuple(self.measured),
             tuple(self.unmeasured),
             self.time_budget,
@@ -229,9 +229,9 @@ class _Run:
         comfy.model_management.soft_empty_cache()
 
     def _forget(self, keep: CompileSettings | None) -> None:
-        for branch in self.made:
-            if branch.settings != keep:
-                forget_branch(branch)
+        for compiled_model in self.made:
+            if compiled_model.settings != keep:
+                forget_compiled_model(compiled_model)
         self.made.clear()
 
 
@@ -243,18 +243,20 @@ def _memory_in_use(device: torch.device) -> int:
     return memory_beside_tensors(device) + tensors
 
 
-def _not_compiled(branch: Branch) -> str | None:
+def _not_compiled(compiled_model: CompiledModel) -> str | None:
     """Why nothing of it runs compiled, as a sentence; None where something does."""
-    if any(not region.eager and region.report.compiled_calls for region in branch.regions.values()):
+    if any(not region.eager and region.report.compiled_calls for region in compiled_model.regions.values()):
         return None
-    causes = [note for region in branch.regions.values() for note in region.report.notes] or branch.notes
+    causes = [
+        note for region in compiled_model.regions.values() for note in region.report.notes
+    ] or compiled_model.notes
     return causes[-1] if causes else "nothing of the model was compiled."
 
 
-def _compiles_on(branch: Branch) -> str:
-    causes = [cause for region in branch.regions.values() for cause in region.report.recompiles()]
+def _compiles_on(compiled_model: CompiledModel) -> str:
+    causes = [cause for region in compiled_model.regions.values() for cause in region.report.recompiles()]
     return f"it compiles again at every step: {causes[-1] if causes else 'torch does not say why.'}"
 
 
-def _times(spread: Spread, factor: float) -> Spread:
-    return Spread(*(round(factor * value, 3) for value in (spread.low, spread.median, spread.high)))
+def _times(spread: Quartiles, factor: float) -> Quartiles:
+    return Quartiles(*(round(factor * value, 3) for value in (spread.low, spread.median, spread.high)))

@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import nn
 
-from ...compile.attach import branch_of, compile_model
+from ...compile.attach import compile_model, compiled_model_of
 from ...compile.report.report import CompileReport
 from ...compile.settings import (
     DYNAMIC,
@@ -164,10 +164,10 @@ class TesseraCompileModel(io.ComfyNode):
         asked = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, parse_overrides(overrides))
         settings, notes = with_preset(asked, preset)
         check_is_diffusion_model(model)
-        compiled, branch = compile_model(model, settings)
+        compiled, compiled_model = compile_model(model, settings)
         node_id = getattr(cls.hidden, "unique_id", None)  # None where no server runs the node
-        shown = NodeNotes(node_id, [*notes, *branch.notes])
-        branch.observer = shown.add
+        shown = NodeNotes(node_id, [*notes, *compiled_model.notes])
+        compiled_model.observer = shown.add
         # The list itself, not a copy: ComfyUI writes it into /history when the prompt has ended, so what is said while
         # the sampler runs is there too.
         return io.NodeOutput(compiled, ui={"tessera": [{"notes": shown.notes}]})
@@ -209,12 +209,12 @@ class TesseraCompileReport(io.ComfyNode):
     @classmethod
     def execute(cls, model: ModelPatcher, after: Any = None) -> io.NodeOutput:
         check_is_diffusion_model(model)
-        branch = branch_of(model)
-        if branch is None:
+        compiled_model = compiled_model_of(model)
+        if compiled_model is None:
             text = "This MODEL is not compiled: put Compile Model in front of it."
             report = CompileReport(text, [])
         else:
-            report = branch.report()
+            report = compiled_model.report()
             text = report.text()
         return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from comfy.model_patcher import ModelPatcher
 
-from ...compile.attach import branch_of
+from ...compile.attach import compiled_model_of
 from ...compile.settings import CompileSettings
 from ...lora.options import SAME
 from ...models.swapped_model import swap_settings_of
@@ -76,12 +76,12 @@ def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[Memor
 
 def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSettings | None, list[str]]:
     """Compile settings inherited from a Compile Model node in front, None without one. Returns them with notes."""
-    branch = branch_of(model)
-    if branch is None:
+    compiled_model = compiled_model_of(model)
+    if compiled_model is None:
         return None, []
     if compile == "off":
         return None, ["compile is off, so the Compile Model node in front has no effect on training."]
-    asked = branch.settings
+    asked = compiled_model.settings
     notes = []
     left_out = {
         f"dynamic {asked.dynamic}": asked.dynamic == "true",

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from comfy.model_patcher import ModelPatcher
-from tessera.compile.attach import branch_of, compile_model
+from tessera.compile.attach import compile_model, compiled_model_of
 from tessera.compile.settings import CompileSettings
 from tiny.sampling import sample
 
@@ -28,13 +28,13 @@ def dynamic(tiny_files: dict[str, Path]) -> Any:
 
 
 def test_it_is_loaded_once_more_without_dynamic_vram_and_only_once(dynamic: Any) -> None:
-    clone, branch = compile_model(dynamic, SETTINGS)
+    clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert not clone.is_dynamic() and clone.model is not dynamic.model
-    assert [note for note in branch.notes if "dynamic VRAM" in note and "without it" in note]
+    assert [note for note in compiled_model.notes if "dynamic VRAM" in note and "without it" in note]
     again, other = compile_model(dynamic.clone(), SETTINGS)
-    assert again.model is clone.model and other is branch
+    assert again.model is clone.model and other is compiled_model
     assert torch.equal(sample(again, "flux"), sample(dynamic, "flux"))
-    assert branch.report().counts().graphs == 2
+    assert compiled_model.report().counts().graphs == 2
 
 
 def test_its_loras_come_along(dynamic: Any) -> None:
@@ -55,8 +55,8 @@ def test_its_loras_come_along(dynamic: Any) -> None:
 
 def test_where_it_cannot_be_loaded_again_it_runs_eager_and_says_so(dynamic: Any) -> None:
     dynamic.cached_patcher_init = None
-    clone, branch = compile_model(dynamic, SETTINGS)
+    clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert torch.equal(sample(clone, "flux"), sample(dynamic, "flux"))
-    (note,) = [note for note in branch.notes if "dynamic VRAM" in note]
+    (note,) = [note for note in compiled_model.notes if "dynamic VRAM" in note]
     assert "runs eager" in note and "Load Diffusion Model" in note
-    assert branch_of(clone) is branch and branch.report().counts().graphs == 0
+    assert compiled_model_of(clone) is compiled_model and compiled_model.report().counts().graphs == 0

@@ -22,36 +22,36 @@ pytestmark = pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_sizes_are_bit_equal_for_every_family_scope_and_way_of_taking_sizes(name, scope, dynamic, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
-    clone, branch = compiled(model, backend="aot_eager", scope=scope, dynamic=dynamic)
+    clone, compiled_model = compiled(model, backend="aot_eager", scope=scope, dynamic=dynamic)
     graphs = Graphs()
     for size in ({}, WIDE_AND_LONG)[: 1 if dynamic == "false" else 2]:
         assert torch.equal(sample(clone, name, **size), sample(model, name, **size))
-    assert graphs() == branch.report().counts().graphs > 0
-    calls = [(region.report.compiled_calls, region.report.eager_calls) for region in branch.regions.values()]
+    assert graphs() == compiled_model.report().counts().graphs > 0
+    calls = [(region.report.compiled_calls, region.report.eager_calls) for region in compiled_model.regions.values()]
     assert all(ran > 0 and eager == 0 for ran, eager in calls)
-    assert [note for note in branch.notes if "VACE" not in note] == []
-    assert (len(branch.notes) == 1) == (name == "wan_vace" and scope == "stack")
+    assert [note for note in compiled_model.notes if "VACE" not in note] == []
+    assert (len(compiled_model.notes) == 1) == (name == "wan_vace" and scope == "stack")
 
 
 @pytest.mark.parametrize("backend", ["cudagraphs", "aot_ts", "ts"])
 def test_what_else_torch_lists_runs_on_the_cpu_and_is_equal(backend, tiny_files):
     model = tiny.load_model("wan", tiny_files["wan"])
-    clone, branch = compiled(model, backend=backend)
+    clone, compiled_model = compiled(model, backend=backend)
     found, want = sample(clone, "wan"), sample(model, "wan")
     # aot_ts ends in torch.jit.optimize_for_inference, whose oneDNN layers may sum in another order than MKL.
     torch.testing.assert_close(found, want, rtol=0, atol=1e-6 * float(want.abs().max()) if backend == "aot_ts" else 0)
-    assert branch.report().counts().graphs == 1
-    assert [note for note in branch.notes if "no CUDA graphs here" in note] == branch.notes
-    assert len(branch.notes) == (backend == "cudagraphs")
+    assert compiled_model.report().counts().graphs == 1
+    assert [note for note in compiled_model.notes if "no CUDA graphs here" in note] == compiled_model.notes
+    assert len(compiled_model.notes) == (backend == "cudagraphs")
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_mode_beside_a_backend_without_modes_is_ignored_with_a_sentence(mode, scope, tiny_files):
     model = tiny.load_model("wan", tiny_files["wan"])
-    clone, branch = compiled(model, mode=mode, scope=scope)
+    clone, compiled_model = compiled(model, mode=mode, scope=scope)
     assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
-    assert branch.notes == [f"mode {mode} is ignored: the backend eager has no modes, only inductor has."]
+    assert compiled_model.notes == [f"mode {mode} is ignored: the backend eager has no modes, only inductor has."]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,11 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_inductor_is_equal_within_the_rounding_of_the_dtype(name, tiny_files):
     model = tiny.load_model(name, tiny_files[name])
-    clone, branch = compiled(model, backend="inductor")
+    clone, compiled_model = compiled(model, backend="inductor")
     first, eager = sample(clone, name), sample(model, name)
     assert 0 < error(first, eager) < 2e-5
     assert torch.equal(sample(clone, name), first)
-    assert branch.notes == []
+    assert compiled_model.notes == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,9 +82,9 @@ def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, s
     model.set_model_compute_dtype(dtype)
     eager = sample(model, "flux")
     assert error(eager, exact) > 1e-4
-    clone, branch = compiled(model, backend="inductor")
+    clone, compiled_model = compiled(model, backend="inductor")
     assert error(sample(clone, "flux"), exact) < 1.2 * error(eager, exact)
-    assert branch.report().counts().graphs == 2 and branch.notes == []
+    assert compiled_model.report().counts().graphs == 2 and compiled_model.notes == []
 
 
 @pytest.mark.parametrize("dynamic", DYNAMIC)
@@ -92,25 +92,25 @@ def test_inductor_comes_as_near_to_fp32_as_eager_does_in_half_precision(dtype, s
 @pytest.mark.parametrize("mode", MODES)
 def test_inductor_is_equal_in_every_scope_mode_and_way_of_taking_sizes(mode, scope, dynamic, smallest_flux):
     model = tiny.load_flux(smallest_flux)
-    clone, branch = compiled(model, backend="inductor", mode=mode, scope=scope, dynamic=dynamic)
+    clone, compiled_model = compiled(model, backend="inductor", mode=mode, scope=scope, dynamic=dynamic)
     for size in ({}, WIDE_AND_LONG)[: 1 if dynamic == "false" else 2]:
         assert error(sample(clone, "flux", **size), sample(model, "flux", **size)) < 2e-5
-    assert [note for note in branch.notes if "no CUDA graphs here" not in note] == []
-    assert len(branch.notes) == (mode in ("reduce-overhead", "max-autotune"))
+    assert [note for note in compiled_model.notes if "no CUDA graphs here" not in note] == []
+    assert len(compiled_model.notes) == (mode in ("reduce-overhead", "max-autotune"))
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_fp8_weights_that_are_cast_at_each_use_are_bit_equal(scope, smallest_flux):
     model = tiny.load_flux(smallest_flux, torch.float8_e4m3fn)
-    clone, branch = compiled(model, backend="aot_eager", scope=scope)
+    clone, compiled_model = compiled(model, backend="aot_eager", scope=scope)
     assert torch.equal(sample(clone, "flux"), sample(model, "flux"))
-    assert branch.report().counts().graph_breaks == 0 and branch.notes == []
+    assert compiled_model.report().counts().graph_breaks == 0 and compiled_model.notes == []
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_quantised_weights_are_part_of_the_graph(scope, tmp_path):
     path = tiny.write_flux(tmp_path / "flux.safetensors", depth=1, depth_single=1, dtype=torch.bfloat16, fp8=True)
     model = load_as("core", "flux", path)
-    clone, branch = compiled(model, backend="aot_eager", scope=scope)
+    clone, compiled_model = compiled(model, backend="aot_eager", scope=scope)
     assert error(sample(clone, "flux"), sample(model, "flux")) < 1e-5
-    assert branch.report().counts().graph_breaks == 0 and branch.notes == []
+    assert compiled_model.report().counts().graph_breaks == 0 and compiled_model.notes == []

@@ -28,9 +28,9 @@ def flux(tiny_files: dict[str, Any]) -> Any:
     return tiny.load_model("flux", tiny_files["flux"])
 
 
-def calls(branch: Any) -> dict[str, tuple[int, int]]:
+def calls(compiled_model: Any) -> dict[str, tuple[int, int]]:
     """Of each region: how often it ran compiled and how often eager."""
-    return {r.report.title: (r.report.compiled_calls, r.report.eager_calls) for r in branch.regions.values()}
+    return {r.report.label: (r.report.compiled_calls, r.report.eager_calls) for r in compiled_model.regions.values()}
 
 
 def with_attention(model: Any, attention: Callable[..., Tensor]) -> Any:
@@ -70,24 +70,24 @@ BREAKS = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_what_breaks_a_graph_is_compiled_in_pieces_and_named_with_its_line(backend, attention, wan):
     model = with_attention(wan, attention)
-    clone, branch = compiled(model, backend=backend)
+    clone, compiled_model = compiled(model, backend=backend)
     for _ in range(2):
         assert torch.equal(sample(clone, "wan"), sample(model, "wan"))
-    (note,) = branch.notes
+    (note,) = compiled_model.notes
     line, cause = BREAKS[attention]
     assert note.startswith("WanAttentionBlock is compiled in pieces: ") and line + cause in note
-    ran, eager = calls(branch)["WanAttentionBlock"]
+    ran, eager = calls(compiled_model)["WanAttentionBlock"]
     assert eager == 1 and ran == 7  # two runs of two steps and two blocks; the call that failed was made eager
-    counts = branch.report().counts()
+    counts = compiled_model.report().counts()
     assert counts.graphs > 1 and counts.graph_breaks > 0
-    assert line + cause in branch.report().text()
+    assert line + cause in compiled_model.report().text()
 
 
 @pytest.mark.parametrize("attention", BREAKS)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(scope, attention, wan):
     model = with_attention(wan, attention)
-    clone, branch = compiled(model, scope=scope, fullgraph=True)
+    clone, compiled_model = compiled(model, scope=scope, fullgraph=True)
     region = "WanModel" if scope == "model" else "WanAttentionBlock"
     line, cause = BREAKS[attention]
     for _ in range(2):
@@ -98,22 +98,22 @@ def test_with_fullgraph_it_is_an_error_with_the_line_and_nothing_is_left_behind(
         assert line + cause in sentence and sentence.endswith(" Switch fullgraph off on Compile Model.")
         assert "\n" not in sentence
     without, same = compiled(wan, scope=scope, fullgraph=True)
-    assert same is branch and torch.equal(sample(without, "wan"), sample(wan, "wan"))
-    assert branch.report().counts().graphs == 1
+    assert same is compiled_model and torch.equal(sample(without, "wan"), sample(wan, "wan"))
+    assert compiled_model.report().counts().graphs == 1
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_without_a_working_compiler_it_runs_eager_and_says_so_once(scope, wan, no_compiler):
-    clone, branch = compiled(wan, backend="inductor", scope=scope)
+    clone, compiled_model = compiled(wan, backend="inductor", scope=scope)
     for _ in range(2):
         assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
-    (note,) = branch.notes
+    (note,) = compiled_model.notes
     region = {"blocks": "WanAttentionBlock", "stack": "blocks", "model": "WanModel"}[scope]
     assert note.startswith(f"{region} runs eager, since compiling it failed: ")
     assert "compiler" in note.lower() and "\n" not in note
-    ran, eager = calls(branch)[region]
+    ran, eager = calls(compiled_model)[region]
     assert ran == 0 and eager == {"blocks": 8, "stack": 3, "model": 4}[scope]
-    assert "runs eager" in branch.report().text()
+    assert "runs eager" in compiled_model.report().text()
 
 
 def test_a_torch_that_refuses_to_compile_is_named_and_the_model_runs_eager(wan, monkeypatch):
@@ -122,68 +122,68 @@ def test_a_torch_that_refuses_to_compile_is_named_and_the_model_runs_eager(wan, 
 
     refuses.__signature__ = inspect.signature(torch.compile)  # type: ignore[attr-defined]
     monkeypatch.setattr(region_module.torch, "compile", refuses)
-    clone, branch = compiled(wan)
+    clone, compiled_model = compiled(wan)
     assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
-    assert branch.notes == ["torch.compile does not work here: torch.compile is not supported on Python 3.99+"]
+    assert compiled_model.notes == ["torch.compile does not work here: torch.compile is not supported on Python 3.99+"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_over_the_limit_known_sizes_stay_compiled_and_others_run_eager(backend, flux):
-    clone, branch = compiled(flux, backend=backend, dynamic="false", cache_size_limit=1)
+    clone, compiled_model = compiled(flux, backend=backend, dynamic="false", cache_size_limit=1)
     told: list[str] = []
-    branch.observer = told.append
+    compiled_model.observer = told.append
     graphs = Graphs()
     for length in (9, 16, 9, 21, 9):
-        before = calls(branch)
+        before = calls(compiled_model)
         assert torch.equal(sample(clone, "flux", length=length), sample(flux, "flux", length=length))
-        assert graphs() == branch.report().counts().graphs == 2
-        for title, (ran, eager) in calls(branch).items():
+        assert graphs() == compiled_model.report().counts().graphs == 2
+        for title, (ran, eager) in calls(compiled_model).items():
             ran_before, eager_before = before.get(title, (0, 0))
             assert (ran - ran_before, eager - eager_before) == ((4, 0) if length == 9 else (0, 4))
     sentence = (
         "cache_size_limit 1 is reached, so further sizes run eager; raise cache_size_limit, set dynamic to true, or "
     )
     said = [f"{kind}: {sentence}use fewer sizes." for kind in ("DoubleStreamBlock", "SingleStreamBlock")]
-    assert branch.notes == told == said
+    assert compiled_model.notes == told == said
 
 
 def test_fullgraph_does_not_make_the_limit_an_error(wan):
-    clone, branch = compiled(wan, dynamic="false", cache_size_limit=1, fullgraph=True)
+    clone, compiled_model = compiled(wan, dynamic="false", cache_size_limit=1, fullgraph=True)
     for length in (9, 16):
         assert torch.equal(sample(clone, "wan", length=length), sample(wan, "wan", length=length))
-    assert len(branch.notes) == 1 and "cache_size_limit 1 is reached" in branch.notes[0]
+    assert len(compiled_model.notes) == 1 and "cache_size_limit 1 is reached" in compiled_model.notes[0]
 
 
 def test_over_the_limit_in_pieces_torch_itself_runs_eager_and_it_is_said(wan):
     model = with_attention(wan, prints)
-    clone, branch = compiled(model, dynamic="false", cache_size_limit=1)
+    clone, compiled_model = compiled(model, dynamic="false", cache_size_limit=1)
     for length in (9, 16, 9):
         assert torch.equal(sample(clone, "wan", length=length), sample(model, "wan", length=length))
-    pieces, limit = branch.notes
+    pieces, limit = compiled_model.notes
     assert "is compiled in pieces" in pieces and limit.startswith("WanAttentionBlock: cache_size_limit 1 is reached")
 
 
 def test_what_did_not_fit_is_tried_again_in_the_next_run(wan):
-    clone, branch = compiled(wan, dynamic="false", cache_size_limit=1)
+    clone, compiled_model = compiled(wan, dynamic="false", cache_size_limit=1)
     for length in (9, 16):
         sample(clone, "wan", length=length)
-    assert calls(branch) == {"WanAttentionBlock": (4, 4)}
+    assert calls(compiled_model) == {"WanAttentionBlock": (4, 4)}
     torch._dynamo.reset()  # torch forgets its graphs
     sample(clone, "wan", length=16)
-    assert calls(branch) == {"WanAttentionBlock": (8, 4)}
+    assert calls(compiled_model) == {"WanAttentionBlock": (8, 4)}
 
 
 def test_a_patch_over_the_limit_leaves_runs_without_it_compiled(wan):
     def sharper(attention: Callable[..., Tensor], q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return attention(2 * q, *args, **kwargs)
 
-    clone, branch = compiled(wan, cache_size_limit=1)
+    clone, compiled_model = compiled(wan, cache_size_limit=1)
     sample(clone, "wan")
     patched = with_attention(clone, sharper)
     assert torch.equal(sample(patched, "wan"), sample(with_attention(wan, sharper), "wan"))
-    assert calls(branch) == {"WanAttentionBlock": (4, 4)}
+    assert calls(compiled_model) == {"WanAttentionBlock": (4, 4)}
     assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
-    assert calls(branch) == {"WanAttentionBlock": (8, 4)}
+    assert calls(compiled_model) == {"WanAttentionBlock": (8, 4)}
 
 
 OVERRIDES = [
@@ -200,40 +200,43 @@ OVERRIDES = [
 
 @pytest.mark.parametrize(("text", "expected"), OVERRIDES)
 def test_overrides_reach_the_blocks_that_they_name_and_no_others(text, expected, flux):
-    clone, branch = compiled(flux, overrides=parse_overrides(text))
+    clone, compiled_model = compiled(flux, overrides=parse_overrides(text))
     assert torch.equal(sample(clone, "flux"), sample(flux, "flux"))
-    assert {title: ran for title, (ran, _) in calls(branch).items()} == expected
-    assert branch.report().counts().graphs == len(expected) and branch.notes == []
+    assert {title: ran for title, (ran, _) in calls(compiled_model).items()} == expected
+    assert compiled_model.report().counts().graphs == len(expected) and compiled_model.notes == []
 
 
 def test_an_override_gives_a_block_a_backend_and_mode_of_its_own(flux):
     settings = {"overrides": parse_overrides("single_blocks.1 backend=inductor mode=reduce-overhead dynamic=false")}
-    clone, branch = compiled(flux, **settings)
+    clone, compiled_model = compiled(flux, **settings)
     assert (sample(clone, "flux", steps=1) - sample(flux, "flux", steps=1)).abs().max() < 1e-4
-    hows = {region.report.title: region.how for region in branch.regions.values()}
+    hows = {region.report.label: region.how for region in compiled_model.regions.values()}
     assert hows == {
         "DoubleStreamBlock": HowToCompile("eager"),
         "SingleStreamBlock": HowToCompile("eager"),
         "SingleStreamBlock (2)": HowToCompile("inductor", "reduce-overhead", "false"),
     }
-    assert branch.notes == ["mode reduce-overhead uses no CUDA graphs here: the model runs on cpu."]
+    assert compiled_model.notes == ["mode reduce-overhead uses no CUDA graphs here: the model runs on cpu."]
 
 
 def test_a_stack_whose_blocks_are_told_apart_is_compiled_block_by_block(flux):
-    clone, branch = compiled(flux, scope="stack", overrides=parse_overrides("double_blocks.0 eager"))
+    clone, compiled_model = compiled(flux, scope="stack", overrides=parse_overrides("double_blocks.0 eager"))
     assert torch.equal(sample(clone, "flux"), sample(flux, "flux"))
-    assert branch.notes == [
+    assert compiled_model.notes == [
         "scope stack: double_blocks is compiled block by block, since overrides tell its blocks apart."
     ]
-    assert {title: ran for title, (ran, _) in calls(branch).items()} == {"DoubleStreamBlock": 2, "single_blocks": 1}
+    assert {title: ran for title, (ran, _) in calls(compiled_model).items()} == {
+        "DoubleStreamBlock": 2,
+        "single_blocks": 1,
+    }
 
 
 def test_a_stack_that_is_overridden_whole_stays_one_region(flux):
     overrides = parse_overrides("double_blocks.* eager\nsingle_blocks.* dynamic=true")
-    clone, branch = compiled(flux, scope="stack", overrides=overrides)
+    clone, compiled_model = compiled(flux, scope="stack", overrides=overrides)
     assert torch.equal(sample(clone, "flux"), sample(flux, "flux"))
-    assert branch.notes == [] and [region.how.dynamic for region in branch.regions.values()] == ["true"]
-    assert {title: ran for title, (ran, _) in calls(branch).items()} == {"single_blocks": 1}
+    assert compiled_model.notes == [] and [region.how.dynamic for region in compiled_model.regions.values()] == ["true"]
+    assert {title: ran for title, (ran, _) in calls(compiled_model).items()} == {"single_blocks": 1}
 
 
 @pytest.mark.parametrize(
@@ -269,14 +272,14 @@ def test_an_older_torch_works_and_says_what_is_lost(wan, monkeypatch):
     older.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     monkeypatch.setattr(region_module.torch, "compile", older)
     lengths = range(5, 5 + torch._dynamo.config.recompile_limit + 1)
-    clone, branch = compiled(wan, dynamic="false", cache_size_limit=len(lengths))
+    clone, compiled_model = compiled(wan, dynamic="false", cache_size_limit=len(lengths))
     for length in lengths:
         assert torch.equal(sample(clone, "wan", length=length, steps=1), sample(wan, "wan", length=length, steps=1))
-    assert branch.report().counts().graphs == len(lengths) == torch._dynamo.config.recompile_limit + 1
-    (note,) = branch.notes
+    assert compiled_model.report().counts().graphs == len(lengths) == torch._dynamo.config.recompile_limit + 1
+    (note,) = compiled_model.notes
     assert "has no limit for each region: cache_size_limit is set in torch's configuration" in note
     sample(clone, "wan", length=40, steps=1)
-    assert "is reached" in branch.notes[-1] and branch.report().counts().graphs == len(lengths)
+    assert "is reached" in compiled_model.notes[-1] and compiled_model.report().counts().graphs == len(lengths)
 
 
 @torch.library.custom_op("tessera_tests::out_of_memory", mutates_args=())
@@ -294,10 +297,10 @@ def test_running_out_of_memory_inside_is_not_taken_for_a_failed_compile(backend,
     def hungry(attention: Callable[..., Tensor], q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return attention(out_of_memory(q), *args, **kwargs)
 
-    clone, branch = compiled(wan, backend=backend)
+    clone, compiled_model = compiled(wan, backend=backend)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             sample(with_attention(clone, hungry), "wan")
-    assert branch.notes == []
+    assert compiled_model.notes == []
     assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
-    assert calls(branch) == {"WanAttentionBlock": (4, 0)}
+    assert calls(compiled_model) == {"WanAttentionBlock": (4, 0)}

@@ -11,7 +11,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.compile.attach import branch_of
+from tessera.compile.attach import compiled_model_of
 from tessera.compile.region import CompileFailed
 from tessera.compile.settings import SCOPES
 from tiny.compiling import Graphs, compiled, load_as, make_lora, with_lora
@@ -73,7 +73,7 @@ def test_weights_and_modules_are_the_same_however_a_run_ends(loader, scope, endi
     model = load_as(loader, "flux", tiny_files["flux"])
     eager = sample(model, "flux")
     kept = Kept(model)
-    clone, branch = compiled(model, scope=scope, fullgraph=ending == "fullgraph that fails")
+    clone, compiled_model = compiled(model, scope=scope, fullgraph=ending == "fullgraph that fails")
     if ENDINGS[ending] is not None:
         patch, error = ENDINGS[ending]
         patched = clone.clone()
@@ -86,15 +86,15 @@ def test_weights_and_modules_are_the_same_however_a_run_ends(loader, scope, endi
     assert torch.equal(sample(model, "flux"), eager)
     # An error of a patch's own, or an interrupt, says nothing about compiling.
     if ending != "fullgraph that fails":
-        assert branch.report().counts().graphs == (1 if scope == "model" else 2)
-        assert [note for note in branch.notes if "another node patches" not in note] == []
+        assert compiled_model.report().counts().graphs == (1 if scope == "model" else 2)
+        assert [note for note in compiled_model.notes if "another node patches" not in note] == []
 
 
 @pytest.mark.parametrize("scope", ["blocks", "stack"])
 def test_after_an_interrupt_in_the_middle_of_the_first_pass_a_run_compiles_as_ever(scope, tiny_files):
     model = load_as("core", "flux", tiny_files["flux"])
     eager = sample(model, "flux")
-    clone, branch = compiled(model, scope=scope)
+    clone, compiled_model = compiled(model, scope=scope)
 
     def stop(*_: Any) -> None:
         raise InterruptProcessingException()
@@ -105,7 +105,7 @@ def test_after_an_interrupt_in_the_middle_of_the_first_pass_a_run_compiles_as_ev
     hook.remove()
     assert torch.equal(sample(clone, "flux"), eager)
     titles = {"blocks": {"DoubleStreamBlock", "SingleStreamBlock"}, "stack": {"double_blocks", "single_blocks"}}[scope]
-    assert {region.report.title for region in branch.regions.values()} == titles and branch.notes == []
+    assert {region.report.label for region in compiled_model.regions.values()} == titles and compiled_model.notes == []
 
 
 def saved(patcher: Any, path: Any) -> dict[str, Tensor]:
@@ -133,29 +133,29 @@ def test_a_compiled_model_saves_what_it_saves_without(where, tiny_files, tmp_pat
 
 def test_clones_share_the_graphs_and_a_lora_finds_all_its_keys(tiny_files, caplog):
     model = load_as("core", "flux", tiny_files["flux"])
-    clone, branch = compiled(model)
+    clone, compiled_model = compiled(model)
     first = sample(clone, "flux")
     graphs = Graphs()
     again = clone.clone()
-    assert branch_of(again) is branch and again.is_clone(model) and again.clone_has_same_weights(clone)
+    assert compiled_model_of(again) is compiled_model and again.is_clone(model) and again.clone_has_same_weights(clone)
     assert torch.equal(sample(again, "flux"), first)
     lora = make_lora(model, 1)
     with_lora(clone, lora, 1.0)
     assert not [record for record in caplog.records if "not loaded" in record.message.lower()]
     assert len(with_lora(clone, lora, 1.0).patches) == len(lora) // 2
-    assert graphs() == 0 and branch_of(model) is None
+    assert graphs() == 0 and compiled_model_of(model) is None
 
 
 def test_a_second_compile_model_behind_the_first_takes_its_place(tiny_files):
     model = load_as("core", "wan", tiny_files["wan"])
-    first, branch = compiled(model, cache_size_limit=8)
+    first, compiled_model = compiled(model, cache_size_limit=8)
     second, other = compiled(first, cache_size_limit=9)
     graphs = Graphs()
     sample(second, "wan")
-    assert branch_of(second) is other and branch_of(first) is branch
-    assert graphs() == other.report().counts().graphs == 1 and branch.report().counts().graphs == 0
+    assert compiled_model_of(second) is other and compiled_model_of(first) is compiled_model
+    assert graphs() == other.report().counts().graphs == 1 and compiled_model.report().counts().graphs == 0
     sample(first, "wan")
-    assert branch.report().counts().graphs == 1
+    assert compiled_model.report().counts().graphs == 1
 
 
 def test_bypass_loras_work_and_are_taken_out_again(tiny_files):
@@ -169,9 +169,9 @@ def test_bypass_loras_work_and_are_taken_out_again(tiny_files):
     kept = Kept(model)  # with the forwards that core leaves on the layers
     graphs = Graphs()
     for each, expected in zip(bypassed, eager, strict=True):
-        clone, branch = compiled(each, dynamic="false")
+        clone, compiled_model = compiled(each, dynamic="false")
         assert torch.equal(sample(clone, "flux"), expected) and (expected - plain).abs().max() > 0.1
-        assert graphs() == branch.report().counts().graphs
+        assert graphs() == compiled_model.report().counts().graphs
     comfy.model_management.unload_all_models()
     clone, _ = compiled(model, dynamic="false")
     assert torch.equal(sample(clone, "flux"), plain)
@@ -185,11 +185,11 @@ def test_a_compiled_model_that_nobody_holds_is_freed(scope, backend, tiny_files)
     if backend == "aot_eager" and scope != "blocks":
         pytest.skip("one scope is enough here")
     model = tiny.load_model("wan", tiny_files["wan"])
-    clone, branch = compiled(model, backend=backend, scope=scope)
+    clone, compiled_model = compiled(model, backend=backend, scope=scope)
     sample(clone, "wan")
-    held = [weakref.ref(part) for part in (model.model, model.model.diffusion_model, branch)]
+    held = [weakref.ref(part) for part in (model.model, model.model.diffusion_model, compiled_model)]
     comfy.model_management.unload_all_models()
-    del model, clone, branch
+    del model, clone, compiled_model
     comfy.model_management.cleanup_models()
     gc.collect()
     assert [ref() for ref in held] == [None, None, None]

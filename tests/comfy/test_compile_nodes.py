@@ -9,7 +9,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_server import ServerFailure, error_of
 from tessera.common.fingerprint import weights_fingerprint
-from tessera.compile.attach import branch_of
+from tessera.compile.attach import compiled_model_of
 from tessera.compile.settings import PRESETS, CompileSettings, Override
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.model.compile import TesseraCompileModel, TesseraCompileReport
@@ -25,7 +25,7 @@ def run(node, *args, **values):
 
 
 def settings_of(model, **values):
-    return branch_of(run(TesseraCompileModel, model, **values).result[0]).settings
+    return compiled_model_of(run(TesseraCompileModel, model, **values).result[0]).settings
 
 
 def notes_of(output):
@@ -54,7 +54,7 @@ def test_each_input_reaches_its_setting(tiny_flux):
 def test_a_preset_fills_mode_and_scope_in_and_says_so_where_they_stood_otherwise(tiny_flux, preset):
     mode, scope = PRESETS[preset]
     out = run(TesseraCompileModel, tiny_flux, mode="reduce-overhead", scope="model", preset=preset)
-    settings = branch_of(out.result[0]).settings
+    settings = compiled_model_of(out.result[0]).settings
     assert (settings.mode, settings.scope) == (mode, scope)
     sentence = f"The preset {preset} sets mode {mode} and scope {scope}, in place of reduce-overhead and model."
     assert notes_of(out)[0] == sentence

@@ -92,7 +92,7 @@ def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_ol
     model = tiny.load_model(name, tiny_files[name])
     plain, patched = sample(model, name), sample(and_then(model, patch), name)
     assert (plain - patched).abs().max() > 1e-2
-    clone, branch = compiled(model, dynamic="false")
+    clone, compiled_model = compiled(model, dynamic="false")
     graphs = Graphs()
     assert torch.equal(sample(clone, name), plain)
     before = graphs()
@@ -102,9 +102,9 @@ def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_ol
     assert torch.equal(sample(and_then(clone, patch), name, seed=3), sample(and_then(model, patch), name, seed=3))
     # A node that runs anew makes a new function of the same code; another number of steps changes the options.
     sample(and_then(clone, patch), name, steps=3)
-    assert graphs() == with_patch == branch.report().counts().graphs
+    assert graphs() == with_patch == compiled_model.report().counts().graphs
     assert with_patch == before + more
-    assert branch.notes == [] and branch.report().counts().graph_breaks == 0
+    assert compiled_model.notes == [] and compiled_model.report().counts().graph_breaks == 0
 
 
 @pytest.mark.parametrize("scope", ["stack", "model"])
@@ -112,16 +112,16 @@ def test_a_patch_added_after_the_first_run_takes_effect_and_removed_gives_the_ol
 def test_patches_take_effect_in_the_larger_scopes(patch, scope, tiny_files):
     model = tiny.load_model("flux", tiny_files["flux"])
     plain, patched = sample(model, "flux"), sample(and_then(model, patch), "flux")
-    clone, branch = compiled(model, scope=scope, dynamic="false")
+    clone, compiled_model = compiled(model, scope=scope, dynamic="false")
     assert torch.equal(sample(clone, "flux"), plain)
     assert torch.equal(sample(and_then(clone, patch), "flux"), patched)
-    counted = branch.report().counts().graphs
+    counted = compiled_model.report().counts().graphs
     assert torch.equal(sample(clone, "flux"), plain)
     assert torch.equal(sample(and_then(clone, patch), "flux", seed=3), sample(and_then(model, patch), "flux", seed=3))
-    assert branch.report().counts().graphs == counted
+    assert compiled_model.report().counts().graphs == counted
     why = "replaces blocks" if patch is replace_a_block else "patches the model"
     said = [f"scope stack: this run compiles block by block, since another node {why}."]
-    assert branch.notes == (said if scope == "stack" else [])
+    assert compiled_model.notes == (said if scope == "stack" else [])
 
 
 def test_a_patch_whose_setting_changes_is_followed(tiny_files):
@@ -150,10 +150,12 @@ def test_blocks_that_an_object_patch_puts_in_place_are_the_ones_that_run(place, 
 
     plain, patched = sample(model, "flux"), sample(and_then(model, patch), "flux")
     assert (plain - patched).abs().max() > 1e-2
-    clone, branch = compiled(model, scope=scope)
+    clone, compiled_model = compiled(model, scope=scope)
     for each, expected in ((clone, plain), (and_then(clone, patch), patched), (clone, plain)):
         assert torch.equal(sample(each, "flux"), expected)
-    assert branch.notes == [] and all(region.report.eager_calls == 0 for region in branch.regions.values())
+    assert compiled_model.notes == [] and all(
+        region.report.eager_calls == 0 for region in compiled_model.regions.values()
+    )
 
 
 def halved_forward(block: nn.Module) -> Any:
@@ -167,7 +169,7 @@ def test_a_block_whose_forward_another_pack_replaced_runs_it(scope, tiny_files):
     model = tiny.load_model("flux", tiny_files["flux"])
     block = model.model.diffusion_model.double_blocks[1]
     plain = sample(model, "flux")
-    clone, branch = compiled(model, scope=scope, dynamic="false")
+    clone, compiled_model = compiled(model, scope=scope, dynamic="false")
     assert torch.equal(sample(clone, "flux"), plain)
     block.forward = halved_forward(block)
     replaced = sample(model, "flux")
@@ -175,12 +177,12 @@ def test_a_block_whose_forward_another_pack_replaced_runs_it(scope, tiny_files):
     assert torch.equal(sample(clone, "flux"), replaced)
     eager = "double_blocks.1 and blocks like it run eager, since another node has replaced their forward."
     by_blocks = "scope stack: double_blocks is compiled block by block, since another node has replaced a forward."
-    assert branch.notes == {"blocks": [eager], "stack": [by_blocks, eager], "model": []}[scope]
+    assert compiled_model.notes == {"blocks": [eager], "stack": [by_blocks, eager], "model": []}[scope]
     assert "forward" in vars(block)
     del block.forward
-    counted = branch.report().counts().graphs
+    counted = compiled_model.report().counts().graphs
     assert torch.equal(sample(clone, "flux"), plain)
-    assert branch.report().counts().graphs == counted
+    assert compiled_model.report().counts().graphs == counted
 
 
 @pytest.mark.parametrize("name", ["forward", "_forward"])
@@ -192,10 +194,10 @@ def test_a_model_whose_forward_another_pack_replaced_runs_it_with_scope_model(na
     setattr(unet, name, types.MethodType(lambda self, *args, **kwargs: inner(self, *args, **kwargs) / 2, unet))
     replaced = sample(model, "flux")
     assert (plain - replaced).abs().max() > 1e-2
-    clone, branch = compiled(model, scope="model")
+    clone, compiled_model = compiled(model, scope="model")
     assert torch.equal(sample(clone, "flux"), replaced)
     said = "scope model: blocks are compiled instead, since another node has replaced the model's forward."
-    assert branch.notes == ([said] if name == "_forward" else [])
+    assert compiled_model.notes == ([said] if name == "_forward" else [])
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -210,12 +212,12 @@ def test_a_wrapper_around_the_diffusion_model_takes_effect_and_compiles_nothing_
 
     plain, wrapped = sample(model, "wan"), sample(and_then(model, patch), "wan")
     assert (plain - wrapped).abs().max() > 1e-2
-    clone, branch = compiled(model, scope=scope)
+    clone, compiled_model = compiled(model, scope=scope)
     assert torch.equal(sample(clone, "wan"), plain)
     assert torch.equal(sample(and_then(clone, patch), "wan"), wrapped)
     said = "scope stack: this run compiles block by block, since another node's wrapper runs inside the model."
-    assert branch.notes == ([said] if scope == "stack" else [])
-    assert branch.report().counts().graphs == (2 if scope == "stack" else 1)
+    assert compiled_model.notes == ([said] if scope == "stack" else [])
+    assert compiled_model.report().counts().graphs == (2 if scope == "stack" else 1)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -235,8 +237,8 @@ def test_wrappers_around_the_whole_model_may_pass_its_arguments_by_place_or_by_n
 
     model = and_then(model, patch)
     for scope in SCOPES:
-        clone, branch = compiled(model, scope=scope)
-        assert torch.equal(sample(clone, "wan"), sample(model, "wan")) and branch.notes == []
+        clone, compiled_model = compiled(model, scope=scope)
+        assert torch.equal(sample(clone, "wan"), sample(model, "wan")) and compiled_model.notes == []
 
 
 def flux_residuals(x: Tensor) -> dict[str, Any]:
@@ -267,27 +269,27 @@ def test_what_a_controlnet_adds_is_added(name, residuals, scope, tiny_files):
 
     plain, controlled = sample(model, name), sample(and_then(model, patch), name)
     assert (plain - controlled).abs().max() > 1e-2
-    clone, branch = compiled(and_then(model, patch), scope=scope, dynamic="false")
+    clone, compiled_model = compiled(and_then(model, patch), scope=scope, dynamic="false")
     graphs = Graphs()
     assert torch.equal(sample(clone, name), controlled)
-    assert graphs() == branch.report().counts().graphs
+    assert graphs() == compiled_model.report().counts().graphs
     sample(clone, name, steps=3, seed=2)
     assert (
         graphs()
-        == branch.report().counts().graphs
+        == compiled_model.report().counts().graphs
         == {"blocks": 12 if name == "sdxl" else 2, "stack": 2, "model": 1}[scope]
     )
     said = "scope stack: this run compiles block by block, since a ControlNet adds to the blocks' results."
-    assert branch.notes == ([said] if scope == "stack" else [])
+    assert compiled_model.notes == ([said] if scope == "stack" else [])
 
 
 def test_vace_is_compiled_block_by_block_with_scope_stack(tiny_files):
     model = tiny.load_model("wan_vace", tiny_files["wan_vace"])
-    clone, branch = compiled(model, scope="stack")
+    clone, compiled_model = compiled(model, scope="stack")
     assert torch.equal(sample(clone, "wan_vace"), sample(model, "wan_vace"))
     said = "scope stack: this run compiles block by block, since VACE adds to the blocks' results."
-    assert branch.notes == [said]
-    assert {region.report.title.partition(" ")[0] for region in branch.regions.values()} == {
+    assert compiled_model.notes == [said]
+    assert {region.report.label.partition(" ")[0] for region in compiled_model.regions.values()} == {
         "WanAttentionBlock",
         "VaceWanAttentionBlock",
     }
@@ -332,7 +334,7 @@ def test_a_model_may_read_in_its_outer_forward_what_the_sampler_tells(scope, tin
     model = tiny.load_model("wan", tiny_files["wan"])
     unet = model.model.diffusion_model
     unet.__class__ = reading(type(unet))
-    clone, branch = compiled(model, scope=scope, dynamic="false")
+    clone, compiled_model = compiled(model, scope=scope, dynamic="false")
     for cfg in (1.0, 3.0):
         assert torch.equal(sample(clone, "wan", cfg=cfg), sample(model, "wan", cfg=cfg))
-    assert branch.report().counts().graphs == 2 and branch.notes == []
+    assert compiled_model.report().counts().graphs == 2 and compiled_model.notes == []

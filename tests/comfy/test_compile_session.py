@@ -30,22 +30,22 @@ class Session:
         self.model, self.name, self.settings = model, name, settings
         self.loras = {number: make_lora(model, number) for number in (1, 2)}
         self.graphs = Graphs()
-        _, self.branch = compiled(model, **settings)
+        _, self.compiled_model = compiled(model, **settings)
 
     def picture(self, lora: int | None = None, strength: float = 0.0, where: str = "before", **inputs: Any) -> Tensor:
         eager = self.model if lora is None else with_lora(self.model, self.loras[lora], strength)
-        clone, branch = compiled(self.model if where == "behind" else eager, **self.settings)
-        assert branch is self.branch
+        clone, compiled_model = compiled(self.model if where == "behind" else eager, **self.settings)
+        assert compiled_model is self.compiled_model
         if where == "behind":
             clone = with_lora(clone, self.loras[lora], strength)
         picture = sample(clone, self.name, **inputs)
         counted = self.graphs()
         assert torch.equal(picture, sample(eager, self.name, **inputs))
-        assert self.graphs() == counted == self.branch.report().counts().graphs
+        assert self.graphs() == counted == self.compiled_model.report().counts().graphs
         return picture
 
     def graphs_of_kinds(self) -> list[int]:
-        return [region["graphs"] for region in self.branch.report().facts()["regions"]]
+        return [region["graphs"] for region in self.compiled_model.report().facts()["regions"]]
 
 
 def shapes(sizes: Any = SIZES, lengths: Any = LENGTHS, batches: Any = (1, 2)) -> Iterator[dict[str, int]]:
@@ -81,7 +81,7 @@ def test_with_dynamic_false_each_shape_is_compiled_once_and_no_lora_compiles_any
     assert session.graphs() == KINDS[name] * (len(met) + 1)
     session.picture(**together, negative_length=5, steps=3, seed=9)
     assert session.graphs() == KINDS[name] * (len(met) + 1)
-    assert session.branch.notes == [] and session.branch.report().counts().graph_breaks == 0
+    assert session.compiled_model.notes == [] and session.compiled_model.report().counts().graph_breaks == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_with_dynamic_true_a_kind_of_block_has_two_graphs_one_for_batch_1_and_on
     session.picture(cfg=3.0, length=21, negative_length=21)
     session.picture(cfg=3.0, length=21, negative_length=12)
     assert set(session.graphs_of_kinds()) == {2} and len(session.graphs_of_kinds()) == KINDS[name]
-    assert session.branch.notes == [] and session.branch.report().counts().graph_breaks == 0
+    assert session.compiled_model.notes == [] and session.compiled_model.report().counts().graph_breaks == 0
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "qwen_image"])
@@ -158,7 +158,7 @@ def test_loras_seeds_steps_and_guidance_compile_nothing_in_the_larger_scopes_eit
     session.picture(length=9, cfg=3.0)
     assert session.graphs() == 2
     session.picture(length=9, batch=2)
-    assert session.graphs() == 2 and session.branch.notes == []
+    assert session.graphs() == 2 and session.compiled_model.notes == []
 
 
 def test_two_branches_over_one_model_do_not_disturb_each_other(tiny_files):
@@ -170,14 +170,16 @@ def test_two_branches_over_one_model_do_not_disturb_each_other(tiny_files):
         clones = [compiled(model, **session.settings)[0] for session in (narrow, wide)]
         eager.append(sample(model, "flux", length=length))
         assert all(torch.equal(sample(clone, "flux", length=length), eager[-1]) for clone in clones)
-        counted.append([session.branch.report().counts().graphs for session in (narrow, wide)])
+        counted.append([session.compiled_model.report().counts().graphs for session in (narrow, wide)])
     assert counted == [[2, 2], [4, 4], [4, 6]]
     assert narrow.graphs() == 10
-    assert len(narrow.branch.notes) == 2 and all("limit 2 is reached" in note for note in narrow.branch.notes)
-    assert wide.branch.notes == []
+    assert len(narrow.compiled_model.notes) == 2 and all(
+        "limit 2 is reached" in note for note in narrow.compiled_model.notes
+    )
+    assert wide.compiled_model.notes == []
     for length, expected in zip(LENGTHS, eager, strict=True):
-        clone, branch = compiled(model, **wide.settings)
-        assert branch is wide.branch and torch.equal(sample(clone, "flux", length=length), expected)
+        clone, compiled_model = compiled(model, **wide.settings)
+        assert compiled_model is wide.compiled_model and torch.equal(sample(clone, "flux", length=length), expected)
     assert wide.graphs() == 10
 
 
@@ -193,11 +195,11 @@ def test_a_branch_does_not_know_which_sizes_varied_in_another(tiny_files):
 def test_another_model_of_the_same_file_has_graphs_of_its_own(tiny_files):
     first, second = (load_as("core", "wan", tiny_files["wan"]) for _ in range(2))
     sessions = [Session(model, "wan", dynamic="false") for model in (first, second)]
-    assert sessions[0].branch is not sessions[1].branch
+    assert sessions[0].compiled_model is not sessions[1].compiled_model
     for session in sessions:
         clone, _ = compiled(session.model, **session.settings)
         sample(clone, "wan")
-        assert session.branch.report().counts().graphs == 1
+        assert session.compiled_model.report().counts().graphs == 1
 
 
 def test_unloading_in_mid_session_compiles_nothing(tiny_files):
@@ -212,7 +214,8 @@ def test_unloading_in_mid_session_compiles_nothing(tiny_files):
 def streamed(session: Session) -> set[Any]:
     """For each block which of its layers are streamed, and which of these have a LoRA applied at each use."""
     layers = [
-        (b.kind, [m for m in b.module.modules() if hasattr(m, "comfy_cast_weights")]) for b in session.branch.blocks
+        (b.kind, [m for m in b.module.modules() if hasattr(m, "comfy_cast_weights")])
+        for b in session.compiled_model.blocks
     ]
     return {
         (kind, *((m.comfy_cast_weights, len(m.weight_function), len(m.bias_function)) for m in modules))
@@ -237,5 +240,5 @@ def test_partly_loaded_each_pattern_of_streamed_layers_is_compiled_once_whatever
                 assert session.graphs() == len(patterns)
             whole = whole or pictures
             assert all(torch.equal(*pair) for pair in zip(pictures, whole, strict=True))
-    assert KINDS[name] < session.graphs() <= 3 * len(session.branch.blocks)
-    assert session.branch.notes == []
+    assert KINDS[name] < session.graphs() <= 3 * len(session.compiled_model.blocks)
+    assert session.compiled_model.notes == []

@@ -10,7 +10,7 @@ import tiny
 import torch
 from comfy.quant_ops import QuantizedTensor
 from PIL import Image
-from tessera.compile.attach import branch_of
+from tessera.compile.attach import compiled_model_of
 from tessera.compile.settings import CompileSettings
 from tessera.memory.host.flat_weights import parts_of, plain_tensors, restore_inference_mode, weight_refs, with_parts
 from tessera.memory.swap import inference, training
@@ -189,8 +189,8 @@ class Notes(Watcher):
 
     def look(self, step):
         self.loaded.append([type(e.model).__name__ for e in comfy.model_management.current_loaded_models])
-        branch = branch_of(self.model)
-        in_preview = branch.report().counts().graphs if branch else 0
+        compiled_model = compiled_model_of(self.model)
+        in_preview = compiled_model.report().counts().graphs if compiled_model else 0
         self.graphs.append((self.counted(), in_preview))
         made = self.made()
         self.held.append((sum(isinstance(t, torch.nn.Parameter) for t in made), size_of(made)))

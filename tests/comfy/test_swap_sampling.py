@@ -52,10 +52,10 @@ def test_pictures_are_the_same_with_all_blocks_swapped(family: str, tiny_files: 
     assert not torch.equal(with_lora, plain)
 
     settings = CompileSettings(backend="eager")
-    compiled, branch = compile_model(swapped, settings)
+    compiled, compiled_model = compile_model(swapped, settings)
     assert torch.equal(sample(compiled, family), plain)
     made = graphs()
-    assert branch.report().counts().graphs == made > 0
+    assert compiled_model.report().counts().graphs == made > 0
     compiled_lora, _ = comfy.sd.load_lora_for_models(compiled, None, lora, 0.7, 0.0)
     assert torch.equal(sample(compiled_lora, family), with_lora)
     resident, _ = compile_model(model, settings)
@@ -84,23 +84,23 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
     settings = CompileSettings(**values)
     picture = sample(tiny_flux, "flux")
     swapped = swap_model(tiny_flux, dict(list(all_blocks(tiny_flux).items())[1:3]), prefetch=1, pinned=False)
-    compiled, branch = compile_model(swapped, settings)
+    compiled, compiled_model = compile_model(swapped, settings)
     assert torch.equal(sample(compiled, "flux"), picture)
     # Those that stay too: one region for each kind, as without swap.
-    assert sorted(region.report.title for region in branch.regions.values()) == [
+    assert sorted(region.report.label for region in compiled_model.regions.values()) == [
         "DoubleStreamBlock",
         "SingleStreamBlock",
     ]
-    assert {(region.how.backend, region.how.mode) for region in branch.regions.values()} == {(backend, mode)}
-    said = [note for note in branch.notes if "block swap" in note]
+    assert {(region.how.backend, region.how.mode) for region in compiled_model.regions.values()} == {(backend, mode)}
+    said = [note for note in compiled_model.notes if "block swap" in note]
     assert said == [
         f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), since some stream from "
         "the host (block swap)."
     ]
     # On the same model without swap the settings hold as they are.
     resident, same = compile_model(tiny_flux, settings)
-    assert same is branch and torch.equal(sample(resident, "flux"), picture)
-    assert [region.how for region in branch.regions.values()][2:] == [settings.how()] * 2
+    assert same is compiled_model and torch.equal(sample(resident, "flux"), picture)
+    assert [region.how for region in compiled_model.regions.values()][2:] == [settings.how()] * 2
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.compile.attach import branch_of, compile_model
+from tessera.compile.attach import compile_model, compiled_model_of
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.inputs import StepSize, step_inputs
-from tessera.compile.tune.results import Measured, Spread, TuneResult, Unmeasured, file_name, result_key, to_json
+from tessera.compile.tune.results import (
+    MeasuredSettings,
+    Quartiles,
+    TuneResult,
+    UnmeasuredSettings,
+    file_name,
+    result_key,
+    to_json,
+)
 from tessera.nodes.model import tune as tune_node
 from tessera.nodes.model.tune import TesseraTuneCompile
 from tiny.compiling import Graphs
@@ -49,9 +57,9 @@ def shown(output: Any) -> dict[str, Any]:
     return json.loads(json.dumps(payload, allow_nan=False))
 
 
-def result_for(model: Any, *rows: Measured, unmeasured: tuple[Unmeasured, ...] = ()) -> TuneResult:
+def result_for(model: Any, *rows: MeasuredSettings, unmeasured: tuple[UnmeasuredSettings, ...] = ()) -> TuneResult:
     key = result_key(model, step_inputs(model, StepSize(64, 64, text_length=16, cfg=1.0)))
-    return TuneResult(key, Spread(100, 100, 100), rows, unmeasured, 300, MEASURED_AT)
+    return TuneResult(key, Quartiles(100, 100, 100), rows, unmeasured, 300, MEASURED_AT)
 
 
 def remember(folder: Path, result: TuneResult) -> Path:
@@ -61,8 +69,8 @@ def remember(folder: Path, result: TuneResult) -> Path:
     return file
 
 
-FAST = Measured(AOT_EAGER, Spread(45, 50, 55), Spread(1.9, 2, 2.1), 20, 200, 1)
-LEFT_OUT = Unmeasured(CompileSettings(scope="stack"), "no time.", failed=False)
+FAST = MeasuredSettings(AOT_EAGER, Quartiles(45, 50, 55), Quartiles(1.9, 2, 2.1), 20, 200, 1)
+LEFT_OUT = UnmeasuredSettings(CompileSettings(scope="stack"), "no time.", failed=False)
 
 
 def test_it_measures_shows_a_chart_and_a_table_and_remembers(tiny_files: dict[str, Path], own_folder: Path) -> None:
@@ -76,7 +84,7 @@ def test_it_measures_shows_a_chart_and_a_table_and_remembers(tiny_files: dict[st
     assert facts["key"]["torch"] == torch.__version__
     assert len(output.ui["images"]) == 1
     best = facts["best"]
-    assert (branch_of(tuned) is None) == (best is None)
+    assert (compiled_model_of(tuned) is None) == (best is None)
     (file,) = own_folder.iterdir()
     graphs = Graphs()
     again = run(load_wan(tiny_files))
@@ -94,8 +102,8 @@ def test_what_is_remembered_compiles_the_model_without_measuring(tiny_files: dic
     graphs = Graphs()
     output = run(model)
     assert graphs() == 0
-    assert branch_of(output.result[0]).settings == AOT_EAGER
-    assert branch_of(model) is None
+    assert compiled_model_of(output.result[0]).settings == AOT_EAGER
+    assert compiled_model_of(model) is None
     assert f"Measured on {MEASURED_AT}." in output.result[2]
     sampled = tiny.sample(output.result[0], "wan", length=16)
     torch.testing.assert_close(sampled, tiny.sample(model, "wan", length=16), rtol=1e-4, atol=1e-4)
@@ -154,12 +162,12 @@ def test_a_result_in_which_everything_failed_is_not_remembered(
 
 def test_a_compile_model_in_front_is_named_as_without_effect(tiny_files: dict[str, Path], own_folder: Path) -> None:
     model = load_wan(tiny_files)
-    remember(own_folder, result_for(model, replace(FAST, gain=Spread(1, 1, 1))))
+    remember(own_folder, result_for(model, replace(FAST, gain=Quartiles(1, 1, 1))))
     output = run(compile_model(model, AOT_EAGER)[0])
     assert shown(output)["notes"][-1] == (
         "The Compile Model in front of this node has no effect: this node takes its place."
     )
-    assert branch_of(output.result[0]) is None
+    assert compiled_model_of(output.result[0]) is None
 
 
 def test_what_is_no_diffusion_model_is_refused(tiny_clip: Any) -> None:

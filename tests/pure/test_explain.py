@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tessera.compile.report.explain import advice, plain_words
+from tessera.compile.report.explain import advice, explain_break
 
 _TORCH = find_spec("torch")  # found, not loaded
 assert _TORCH is not None and _TORCH.origin is not None
@@ -38,22 +38,22 @@ KINDS = sorted({entry["Gb_type"] for entries in _REGISTRY.values() for entry in 
 )
 def test_the_kinds_that_models_meet_are_kinds_of_this_torch_and_have_their_words(kind, said):
     assert kind in KINDS
-    assert said in plain_words(f"{kind}\n  Explanation: what torch says\n  Hint: no hint")
+    assert said in explain_break(f"{kind}\n  Explanation: what torch says\n  Hint: no hint")
 
 
 def test_every_kind_has_one_sentence_that_names_no_part_of_torchs_inside():
     for kind in KINDS:
-        words = plain_words(f"{kind}\n  Explanation: Dynamo gives up.\n  Hint: report it")
+        words = explain_break(f"{kind}\n  Explanation: Dynamo gives up.\n  Hint: report it")
         assert words.endswith(".") and "\n" not in words and "Dynamo gives" not in words and "report it" not in words
 
 
 def test_a_kind_without_words_of_ours_is_told_with_torchs_own():
-    words = plain_words("A kind of tomorrow\n  Explanation: Dynamo does not know\n  this yet.\n  Hint: wait")
+    words = explain_break("A kind of tomorrow\n  Explanation: Dynamo does not know\n  this yet.\n  Hint: wait")
     assert words == "Torch cannot trace this (A kind of tomorrow): torch does not know this yet."
 
 
 def test_the_first_cause_is_told_where_another_followed():
-    words = plain_words(
+    words = explain_break(
         "Data-dependent branching\n  Explanation: x\n\n"
         "*** While handling this graph break, another graph break occurred: ***\n\ngraph break in loop"
     )
@@ -61,7 +61,7 @@ def test_the_first_cause_is_told_where_another_followed():
 
 
 def test_a_message_that_is_empty_or_plain_is_told_too():
-    assert plain_words("something odd") == "Torch cannot trace this (something odd): something odd."
+    assert explain_break("something odd") == "Torch cannot trace this (something odd): something odd."
 
 
 @pytest.mark.parametrize(

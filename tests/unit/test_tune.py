@@ -15,16 +15,16 @@ import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from tessera.compile.attach import branch_of, compile_model
-from tessera.compile.compiled_model import Branch
+from tessera.compile.attach import compile_model, compiled_model_of
+from tessera.compile.compiled_model import CompiledModel
 from tessera.compile.settings import CompileSettings
 from tessera.compile.tune.chart import plot_tuning
 from tessera.compile.tune.inputs import StepSize, pooled_width, step_inputs, text_width
 from tessera.compile.tune.results import (
-    Measured,
-    Spread,
+    MeasuredSettings,
+    Quartiles,
     TuneResult,
-    Unmeasured,
+    UnmeasuredSettings,
     file_name,
     label,
     read_result,
@@ -172,11 +172,11 @@ def test_the_fastest_is_recommended_with_its_gain_its_compile_time_and_when_that
     tiny_wan: Any, clock: Clock
 ) -> None:
     result = run(on_clock(tiny_wan, clock), [backend("fast"), backend("faster"), backend("slow")], clock)
-    assert result.eager == Spread(1000, 1000, 1000)
+    assert result.eager == Quartiles(1000, 1000, 1000)
     fast, faster, slow = result.measured
-    assert (fast.step, fast.gain) == (Spread(500, 500, 500), Spread(2, 2, 2))
-    assert (faster.step, faster.gain) == (Spread(250, 250, 250), Spread(4, 4, 4))
-    assert (slow.step, slow.gain) == (Spread(2000, 2000, 2000), Spread(0.5, 0.5, 0.5))
+    assert (fast.step, fast.gain) == (Quartiles(500, 500, 500), Quartiles(2, 2, 2))
+    assert (faster.step, faster.gain) == (Quartiles(250, 250, 250), Quartiles(4, 4, 4))
+    assert (slow.step, slow.gain) == (Quartiles(2000, 2000, 2000), Quartiles(0.5, 0.5, 0.5))
     assert [row.graphs for row in result.measured] == [1, 1, 1]
     assert fast.compile_seconds == pytest.approx(COMPILE, abs=2)
     assert fast.pays_after() == pytest.approx(COMPILE / 0.5, abs=4)
@@ -209,15 +209,15 @@ def test_nothing_is_recommended_that_is_not_faster_than_eager(tiny_wan: Any, clo
 
 
 def test_a_gain_within_the_spread_of_the_measurements_is_none() -> None:
-    row = Measured(backend("fast"), Spread(90, 95, 100), Spread(0.9, 1.05, 1.1), 1.0, 0, 2)
+    row = MeasuredSettings(backend("fast"), Quartiles(90, 95, 100), Quartiles(0.9, 1.05, 1.1), 1.0, 0, 2)
     assert not row.faster()
-    assert replace(row, gain=Spread(1.03, 1.05, 1.07)).faster()
-    assert not replace(row, gain=Spread(1.005, 1.005, 1.005)).faster()
+    assert replace(row, gain=Quartiles(1.03, 1.05, 1.07)).faster()
+    assert not replace(row, gain=Quartiles(1.005, 1.005, 1.005)).faster()
 
 
 def test_a_candidate_slower_than_the_model_as_it_came_is_not_recommended() -> None:
     """Under dynamic VRAM its pairs are made on another loading of the model, which may be slower."""
-    row = Measured(backend("fast"), Spread(95, 95, 95), Spread(1.5, 1.5, 1.5), 1.0, 0, 2)
+    row = MeasuredSettings(backend("fast"), Quartiles(95, 95, 95), Quartiles(1.5, 1.5, 1.5), 1.0, 0, 2)
     assert result_of(row, eager=96).best() is row
     assert result_of(row, eager=94).best() is None
 
@@ -298,7 +298,7 @@ def test_steps_that_another_node_leaves_out_are_named(tiny_wan: Any, clock: Cloc
 
 def test_an_interrupt_leaves_nothing_behind(tiny_wan: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_clock(tiny_wan, clock)
-    before, made = state_of(model), branches(monkeypatch)
+    before, made = state_of(model), compiled_models(monkeypatch)
 
     def interrupt_the_second(done: int, text: str) -> None:
         if done == 2:
@@ -310,7 +310,7 @@ def test_an_interrupt_leaves_nothing_behind(tiny_wan: Any, clock: Clock, monkeyp
     assert state_of(model) == before
     assert len(made) == 2
     gc.collect()  # the traceback held the second one
-    assert [branch() for branch in made] == [None, None]
+    assert [compiled_model() for compiled_model in made] == [None, None]
 
 
 # Under dynamic VRAM, which ComfyUI has on GPUs only: the class says that it is one, reloading and sampling are real.
@@ -325,11 +325,11 @@ def test_a_model_under_dynamic_vram_is_compared_with_itself_as_it_came(tiny_wan:
     tiny_wan.__class__ = UnderDynamicVram
     model = on_clock(tiny_wan, clock)
     result = run(model, [backend("fast"), backend("faster")], clock)
-    assert result.eager == Spread(1000, 1000, 1000)
+    assert result.eager == Quartiles(1000, 1000, 1000)
     assert [row.gain.median for row in result.measured] == [2, 4]
     assert all("loaded once more without" in row.notes[0] for row in result.measured)
     tuned = tuned_model(model, result)
-    assert not tuned.is_dynamic() and branch_of(tuned).report().counts().graphs == 1
+    assert not tuned.is_dynamic() and compiled_model_of(tuned).report().counts().graphs == 1
 
 
 def test_a_model_that_cannot_leave_dynamic_vram_goes_out_as_it_came(tiny_wan: Any, clock: Clock) -> None:
@@ -349,29 +349,29 @@ def test_the_model_stays_as_it_was_and_only_the_best_keeps_its_graphs(
     tiny_wan: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = on_clock(tiny_wan, clock)
-    before, made = state_of(model), branches(monkeypatch)
+    before, made = state_of(model), compiled_models(monkeypatch)
     result = run(model, [backend("fast"), backend("faster"), backend("slow")], clock)
     assert state_of(model) == before
-    kept = [branch() for branch in made]
-    assert [branch and branch.settings.backend for branch in kept] == [None, "faster", None]
+    kept = [compiled_model() for compiled_model in made]
+    assert [compiled_model and compiled_model.settings.backend for compiled_model in kept] == [None, "faster", None]
     compiled = tuned_model(model, result)
-    assert branch_of(compiled) is kept[1]
+    assert compiled_model_of(compiled) is kept[1]
     assert state_of(model) == before
 
 
 def test_a_compile_model_in_front_keeps_its_graphs_and_its_model(tiny_wan: Any, clock: Clock) -> None:
     model = on_clock(tiny_wan, clock)
-    in_front, branch = compile_model(model, backend("slow"))
+    in_front, compiled_model = compile_model(model, backend("slow"))
     sample_as_tuned(in_front, "wan", length=16)
     before = state_of(in_front)
     result = run(in_front, [backend("slow"), backend("fast")], clock)
     assert state_of(in_front) == before
-    assert compile_model(model, backend("slow"))[1] is branch
-    assert result.eager == run(in_front, [], clock).eager == Spread(1000, 1000, 1000)  # measured without it
-    assert branch_of(tuned_model(in_front, result)).settings.backend == "fast"
+    assert compile_model(model, backend("slow"))[1] is compiled_model
+    assert result.eager == run(in_front, [], clock).eager == Quartiles(1000, 1000, 1000)  # measured without it
+    assert compiled_model_of(tuned_model(in_front, result)).settings.backend == "fast"
     slow_only = replace(result, measured=result.measured[:1])
     uncompiled = tuned_model(in_front, slow_only)
-    assert branch_of(uncompiled) is None
+    assert compiled_model_of(uncompiled) is None
     assert not uncompiled.get_wrappers(WrappersMP.APPLY_MODEL, "tessera.compile")
 
 
@@ -400,7 +400,7 @@ def test_the_returned_model_samples_the_tuned_size_without_compiling(
     compiled, before = tuned_model(slow, result), graphs()
     out = sample_as_tuned(compiled, name, **sizes)
     assert graphs() == before
-    assert branch_of(compiled).report().counts().graphs == result.measured[0].graphs > 0
+    assert compiled_model_of(compiled).report().counts().graphs == result.measured[0].graphs > 0
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -485,14 +485,16 @@ def test_a_model_that_does_not_take_the_made_up_text_asks_for_a_prompt(tiny_flux
 # What is remembered
 
 
-def result_of(*rows: Measured, eager: float = 100, unmeasured: tuple[Unmeasured, ...] = ()) -> TuneResult:
+def result_of(
+    *rows: MeasuredSettings, eager: float = 100, unmeasured: tuple[UnmeasuredSettings, ...] = ()
+) -> TuneResult:
     key = {"class": "Flux", "size": "64x64", "device": "a GPU", "torch": "2.14"}
-    return TuneResult(key, Spread(eager, eager, eager), rows, unmeasured, 300, "2026-08-09 12:00")
+    return TuneResult(key, Quartiles(eager, eager, eager), rows, unmeasured, 300, "2026-08-09 12:00")
 
 
-FAST = Measured(CompileSettings(), Spread(45, 50, 55), Spread(1.9, 2, 2.1), 20, 200, 2, ("A note.",))
-LEFT_OUT = Unmeasured(CompileSettings(scope="stack"), "no time.", failed=False)
-FAILED = Unmeasured(CompileSettings(scope="model"), "no compiler.", failed=True)
+FAST = MeasuredSettings(CompileSettings(), Quartiles(45, 50, 55), Quartiles(1.9, 2, 2.1), 20, 200, 2, ("A note.",))
+LEFT_OUT = UnmeasuredSettings(CompileSettings(scope="stack"), "no time.", failed=False)
+FAILED = UnmeasuredSettings(CompileSettings(scope="model"), "no compiler.", failed=True)
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -581,8 +583,10 @@ def test_facts_are_plain_json() -> None:
 
 
 def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
-    slow = replace(FAST, settings=CompileSettings(scope="stack"), step=Spread(75, 75, 75), gain=Spread(1.3, 1.3, 1.3))
-    fast = replace(FAST, step=Spread(50, 50, 50))
+    slow = replace(
+        FAST, settings=CompileSettings(scope="stack"), step=Quartiles(75, 75, 75), gain=Quartiles(1.3, 1.3, 1.3)
+    )
+    fast = replace(FAST, step=Quartiles(50, 50, 50))
     picture = plot_tuning(result_of(fast, slow, unmeasured=(FAILED,)))
     assert picture.size == (1024, 512)
     pixels = np.asarray(picture).astype(int)
@@ -598,7 +602,7 @@ def test_bars_are_as_long_as_steps_take_and_the_best_stands_out() -> None:
 
 def test_a_chart_of_all_that_a_gpu_tries_keeps_its_rows_apart() -> None:
     tried = candidates(torch.device("cuda"))
-    rows = [replace(FAST, settings=settings, step=Spread(80, 80, 80)) for settings in tried]
+    rows = [replace(FAST, settings=settings, step=Quartiles(80, 80, 80)) for settings in tried]
     pixels = np.asarray(plot_tuning(result_of(*rows))).astype(int)
     bars = (np.abs(pixels[:, 340:360] - (164, 199, 232)).sum(-1) < 12).all(1)
     starts = int((bars[1:] & ~bars[:-1]).sum())
@@ -613,14 +617,14 @@ def test_cuda_graphs_are_tried_on_cuda_only() -> None:
     assert {settings.dynamic for settings in cpu + cuda} == {"auto"}
 
 
-def branches(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Branch]"]:
-    """Fills with the branches that are made from here on."""
-    made: list[weakref.ref[Branch]] = []
-    own = Branch.__init__
+def compiled_models(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[CompiledModel]"]:
+    """Fills with the compiled models that are made from here on."""
+    made: list[weakref.ref[CompiledModel]] = []
+    own = CompiledModel.__init__
 
-    def init(self: Branch, *args: Any) -> None:
+    def init(self: CompiledModel, *args: Any) -> None:
         made.append(weakref.ref(self))
         own(self, *args)
 
-    monkeypatch.setattr(Branch, "__init__", init)
+    monkeypatch.setattr(CompiledModel, "__init__", init)
     return made

@@ -17,7 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...compile.regions import run_block
+from ...compile.region import run_block
 from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
 from ...memory.host.file_speed import measure_file_bandwidth

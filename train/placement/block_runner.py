@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ...compile.region import compiled_function
-from ...compile.regions import block_regions, run_block
+from ...compile.region import block_regions, compiled_function, run_block
 from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings, HowToCompile
 from ...memory.activations import checkpointing

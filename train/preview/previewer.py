@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...compile.attach import branch_of
+from ...compile.attach import compiled_model_of
 from ...lora.files.formats import convert
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.swap.host_copies import host_copies_retained
@@ -219,5 +219,5 @@ class Previewer:
 
 def _graphs(model: ModelPatcher) -> int:
     """What Compile Model on this MODEL has compiled so far."""
-    branch = branch_of(model)
-    return branch.report().counts().graphs if branch is not None else 0
+    compiled_model = compiled_model_of(model)
+    return compiled_model.report().counts().graphs if compiled_model is not None else 0

@@ -5,8 +5,7 @@ import inspect
 import pytest
 import torch
 from tessera.compile import region
-from tessera.compile.region import compiled_function
-from tessera.compile.regions import run_block
+from tessera.compile.region import compiled_function, run_block
 from tessera.compile.settings import CompileSettings, HowToCompile
 from torch import nn
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tessera.compile.report import events
 from tessera.compile.report.events import recording
-from tessera.compile.report.explain import advice, plain_words
-from tessera.compile.report.torch_private import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, untold
+from tessera.compile.report.explain import advice, explain_break
+from tessera.compile.report.torch_private import COMPILE_LOCALS, PRIVATE_NAMES, TESTED_TORCH, missing, unavailable
 from torch import nn
 from torch._dynamo import utils as dynamo
 
@@ -238,7 +238,7 @@ def test_a_graph_break_is_told_with_its_line_and_cause(function, said, graphs):
     (broken,) = event.breaks
     assert (broken.file, broken.line, broken.function) == (__file__, here(function), function.__name__)
     assert broken.source.endswith("# here") and not broken.skipped
-    assert said in plain_words(broken.detail)
+    assert said in explain_break(broken.detail)
     assert event.graphs == graphs and event.error is None
 
 
@@ -251,7 +251,7 @@ def test_a_break_that_leaves_the_whole_function_uncompiled_is_told_by_its_first_
     event = event_of(torch.compile(function, backend="eager"), torch.ones(3))
     (broken,) = event.breaks
     assert (broken.line, broken.skipped, event.graphs) == (here(function), True, 0)
-    assert said in plain_words(broken.detail)
+    assert said in explain_break(broken.detail)
 
 
 def test_a_break_in_a_function_within_is_told_once_at_its_own_line():
@@ -269,7 +269,7 @@ def test_two_causes_on_one_line_are_two_breaks():
 
     torch._dynamo.reset()
     event = event_of(torch.compile(both, backend="eager"), torch.ones(3))
-    assert [plain_words(each.detail).rpartition(": ")[2] for each in event.breaks] == [
+    assert [explain_break(each.detail).rpartition(": ")[2] for each in event.breaks] == [
         "time.time.",
         "time.perf_counter.",
     ]
@@ -293,13 +293,13 @@ def test_a_break_under_fullgraph_is_told_although_the_call_raises():
 def test_a_custom_operator_without_a_fake_kernel_is_an_error_in_plain_words():
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError), recording("region") as record:
         torch.compile(lambda x: without_fake(x) * 2, backend="eager")(torch.ones(3))
-    assert "has no fake kernel" in plain_words(record.event.error)
+    assert "has no fake kernel" in explain_break(record.event.error)
 
 
 def test_a_generator_is_told():
     with pytest.raises(Exception) as raised:  # noqa: B017
         next(torch.compile(generator, backend="eager", fullgraph=True)(torch.ones(3)))
-    assert "generator" in plain_words(str(raised.value))
+    assert "generator" in explain_break(str(raised.value))
 
 
 def test_a_backend_that_fails_is_an_error():
@@ -587,11 +587,11 @@ def test_an_error_of_ours_does_not_end_the_compilation(block, monkeypatch):
 )
 def test_a_torch_without_a_private_name_says_what_it_does_not_tell(block, monkeypatch, name, field, told):
     dynamo.reset_recompile_user_contexts()
-    assert untold() == ()
+    assert unavailable() == ()
     with monkeypatch.context() as patch:
         patch.setattr(events, "dynamo", _Without(dynamo, name))
         patch.delattr(dynamo, name)
-        (sentence,) = untold()
+        (sentence,) = unavailable()
         patch.undo()
         patch.setattr(events, "dynamo", _Without(dynamo, name))
         event = event_of(region(), block, torch.ones(2, 4))
