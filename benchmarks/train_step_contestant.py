@@ -55,18 +55,18 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
             checkpointing=spec["checkpointing"], blocks_to_swap=blocks, prefetch_blocks=spec["prefetch"]
         ),
     )
-    return loop.Trainer(
-        patcher,
-        family,
-        data,
-        plan.choose_targets(family, patcher.model, network),
-        settings,
-        apply.CompileSettings() if spec["compiled"] else None,
-        import_module("tessera.train.checkpoint.run_folder").RunFolder(folder, "benchmark"),
-        "",
-        lambda *_: {},
-        events.Silent(),
+    context = import_module("tessera.train.preflight.context").RunContext(
+        patcher=patcher,
+        family=family,
+        data=data,
+        targets=plan.choose_targets(family, patcher.model, network),
+        settings=settings,
+        folder=import_module("tessera.train.checkpoint.run_folder").RunFolder(folder, "benchmark"),
+        lineage="",
+        describe=lambda *_: {},
+        compile_settings=apply.CompileSettings() if spec["compiled"] else None,
     )
+    return loop.Trainer(context, events.Silent())
 
 
 def held_for_backward(trainer: Any) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from safetensors import SafetensorError, safe_open
 from ..common.files import write_atomically
 from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
-from .checkpoint.metadata import Describe
-from .checkpoint.run_folder import RunFolder, place_of
+from .checkpoint.run_folder import place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
 from .errors import TrainingStopped, broken_off, kept
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
-from .settings import TrainSettings
+from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -63,31 +62,28 @@ class Progress:
 
 
 class Saver:
-    """Writes the files of one run, and reads its state back. machine: what a state's last bits may depend on; strata:
-    how many samples a step and an epoch have. `measured` names what the run is validated on, where it is; `beside` is
-    text to be written with the first LoRA, by what follows the name; `parts` is what the run is made
-    of (see `parts`)."""
+    """Writes the files of one run, and reads its state back.
+
+    environment: what the last bits of a state may depend on.
+    strata: how many samples a step and an epoch have.
+    """
 
     def __init__(
         self,
         learner: Learner,
-        settings: TrainSettings,
-        folder: RunFolder,
-        lineage: str,
-        machine: dict[str, str],
-        describe: Describe,
+        context: RunContext,
+        environment: dict[str, str],
         observer: Observer,
         strata: Strata,
     ):
-        self.learner, self.settings, self.folder, self.lineage = learner, settings, folder, lineage
-        self.machine, self.describe, self.observer = machine, describe, observer
-        self.strata, self.measured = strata, ""
+        self.learner, self.context, self.settings, self.folder = learner, context, context.settings, context.folder
+        self.environment, self.observer, self.strata = environment, observer, strata
+        self.validation_key = context.validation_key
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
         self.begun_from: Path | None = None  # where `resume` names it
         self.best: Best | None = None
-        self.beside: dict[str, str] = {}
-        self.parts: list[dict[str, Any]] = []
+        self._companion_files = dict(context.companion_files)  # those that are still to be written
 
     def state_name(self, step: int) -> str:
         """The state of this step as the `resume` input names it."""
@@ -111,9 +107,9 @@ class Saver:
         self.observer.note(f"Resumed at step {state.step}.")
         for note in notes:
             self.observer.note(note)
-        if state.lineage != self.lineage:
+        if state.lineage != self.context.lineage:
             self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
-        for name, value in self.machine.items():
+        for name, value in self.environment.items():
             if state.machine.get(name) != value:
                 self.observer.note(
                     f"The state was saved with {name} = {state.machine.get(name)} and goes on with {value}, so the "
@@ -124,7 +120,7 @@ class Saver:
         """The LoRA as it stands, on the host, with its metadata."""
         lora = self.learner.snapshot()
         last = self.progress.loss[-1] if self.progress.loss else None
-        lora.metadata.update(self.describe(self.progress.step, last, lora))
+        lora.metadata.update(self.context.describe(self.progress.step, last, lora))
         return lora
 
     def is_due(self) -> bool:
@@ -176,11 +172,11 @@ class Saver:
         """Writes the LoRA where its validation loss is less than that of the one that is kept."""
         if self.best is not None and loss >= self.best.loss:
             return
-        best = Best(self.folder.best_path.name, self.progress.step, loss, self.measured)
+        best = Best(self.folder.best_path.name, self.progress.step, loss, self.validation_key)
         try:
             lora = self.snapshot()
             lora.metadata[BEST] = json.dumps(asdict(best))
-            self._write_beside()
+            self._write_companion_files()
             save_lora(self.folder.best_path, lora, "kohya", "fp32")
         except OSError as error:
             self.observer.note(f"{error.strerror} Training goes on without keeping the best LoRA.")
@@ -191,9 +187,9 @@ class Saver:
     def _resume_validation(self, path: Path, state: TrainingState) -> None:
         """The points so far and the best LoRA, where they were measured on the same. Where another LoRA than that with
         the least loss is the best from here on, that is said: its run went on, and kept a later one in its place."""
-        if not self.measured or not state.validation:
+        if not self.validation_key or not state.validation:
             return
-        if state.validation["of"] != self.measured:
+        if state.validation["of"] != self.validation_key:
             self.observer.note("The state was validated on other pictures or noise, so its validation losses are left.")
             return
         self.progress.validation = list(state.validation["points"])
@@ -216,7 +212,7 @@ class Saver:
         """The best LoRA so far, where the state's folder still has it."""
         # A LoRA that is named so itself is none that was kept.
         named = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
-        there = [(best, found) for best, found in named if found is not None and found.of == self.measured]
+        there = [(best, found) for best, found in named if found is not None and found.of == self.validation_key]
         if not there:
             return
         best, found = min(there, key=lambda one: one[1].loss)
@@ -229,7 +225,7 @@ class Saver:
 
     def _write(self, path: Path) -> LoraModel:
         step, lora = self.progress.step, self.snapshot()
-        self._write_beside()
+        self._write_companion_files()
         save_lora(path, lora, "kohya", "fp32")
         if self.settings.keep_last:  # before the state, which may need the room
             self.folder.forget_old_loras(step, self.settings.keep_last)
@@ -239,11 +235,11 @@ class Saver:
         self.observer.saved(path)
         return lora
 
-    def _write_beside(self) -> None:
-        while self.beside:
-            ending = next(iter(self.beside))
-            self.folder.write_beside(ending, self.beside[ending])
-            del self.beside[ending]
+    def _write_companion_files(self) -> None:
+        while self._companion_files:
+            ending = next(iter(self._companion_files))
+            self.folder.write_beside(ending, self._companion_files[ending])
+            del self._companion_files[ending]
 
     def _state(self) -> TrainingState:
         progress = self.progress
@@ -251,9 +247,9 @@ class Saver:
             step=progress.step,
             batches=progress.batches,
             loss=progress.loss,
-            lineage=self.lineage,
-            machine=self.machine,
-            validation={"of": self.measured, "points": progress.validation} if self.measured else {},
-            parts=self.parts,
+            lineage=self.context.lineage,
+            machine=self.environment,
+            validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
+            parts=list(self.context.parts),
             **self.learner.state(),
         )

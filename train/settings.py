@@ -82,6 +82,15 @@ class ValidationOptions:
                 "both between 0 and 1."
             )
 
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """The nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1 to 0.9 by default.
+
+        They are those of no objective, so that runs with different timestep samplings are measured at the same ones.
+        """
+        low, high = self.min_sigma, self.max_sigma
+        return tuple(low + (high - low) * k / 10 for k in range(1, 10))
+
     def facts(self) -> dict[str, Any]:
         """The options as plain values, the data by its fingerprint."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -13,20 +13,19 @@ from ..common.files import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
-from .checkpoint.history import continued_from, made_with, parts_of
-from .checkpoint.metadata import describer, facts_of, now
+from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
 from .errors import TrainingStopped
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
+from .preflight.context import make_context
 from .preflight.disk_space import check_room, room_for
 from .preflight.run_start import begin, notes_of
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
 from .settings import TrainSettings
-from .trainer import Trainer
-from .validation_split import held_out_note
-from .watcher import Watcher
+from .trainer import Trainer, Watcher
+from .validation import Validation
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,11 @@ def train_lora(
     """
     assert not torch.is_inference_mode_enabled()
     checked = check_run(model, data, settings)
-    family, patcher, data, targets = checked.family, checked.patcher, checked.data, checked.targets
     observer.phase("Reading the model's fingerprint")
     begun = begin(model, checked, settings, root)
-    key, lineage, state, folder = begun.key, begun.lineage, begun.state, begun.folder
-    told = list(notes_of(begun, settings, root))
+    folder, state, start_notes = begun.folder, begun.state, tuple(notes_of(begun, settings, root))
     if begun.finished:
-        for note in told:
+        for note in start_notes:
             observer.note(note)
         observer.note("This run was finished before with the same data, model and settings; its files are returned.")
         result = read_finished(folder)
@@ -112,24 +109,16 @@ def train_lora(
             observer.note("It was trained without previews; change output_name or seed to train it again with them.")
         return result
 
-    chosen = (compile_settings or CompileSettings()) if settings.compile == "auto" else None
-    recorder = _Recorder(observer, (*data.notes, *checked.notes, *told))
+    recorder = _Recorder(observer, (*checked.data.notes, *checked.notes, *start_notes))
     folder.check_writable()
     check_room(folder, room_for(checked, settings, begun))
-    started = now()
+    context = make_context(checked, begun, settings, compile_settings, workflow or {})
+    for note in context.notes:
+        recorder.note(note)
+    if context.validation is not None and settings.validation is not None:
+        watchers = [Validation(settings.validation, context.validation), *watchers]
     with torch.enable_grad():
-        facts = facts_of(settings, family, patcher, data, started)
-        parts = parts_of(state, lineage, made_with(facts, data.fingerprint, begun.weights), begun.asked)
-        earlier = continued_from(parts)
-        if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
-            recorder.note(held_out_note(checked.validation, checked.whole, parts))
-        describe = describer(replace(facts, continued_from=earlier))
-        trainer = Trainer(
-            *(patcher, family, data, targets, settings, chosen, folder, lineage, describe, recorder),
-            validation=checked.validation,
-        )
-        trainer.watchers += watchers
-        trainer.saver.beside, trainer.saver.parts = dict(workflow or {}), parts
+        trainer = Trainer(context, recorder, watchers)
         outcome = "failed"
         try:
             if state is not None:
@@ -148,25 +137,25 @@ def train_lora(
         finally:
             summary: dict[str, Any] = {
                 "status": outcome,
-                "key": key,
+                "key": begun.key,
                 "output_name": settings.output_name,
                 "folder": folder.path.name,
                 "steps": settings.steps,
                 "steps_done": trainer.progress.step,
-                "started": started,
+                "started": context.started,
                 "ended": now(),
                 "loss": list(trainer.progress.loss),
                 "notes": recorder.notes,
                 "files": [name for name in recorder.files if (folder.path / name).exists()],
-                "targets": len(targets),
+                "targets": len(context.targets),
                 "parameters": sum(p.numel() for p in trainer.network.parameters()),
-                "compile": chosen is not None,
-                **({"continued_from": earlier} if earlier else {}),
+                "compile": context.compile_settings is not None,
+                **({"continued_from": context.continued_from} if context.continued_from else {}),
             }
             try:
                 summary |= trainer.facts()
                 for watcher in trainer.watchers:
-                    summary |= watcher.facts()
+                    summary |= watcher.facts(trainer)
             finally:
                 trainer.close()
                 _write_summary(folder, summary, recorder, trainer.saver.left())

@@ -5,31 +5,24 @@ import math
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import comfy.model_management
 import torch
-from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..compile.region import cannot_compile
-from ..compile.settings import CompileSettings
 from ..data.loader import SampleReader, Shown, batch_order, choose
-from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import StartLora
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
-from ..models.family import Family
 from . import errors
 from .batch import Batch, make_batch, strata_of
-from .checkpoint.metadata import Describe
-from .checkpoint.run_folder import RunFolder
 from .learner import Learner
 from .objective.loss import training_loss
 from .objective.preservation import preservation_loss, with_class_caption
@@ -37,10 +30,8 @@ from .observer import Observer, StepReport
 from .placement import auto
 from .placement.environment import forget_memory_peak, machine_facts, memory_peak
 from .placement.placed_model import PlacedModel
+from .preflight.context import RunContext
 from .saver import Progress, Saver
-from .settings import TrainSettings
-from .validation import Validation
-from .watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -48,40 +39,44 @@ MicroBatch = list[Shown]
 T = TypeVar("T")
 
 
+class Watcher(Protocol):
+    """Sees a run between its steps, as previews and validation do; `trainer.progress.step` steps are done."""
+
+    def between_steps(self, trainer: "Trainer") -> None:
+        """Look at the run where it starts or goes on, and after each step, when what is due has been saved.
+
+        The last save follows the last call. It may take the weights off the device: the next step takes them again.
+        It leaves the LoRA, the optimizer, the gradients and every random state as they were. What it raises ends the
+        run.
+        """
+        ...
+
+    def facts(self, trainer: "Trainer") -> dict[str, Any]:
+        """Entries for the run's summary: finite numbers and text only."""
+        ...
+
+
 class Trainer:
     """One run over one MODEL. `run` trains from where it stands to the last step, whatever ends it is saved first."""
 
-    def __init__(
-        self,
-        patcher: ModelPatcher,
-        family: Family,
-        data: TrainingData,
-        targets: list[str],
-        settings: TrainSettings,
-        compile_settings: CompileSettings | None,
-        folder: RunFolder,
-        lineage: str,
-        describe: Describe,
-        observer: Observer,
-        validation: TrainingData | None = None,
-    ):
-        self.patcher, self.family, self.data, self.settings = patcher, family, data, settings
-        self.observer = observer
+    def __init__(self, context: RunContext, observer: Observer, watchers: Sequence[Watcher] = ()):
+        self.patcher, self.family, self.data = context.patcher, context.family, context.data
+        self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
         self.seconds: deque[float] = deque(maxlen=50)
         self.preserved: deque[Tensor] = deque(maxlen=50)  # preservation's part of the loss
-        self.strata = strata_of(settings, data.samples)
+        self.strata = strata_of(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
-        self.device = patcher.load_device
+        self.device = self.patcher.load_device
         unload()  # before, as the models of earlier nodes are no part of this run's peak
         forget_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # of swapped blocks, in the last step
         placed: PlacedModel | None = None
         try:
-            whole = data if validation is None else replace(data, samples=data.samples + validation.samples)
-            placed = PlacedModel(patcher, family, whole, targets, settings, compile_settings, observer)
-            learner = Learner(placed.network, settings.optimizer, settings.steps, placed.dtype, self.device.type)
+            placed = PlacedModel(context, observer)
+            options, steps = self.settings.optimizer, self.settings.steps
+            learner = Learner(placed.network, options, steps, placed.dtype, self.device.type)
         except BaseException as error:
             if placed is not None:
                 placed.forget()
@@ -89,12 +84,9 @@ class Trainer:
                 raise
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
-        machine = machine_facts(self.device, compile_settings)
-        self.saver = Saver(learner, settings, folder, lineage, machine, describe, observer, self.strata)
-        self.watchers: list[Watcher] = []
-        if settings.validation is not None and validation is not None:
-            self.watchers.append(Validation(settings.validation, validation, self.saver))
-        self.reader = SampleReader(data.samples)
+        environment = machine_facts(self.device, context.compile_settings)
+        self.saver = Saver(learner, context, environment, observer, self.strata)
+        self.reader = SampleReader(self.data.samples)
         if placed.runner.not_compiled:
             self.train_eager(placed.runner.not_compiled)
         placed.tell_how_memory_is_used()
@@ -201,7 +193,7 @@ class Trainer:
         """From here on without torch.compile, which is said once."""
         self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
-        self.saver.machine = machine_facts(self.device, None)
+        self.saver.environment = machine_facts(self.device, None)
 
     def _forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
         self.placed.ensure()

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.fingerprint import fingerprint
 from ..data.samples import GraphKey, SampleTensors, TrainingData
 from .batch import fixed_batch
 from .objective.loss import velocity_loss
-from .saver import Saver
 from .settings import ValidationOptions
 
 if TYPE_CHECKING:
@@ -25,15 +23,6 @@ Row = tuple[int, int]
 """(a sample's number, a sigma's number)."""
 
 
-def sigmas_of(options: ValidationOptions) -> tuple[float, ...]:
-    """The nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1, 0.2, …, 0.9 by default.
-
-    They are those of no objective, so that runs with different timestep samplings are measured at the same ones.
-    """
-    low, high = options.min_sigma, options.max_sigma
-    return tuple(low + (high - low) * k / 10 for k in range(1, 10))
-
-
 class Validation:
     """Watches a run: measures it when that is due, and keeps the points with its progress.
 
@@ -42,13 +31,11 @@ class Validation:
     forward is that of training, in the same compiled graphs and batch size, with the gradient left unused.
     """
 
-    def __init__(self, options: ValidationOptions, data: TrainingData, saver: Saver):
-        self.options, self.samples, self.saver = options, data.samples, saver
-        self.sigmas = sigmas_of(options)
-        saver.measured = fingerprint(data.fingerprint, options.seed, list(self.sigmas))
+    def __init__(self, options: ValidationOptions, data: TrainingData):
+        self.options, self.samples, self.sigmas = options, data.samples, options.sigmas
 
     def between_steps(self, trainer: "Trainer") -> None:
-        progress = self.saver.progress
+        progress = trainer.progress
         if not self._is_due(progress.step, trainer.settings.steps):
             return
         if any(point["step"] == progress.step for point in progress.validation):
@@ -65,7 +52,7 @@ class Validation:
         progress.validation.append(point)
         trainer.observer.validated(progress.step, loss)
         if self.options.keep_best and progress.step:  # before the first step there is nothing to keep
-            self.saver.keep_best(loss)
+            trainer.saver.keep_best(loss)
         start = progress.validation[0]
         if progress.step == trainer.settings.steps and start["step"] == 0:
             if all(later["loss"] >= start["loss"] for later in progress.validation[1:]):
@@ -111,11 +98,11 @@ class Validation:
         trainer.placed.runner.let_go()
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, trainer: "Trainer") -> dict[str, Any]:
         told = {
             "samples": [sample.name for sample in self.samples],
             "sigmas": list(self.sigmas),
-            "points": list(self.saver.progress.validation),
-            "best": asdict(self.saver.best) if self.saver.best else None,
+            "points": list(trainer.progress.validation),
+            "best": asdict(trainer.saver.best) if trainer.saver.best else None,
         }
         return {"validation": told}

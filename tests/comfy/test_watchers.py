@@ -25,7 +25,7 @@ class Looks:
         comfy.model_management.unload_all_models()
         trainer.learner.snapshot()
 
-    def facts(self):
+    def facts(self, trainer):
         return {"seen": self.seen}
 
 

@@ -31,8 +31,10 @@ def make_trainer(
     from tessera.train.objective.options import ObjectiveOptions
     from tessera.train.observer import Silent
     from tessera.train.optim.options import OptimizerOptions
+    from tessera.train.preflight.context import RunContext
     from tessera.train.settings import MemoryOptions, TrainSettings
     from tessera.train.trainer import Trainer
+    from tessera.train.validation import Validation
 
     defaults = {
         "output_name": "test",
@@ -54,8 +56,9 @@ def make_trainer(
     targets = choose_targets(family, patcher.model, settings.network)
     chosen = CompileSettings(backend) if backend else None
     run = RunFolder(folder, "test")
-    given = (patcher, family, data, targets, settings, chosen, run, "lineage", lambda *_: {}, Silent())
-    return Trainer(*given, validation=held_out)
+    given = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
+    watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
+    return Trainer(RunContext(*given, compile_settings=chosen, validation=held_out), Silent(), watchers)
 
 
 def shown(*indices: int) -> list[Any]:

@@ -3,9 +3,7 @@
 import comfy.model_management
 import psutil
 import torch
-from comfy.model_patcher import ModelPatcher
 
-from ...compile.settings import CompileSettings
 from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
 from ...memory.host.mapped_file import bytes_in_file
@@ -14,9 +12,9 @@ from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, un
 from ...memory.swap.plan import choose_blocks
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
-from ...models.family import Block, Family, ModelInputs, RunBlock, Transformer
+from ...models.family import Block, ModelInputs, RunBlock, Transformer
 from ..observer import Observer
-from ..settings import TrainSettings
+from ..preflight.context import RunContext
 from . import auto
 from .auto import AutomaticMemory
 from .block_runner import BlockRunner
@@ -28,28 +26,27 @@ class PlacedModel:
     Where memory was to be chosen automatically and does not suffice, it steps down to a smaller plan and says so.
     """
 
-    def __init__(
-        self,
-        patcher: ModelPatcher,
-        family: Family,
-        data: TrainingData,
-        targets: list[str],
-        settings: TrainSettings,
-        compile_settings: CompileSettings | None,
-        observer: Observer,
-    ):
-        self.patcher, self.family, self.settings, self.observer = patcher, family, settings, observer
-        self.compile_settings, self.graphs = compile_settings, len(data.graph_keys())
-        self.device = patcher.load_device
-        self.dtype = patcher.model.get_dtype_inference()
-        self.memory = settings.memory
+    def __init__(self, context: RunContext, observer: Observer):
+        self.patcher, self.family, self.settings, self.observer = (
+            context.patcher,
+            context.family,
+            context.settings,
+            observer,
+        )
+        data, targets = context.all_data, context.targets
+        self.compile_settings, self.graphs = context.compile_settings, len(data.graph_keys())
+        self.device = self.patcher.load_device
+        self.dtype = self.patcher.model.get_dtype_inference()
+        self.memory = self.settings.memory
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         try:
             if auto.is_asked(self.memory):
                 self._choose_memory(data, targets)
             self._build_what_fits(step=0)
-            self.network: LoraNetwork = build_network(self.transformer, targets, settings.network, settings.seed)
+            self.network: LoraNetwork = build_network(
+                self.transformer, targets, self.settings.network, self.settings.seed
+            )
             self.runner = self._build_runner()
         except BaseException:
             self.forget()

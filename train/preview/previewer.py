@@ -208,7 +208,7 @@ class Previewer:
         high, low = (other, own) if self.partner.side == HIGH else (own, other)
         return Stages(high, low, self.boundary)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, trainer: "Trainer") -> dict[str, Any]:
         """For the summary: the files, by their names in the run's folder, and what sampling them compiled."""
         if not self.shots:
             return {}

@@ -1,0 +1,113 @@
+"""The context of a run: what preflight checked and decided, before anything is loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+
+from ...common.fingerprint import fingerprint
+from ...compile.settings import CompileSettings
+from ...data.samples import TrainingData
+from ...models.family import Family
+from ..checkpoint.history import continued_from, made_with, parts_of
+from ..checkpoint.metadata import Describe, describer, facts_of, now
+from ..checkpoint.run_folder import RunFolder
+from ..settings import TrainSettings
+from ..validation_split import held_out_note
+from .checks import CheckedRun
+from .run_start import Beginning
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Everything that the trainer of a run and its saver are made from.
+
+    patcher: the MODEL to train on, a clone of the one that came in.
+    family: the family of that model.
+    data: the samples to train on.
+    targets: names of the Linears that get an adapter.
+    settings: all settings of the run.
+    folder: the folder that the run writes to.
+    lineage: fingerprint of what the run learns from (`TrainSettings.lineage`).
+    describe: makes the metadata of a LoRA file.
+    compile_settings: None trains eager.
+    validation: held-out samples, None without validation.
+    companion_files: texts to write next to the first LoRA, by the ending that follows its name.
+    parts: the segments of the run with their settings, the one that begins now last (`checkpoint.history`).
+    continued_from: the earlier segments that had other settings.
+    started: ISO 8601 with an offset.
+    notes: sentences for the user that only a context can tell.
+    """
+
+    patcher: ModelPatcher
+    family: Family
+    data: TrainingData
+    targets: list[str]
+    settings: TrainSettings
+    folder: RunFolder
+    lineage: str
+    describe: Describe
+    compile_settings: CompileSettings | None = None
+    validation: TrainingData | None = None
+    companion_files: Mapping[str, str] = field(default_factory=dict)
+    parts: Sequence[dict[str, Any]] = ()
+    continued_from: Sequence[dict[str, Any]] = ()
+    started: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def all_data(self) -> TrainingData:
+        """The training samples together with the held-out ones: every graph that the run needs."""
+        if self.validation is None:
+            return self.data
+        return replace(self.data, samples=self.data.samples + self.validation.samples)
+
+    @property
+    def validation_key(self) -> str:
+        """Fingerprint of samples, noise seed and sigmas that losses are measured on; empty without validation.
+
+        Losses of two runs compare only under the same key.
+        """
+        options = self.settings.validation
+        if options is None or self.validation is None:
+            return ""
+        return fingerprint(self.validation.fingerprint, options.seed, list(options.sigmas))
+
+
+def make_context(
+    checked: CheckedRun,
+    begun: Beginning,
+    settings: TrainSettings,
+    compile_settings: CompileSettings | None,
+    companion_files: Mapping[str, str],
+) -> RunContext:
+    """Make the context of a run that is to be trained from where it begins.
+
+    compile_settings: taken where `settings.compile` is 'auto'; None is inductor's default then.
+    """
+    started = now()
+    facts = facts_of(settings, checked.family, checked.patcher, checked.data, started)
+    made = made_with(facts, checked.data.fingerprint, begun.weights)
+    parts = parts_of(begun.state, begun.lineage, made, begun.asked)
+    earlier = continued_from(parts)
+    notes: tuple[str, ...] = ()
+    if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
+        notes = (held_out_note(checked.validation, checked.whole, parts),)
+    return RunContext(
+        patcher=checked.patcher,
+        family=checked.family,
+        data=checked.data,
+        targets=checked.targets,
+        settings=settings,
+        folder=begun.folder,
+        lineage=begun.lineage,
+        describe=describer(replace(facts, continued_from=earlier)),
+        compile_settings=(compile_settings or CompileSettings()) if settings.compile == "auto" else None,
+        validation=checked.validation,
+        companion_files=companion_files,
+        parts=parts,
+        continued_from=earlier,
+        started=started,
+        notes=notes,
+    )
