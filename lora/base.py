@@ -13,7 +13,7 @@ from .files.reader import Patches, layer_of, name_of, read_patches
 from .options import NetworkOptions
 
 
-def put_under(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
+def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
     """Patches the weights of `patcher`, a clone made for training, with `base_lora`; what a user should know of it
     comes back, a sentence each. Raises ValueError where it is a LoRA of another model."""
     if options.base_lora is None:
@@ -68,5 +68,5 @@ def with_base(model: ModelPatcher, options: NetworkOptions) -> ModelPatcher:
     if options.base_lora is None:
         return model
     clone = model.clone()
-    put_under(clone, options, family_of(clone))
+    apply_base_lora(clone, options, family_of(clone))
     return clone

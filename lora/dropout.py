@@ -9,7 +9,7 @@ from ..models.family import Block, ModelInputs
 from .options import NetworkOptions
 
 
-def draw_masks(
+def sample_masks(
     options: NetworkOptions,
     block: Block,
     inputs: ModelInputs,

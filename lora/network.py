@@ -13,7 +13,7 @@ from ..models.adapters.base import Adapter, AdapterSpec, DropMask
 from ..models.adapters.registry import adapter_kind
 from ..models.family import Block, ModelInputs, Transformer
 from ..models.layers.lora_linear import LoraLinear
-from .dropout import draw_masks
+from .dropout import sample_masks
 from .files.lora_model import LoraModel
 from .options import NetworkOptions
 from .plan import adapter_specs
@@ -58,12 +58,12 @@ class LoraNetwork:
         """What the adapters hold beside what they train."""
         return sum(b.numel() * b.element_size() for adapter in self.adapters.values() for b in adapter.buffers())
 
-    def masters(self) -> dict[str, Tensor]:
+    def master_weights(self) -> dict[str, Tensor]:
         """The fp32 masters by `<module>.<name in its adapter>`, such as `<module>.down`."""
         adapters = self.adapters.items()
         return {f"{n}.{own}": p.detach() for n, adapter in adapters for own, p in adapter.named_parameters()}
 
-    def saved(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What a state file holds: the masters, and what else an adapter would not find again bit for bit."""
         return {f"{n}.{own}": t for n, adapter in self.adapters.items() for own, t in adapter.state_dict().items()}
 
@@ -74,9 +74,9 @@ class LoraNetwork:
             layers.setdefault(adapter.spec, []).append(name)
         return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
 
-    def load_masters(self, masters: dict[str, Tensor]) -> None:
+    def load_master_weights(self, masters: dict[str, Tensor]) -> None:
         """Puts saved masters back. Raises ValueError where they belong to another network."""
-        own = self.saved()
+        own = self.state_dict()
         if own.keys() != masters.keys() or any(own[k].shape != masters[k].shape for k in own):
             raise ValueError(OTHER_NETWORK)
         with torch.no_grad():
@@ -104,7 +104,7 @@ class LoraNetwork:
             }
         )
 
-    def draw_masks(
+    def sample_masks(
         self,
         block: Block,
         inputs: ModelInputs,
@@ -113,7 +113,7 @@ class LoraNetwork:
         dtype: torch.dtype,
     ) -> dict[str, DropMask]:
         """Dropout masks for one block, from the draw `key`; empty without dropout."""
-        return draw_masks(self.options, block, inputs, seed, key, dtype)
+        return sample_masks(self.options, block, inputs, seed, key, dtype)
 
 
 def build_network(transformer: Transformer, targets: Sequence[str], options: NetworkOptions, seed: int) -> LoraNetwork:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ..models.adapters.base import AdapterSpec, cut
+from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
 from ..models.adapters.registry import ADAPTERS
@@ -158,7 +158,7 @@ def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
 
 def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
     """Layers that LoKr's factor does not divide."""
-    cuts = {n: {cut(size, spec.factor)[0] for size in shapes[n]} for n, spec in specs.items()}
+    cuts = {n: {factorize(size, spec.factor)[0] for size in shapes[n]} for n, spec in specs.items()}
     other = {n: found for n, spec in specs.items() if spec.factor > 0 and (found := cuts[n] - {spec.factor})}
     if other:
         name, found = next(iter(other.items()))
@@ -171,7 +171,7 @@ def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size])
 
 def _whole(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
     """Layers whose second matrix LoKr keeps whole."""
-    whole = [n for n, spec in specs.items() if LokrAdapter.is_whole(spec, *shapes[n])]
+    whole = [n for n, spec in specs.items() if LokrAdapter.is_full_matrix(spec, *shapes[n])]
     if whole:
         yield (
             f"lokr keeps its second matrix whole in {len(whole)} of {len(specs)} layers, as a pair of rank "

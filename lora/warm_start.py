@@ -20,7 +20,7 @@ from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
 from ..models.family import Family, linear_shapes
 from .files.lora_model import ALPHA, LowRank, low_rank
-from .files.patches import EMPTY, DoesNotFit, Patch, cut_to_rank, delta_of
+from .files.patches import EMPTY, DoesNotFit, Patch, delta_of, truncate_to_rank
 from .files.reader import Parts, ReadLora, read_lora
 from .options import NetworkOptions
 from .plan import adapter_specs
@@ -39,7 +39,7 @@ class Fitted:
     lost: float
 
 
-def fit(update: LowRank, start: Tensor, scale: float) -> Fitted:
+def fit_to_rank(update: LowRank, start: Tensor, scale: float) -> Fitted:
     """The update as down and up of another rank and scale: scale·up·down is its delta W, all fp32.
 
     start: (rank, in), what a new down begins from. Of the same rank, and of the same scale, the tensors are taken as
@@ -76,7 +76,7 @@ def fit(update: LowRank, start: Tensor, scale: float) -> Fitted:
 
 
 @dataclass(frozen=True)
-class StartLora:
+class WarmStart:
     """Updates that a run begins from, by native module name, of layers that it trains. source: the LoRA.
     modules: in the form of the adapters or low-rank. dense: for a LoRA, of any other form."""
 
@@ -85,7 +85,7 @@ class StartLora:
     dense: Mapping[str, Sequence[Patch]]
 
     @torch.no_grad()
-    def put_on(self, adapters: Mapping[str, Adapter], read: Callable[[str], Tensor]) -> list[str]:
+    def load_into(self, adapters: Mapping[str, Adapter], read: Callable[[str], Tensor]) -> list[str]:
         """Fills the adapters' masters, layer by layer; what of the LoRA is lost by a lower rank comes back as a
         sentence. read: gives a layer's frozen weight (out, in), fp32, with all that stands on the model."""
         lost = {}
@@ -93,7 +93,7 @@ class StartLora:
             adapter = adapters[name]
             update = low_rank(parts)
             if isinstance(adapter, LoraAdapter) and update is not None:
-                fitted = fit(update, adapter.down.cpu(), adapter.scale)
+                fitted = fit_to_rank(update, adapter.down.cpu(), adapter.scale)
                 adapter.down.copy_(fitted.down)
                 adapter.up.copy_(fitted.up)
                 if update.rank > len(adapter.down):
@@ -124,15 +124,15 @@ class StartLora:
         except ValueError as error:
             told = f"{self.source.input(OWN)}: {self.source.name}"
             raise ValueError(f"{told} cannot be begun from ({name}: {error}); choose another LoRA.") from error
-        down, up, left_out = cut_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
+        down, up, left_out = truncate_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
         adapter.down[: len(down)].copy_(down)
         adapter.up[:, : len(down)].copy_(up)
         return left_out
 
 
-def read_start(
+def read_warm_start(
     options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]
-) -> tuple[StartLora | None, list[str]]:
+) -> tuple[WarmStart | None, list[str]]:
     """(what the run begins from, what a user should know of it); needs no weights of the model.
 
     Raises ValueError where the LoRA is of another model or of another algorithm than the network.
@@ -169,7 +169,7 @@ def read_start(
         modules = {layer: parts for layer, parts in modules.items() if low_rank(parts) is not None}
     dense = {layer: own for layer, own in taken.items() if layer not in modules}
     notes = _start_notes(options.start_from.input(OWN), found, taken, dense, targets)
-    return StartLora(options.start_from, modules, dense), list(notes)
+    return WarmStart(options.start_from, modules, dense), list(notes)
 
 
 def _check_layer(

@@ -259,7 +259,7 @@ class Family(ABC):
         return {name: len(getattr(model.diffusion_model, name)) for name in self.swap_order}
 
     @abstractmethod
-    def cut(self, latent: Tensor, keep: int) -> Patches:
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
         """Cut a latent, (C, H, W) or (C, T, H, W), into its first `keep` tokens."""
 
     @abstractmethod

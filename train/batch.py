@@ -116,7 +116,7 @@ def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], gu
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
-        targets.append(family.cut(velocity_target(latent, noise), sample.tokens).tokens)
+        targets.append(family.patchify(velocity_target(latent, noise), sample.tokens).tokens)
     levels = torch.tensor([one.sigma for one in drawn], dtype=torch.float32)
     inputs = family.inputs(patcher, noisy, levels, guidance)
     samples = [(one.sample, one.tensors) for one in drawn]

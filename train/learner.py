@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..lora.files.lora_model import LoraModel
 from ..lora.network import LoraNetwork
-from ..lora.warm_start import StartLora
+from ..lora.warm_start import WarmStart
 from .checkpoint.state import TrainingState
 from .optim.averaging import LoraAverage, is_schedule_free, saved_weights
 from .optim.max_norm import MaxNorm
@@ -25,19 +25,19 @@ class Learner:
     def __init__(self, network: LoraNetwork, options: OptimizerOptions, steps: int, dtype: torch.dtype, device: str):
         self.network, self.options = network, options
         plus = network.options.lora_plus_ratio
-        named = dict(zip(network.masters(), network.parameters(), strict=True))
+        named = dict(zip(network.master_weights(), network.parameters(), strict=True))
         self.optimizer = build_optimizer(options, parameter_groups(named, options.learning_rate, plus))
         self.scheduler = build_scheduler(options, self.optimizer, steps)
-        self.average = LoraAverage(options.ema_decay, network.masters()) if options.ema_decay else None
+        self.average = LoraAverage(options.ema_decay, network.master_weights()) if options.ema_decay else None
         limit = network.options.scale_weight_norms
         self.max_norm = MaxNorm(limit, network.adapters.values()) if limit else None
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
-    def begin_from(self, start: StartLora, read: Callable[[str], Tensor]) -> list[str]:
+    def begin_from(self, start: WarmStart, read: Callable[[str], Tensor]) -> list[str]:
         """Takes the weights of another LoRA for the start; what of it is lost, a sentence each. read: gives a layer's
         frozen weight in fp32."""
-        notes = start.put_on(self.network.adapters, read)
+        notes = start.load_into(self.network.adapters, read)
         if self.average is not None:
             self.average.load({})
         return notes
@@ -91,12 +91,12 @@ class Learner:
 
     def as_saved(self) -> AbstractContextManager[None]:
         """Inside, the network's weights are those that would be saved; after it, bit for bit as they were."""
-        return saved_weights(self.network.masters(), self.optimizer, self.average)
+        return saved_weights(self.network.master_weights(), self.optimizer, self.average)
 
     def state(self) -> dict[str, Any]:
         """The fields of a TrainingState that are the learner's."""
         return {
-            "masters": self.network.saved(),
+            "masters": self.network.state_dict(),
             "adapters": self.network.specs(),
             "optimizer": state_of(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
@@ -106,7 +106,7 @@ class Learner:
 
     def load(self, state: TrainingState) -> list[str]:
         """Goes on from a saved state; what the user should know of it, a sentence each."""
-        self.network.load_masters(state.masters)
+        self.network.load_master_weights(state.masters)
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..compile.region import cannot_compile
 from ..data.loader import SampleReader, Shown, batch_order, choose
 from ..lora.files.lora_model import LoraModel
-from ..lora.warm_start import StartLora
+from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
 from . import errors
@@ -99,7 +99,7 @@ class Trainer:
         """Goes on from a saved state, as if the run had never stopped."""
         self.saver.resume(path)
 
-    def begin_from(self, start: StartLora) -> list[str]:
+    def begin_from(self, start: WarmStart) -> list[str]:
         """Takes the weights of another LoRA for the start; what of it is lost, a sentence each."""
         linears = self.placed.transformer.linears()
         return self.learner.begin_from(start, lambda name: linears[name].read_on_device().full())

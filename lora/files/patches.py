@@ -66,7 +66,7 @@ class Patch:
         return key, cls(content, place, function[0] if function else None)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.place is None and self.function is None
 
     @property
@@ -217,7 +217,7 @@ def delta_of(
     return delta
 
 
-def cut_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
+def truncate_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
     """(down, up, ‖lost‖ / ‖delta W‖): scale·up·down are the largest singular parts, `rank` of them or as many as there
     are."""
     left, sizes, right = largest_parts(delta, rank, source)

@@ -88,7 +88,7 @@ def name_of(key: str) -> str:
 
 def _as_one(patches: list[Patch], layer: str, shape: tuple[int, int]) -> Parts | None:
     """The patches of a layer (out, in) as the tensors of one adapter, exactly; None where they are of no such kind."""
-    if len(patches) == 1 and patches[0].is_whole:
+    if len(patches) == 1 and patches[0].is_complete:
         return _parts(patches[0])
     pieces: list[tuple[int, LowRank]] = []
     for patch in patches:
@@ -98,11 +98,11 @@ def _as_one(patches: list[Patch], layer: str, shape: tuple[int, int]) -> Parts |
         patch.check(layer, shape)
         up = parts[UP] if patch.function is None else patch.function(parts[UP])
         pieces.append((patch.place[1] if patch.place else 0, LowRank(parts[DOWN], up, float(parts[ALPHA]))))
-    update = put_together(pieces, shape[0])
+    update = join_rows(pieces, shape[0])
     return {DOWN: update.down, UP: update.up, ALPHA: torch.tensor(update.alpha)}
 
 
-def put_together(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
+def join_rows(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
     """One update of `rows` rows from updates of some of them, each with the row that it begins at; delta W is the same.
 
     Pieces over one and the same `down` keep its rank; others stand below each other, so that the ranks add up.

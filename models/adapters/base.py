@@ -36,7 +36,7 @@ class DropMask(NamedTuple):
     update: Tensor
     module: Tensor | None = None
 
-    def keeping_all(self) -> "DropMask":
+    def without_drops(self) -> "DropMask":
         """One of this shape that drops nothing."""
         return DropMask(*(None if mask is None else torch.ones_like(mask) for mask in self))  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def norm_of_product(up: Tensor, down: Tensor) -> Tensor:
     return ((up.T @ up).double() * (down @ down.T)).sum().clamp(min=0).sqrt().float()
 
 
-def cut(features: int, factor: int) -> tuple[int, int]:
+def factorize(features: int, factor: int) -> tuple[int, int]:
     """features as small · large, as LyCORIS's `factorization` cuts them: by `factor` itself where it divides and leaves
     a larger part, else by the divisor up to `factor` that is nearest to the square root; -1 sets no limit."""
     if factor > 0 and features % factor == 0 and features >= factor**2:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, cut, kaiming_uniform, norm_of_product
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, factorize, kaiming_uniform, norm_of_product
 
 
 class LokrAdapter(Adapter):
@@ -26,34 +26,34 @@ class LokrAdapter(Adapter):
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__(spec, out_features, in_features)
-        self.whole = self.is_whole(spec, out_features, in_features)
-        if self.whole:
+        self.full_matrix = self.is_full_matrix(spec, out_features, in_features)
+        if self.full_matrix:
             self.scale = 1.0
 
     @classmethod
     def shapes(cls, spec: AdapterSpec, out_features: int, in_features: int) -> dict[str, Shape]:
-        (low, k), (m, n) = cut(out_features, spec.factor), cut(in_features, spec.factor)
-        if cls.is_whole(spec, out_features, in_features):
+        (low, k), (m, n) = factorize(out_features, spec.factor), factorize(in_features, spec.factor)
+        if cls.is_full_matrix(spec, out_features, in_features):
             return {"lokr_w1": (low, m), "lokr_w2": (k, n)}
         return {"lokr_w1": (low, m), "lokr_w2_a": (k, spec.rank), "lokr_w2_b": (spec.rank, n)}
 
     @staticmethod
-    def is_whole(spec: AdapterSpec, out_features: int, in_features: int) -> bool:
+    def is_full_matrix(spec: AdapterSpec, out_features: int, in_features: int) -> bool:
         """Whether w2 is: LyCORIS cuts it into a pair where rank is below half of its larger side."""
-        return 2 * spec.rank >= max(cut(out_features, spec.factor)[1], cut(in_features, spec.factor)[1])
+        return 2 * spec.rank >= max(factorize(out_features, spec.factor)[1], factorize(in_features, spec.factor)[1])
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
         """As LyCORIS: w1 and w2_a Kaiming uniform, w2_b or the whole w2 at zero."""
         kaiming_uniform(self.lokr_w1, source)
-        if not self.whole:
+        if not self.full_matrix:
             kaiming_uniform(self.lokr_w2_a, source)
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         y = frozen.apply(x)
         w1 = self.lokr_w1.to(x.dtype)
         rows = x.unflatten(-1, (w1.shape[1], -1))  # (…, m, n)
-        if self.whole:
+        if self.full_matrix:
             update = _mixed(linear(rows, self.lokr_w2.to(x.dtype)), w1)
         else:  # w1 in the middle, where rows are shortest
             hidden = linear(rows, self.lokr_w2_b.to(x.dtype)) * self.scale
@@ -67,12 +67,12 @@ class LokrAdapter(Adapter):
 
     def norm(self) -> Tensor:
         """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖: every entry of one is multiplied by every entry of the other."""
-        w2 = self.lokr_w2.norm() if self.whole else norm_of_product(self.lokr_w2_a, self.lokr_w2_b)
+        w2 = self.lokr_w2.norm() if self.full_matrix else norm_of_product(self.lokr_w2_a, self.lokr_w2_b)
         return self.scale * self.lokr_w1.norm() * w2
 
     def tensors(self) -> dict[str, Tensor]:
         # Where w2 is whole no reader scales; LyCORIS writes the rank for alpha then.
-        alpha = float(self.spec.rank if self.whole else self.spec.alpha)
+        alpha = float(self.spec.rank if self.full_matrix else self.spec.alpha)
         return {**dict(self.named_parameters()), "alpha": torch.tensor(alpha)}
 
 

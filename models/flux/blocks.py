@@ -29,7 +29,7 @@ def _heads(qkv: Tensor, count: int, norm: QKNorm) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-class Stream(nn.Module):
+class FluxStream(nn.Module):
     """One half of a double block: the layers of the pictures' tokens or of the text's."""
 
     def __init__(
@@ -78,8 +78,8 @@ class JointBlock(Block):
 
     def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: Callable[..., Tensor]):
         super().__init__()
-        self.img = Stream(weights, f"{prefix}.img", block, self.activation, self.modulated)
-        self.txt = Stream(weights, f"{prefix}.txt", block, self.activation, self.modulated)
+        self.img = FluxStream(weights, f"{prefix}.img", block, self.activation, self.modulated)
+        self.txt = FluxStream(weights, f"{prefix}.txt", block, self.activation, self.modulated)
         self.attention = attention
 
     def native_name(self, name: str) -> str:

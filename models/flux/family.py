@@ -13,8 +13,8 @@ from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts
 from .names import FLUX1_NAMES, FLUX2_NAMES
+from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
-from .tokens import TIMESTEP_ZERO, cut_picture, cut_references
 from .transformer import Flux2Transformer, FluxInputs, FluxTransformer
 
 # FLUX's sampler moves its sigmas by exp(mu), with mu linear in the tokens of the picture through these two points
@@ -90,9 +90,9 @@ class FluxFamily(Family):
         flux = model.diffusion_model
         return {"double_blocks": len(flux.double_blocks), "single_blocks": len(flux.single_blocks)}
 
-    def cut(self, latent: Tensor, keep: int) -> Patches:
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, H, W) → the first `keep` of its tokens in row order, and their positions."""
-        patches = cut_picture(latent, self.text.latents[0].patch, self.axes)
+        patches = patchify_image(latent, self.text.latents[0].patch, self.axes)
         return Patches(patches.tokens[:keep], patches.positions[:keep])
 
     def inputs(
@@ -112,10 +112,10 @@ class FluxFamily(Family):
             assert cond["c_crossattn"].shape[1] == sample.text_length, (cond["c_crossattn"].shape, sample.text_length)
             concat = cond.get("c_concat")
             latent = sample.latent if concat is None else torch.cat((sample.latent, concat[0].to(sample.latent.dtype)))
-            patches.append(self.cut(latent.to(dtype), sample.tokens))
+            patches.append(self.patchify(latent.to(dtype), sample.tokens))
             methods.append(self.reference_method(cond.get("ref_latents_method", params.default_ref_method)))
             if latents := cond.get("ref_latents"):
-                references.append(cut_references(latents, methods[-1], sample.latent.shape[-2:], params))
+                references.append(patchify_references(latents, methods[-1], sample.latent.shape[-2:], params))
             conds.append(cond)
         assert len(references) in (0, len(samples)), "a batch is of one graph key"
         # Core casts the latent, then the text and the float extras, guidance too; sigma stays fp32 up to the embedding.

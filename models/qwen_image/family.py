@@ -16,8 +16,8 @@ from torch import Tensor
 from ...memory.weights.frozen import FrozenWeights
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts
 from .names import QWEN_IMAGE_NAMES
+from .patchify import first, patchify_image, sample_parts
 from .text import QwenImageText
-from .tokens import cut_picture, first, sample_parts
 from .transformer import QwenInputs, QwenTransformer
 
 
@@ -86,9 +86,9 @@ class QwenImage(Family):
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> QwenTransformer:
         return QwenTransformer(weights, model.diffusion_model, attention)
 
-    def cut(self, latent: Tensor, keep: int) -> Patches:
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, 1, H, W) → the first `keep` of its tokens in row order, and their positions."""
-        return first(cut_picture(latent), keep)
+        return first(patchify_image(latent), keep)
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float

@@ -41,7 +41,7 @@ for _side, _names in NATIVE.items():
 NORMS = {"img": ("norm_q", "norm_k"), "txt": ("norm_added_q", "norm_added_k")}
 
 
-class Stream(nn.Module):
+class QwenStream(nn.Module):
     """One half of a block: the layers of the pictures' tokens or of the text's."""
 
     def __init__(self, weights: FrozenWeights, prefix: str, side: str, block: Any):
@@ -80,8 +80,8 @@ class QwenBlock(Block):
 
     def __init__(self, weights: FrozenWeights, prefix: str, block: Any, attention: RaggedAttention):
         super().__init__()
-        self.img = Stream(weights, prefix, "img", block)
-        self.txt = Stream(weights, prefix, "txt", block)
+        self.img = QwenStream(weights, prefix, "img", block)
+        self.txt = QwenStream(weights, prefix, "txt", block)
         self.attend = attention.attend
 
     def native_name(self, name: str) -> str:

@@ -146,7 +146,9 @@ class Wan(Family):
             cond = model_conditioning(model, sample.latent, sample.text, conditioning, guidance, device)
             if unknown := sorted(cond.keys() - _TAKEN):
                 raise ValueError(f"positive carries {unknown[0]}, which Wan training does not take; remove it.")
-            patches.append(self.cut(_with_start_picture(sample.latent.to(dtype), cond.get("c_concat")), sample.tokens))
+            patches.append(
+                self.patchify(_with_start_picture(sample.latent.to(dtype), cond.get("c_concat")), sample.tokens)
+            )
             text = cond["c_crossattn"][:, : sample.text_length]
             texts.append(F.pad(text, (0, 0, 0, sample.text_length - text.shape[1])))
             images.append(cond.get("clip_fea"))
@@ -167,7 +169,7 @@ class Wan(Family):
             clean=clean,
         )
 
-    def cut(self, latent: Tensor, keep: int) -> Patches:
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, T, H, W) with even H and W → the first keep / T tokens of each frame, in row order with their
         channels last as the head writes them, and their positions."""
         channels, frames, height, width = latent.shape

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import tiny
 import torch
-from tessera.lora.dropout import draw_masks
+from tessera.lora.dropout import sample_masks
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import network_notes
 from tessera.models.flux.family import Flux
@@ -94,7 +94,7 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
 
     def drawn(kind, step, p=0.3):
         options = NetworkOptions(**{**ALGORITHMS[name], kind: p})
-        return draw_masks(options, block, inputs, 3, ("dropout", step), torch.float32)
+        return sample_masks(options, block, inputs, 3, ("dropout", step), torch.float32)
 
     adapter = block.linears()["linear1"].adapter
     kinds = adapter.drops
@@ -110,7 +110,7 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
         share = float((values == 0).float().mean())
         assert abs(share - 0.3) < 4 * (0.21 / values.numel()) ** 0.5, kind
         assert torch.equal(drawn(kind, 7)["linear1"].update, masks[7])
-        whole = drawn(kind, 0)["linear1"].keeping_all().update
+        whole = drawn(kind, 0)["linear1"].without_drops().update
         assert bool((whole == 1).all())
     if adapter.algorithm == "dora":
         mask = drawn("module_dropout", 0)["linear1"]

@@ -12,7 +12,7 @@ from tessera.lora.files.lora_model import LoraModel
 from tessera.lora.options import NetworkOptions
 from tessera.lora.plan import base_spec
 from tessera.memory.weights.frozen_linear import FrozenLinear
-from tessera.models.adapters.base import Adapter, DropMask, cut
+from tessera.models.adapters.base import Adapter, DropMask, factorize
 from tessera.models.adapters.registry import adapter_kind
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.compiling import Graphs
@@ -138,7 +138,7 @@ def test_it_is_traced_whole_and_two_of_one_structure_share_a_graph(options):
 @pytest.mark.parametrize("features", [1, 7, 64, 127, 250, 360, 3072, 5120, 9216, 13824, 15360])
 def test_a_layer_is_cut_as_lycoris_cuts_it(features):
     for factor in (-1, 2, 3, 4, 8, 12, 16, 1000):
-        assert cut(features, factor) == factorization(features, factor)
+        assert factorize(features, factor) == factorization(features, factor)
 
 
 def test_dropped_parts_add_nothing():

@@ -11,10 +11,10 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from tessera.lora.base import put_under
+from tessera.lora.base import apply_base_lora
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
-from tessera.lora.warm_start import read_start
+from tessera.lora.warm_start import read_warm_start
 from tessera.models.adapters.base import AdapterSpec
 from tessera.models.adapters.lora import LoraAdapter
 from tessera.models.family import linear_shapes
@@ -133,7 +133,7 @@ def test_a_base_lora_is_put_under_as_comfyui_s_loader_does_it(form, tiny_flux, t
     save_file(tensors, tmp_path / "base.safetensors")
     source = LoraSource.of_file(tmp_path / "base.safetensors", "base_lora")
     clone = tiny_flux.clone()
-    notes = put_under(clone, NetworkOptions(base_lora=source, base_strength=0.5), family_of(tiny_flux))
+    notes = apply_base_lora(clone, NetworkOptions(base_lora=source, base_strength=0.5), family_of(tiny_flux))
     assert notes == ["Trained on top of base.safetensors at strength 0.5; the saved LoRA holds what is new."]
     file = comfy.utils.load_torch_file(str(tmp_path / "base.safetensors"))
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, file, 0.5, 0.0)
@@ -171,9 +171,9 @@ def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors,
     family, source = family_of(tiny_flux), LoraSource.of_model(tensors)
     targets = ["double_blocks.0.img_attn.proj"]
     with pytest.raises(ValueError, match=rf"start_from: LORA_MODEL does not fit .*{told}"):
-        read_start(NetworkOptions(start_from=source), family, tiny_flux.model, targets)
+        read_warm_start(NetworkOptions(start_from=source), family, tiny_flux.model, targets)
     with pytest.raises(ValueError, match=rf"base_lora: LORA_MODEL does not fit .*{told}"):
-        put_under(tiny_flux.clone(), NetworkOptions(base_lora=source), family)
+        apply_base_lora(tiny_flux.clone(), NetworkOptions(base_lora=source), family)
 
 
 def test_comfyui_itself_leaves_the_weight_as_it_is_by_them(tiny_flux, caplog):
@@ -187,11 +187,13 @@ def test_comfyui_itself_leaves_the_weight_as_it_is_by_them(tiny_flux, caplog):
 def test_a_shape_of_its_own_that_is_the_layer_s_changes_nothing(tiny_flux):
     tensors = broken("lora", reshape_weight=torch.tensor([128, 128]))
     targets = ["double_blocks.0.img_attn.proj"]
-    start, notes = read_start(
+    start, notes = read_warm_start(
         NetworkOptions(start_from=LoraSource.of_model(tensors)), family_of(tiny_flux), tiny_flux.model, targets
     )
     assert list(start.modules) == targets and not start.dense and notes == []
-    assert put_under(tiny_flux.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(tiny_flux))
+    assert apply_base_lora(
+        tiny_flux.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(tiny_flux)
+    )
 
 
 def test_what_the_model_has_not_is_said(tiny_files):
@@ -199,14 +201,14 @@ def test_what_the_model_has_not_is_said(tiny_files):
     name = next(n for n in linear_shapes(qwen.model) if n.endswith("img_mlp.net.2"))
     tensors = foreign("diff", {f"diffusion_model.{name}": linear_shapes(qwen.model)[name]})
     tensors |= {"diffusion_model.txt_norm.diff_b": torch.zeros(4)}
-    notes = put_under(qwen.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(qwen))
+    notes = apply_base_lora(qwen.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(qwen))
     assert "base_lora also changes what this model does not have, such as txt_norm.bias; it is left out." in notes
 
 
 def test_one_weight_is_read_at_a_time_and_only_where_the_update_depends_on_it(tiny_flux, tmp_path):
     source, _ = write(tiny_flux, tmp_path / "forms.safetensors")
     options = NetworkOptions(rank=4, start_from=source)
-    start, _ = read_start(options, family_of(tiny_flux), tiny_flux.model, [*layers(tiny_flux), FUSED])
+    start, _ = read_warm_start(options, family_of(tiny_flux), tiny_flux.model, [*layers(tiny_flux), FUSED])
     shapes = linear_shapes(tiny_flux.model)
     adapters = {
         name: LoraAdapter(AdapterSpec("lora", 4, 4.0), *shapes[name]) for name in (*start.modules, *start.dense)
@@ -219,7 +221,7 @@ def test_one_weight_is_read_at_a_time_and_only_where_the_update_depends_on_it(ti
         before.append(weakref.ref(weight))
         return weight
 
-    start.put_on(adapters, read)
+    start.load_into(adapters, read)
     assert len(before) == 14 and all(adapter.up.any() for adapter in adapters.values())
 
 

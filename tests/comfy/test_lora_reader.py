@@ -6,7 +6,7 @@ import tiny
 import torch
 from tessera.lora.files.formats import convert
 from tessera.lora.files.lora_model import LoraModel, LowRank, low_rank
-from tessera.lora.files.reader import put_together, read_lora
+from tessera.lora.files.reader import join_rows, read_lora
 from tessera.models.registry import family_of
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_update, random_updates
 
@@ -76,7 +76,7 @@ def test_split_layers_of_flux_are_fused_exactly(prefix, tiny_flux, caplog):
 def test_pieces_over_one_down_keep_its_rank():
     whole = random_update(9, 5, 1)
     pieces = [(start, LowRank(whole.down.clone(), whole.up[start : start + 3], whole.alpha)) for start in (6, 0)]
-    fused = put_together(pieces, 9)
+    fused = join_rows(pieces, 9)
     assert fused.rank == whole.rank
     expected = delta(whole)
     expected[3:6] = 0

@@ -14,7 +14,7 @@ from tessera.lora.files.formats import convert
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
-from tessera.lora.warm_start import fit, read_start
+from tessera.lora.warm_start import fit_to_rank, read_warm_start
 from tessera.nodes.options.lora_files import lora_source
 from tessera.nodes.options.network import TesseraLoraNetwork
 from tiny.adapters import ALGORITHMS, fill
@@ -80,7 +80,7 @@ def test_a_lower_rank_keeps_the_largest_singular_parts_and_says_what_is_lost(tin
 def test_an_update_of_a_rank_that_fits_loses_nothing_though_it_is_written_with_more():
     small = random_update(20, 30, 1)
     twice = LowRank(torch.cat((small.down, small.down)), torch.cat((small.up, small.up), dim=1), small.alpha)
-    fitted = fit(twice, torch.ones(6, 30), 0.5)
+    fitted = fit_to_rank(twice, torch.ones(6, 30), 0.5)
     expected = delta(small)  # twice the product, half the scale
     assert fitted.lost < 1e-7
     # The rest can learn, as in a new LoRA.
@@ -92,7 +92,7 @@ def test_a_lower_rank_than_the_files_on_a_layer_that_is_narrower_than_both():
     wide = random_update(20, 5, 1)
     update = LowRank(torch.cat([wide.down] * 3), torch.cat([wide.up] * 3, dim=1), wide.alpha)  # rank 12 of at most 5
     start = torch.ones(8, 5)
-    fitted = fit(update, start, 0.5)
+    fitted = fit_to_rank(update, start, 0.5)
     assert fitted.down.shape == (8, 5) and fitted.up.shape == (20, 8) and fitted.lost < 1e-7
     # Three times the product, a third of the scale.
     torch.testing.assert_close(0.5 * fitted.up.double() @ fitted.down.double(), delta(wide), rtol=1e-5, atol=1e-6)
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
 
     def start(updates, targets=("single_blocks.0.linear2",), **changes):
         options = NetworkOptions(start_from=LoraSource.of_model(updates), **changes)
-        return read_start(options, family_of(tiny_flux), tiny_flux.model, targets)
+        return read_warm_start(options, family_of(tiny_flux), tiny_flux.model, targets)
 
     wan = convert(LoraModel.from_modules(random_updates(tiny.load_wan(tiny_files["wan"]))))
     with pytest.raises(ValueError, match=r"start_from: LORA_MODEL has no update for a layer of FLUX.1; choose a LoRA"):

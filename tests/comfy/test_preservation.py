@@ -101,7 +101,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
     settings = {"batch_size": 2, "objective": OBJECTIVE, "memory": memory}
     trainer = tiny.make_trainer(tiny_flux, data(), tmp_path, backend=backend, **settings)
     tiny.fill_up_matrices(trainer)
-    before = {name: master.clone() for name, master in trainer.network.masters().items()}
+    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     loss = trainer.forward_backward([shown(trainer, 0, 1)])
     assert 0 < trainer.facts()["preservation_loss"] < loss
     expected_loss, expected = reference(trainer, load_file(tiny_files["flux"]), (0, 1))
@@ -110,7 +110,7 @@ def test_gradients_equal_the_fp64_reference(mode, tiny_files, tiny_flux, tmp_pat
         for side, p in zip(("down", "up"), pair, strict=True):
             wanted = expected[f"{name}.{side}"]
             assert float((p.grad.double() - wanted).norm() / wanted.norm()) < FP32, (name, side)
-    after = trainer.network.masters()
+    after = trainer.network.master_weights()
     assert all(torch.equal(before[name], after[name]) for name in before)
     trainer.close()
 
@@ -141,7 +141,7 @@ def test_switched_off_the_model_is_as_it_came_and_what_is_trained_comes_back(alg
     with torch.no_grad():
         for index, p in enumerate(trainer.network.parameters()):
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(index)))
-    moved, masters = trainer.placed.velocity(inputs, None).detach(), trainer.network.masters()
+    moved, masters = trainer.placed.velocity(inputs, None).detach(), trainer.network.master_weights()
     before = {name: master.clone() for name, master in masters.items()}
     without = trainer.placed.velocity_without(inputs)
     assert not without.requires_grad

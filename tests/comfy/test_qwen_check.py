@@ -100,7 +100,7 @@ def test_a_masked_caption_gives_what_core_gives_with_the_mask(model):
     x, sigma = read.latent[None], torch.tensor([0.5])
     with torch.no_grad():
         denoised = model.model.apply_model(x, sigma, c_crossattn=read.text, attention_mask=mask)
-    expected = FAMILY.cut(((x - denoised) / sigma)[0], 24).tokens
+    expected = FAMILY.patchify(((x - denoised) / sigma)[0], 24).tokens
     unload()
     transformer = FAMILY.build(model, model.load_device, torch.float32, "auto")
     with torch.no_grad():

@@ -42,8 +42,8 @@ def make(path: Path, folder: Path, *, dtype: Any = None, backend: str | None = N
 
 def assert_same_run(one: Any, other: Any) -> None:
     assert one.progress.loss == other.progress.loss and len(one.progress.loss) == STEPS
-    theirs = other.network.masters()
-    for name, master in one.network.masters().items():
+    theirs = other.network.master_weights()
+    for name, master in one.network.master_weights().items():
         assert torch.equal(master, theirs[name]), name
 
 

@@ -167,7 +167,7 @@ def test_with_each_optimizer_a_step_waits_once_but_for_what_its_library_reads(na
 @pytest.mark.parametrize(("what", "number"), [("loss", math.inf), ("loss", math.nan), ("gradient", math.inf)])
 def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, tmp_path, monkeypatch) -> None:
     trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
-    before = {name: master.clone() for name, master in trainer.network.masters().items()}
+    before = {name: master.clone() for name, master in trainer.network.master_weights().items()}
     computed = trainer.forward_backward
 
     def spoilt(drawn: Any) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, 
     monkeypatch.setattr(trainer, "forward_backward", spoilt)
     with pytest.raises(TrainingStopped, match=f"The {what} became NaN or infinite at step 1; lower learning_rate"):
         trainer.run()
-    assert all(torch.equal(before[name], master) for name, master in trainer.network.masters().items())
+    assert all(torch.equal(before[name], master) for name, master in trainer.network.master_weights().items())
     assert not any(trainer.learner.optimizer.state.values()) and trainer.progress.whole
 
 

@@ -45,8 +45,8 @@ def test_it_is_called_at_the_start_and_after_each_step_when_what_is_due_is_saved
     assert looks.seen == [0, 1, 2, 3, 4]
     assert looks.saved == [0, 0, 2, 2, 2]
     assert watched.progress.loss == quiet.progress.loss
-    for name, master in watched.network.masters().items():
-        assert torch.equal(master, quiet.network.masters()[name])
+    for name, master in watched.network.master_weights().items():
+        assert torch.equal(master, quiet.network.master_weights()[name])
 
 
 @pytest.mark.parametrize("error", [InterruptProcessingException(), torch.OutOfMemoryError("CUDA out of memory")])

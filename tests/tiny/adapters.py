@@ -78,5 +78,5 @@ def fp64_model(trainer: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[s
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The masters' gradients by their names in a state."""
-    named = zip(trainer.network.masters(), trainer.network.parameters(), strict=True)
+    named = zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
     return {name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() for name, p in named}

@@ -63,7 +63,7 @@ class GradientCheck:
         return found
 
     def expected(self, case: FamilyCase, trainer: Any, file: Path, key: tuple[Any, ...]) -> tuple[float, Gradients]:
-        start = {n: p.detach().clone() for n, p in trainer.network.masters().items()}
+        start = {n: p.detach().clone() for n, p in trainer.network.master_weights().items()}
         key = (case.name, *key)
         if key not in self.references:
             made = reference_gradients(case, trainer, load_file(file), range(key[2]))

@@ -175,7 +175,7 @@ class _Probe:
         swap = BlockSwap([block], self.device, 1, False, in_place=True)
         inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
         tensors = [a for a in inputs if isinstance(a, Tensor)]
-        masks = self.network.draw_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
+        masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
         # What is there anyway: weights in their slot, the LoRA, and what all blocks share.
         shared = [a for a in tensors if not a.requires_grad]

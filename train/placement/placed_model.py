@@ -168,9 +168,9 @@ class PlacedModel:
     def _run_block(self, inputs: ModelInputs, draw: tuple[int | str, ...] | None) -> RunBlock:
         def run(block: Block, *args: torch.Tensor) -> object:
             key = ("dropout", *(draw or (0, 0)), self.place[id(block)])
-            masks = self.network.draw_masks(block, inputs, self.settings.seed, key, self.dtype)
+            masks = self.network.sample_masks(block, inputs, self.settings.seed, key, self.dtype)
             if draw is None:
-                masks = {name: mask.keeping_all() for name, mask in masks.items()}
+                masks = {name: mask.without_drops() for name, mask in masks.items()}
             if self.swap is not None and id(block) in self.swap.number:
                 return self.swap.run(self.runner, block, *args, masks)
             return self.runner(block, *args, masks)

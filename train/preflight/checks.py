@@ -6,9 +6,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ...data.encode.clip_vision import seen_by
 from ...data.samples import TrainingData, check_something_is_learnt
-from ...lora.base import put_under
+from ...lora.base import apply_base_lora
 from ...lora.plan import choose_targets, network_notes, one_expert_notes
-from ...lora.warm_start import StartLora, read_start
+from ...lora.warm_start import WarmStart, read_warm_start
 from ...memory.weights.frozen import dequantised_notes
 from ...models.family import Family
 from ...models.layers.attention import attention_function
@@ -34,7 +34,7 @@ class CheckedRun:
     data: TrainingData
     targets: list[str]
     notes: tuple[str, ...]
-    start: StartLora | None = None
+    start: WarmStart | None = None
     validation: TrainingData | None = None
     whole: str = ""
 
@@ -44,8 +44,8 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     family = family_of(model)
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
-    base_notes = put_under(patcher, settings.network, family)
-    start, start_notes = read_start(settings.network, family, patcher.model, targets)
+    base_notes = apply_base_lora(patcher, settings.network, family)
+    start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)
     lr_factor(settings.optimizer, settings.steps)
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())

@@ -12,7 +12,7 @@ from ..family import Patches
 TIMESTEP_ZERO = "index_timestep_zero"
 
 
-def cut_picture(
+def patchify_image(
     latent: Tensor, patch: int, axes: int, index: float = 0.0, h_offset: int = 0, w_offset: int = 0
 ) -> Patches:
     """latent: (C, H, W) → its tokens of patch × patch cells in row order, (channel, row, column) inside each, and their
@@ -31,7 +31,7 @@ def cut_picture(
     return Patches(patches.reshape(h * w, channels * patch * patch), positions)
 
 
-def cut_references(latents: Sequence[Tensor], method: str, size: Sequence[int], params: Any) -> Patches:
+def patchify_references(latents: Sequence[Tensor], method: str, size: Sequence[int], params: Any) -> Patches:
     """The tokens of reference pictures, each (1, C, H, W), one picture after the other. size: (H, W) of the sample's
     own latent; params: those of core's model.
 
@@ -69,5 +69,5 @@ def cut_references(latents: Sequence[Tensor], method: str, size: Sequence[int], 
             else:
                 h_offset = height
             height, width = max(height, h + h_offset), max(width, w + w_offset)
-        cut.append(cut_picture(latent[0], patch, len(params.axes_dim), index, h_offset, w_offset))
+        cut.append(patchify_image(latent[0], patch, len(params.axes_dim), index, h_offset, w_offset))
     return Patches(torch.cat([c.tokens for c in cut]), torch.cat([c.positions for c in cut]))

@@ -38,9 +38,9 @@ def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch
     if given := conditioning.get("reference_latents"):
         conditioning["reference_latents"] = [x.unsqueeze(2) if x.ndim == 4 else x for x in given]
     cond = model_conditioning(model, sample.latent, text, conditioning, guidance, device, {"ref_latents"})
-    own = first(cut_picture(sample.latent.to(model.get_dtype_inference())), sample.tokens)
+    own = first(patchify_image(sample.latent.to(model.get_dtype_inference())), sample.tokens)
     method = cond.get("ref_latents_method", model.diffusion_model.default_ref_method)
-    references = cut_references(latents, method) if (latents := cond.get("ref_latents")) else None
+    references = patchify_references(latents, method) if (latents := cond.get("ref_latents")) else None
     # Text runs on along the diagonal from the farther edge of the sample's own picture.
     start = max((side + PATCH // 2) // PATCH // 2 for side in sample.latent.shape[-2:])
     text_positions = torch.arange(start, start + sample.text_length, dtype=torch.float32, device=device)
@@ -76,7 +76,7 @@ def own_text(sample: NoisySample) -> Tensor:
     return sample.text[:, :length]
 
 
-def cut_picture(latent: Tensor, index: int = 0, h_offset: int = 0, w_offset: int = 0) -> Patches:
+def patchify_image(latent: Tensor, index: int = 0, h_offset: int = 0, w_offset: int = 0) -> Patches:
     """latent: (C, T, H, W) → its tokens of 2×2 cells, (channel, row, column) inside each, and their positions (frame,
     row, column), rows and columns counted from the middle. A picture's frame is `index`; offsets are in cells. An odd
     side is filled up as core does."""
@@ -102,7 +102,7 @@ def _centred(count: int, offset: int, latent: Tensor) -> Tensor:
     return (steps - count // 2).float()
 
 
-def cut_references(latents: Sequence[Tensor], method: str) -> Patches:
+def patchify_references(latents: Sequence[Tensor], method: str) -> Patches:
     """The tokens of reference pictures, each (1, C, T, H, W), one picture after the other.
 
     Where each stands, as core has it: `index` and `index_timestep_zero` count frames up from 1, `negative_index` down
@@ -121,5 +121,5 @@ def cut_references(latents: Sequence[Tensor], method: str) -> Patches:
             else:
                 h_offset = height
             height, width = max(height, h + h_offset), max(width, w + w_offset)
-        cut.append(cut_picture(latent[0], index, h_offset, w_offset))
+        cut.append(patchify_image(latent[0], index, h_offset, w_offset))
     return Patches(torch.cat([c.tokens for c in cut]), torch.cat([c.positions for c in cut]))
