@@ -26,7 +26,10 @@ ENDLESS = 10**6  # steps; the parent ends the run
 
 
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
-    """Our trainer on that MODEL. Compiled or eager, with as many blocks swapped as `spec` says."""
+    """Our trainer on that MODEL, compiled or eager, with as many blocks swapped as `spec` says.
+
+    spec: its optional "optimizer" and "memory" hold further options of these kinds.
+    """
     network_options = import_module("tessera.lora.options")
     optimizer_options, objective_options = (
         import_module("tessera.train.optim.options"),
@@ -49,10 +52,13 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         save_every=0,
         resume="off",
         network=network,
-        optimizer=optimizer_options.OptimizerOptions(),
+        optimizer=optimizer_options.OptimizerOptions(**spec.get("optimizer", {})),
         objective=objective_options.ObjectiveOptions(),
         memory=run.MemoryOptions(
-            checkpointing=spec["checkpointing"], blocks_to_swap=blocks, prefetch_blocks=spec["prefetch"]
+            checkpointing=spec["checkpointing"],
+            blocks_to_swap=blocks,
+            prefetch_blocks=spec["prefetch"],
+            **spec.get("memory", {}),
         ),
     )
     context = import_module("tessera.train.preflight.context").RunContext(

@@ -20,24 +20,24 @@ support, pack, folder, checkpoint = sys.argv[1:]
 sys.path.insert(0, support)
 import with_comfyui
 with_comfyui.load(pack, with_comfyui.ROOT / "__init__.py")
-cache, compiled_model, settings, records = (
-    importlib.import_module(f"{pack}.compile.{n}") for n in ("cache", "compiled_model", "settings", "torch_records")
+cache, attach, settings, events = (
+    importlib.import_module(f"{pack}.compile.{n}") for n in ("cache", "attach", "settings", "report.events")
 )
 import torch
 
 said = cache.use_persistent_cache(Path(folder))
 chosen = settings.CompileSettings(dynamic="false")
-model, compiled = compiled_model.compile_model(with_comfyui.tiny.load_flux(checkpoint), chosen)
+model, compiled = attach.compile_model(with_comfyui.tiny.load_flux(checkpoint), chosen)
 with_comfyui.tiny.sample(model, "flux", width=32, height=32, length=8, steps=1)
-events = [event for region in compiled.report().regions for event in region.events]
+found = [event for region in compiled.report().regions for event in region.events]
 restarted = torch.compile(lambda x, eps: torch.nn.functional.layer_norm(x, (4,), eps=eps), dynamic=True)
-with torch.inference_mode(), records.recording("restarted") as record:
+with torch.inference_mode(), events.recording("restarted") as record:
     restarted(torch.ones(2, 4), 1e-5)
 with_comfyui.pytest_unconfigure()
 names = ("graphs", "tracing_seconds", "fx_hits", "fx_misses", "aot_hits", "aot_misses", "bypassed")
 print(json.dumps({
     "said": said,
-    "regions": [{name: getattr(event, name) for name in names} for event in events],
+    "regions": [{name: getattr(event, name) for name in names} for event in found],
     "restarted": {name: getattr(record.event, name) for name in names},
 }))
 """
