@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..conditioning import model_conditioning
-from ..family import Family, NoisySample, Origin, Patches, SampleFacts
+from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts
 from .names import FLUX1_NAMES, FLUX2_NAMES
 from .patchify import TIMESTEP_ZERO, patchify_image, patchify_references
 from .text import FLUX2_TEXT_LENGTH, Flux1Text, Flux2Text
@@ -97,7 +97,7 @@ class FluxFamily(Family):
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
-    ) -> FluxInputs:
+    ) -> ModelInputs:
         device, dtype = sigma.device, patcher.model.get_dtype_inference()
         params = patcher.model.diffusion_model.params
         patches, references, methods, conds = [], [], [], []
