@@ -210,8 +210,7 @@ class Trainer:
                 with self.placed.runner.watch_backward():
                     self.learner.backward(loss / len(drawn))
                 total += loss.detach() / len(drawn)
-        name = self.settings.optimizer.optimizer
-        auto.make_room_to_step(self.learner.optimizer, name, self.network.parameters())
+        auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec, self.network.parameters())
         self.copies = self.placed.copies() - copies
         return total
 

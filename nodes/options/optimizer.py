@@ -2,8 +2,9 @@
 
 from comfy_api.latest import io
 
-from ...train.optim.optimizers import check_choice
-from ...train.optim.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from ...train.optim.optimizers import check_arguments
+from ...train.optim.options import LR_SCHEDULERS, OptimizerOptions
+from ...train.optim.registry import OPTIMIZERS
 from ..common.types import OptimizerType
 
 
@@ -249,7 +250,7 @@ class TesseraOptimizer(io.ComfyNode):
             optimizer_class=optimizer_class.strip(),
             optimizer_args=optimizer_args,
         )
-        check_choice(options)
+        check_arguments(options)
         return io.NodeOutput(options)
 
 

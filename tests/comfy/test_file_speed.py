@@ -15,7 +15,7 @@ from tessera.memory.host.mapped_file import KeepMapped
 from tessera.memory.swap.training import frozen_modules
 from tessera.models.swapped_model import SwapSettings, swap
 from tessera.train.placement import auto
-from tessera.train.placement.auto import AutomaticMemory, Measured
+from tessera.train.placement.auto import AutomaticMemory, StepCost
 from tessera.train.settings import MemoryOptions
 
 GB = 2**30
@@ -90,7 +90,7 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         blocks = [replace(b, saved=b.weights, working=0, forward=1e-3, backward=2e-3) for b in measured.blocks]
         whole = measured.other_bytes + sum(block.weights + block.saved for block in blocks)
         machine = replace(measured.machine, free=whole - max(block.weights for block in blocks) // 2)
-        given = Measured(tuple(blocks), measured.other_bytes, machine)
+        given = StepCost(tuple(blocks), measured.other_bytes, machine)
         plans[name] = AutomaticMemory(memory, given, trainer.family.swap_order).plan
         trainer.close()
     for name in ("memory", "file"):

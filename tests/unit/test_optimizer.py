@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tessera.common.rng import generator
 from tessera.train.optim.checks import check_optimizer, optimizer_notes
-from tessera.train.optim.optimizers import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
-from tessera.train.optim.options import LR_SCHEDULERS, OPTIMIZERS, OptimizerOptions
+from tessera.train.optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
+from tessera.train.optim.options import LR_SCHEDULERS, OptimizerOptions
+from tessera.train.optim.registry import OPTIMIZERS
 from tessera.train.optim.schedule import lr_factor
 from tessera.train.optim.state_dict import pack_state, unpack_state
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 SHAPES = [(16, 273), (8, 4), (3,)]
 LOW_RANK = {"down": (8, 64), "wanted": (32, 64)}
 RATES = {"prodigy": 1.0}
-NAMES = (*CHOICES, "custom")
+NAMES = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
 
 
 def parameters(name: str = "") -> list[nn.Parameter]:

@@ -101,7 +101,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "ss_network_args": _network_args(network),
         "ss_scale_weight_norms": network.scale_weight_norms or None,
         "ss_learning_rate": optimizer.learning_rate,
-        "ss_optimizer": optimizer.optimizer_class if optimizer.optimizer == "custom" else optimizer.optimizer,
+        "ss_optimizer": optimizer.display_name,
         "ss_optimizer_args": ", ".join(settings["optimizer"]["optimizer_args"].split("\n")),
         "ss_lr_scheduler": optimizer.lr_scheduler,
         "ss_lr_warmup_steps": optimizer.warmup_steps,

@@ -11,7 +11,7 @@ from ...lora.options import NetworkOptions
 from ...models.adapters.base import AdapterSpec, Shape
 from ...models.adapters.registry import ADAPTERS
 from .averaging import is_schedule_free
-from .optimizers import CHOICES, build_optimizer, build_scheduler, restore_optimizer, state_of
+from .optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .options import OptimizerOptions
 from .param_groups import Params, check_ratio, flat, parameter_groups
 from .registry import parse_args
@@ -54,7 +54,7 @@ def check_optimizer(
         raise _averages_itself(options)
     if network.scale_weight_norms and is_schedule_free(optimizer):
         raise _keeps_weights(options, network.scale_weight_norms)
-    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    name = options.display_name
     scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
     try:
         for k in range(3):
@@ -131,7 +131,7 @@ def _averages_itself(options: OptimizerOptions) -> ValueError:
 
 
 def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
-    name = options.optimizer_class if options.optimizer == "custom" else options.optimizer
+    name = options.display_name
     return ValueError(
         f"scale_weight_norms is {limit:g} and {name} keeps a second copy of the weights, which would not be scaled; "
         "set scale_weight_norms to 0, or choose another optimizer."
@@ -178,7 +178,7 @@ def _without_effect(options: OptimizerOptions) -> list[str]:
             notes.append(f"{key} is not used by the {scheduler} schedule; {reader} reads it.")
     if name != "custom" and options.optimizer_class:
         notes.append(f"optimizer_class is not used by {name}; choose custom for it.")
-    takes = () if name == "custom" else CHOICES[name].takes
+    takes = options.spec.takes
     given = parse_args(options.optimizer_args)
     for key, inputs in {"betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}.items():
         if not changed(*inputs):

@@ -1,7 +1,6 @@
 """The optimizers, all from libraries, and the schedule on top of them."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,34 +14,6 @@ from .registry import arguments, check_args, optimizer_class, parse_args
 from .schedule import lr_factor
 
 
-@dataclass(frozen=True)
-class Choice:
-    """path: the class. takes: the inputs that it reads beside the rate. fixed: what it is made with besides."""
-
-    path: str
-    takes: tuple[str, ...] = ("weight_decay",)
-    fixed: dict[str, Any] = field(default_factory=dict)
-
-
-_ADAM = ("betas", "eps", "weight_decay")
-CHOICES = {
-    "adamw": Choice("torch.optim.AdamW", _ADAM),
-    # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
-    "adamw8bit": Choice("bitsandbytes.optim.AdamW8bit", _ADAM),
-    # With bias correction and the guard for warm-up, as its authors advise for diffusion models.
-    "prodigy": Choice("prodigyopt.Prodigy", _ADAM, {"use_bias_correction": True, "safeguard_warmup": True}),
-    # torch's own always scales its steps by the weights' size, which is 0 where a LoRA starts; here that is off.
-    "adafactor": Choice(
-        "transformers.optimization.Adafactor", fixed={"scale_parameter": False, "relative_step": False}
-    ),
-    "came": Choice("pytorch_optimizer.CAME"),
-    "adamw_schedulefree": Choice("schedulefree.AdamWScheduleFree", _ADAM),
-    "lion": Choice("pytorch_optimizer.Lion"),
-    # Steps of AdamW's size, so that a rate means the same (Liu et al. 2025, arXiv 2502.16982, eq. 4).
-    "muon": Choice("torch.optim.Muon", fixed={"adjust_lr_fn": "match_rms_adamw"}),
-}
-
-
 def build_optimizer(
     options: OptimizerOptions, params: Iterable[nn.Parameter | dict[str, Any]]
 ) -> torch.optim.Optimizer:
@@ -51,46 +22,40 @@ def build_optimizer(
     Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
     """
     params = list(params)
-    values = check_choice(options)
+    values = check_arguments(options)
     kind: Callable[..., torch.optim.Optimizer] = chosen_class(options)
     if options.optimizer == "adamw8bit":
         _try_a_step(kind, flat(params)[0].device)
     try:
         optimizer = kind(params, lr=options.learning_rate, **values)
     except Exception as error:  # a library's own checks
-        name, _ = _choice(options)
         cause = "these optimizer_args" if parse_args(options.optimizer_args) else "these settings"
-        raise ValueError(f"The optimizer {name} does not take {cause} or this network: {_told(error)}") from error
+        name, text = options.display_name, _one_line(error)
+        raise ValueError(f"The optimizer {name} does not take {cause} or this network: {text}") from error
     if is_schedule_free(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
-def check_choice(options: OptimizerOptions) -> dict[str, Any]:
-    """What the chosen class is made with, beside the rate. Raises ValueError where its library is missing or does not
-    take an argument."""
-    name, choice = _choice(options)
+def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
+    """Check and return the keyword arguments that the chosen class is made with, besides the rate.
+
+    Raises ValueError where its library is missing or does not take an argument.
+    """
     inputs = {
         "betas": (options.beta1, options.beta2),
         "eps": options.eps,
         "weight_decay": options.weight_decay,
     }
-    values = {key: inputs[key] for key in choice.takes} | choice.fixed | parse_args(options.optimizer_args)
-    check_args(name, chosen_class(options), values)
+    spec = options.spec
+    values = {key: inputs[key] for key in spec.takes} | dict(spec.fixed) | parse_args(options.optimizer_args)
+    check_args(options.display_name, chosen_class(options), values)
     return values
 
 
 def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:
-    """The class that these options choose. Raises ValueError where its library is missing."""
-    name, choice = _choice(options)
-    return optimizer_class(name, choice.path)
-
-
-def _choice(options: OptimizerOptions) -> tuple[str, Choice]:
-    """What the user calls it, and what it is."""
-    if options.optimizer == "custom":
-        return options.optimizer_class, Choice(options.optimizer_class, takes=())
-    return options.optimizer, CHOICES[options.optimizer]
+    """Class of the chosen optimizer. Raises ValueError where its library is missing."""
+    return optimizer_class(options.display_name, options.spec.class_path)
 
 
 def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
@@ -150,7 +115,7 @@ def _class_name(kind: type[torch.optim.Optimizer]) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return f"{text}."
 

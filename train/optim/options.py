@@ -1,12 +1,11 @@
 """How the weights of a LoRA are stepped."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...common.text import finite, one_of, within
 from .lr_curve import parse_curve
-from .registry import package_of, parse_args
+from .registry import CUSTOM, OPTIMIZERS, OptimizerSpec, package_of, parse_args
 
-OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "custom")
 LR_SCHEDULERS = (
     *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
     *("inverse_sqrt", "curve"),
@@ -43,7 +42,7 @@ class OptimizerOptions:
 
     def __post_init__(self) -> None:
         finite(self)
-        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("optimizer", self.optimizer, tuple(OPTIMIZERS))
         one_of("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.learning_rate <= 0:
             raise ValueError(
@@ -71,7 +70,7 @@ class OptimizerOptions:
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay is {self.ema_decay}; set it to 0 (off) or more and below 1 (0.999 is usual).")
         parse_args(self.optimizer_args)
-        if self.optimizer == "custom":
+        if self.optimizer == CUSTOM:
             package_of(self.optimizer_class)
         if self.optimizer == "adamw_schedulefree":
             if self.ema_decay:
@@ -81,3 +80,14 @@ class OptimizerOptions:
                 )
             if self.beta1 == 0:
                 raise ValueError("beta1 is 0.0, by which adamw_schedulefree divides; set it above 0 (0.9 is usual).")
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """Row of the chosen optimizer, with the user's class in the custom one."""
+        row = OPTIMIZERS[self.optimizer]
+        return replace(row, class_path=self.optimizer_class) if self.optimizer == CUSTOM else row
+
+    @property
+    def display_name(self) -> str:
+        """Name of the optimizer for messages and metadata: what the user chose, or the class behind 'custom'."""
+        return self.optimizer_class if self.optimizer == CUSTOM else self.optimizer

@@ -1,10 +1,14 @@
-"""Optimizer classes by dotted name, and arguments for them as text: libraries on a list, literals and nothing else."""
+"""Table of the optimizers, and optimizer classes by dotted name with arguments as text.
+
+Libraries on a list, literals and nothing else.
+"""
 
 import ast
 import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +26,52 @@ PACKAGES = {
     "came_pytorch": "came-pytorch",
     "dadaptation": "dadaptation",
     "prodigyplus": "prodigy-plus-schedule-free",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One optimizer: its class, what it reads and what it takes of memory.
+
+    class_path: dotted name of the class.
+    takes: inputs of Optimizer that it reads besides the rate.
+    fixed: arguments that it is always made with.
+    state_bytes: of state for each trained number (fp32, with an fp32 gradient), the most that its arguments allow.
+    least_state_bytes: the same, the least. Factors, whose size depends on the rank, count as nothing here.
+    step_bytes: that a step allocates for each trained number while it runs.
+    """
+
+    class_path: str
+    takes: tuple[str, ...]
+    state_bytes: int
+    least_state_bytes: int
+    step_bytes: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ADAM, _DECAY = ("betas", "eps", "weight_decay"), ("weight_decay",)
+CUSTOM = "custom"
+OPTIMIZERS = {
+    "adamw": OptimizerSpec("torch.optim.AdamW", _ADAM, 8, 8, 4),
+    # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
+    "adamw8bit": OptimizerSpec("bitsandbytes.optim.AdamW8bit", _ADAM, 2, 2, 4),
+    # With bias correction and the guard for warm-up, as its authors advise for diffusion models.
+    "prodigy": OptimizerSpec(
+        "prodigyopt.Prodigy", _ADAM, 16, 8, 4, {"use_bias_correction": True, "safeguard_warmup": True}
+    ),
+    # torch's own always scales its steps by the weights' size, which is 0 where a LoRA starts; here that is off.
+    # Its factors are as large as the matrix at rank 1 and less above it, as CAME's are.
+    "adafactor": OptimizerSpec(
+        *("transformers.optimization.Adafactor", _DECAY, 4, 0, 4), {"scale_parameter": False, "relative_step": False}
+    ),
+    # Its step holds the updates of all tensors at once, as that of every row above 4 does.
+    "came": OptimizerSpec("pytorch_optimizer.CAME", _DECAY, 12, 4, 12),
+    "adamw_schedulefree": OptimizerSpec("schedulefree.AdamWScheduleFree", _ADAM, 8, 8, 8),
+    "lion": OptimizerSpec("pytorch_optimizer.Lion", _DECAY, 4, 4, 8),
+    # Steps of AdamW's size, so that a rate means the same (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+    "muon": OptimizerSpec("torch.optim.Muon", _DECAY, 4, 4, 4, {"adjust_lr_fn": "match_rms_adamw"}),
+    # The class that the user names: as much as the hungriest, and surely nothing.
+    CUSTOM: OptimizerSpec("", (), 16, 0, 12),
 }
 _OWN_INPUTS = {"params": "the LoRA's weights", "lr": "learning_rate"}
 

@@ -28,15 +28,8 @@ from ...memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...models.family import Block, Family, ModelInputs
 from ..batch import make_batch
+from ..optim.registry import OptimizerSpec
 from ..settings import MemoryOptions, TrainSettings
-
-# Bytes of state that the optimizers keep for each trained number, which is fp32 and has an fp32 gradient.
-# Adafactor's and CAME's factors are as large as the matrix at rank 1 and less above it; custom: as the hungriest.
-STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "prodigy": 16, "adafactor": 4, "came": 12, "adamw_schedulefree": 8}
-STATE_BYTES |= {"lion": 4, "muon": 4, "custom": 16}
-# And what a step takes beside it for a while: those that step all tensors at once hold their updates at once.
-STEP_BYTES = {"adamw": 4, "adamw8bit": 4, "prodigy": 4, "adafactor": 4, "came": 12, "adamw_schedulefree": 8}
-STEP_BYTES |= {"lion": 8, "muon": 4, "custom": 12}
 
 
 def is_asked(memory: MemoryOptions) -> bool:
@@ -44,8 +37,13 @@ def is_asked(memory: MemoryOptions) -> bool:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a plan is made from: see `memory.swap_plan.plan`."""
+class StepCost:
+    """Measured cost of one training step, from which a swap plan is made (`memory.swap.plan.plan`).
+
+    blocks: one cost for each block.
+    other_bytes: memory for all that is not in a block: outer weights, LoRA, optimizer state.
+    machine: free memory and bandwidths.
+    """
 
     blocks: tuple[BlockCost, ...]
     other_bytes: int
@@ -55,7 +53,7 @@ class Measured:
 class AutomaticMemory:
     """The plan of a run, and the next smaller one when it proves too large."""
 
-    def __init__(self, asked: MemoryOptions, measured: Measured, order: tuple[str, ...]):
+    def __init__(self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...]):
         self.asked, self.measured, self.order = asked, measured, order
         self.choices = choices_of(asked, len(measured.blocks))
         self.plan = plan(measured.blocks, measured.other_bytes, measured.machine, order, self.choices)
@@ -101,17 +99,19 @@ def free_memory(device: torch.device) -> int:
     return max(0, free * 19 // 20)
 
 
-def make_room_to_step(optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[nn.Parameter]) -> None:
+def make_room_to_step(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]
+) -> None:
     """Takes the memory that the optimizer's step will take, and lets it go again. Where there is too little it is found
     out here: the step itself would break off amid moving the weights, and could be made neither again nor undone."""
     begun = any(optimizer.state.values())
-    per_number = STEP_BYTES[name] + (0 if begun else STATE_BYTES[name])
+    per_number = spec.step_bytes + (0 if begun else spec.state_bytes)
     _ = [torch.empty(p.numel() * per_number, dtype=torch.uint8, device=p.device) for p in parameters]
 
 
 def measure(
     patcher: ModelPatcher, family: Family, data: TrainingData, targets: list[str], settings: TrainSettings
-) -> Measured:
+) -> StepCost:
     """Runs one block of each kind forward and back on the largest batch of the data. Everything is let go after."""
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
     available = psutil.virtual_memory().available
@@ -145,11 +145,11 @@ def measure(
     average = 4 if settings.optimizer.ema_decay else 0
     # While the adapters are switched off, what they hold is kept beside.
     kept = 4 if settings.objective.preservation_weight else 0
-    lora = trained * (4 + 4 + STATE_BYTES[settings.optimizer.optimizer] + average + kept) + network.buffer_bytes()
+    lora = trained * (4 + 4 + settings.optimizer.spec.state_bytes + average + kept) + network.buffer_bytes()
     other = sum(module.held_bytes() for module in outer) + lora + _total(probe.outside)
     for module in transformer.frozen_modules():
         module.release()
-    return Measured(tuple(costs), other, replace(machine, file=file))
+    return StepCost(tuple(costs), other, replace(machine, file=file))
 
 
 class _Probe:

@@ -14,11 +14,6 @@ from ..settings import TrainSettings
 from .checks import CheckedRun
 from .run_start import Beginning
 
-# Bytes of state that each optimizer keeps of a trained number whatever its arguments. Of factors, whose size depends on
-# the rank, and of an optimizer that we don't know, nothing is counted.
-_SURELY_KEPT = {"adamw": 8, "adamw8bit": 2, "prodigy": 8, "adafactor": 0, "came": 4, "adamw_schedulefree": 8}
-_SURELY_KEPT |= {"lion": 4, "muon": 4, "custom": 0}
-
 
 @dataclass(frozen=True)
 class Room:
@@ -54,7 +49,7 @@ def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> 
     saves = max(1, saves_to_come(settings, strata_of(settings, checked.data.samples), begun.step))
     return Room(
         lora=4 * numbers,
-        state=(4 + _SURELY_KEPT[settings.optimizer.optimizer] + average) * numbers,
+        state=(4 + settings.optimizer.spec.least_state_bytes + average) * numbers,
         count=min(saves, STATES_KEPT + 1 - there),
         stay=min(saves, STATES_KEPT - there),
     )
