@@ -1,4 +1,4 @@
-"""A frozen LoRA beneath the one that is trained: it is a part of the weights, as one that stands on the MODEL is."""
+"""A frozen base LoRA beneath the trained one: a weight patch, like a LoRA that is loaded on the MODEL."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +14,8 @@ from .options import NetworkOptions
 
 
 def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
-    """Patches the weights of `patcher`, a clone made for training, with `base_lora`; what a user should know of it
-    comes back, a sentence each. Raises ValueError where it is a LoRA of another model."""
+    """Patch the weights of `patcher`, a clone made for training, with `base_lora`; returns notes for the user, a
+    sentence each. Raises ValueError where it is a LoRA of another model."""
     if options.base_lora is None:
         if options.base_strength != 1:
             return ["base_strength has no effect without base_lora."]

@@ -1,4 +1,4 @@
-"""Dropout of an adapter. The masks are drawn outside of the blocks, so that a recompute of a block sees the same."""
+"""Dropout of adapters. Masks are sampled outside of the blocks, so that a recompute of a block sees the same."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def sample_masks(
     key: tuple[int | str, ...],
     dtype: torch.dtype,
 ) -> dict[str, DropMask]:
-    """The masks of one block by its Linears' names, from the draw `key`; empty without dropout.
+    """Sample the masks of one block by the names of its Linears, from the random key `key`; empty without dropout.
 
     dropout: elements of the rank activations. rank_dropout: for each sample whole ranks (for LoHa and LoKr rows of
     delta W, for OFT blocks). Both scale what stays by 1 / (1 − p), OFT's apart. module_dropout: for each sample the
@@ -32,31 +32,31 @@ def sample_masks(
     masks = {}
     for name, linear in block.linears().items():
         if linear.adapter is not None:
-            draw = _Draw(seed, (*key, name), linear.weight.device, dtype)
-            masks[name] = _mask(options, linear.adapter, draw, batch, rows[name])
+            sampler = _MaskSampler(seed, (*key, name), linear.weight.device, dtype)
+            masks[name] = _mask(options, linear.adapter, sampler, batch, rows[name])
     return masks
 
 
-class _Draw:
+class _MaskSampler:
     def __init__(self, seed: int, key: tuple[int | str, ...], device: torch.device, dtype: torch.dtype):
         self.seed, self.key, self.device, self.dtype = seed, key, device, dtype
 
-    def kept(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
+    def sample(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
         """0 with the probability p, else 1 or 1 / (1 − p)."""
         source = generator(self.seed, *self.key, *kind, device=self.device)
         draw = torch.rand(shape, generator=source, device=self.device)
         return ((draw >= p) / (1 - p if scaled else 1)).to(self.dtype)
 
 
-def _mask(options: NetworkOptions, adapter: Adapter, draw: _Draw, batch: int, rows: int) -> DropMask:
+def _mask(options: NetworkOptions, adapter: Adapter, sampler: _MaskSampler, batch: int, rows: int) -> DropMask:
     width = adapter.drop_width()
     parts, module = [], None
     if options.dropout:
-        parts.append(draw.kept(options.dropout, (batch, rows, width), True))
+        parts.append(sampler.sample(options.dropout, (batch, rows, width), True))
     if options.rank_dropout:
-        parts.append(draw.kept(options.rank_dropout, (batch, 1, width), adapter.rank_drop_scaled, "rank"))
+        parts.append(sampler.sample(options.rank_dropout, (batch, 1, width), adapter.rank_drop_scaled, "rank"))
     if options.module_dropout:
-        module = draw.kept(options.module_dropout, (batch, 1, 1), False, "module")
+        module = sampler.sample(options.module_dropout, (batch, 1, 1), False, "module")
         parts.append(module)
     update = parts[0]
     for part in parts[1:]:

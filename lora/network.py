@@ -1,4 +1,4 @@
-"""The LoRA network: which Linears are trained, their fp32 masters, and their file form."""
+"""The LoRA network: the adapters of the trained Linears, their master weights, and their file form."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ OTHER_NETWORK = (
 class LoraNetwork:
     """One adapter per target Linear, by the Linear's name, attached to a transformer.
 
-    What an adapter starts from is drawn from (seed, module name); the first step starts from the model as it is.
+    Initial weights are sampled from (seed, module name); the first step starts from the model as it is.
     """
 
     def __init__(self, options: NetworkOptions, targets: Sequence[str], linears: dict[str, LoraLinear], seed: int):
@@ -42,29 +42,29 @@ class LoraNetwork:
         self.attach(linears)
 
     def attach(self, linears: dict[str, LoraLinear]) -> None:
-        """Puts the adapters on these Linears."""
+        """Attach the adapters to these Linears."""
         for name, adapter in self.adapters.items():
             linears[name].adapter = adapter
 
     @property
     def pairs(self) -> dict[str, tuple[nn.Parameter, ...]]:
-        """The masters of each target in their order; of a plain LoRA (down, up)."""
+        """The master weights of each target in their order; of a plain LoRA (down, up)."""
         return {name: tuple(adapter.parameters()) for name, adapter in self.adapters.items()}
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for adapter in self.adapters.values() for p in adapter.parameters()]
 
     def buffer_bytes(self) -> int:
-        """What the adapters hold beside what they train."""
+        """Bytes of the adapters' buffers, which are not trained."""
         return sum(b.numel() * b.element_size() for adapter in self.adapters.values() for b in adapter.buffers())
 
     def master_weights(self) -> dict[str, Tensor]:
-        """The fp32 masters by `<module>.<name in its adapter>`, such as `<module>.down`."""
+        """The fp32 master weights by `<module>.<name in its adapter>`, such as `<module>.down`."""
         adapters = self.adapters.items()
         return {f"{n}.{own}": p.detach() for n, adapter in adapters for own, p in adapter.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a state file holds: the masters, and what else an adapter would not find again bit for bit."""
+        """Tensors of a state file: the master weights, and buffers that could not be computed again bit for bit."""
         return {f"{n}.{own}": t for n, adapter in self.adapters.items() for own, t in adapter.state_dict().items()}
 
     def specs(self) -> list[dict[str, Any]]:
@@ -74,29 +74,32 @@ class LoraNetwork:
             layers.setdefault(adapter.spec, []).append(name)
         return [{**asdict(spec), "layers": names} for spec, names in layers.items()]
 
-    def load_master_weights(self, masters: dict[str, Tensor]) -> None:
-        """Puts saved masters back. Raises ValueError where they belong to another network."""
+    def load_master_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load what `state_dict` gave. Raises ValueError where it is of another network."""
         own = self.state_dict()
-        if own.keys() != masters.keys() or any(own[k].shape != masters[k].shape for k in own):
+        if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
             raise ValueError(OTHER_NETWORK)
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(masters[name])
+                tensor.copy_(weights[name])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Within, every Linear is as it is without its adapter. The masters are zero meanwhile, where they lie, so that
-        graphs see no difference; no backward may run over what was computed before or within."""
-        masters = [p.detach() for p in self.parameters()]
-        kept = [p.clone() for p in masters]
+        """Disable the adapters within the context.
+
+        The master weights are zeroed in place, so that compiled graphs see no difference; no backward may run over
+        what was computed before or within.
+        """
+        weights = [p.detach() for p in self.parameters()]
+        saved = [p.clone() for p in weights]
         try:
-            torch._foreach_zero_(masters)
+            torch._foreach_zero_(weights)
             yield
         finally:
-            torch._foreach_copy_(masters, kept)
+            torch._foreach_copy_(weights, saved)
 
     def snapshot(self) -> LoraModel:
-        """A copy on the host, in kohya's names."""
+        """Copy the LoRA to the host, in kohya's names."""
         return LoraModel.from_tensors(
             {
                 name: {suffix: t.detach().to("cpu", copy=True) for suffix, t in adapter.tensors().items()}
@@ -112,7 +115,7 @@ class LoraNetwork:
         key: tuple[int | str, ...],
         dtype: torch.dtype,
     ) -> dict[str, DropMask]:
-        """Dropout masks for one block, from the draw `key`; empty without dropout."""
+        """Sample the dropout masks of one block, from the random key `key`; empty without dropout."""
         return sample_masks(self.options, block, inputs, seed, key, dtype)
 
 

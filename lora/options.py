@@ -68,11 +68,11 @@ class NetworkOptions:
     base_strength_low_noise: float = 1.0
 
     def of_high_noise(self) -> "NetworkOptions":
-        """Those of one expert alone, the high noise one of two."""
+        """The options of the high noise expert alone."""
         return replace(self, **LOW_NOISE)
 
     def of_low_noise(self) -> "NetworkOptions":
-        """Those of one expert alone, the low noise one of two."""
+        """The options of the low noise expert alone."""
         own = dict(LOW_NOISE)
         if self.start_from_low_noise != SAME:
             own["start_from"] = _source(self.start_from_low_noise)
@@ -83,7 +83,7 @@ class NetworkOptions:
 
     @property
     def file_ranks(self) -> int:
-        """How many times the rank a file of it has: PiSSA's holds where it began, too."""
+        """Ranks of a file per rank of the network: 2 for PiSSA, whose file holds its initial weights too."""
         return 2 if self.init == "pissa" else 1
 
     def __post_init__(self) -> None:

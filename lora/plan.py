@@ -1,4 +1,4 @@
-"""Which layers get which adapter, told before any weight is read."""
+"""The plan of a network: the adapter of each layer, known before any weight is read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,8 @@ Size = tuple[int, int]
 
 
 def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
-    """The Linears to train, by name; needs no weights, so that a wrong pattern ends before anything is loaded."""
+    """Choose the Linears to train, by name. Needs no weights, so that a wrong pattern fails before anything is loaded;
+    raises ValueError for it."""
     shapes = linear_shapes(model)
     trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
     targets = match_targets(trainable, options.include or family.default_targets, options.exclude)
@@ -36,12 +37,12 @@ def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[
 
 
 def base_spec(options: NetworkOptions) -> AdapterSpec:
-    """What a layer has that no rank pattern matches."""
+    """The adapter of a layer that no rank pattern matches."""
     return AdapterSpec(options.algorithm, options.rank, options.alpha, options.factor, options.constraint, options.init)
 
 
 def adapter_specs(options: NetworkOptions, targets: Sequence[str]) -> dict[str, AdapterSpec]:
-    """What each target is to have; where several rank patterns match, each changes what the ones before left.
+    """The adapter of each target; where several rank patterns match, each changes what the ones before left.
 
     Raises ValueError for a pattern that matches no target.
     """
@@ -62,12 +63,13 @@ def _check_oft(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
             )
 
 
-def trained_numbers(spec: AdapterSpec, size: Size) -> int:
+def parameter_count(spec: AdapterSpec, size: Size) -> int:
+    """Trained parameters of an adapter on a layer (out, in)."""
     return sum(prod(shape) for shape in ADAPTERS[spec.algorithm].shapes(spec, *size).values())
 
 
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
-    """What a user should know about these options on this model, a sentence each."""
+    """Notes for the user about these options on this model, a sentence each."""
     specs, shapes = adapter_specs(options, targets), linear_shapes(model)
     lists = tuple(f"{name}." for name in family.block_lists(model))
     outside = [name for name in targets if not name.startswith(lists)]
@@ -91,7 +93,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
 
 
 def one_expert_notes(options: NetworkOptions) -> list[str]:
-    """What is set for a second expert in a run of one model, in a sentence."""
+    """Name, in a sentence, the inputs for a second expert that are set in a run of one model."""
     set_ = [name for name, unset in LOW_NOISE.items() if getattr(options, name) != unset]
     if not set_:
         return []
@@ -152,7 +154,7 @@ def _too_large(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> 
                 f"as {name} into blocks of {size}: the largest divisor of its {shapes[name][0]} outputs."
             ]
     if algorithm == "lokr":
-        return [*_other_factors(specs, shapes), *_whole(specs, shapes)]
+        return [*_other_factors(specs, shapes), *_full_matrices(specs, shapes)]
     return []
 
 
@@ -169,7 +171,7 @@ def _other_factors(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size])
         )
 
 
-def _whole(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
+def _full_matrices(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iterator[str]:
     """Layers whose second matrix LoKr keeps whole."""
     whole = [n for n, spec in specs.items() if LokrAdapter.is_full_matrix(spec, *shapes[n])]
     if whole:
@@ -180,7 +182,7 @@ def _whole(specs: Mapping[str, AdapterSpec], shapes: Mapping[str, Size]) -> Iter
 
 
 def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> int:
-    """How many different blocks there are, by what is on their layers."""
+    """Count the blocks that differ in what is on their layers."""
     kinds = set()
     for name, length in family.block_lists(model).items():
         for index in range(length):
@@ -191,7 +193,7 @@ def _block_kinds(family: Family, model: Any, of_target: Mapping[str, Any]) -> in
 
 
 def describe_network(options: NetworkOptions, family: Family, model: Any) -> str:
-    """What the options match on this model: layers, their number, trained numbers, size of the file.
+    """Describe the network on this model: layers, their number, trained parameters, size of the file.
 
     Raises ValueError as `choose_targets` does.
     """
@@ -205,7 +207,7 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
     rows = []
     for (template, spec, size), indices in groups.items():
         name = template.replace("{}", _ranges(indices))
-        numbers = len(indices) * trained_numbers(spec, size)
+        numbers = len(indices) * parameter_count(spec, size)
         rows.append((name, f"{len(indices)} ×", f"{size[0]}×{size[1]}", f"rank {spec.rank}", f"{numbers:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
@@ -214,7 +216,7 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
         )
         for row in rows
     ]
-    total = sum(trained_numbers(specs[name], shapes[name]) for name in targets)
+    total = sum(parameter_count(specs[name], shapes[name]) for name in targets)
     head = (
         f"{options.algorithm} on {len(targets)} of {len(shapes)} layers of {family.title}: {total:,} trained numbers, "
         f"{_size(4 * total * options.file_ranks)} as fp32, {_size(2 * total * options.file_ranks)} as bf16"

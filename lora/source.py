@@ -1,4 +1,4 @@
-"""A LoRA that a run begins from or stands on: known by its content, read when it is needed."""
+"""A LoRA that a run starts from or stands on: identified by its content, read when it is needed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
@@ -13,22 +13,28 @@ from ..common.fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class LoraSource:
-    """name: for people, without a folder. content: the fingerprint of its tensors. reader: gives the tensors; told: the
-    input that names it, for messages. Both are no fields, so that options with a source in them can be compared, named
-    and written down."""
+    """A LoRA as an option of a run.
+
+    name: for messages, without a folder.
+    content: the fingerprint of its tensors.
+    reader: gives the tensors.
+    input_name: the input that names it, for messages.
+
+    The last two are no fields, so that options with a source in them can be compared, fingerprinted and serialised.
+    """
 
     name: str
     content: str
     reader: InitVar[Callable[[], Mapping[str, Tensor]] | None] = None
-    told: InitVar[str] = ""
+    input_name: InitVar[str] = ""
 
-    def __post_init__(self, reader: Callable[[], Mapping[str, Tensor]] | None, told: str) -> None:
+    def __post_init__(self, reader: Callable[[], Mapping[str, Tensor]] | None, input_name: str) -> None:
         object.__setattr__(self, "_reader", reader)
-        object.__setattr__(self, "_told", told)
+        object.__setattr__(self, "_input_name", input_name)
 
     def input(self, default: str) -> str:
-        """The input that names it."""
-        return getattr(self, "_told", "") or default
+        """The input that names it, else `default`."""
+        return getattr(self, "_input_name", "") or default
 
     def tensors(self) -> Mapping[str, Tensor]:
         reader: Callable[[], Mapping[str, Tensor]] | None = getattr(self, "_reader", None)
@@ -36,21 +42,21 @@ class LoraSource:
         return reader()
 
     @classmethod
-    def of_file(cls, path: Path, told: str) -> "LoraSource":
-        """A safetensors file. told: the input that names it. Raises ValueError where it is not whole."""
+    def of_file(cls, path: Path, input_name: str) -> "LoraSource":
+        """A safetensors file. Raises ValueError where it is damaged."""
 
         def read() -> Mapping[str, Tensor]:
             try:
                 return read_tensors(path)[0]
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{told}: {path.name} cannot be read as safetensors ({error}); choose another."
+                    f"{input_name}: {path.name} cannot be read as safetensors ({error}); choose another."
                 ) from error
 
-        return cls(path.name, fingerprint(read()), read, told)
+        return cls(path.name, fingerprint(read()), read, input_name)
 
     @classmethod
-    def of_model(cls, lora: Mapping[str, Tensor], told: str = "") -> "LoraSource":
-        """A LORA_MODEL of the graph. told: the input that it stands for."""
+    def of_model(cls, lora: Mapping[str, Tensor], input_name: str = "") -> "LoraSource":
+        """A LORA_MODEL of the graph."""
         name = getattr(lora, "metadata", {}).get("ss_output_name", "LORA_MODEL")
-        return cls(str(name), fingerprint(dict(lora)), lambda: lora, told)
+        return cls(str(name), fingerprint(dict(lora)), lambda: lora, input_name)

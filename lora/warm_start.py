@@ -1,4 +1,4 @@
-"""A run that begins from an existing LoRA: its updates, fitted to the network's layers and rank.
+"""Warm start: a run that starts from an existing LoRA, whose updates are fitted to the network's layers and rank.
 
 A network of another algorithm than lora begins from a file of its own kind and size only. A LoRA begins from whatever
 ComfyUI reads: what is low-rank is taken as it is, of anything else the best approximation of the network's rank.
@@ -32,7 +32,7 @@ NOTICEABLE = 1e-3  # what of an update may be lost unsaid
 
 @dataclass(frozen=True)
 class Fitted:
-    """down (rank, in), up (out, rank), and the part of the update that is lost: ‖lost‖ / ‖delta W‖ (Frobenius)."""
+    """An update of another rank: down (rank, in), up (out, rank), and the loss ‖lost‖ / ‖delta W‖ (Frobenius)."""
 
     down: Tensor
     up: Tensor
@@ -40,7 +40,7 @@ class Fitted:
 
 
 def fit_to_rank(update: LowRank, start: Tensor, scale: float) -> Fitted:
-    """The update as down and up of another rank and scale: scale·up·down is its delta W, all fp32.
+    """Fit an update to another rank and scale: scale·up·down is its delta W, all fp32.
 
     start: (rank, in), what a new down begins from. Of the same rank, and of the same scale, the tensors are taken as
     they are. Where there is room, the rest of down is that of `start` and the rest of up zero: delta W is the same, and
@@ -77,8 +77,12 @@ def fit_to_rank(update: LowRank, start: Tensor, scale: float) -> Fitted:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Updates that a run begins from, by native module name, of layers that it trains. source: the LoRA.
-    modules: in the form of the adapters or low-rank. dense: for a LoRA, of any other form."""
+    """The updates that a run starts from, by native name, of layers that it trains.
+
+    source: the LoRA.
+    modules: tensors of updates in the form of the adapters, or low-rank.
+    dense: patches of updates of any other form, which a LoRA approximates.
+    """
 
     source: LoraSource
     modules: Mapping[str, Parts]
@@ -86,8 +90,8 @@ class WarmStart:
 
     @torch.no_grad()
     def load_into(self, adapters: Mapping[str, Adapter], read: Callable[[str], Tensor]) -> list[str]:
-        """Fills the adapters' masters, layer by layer; what of the LoRA is lost by a lower rank comes back as a
-        sentence. read: gives a layer's frozen weight (out, in), fp32, with all that stands on the model."""
+        """Load the adapters' master weights, layer by layer; returns a sentence about what a lower rank loses. read:
+        gives a layer's frozen weight (out, in), fp32, with all patches of the model."""
         lost = {}
         for name, parts in self.modules.items():
             adapter = adapters[name]
@@ -118,7 +122,7 @@ class WarmStart:
     def _take_dense(
         self, name: str, patches: Sequence[Patch], adapter: LoraAdapter, read: Callable[[], Tensor]
     ) -> float:
-        """Takes the largest singular parts of a layer's update; what part of it is left out."""
+        """Load the largest singular parts of a layer's update; returns the part that is left out."""
         try:
             full = delta_of(patches, (adapter.out_features, adapter.in_features), adapter.down.device, read)
         except ValueError as error:
@@ -133,7 +137,7 @@ class WarmStart:
 def read_warm_start(
     options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]
 ) -> tuple[WarmStart | None, list[str]]:
-    """(what the run begins from, what a user should know of it); needs no weights of the model.
+    """Read the warm start of a run and notes for the user; needs no weights of the model.
 
     Raises ValueError where the LoRA is of another model or of another algorithm than the network.
     """
@@ -175,9 +179,8 @@ def read_warm_start(
 def _check_layer(
     name: str, layer: str, patches: Sequence[Patch], parts: Parts | None, spec: AdapterSpec, size: tuple[int, int]
 ) -> None:
-    """Raises ValueError where the adapter of a layer (out, in) cannot begin from these patches. name: of the LoRA, with
-    the input. parts: their tensors,
-    where they are those of one adapter."""
+    """Raise ValueError where the adapter of a layer (out, in) cannot start from these patches. name: of the LoRA, with
+    the input. parts: their tensors, where they are those of one adapter."""
     kind = _form(patches)
     if spec.algorithm != "lora" and (parts is None or kind != spec.algorithm):
         held = ", ".join(sorted({suffix for patch in patches for suffix in patch.tensors()}))

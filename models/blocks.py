@@ -1,4 +1,4 @@
-"""The blocks that a diffusion model is made of, found by structure: what is compiled and what is swapped."""
+"""The repeated blocks of a diffusion model, found by structure: the units of compiling and swapping."""
 
 import hashlib
 from collections import Counter
@@ -49,9 +49,9 @@ def find_blocks(model: nn.Module) -> list[BlockOfModel]:
 
 
 def most_blocks(matrices: Iterable[str]) -> int:
-    """How many blocks `find_blocks` can find at most in a model whose file holds these matrices by name, such as
-    double_blocks.3.img_mlp.0.weight: entries of lists with two of them. Where lists of blocks hold none, it is the
-    number that it finds."""
+    """Upper bound of the blocks that `find_blocks` finds in a model whose file holds these matrices by name, such as
+    double_blocks.3.img_mlp.0.weight. It counts entries of lists with two matrices, and is exact where no block holds a
+    list of such entries."""
     inside: Counter[str] = Counter()
     for name in matrices:
         parts = name.split(".")
@@ -80,7 +80,7 @@ def _is_uniform(parent: nn.Module) -> bool:
 
 
 def _weight_matrices(module: nn.Module) -> int:
-    """How many layers in it have a weight and take features or channels: Linears, convolutions and what other packs
+    """Count the layers inside that have a weight and take features or channels: Linears, convolutions and what packs
     put in their place (quantised ones too, whose weight may be no plain parameter)."""
     return sum(
         1
@@ -90,7 +90,7 @@ def _weight_matrices(module: nn.Module) -> int:
 
 
 def kind_of(block: nn.Module) -> str:
-    """Blocks of one kind have the same class and the same parameters by name, shape and dtype: ClassName:digest."""
+    """Identify a block's class and its parameters by name, shape and dtype: ClassName:digest."""
     shapes = ";".join(f"{name}{tuple(p.shape)}{p.dtype}" for name, p in block.named_parameters())
     inner = ";".join(type(module).__qualname__ for module in block.modules())
     digest = hashlib.sha256(f"{shapes}|{inner}".encode()).hexdigest()[:8]

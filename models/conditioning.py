@@ -1,4 +1,4 @@
-"""One sample's conditioning, taken through the MODEL's own `extra_conds` exactly as ComfyUI does when it samples."""
+"""Conditioning of one sample, processed by the MODEL's own `extra_conds` exactly as ComfyUI does when it samples."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,8 +20,8 @@ def model_conditioning(
     device: torch.device,
     lists: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists of
-    them where `lists` names the argument, and plain values (the method for reference latents).
+    """Build the keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists
+    of them where `lists` names the argument, and plain values (the method for reference latents).
 
     noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError
     where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a list of tensors

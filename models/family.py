@@ -25,9 +25,12 @@ RunBlock = Callable[..., Any]
 class ModelInputs:
     """One batch as the transformer takes it; B samples of one token count N, R reference tokens and one text length L.
 
-    tokens: (B, N, C·patch) noisy latents; references: (B, R, C·patch) clean latents of reference pictures, or None;
-    text: (B, L, D), padded; timestep: (B,) fp32, or (B, frames). A family adds what else its forward takes, with the
-    names in `on_host` of what its forward reads on the host.
+    tokens: (B, N, C·patch) noisy latents.
+    references: (B, R, C·patch) clean latents of reference images, or None.
+    text: (B, L, D), padded.
+    timestep: (B,) fp32, or (B, frames).
+
+    A family adds what else its forward takes, and names in `on_host` what its forward reads on the host.
     """
 
     on_host: ClassVar[tuple[str, ...]] = ()
@@ -39,7 +42,7 @@ class ModelInputs:
 
     @property
     def image_tokens(self) -> int:
-        """N + R, the length of the picture's stream."""
+        """N + R, the length of the image stream."""
         return self.tokens.shape[1] + (0 if self.references is None else self.references.shape[1])
 
     @property
@@ -47,7 +50,7 @@ class ModelInputs:
         return self.text.shape[1]
 
     def to(self, device: torch.device) -> "ModelInputs":
-        """The same on the device, but for what is read on the host."""
+        """Copy the tensors to the device, but for those that are read on the host."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.on_host}
         return replace(self, **{n: to_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)})
 
@@ -66,12 +69,12 @@ class Block(nn.Module):
         raise AssertionError(f"{type(self).__name__} has no native_name")
 
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
-        """How many rows each Linear sees per sample: the height of a dropout mask over its rank activations."""
+        """Rows that each Linear sees per sample: the height of a dropout mask over its rank activations."""
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
 
     def structure(self) -> str:
-        """Blocks of equal structure share one compiled graph: the kind, how each Linear is stored, and which carry what
-        kind of adapter of what rank."""
+        """Key of the compiled graph, which blocks of equal structure share: the kind, the storage of each Linear, and
+        the structure of each adapter."""
         linears = self.linears().items()
         adapters = (f"{name} {linear.adapter.structure()}" for name, linear in linears if linear.adapter)
         return f"{self.kind}:" + ";".join((*adapters, *(f"{name} {linear.storage}" for name, linear in linears)))
@@ -93,12 +96,14 @@ class Transformer(Protocol):
 
 @dataclass(frozen=True)
 class NoisySample:
-    """One sample as a step sees it.
+    """One sample of a training step.
 
-    latent: x_t in the model's space, fp32, (C, H, W), or (C, T, H, W) where the model works on clips.
-    text: (1, l, D) as it was encoded; text_length: L, to which the family pads it.
+    latent: x_t in the model's space, fp32, (C, H, W), or (C, T, H, W) for video models.
+    text: (1, l, D) as it was encoded.
     conditioning: the rest of ComfyUI's conditioning.
-    tokens: how many of its tokens are kept; clean_frames: how many latent frames at its start carry no noise.
+    tokens: the number of its tokens that are trained on.
+    text_length: L, to which the family pads the text.
+    clean_frames: the number of latent frames at its start that carry no noise.
     """
 
     latent: Tensor
@@ -111,9 +116,15 @@ class NoisySample:
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """What is known of a sample before its tensors are read: its name for messages, its latent frames, the tokens of
-    each reference picture, how many of its frames are given clean, what its conditioning carries, and the tokens of its
-    caption as it was encoded."""
+    """Facts about a sample that are known before its tensors are read.
+
+    name: for messages.
+    frames: latent frames.
+    references: tokens of each reference image.
+    clean_frames: latent frames that are given without noise.
+    conditioning: the keys of its conditioning.
+    text_length: tokens of its caption as it was encoded.
+    """
 
     name: str
     frames: int
@@ -125,8 +136,11 @@ class SampleFacts:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a LoRA file says of its model: ModelSpec's architecture and implementation, and the version and the module
-    that kohya's and musubi's keys name, empty where they have none."""
+    """The base model in the metadata of a LoRA file.
+
+    architecture, implementation: of ModelSpec.
+    kohya_version, kohya_module: the version and module in kohya's and musubi's keys, empty where they have none.
+    """
 
     architecture: str
     implementation: str
@@ -136,7 +150,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Patches:
-    """A latent cut into tokens: tokens (N, C·patch), frame after frame in row order; positions (N, axes)."""
+    """A patchified latent: tokens (N, C·patch), frame after frame in row order; positions (N, axes)."""
 
     tokens: Tensor
     positions: Tensor

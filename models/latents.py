@@ -1,4 +1,4 @@
-"""What a VAE's latents are to each model family, as far as the VAE tells."""
+"""Latent policies: the geometry of each VAE's latents, and how the VAE of a graph is recognised."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LatentPolicy:
-    """How pixels become tokens in one family.
+    """The geometry from pixels to tokens under one VAE.
 
+    family: the models that use the VAE, for messages.
     file: the VAE to load, for messages.
     channels: of the latent.
     pixels_per_latent: pixels along a side that become one latent cell.
     patch: latent cells along a side that become one token.
-    frames_per_latent: frames of a clip that become one latent frame; the first frame has one of its own. 0 for a VAE
-        that knows pictures only.
+    frames_per_latent: frames of a video that become one latent frame; the first frame has one of its own. 0 for an
+        image VAE.
     """
 
     family: str
@@ -28,7 +29,7 @@ class LatentPolicy:
         return self.pixels_per_latent * self.patch
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of a clip of `frames` frames, 1 of a picture."""
+        """Latent frames of a video of `frames` frames; 1 for an image."""
         return 1 if frames == 1 else (frames - 1) // self.frames_per_latent + 1
 
 
@@ -54,7 +55,7 @@ POLICIES = (FLUX, FLUX2, WAN21, WAN22)
 
 
 def latent_policy(vae: Any) -> LatentPolicy:
-    """The policy of the families whose VAE this is; ValueError if no family that trains uses it.
+    """Recognise the policy of a VAE. Raises ValueError for one that no family uses.
 
     A VAE of the same shape (SD3's is one of FLUX.1's) cannot be told apart by it; of video VAEs the class is known.
     """
@@ -74,7 +75,7 @@ def latent_policy(vae: Any) -> LatentPolicy:
 
 
 def policy_of_latent(channels: int) -> LatentPolicy | None:
-    """The policy of latents of so many channels, as far as that tells; None for channels that no family has.
+    """The policy of latents with that many channels, or None.
 
     Families of 16 channels share the size of a token.
     """

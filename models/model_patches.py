@@ -1,4 +1,4 @@
-"""What other nodes have put on a MODEL, as far as it matters to training."""
+"""Patches, wrappers and injections of other nodes on a MODEL, and what training does with each."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ _OURS = "tessera."
 
 
 def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...]]:
-    """A clone for training, and a sentence for each thing on the MODEL that training leaves out.
+    """Clone a MODEL for training; returns also a sentence for each thing on it that training leaves out.
 
     Weight patches (LoRAs) stay in force. LoRAs in bypass mode become weight patches. What changes the forward pass
     without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward.

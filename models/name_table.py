@@ -1,4 +1,4 @@
-"""How the modules of one family are called: natively, in kohya's flat keys, and in diffusers."""
+"""Module names of one family: native, in kohya's flat keys, and in diffusers."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Shape = tuple[int, int]
 
 
 def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
-    """All parts of a fused module are of one size."""
+    """Split the rows of a fused module into parts of one size."""
     return [rows // parts] * parts
 
 
@@ -51,7 +51,7 @@ class NameTable:
         return None
 
     def fits(self, flat: str, shape: Shape) -> bool:
-        """Whether a weight of this shape may be that of the module."""
+        """True where the module can have a weight of this shape."""
         name = self.native(flat)
         if name is None:
             return False
@@ -69,6 +69,6 @@ class NameTable:
         return tuple(part.format(index.group(1) if index else "") for part in parts)
 
     def diffusers_rows(self, name: str, rows: int, columns: int) -> list[int]:
-        """How many of the native module's output rows each of its diffusers modules takes. rows, columns: the native
+        """Output rows of the native module that each of its diffusers modules takes. rows, columns: the native
         weight's (out, in)."""
         return self.rows(name, len(self.diffusers(name)), rows, columns)

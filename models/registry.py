@@ -49,7 +49,7 @@ def related_family(model: Any) -> Family | None:
 
 
 def text_policy(clip: Any) -> TextPolicy:
-    """The policy of the family whose text encoders these are; ValueError if no family that trains uses them."""
+    """Recognise the text policy of a CLIP. Raises ValueError for text encoders that no family uses."""
     if clip is None:
         raise ValueError(
             "The CLIP input is empty (the checkpoint holds no text encoders); load those of your model with CLIPLoader "

@@ -24,13 +24,17 @@ from .registry import FAMILIES
 log = logging.getLogger(__name__)
 
 KEY = "tessera.swap_settings"
-PICTURE = 1024  # pixels a side of the picture that -1 leaves room for
+IMAGE_SIDE = 1024  # pixels a side of the image that -1 leaves room for
 
 
 @dataclass(frozen=True)
 class SwapSettings:
-    """blocks_to_swap: how many blocks stream, -1 for as many as are needed; prefetch_blocks: how many are copied
-    ahead, with -1 at least; pin_memory: auto, on or off."""
+    """Settings of block swap.
+
+    blocks_to_swap: the number of blocks that stream; -1 for as many as are needed.
+    prefetch_blocks: the number that is copied ahead; with blocks_to_swap -1 the least number.
+    pin_memory: auto, on or off.
+    """
 
     blocks_to_swap: int = 0
     prefetch_blocks: int = 1
@@ -38,7 +42,7 @@ class SwapSettings:
 
 
 def swap_settings_of(patcher: ModelPatcher) -> SwapSettings | None:
-    """What Load Diffusion Model or Block Swap has set on this MODEL."""
+    """The settings that Load Diffusion Model or Block Swap has set on this MODEL."""
     return patcher.get_attachment(KEY)
 
 
@@ -66,8 +70,8 @@ def _list(block: BlockOfModel) -> str:
 
 
 def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
-    """A clone of the MODEL with block swap as `settings` say, and what has to be said about it, which stands in the log
-    too. The list grows where more comes up when the blocks are placed.
+    """Clone the MODEL with block swap; returns also the notes for the user, which are logged too. The list of notes
+    grows when the blocks are placed.
 
     Raises ValueError for more blocks than there are. Call it outside inference mode.
     """
@@ -158,7 +162,7 @@ def _fit(
     costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)
     latent = patcher.model.latent_format
-    side = PICTURE // latent.spacial_downscale_ratio
+    side = IMAGE_SIDE // latent.spacial_downscale_ratio
     shape = [1, latent.latent_channels, side, side]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
     # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.

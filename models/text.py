@@ -39,7 +39,7 @@ class CaptionTokens:
 
 
 class TextPolicy:
-    """How the captions of one family are tokenised and encoded.
+    """Tokenising and encoding of captions for one family.
 
     family: in messages, and of training data.
     encoder: ComfyUI's class of its text encoders.

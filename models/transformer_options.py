@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype
 
 
 def carries_code(options: Mapping[str, Any]) -> bool:
-    """Whether something in it may run inside a block: a patch, an override, an object of another node."""
+    """True where something in it may run inside a block: a patch, an override, an object of another node."""
     return any(key not in VOLATILE and not _is_plain(value) for key, value in options.items())
 
 

@@ -1,4 +1,4 @@
-"""LORA_MODEL: what the trainer hands to the graph, and what other nodes may hand to us."""
+"""LORA_MODEL: the type of a LoRA in the graph, from the trainer or from other nodes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -116,8 +116,8 @@ def low_rank(parts: Mapping[str, Tensor]) -> LowRank | None:
 
 
 def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
-    """Any LORA_MODEL as a LoraModel: ours, a plain dict in kohya's keys, or `diffusion_model.<module>.…` (core's
-    Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, which is what loaders take it for.
+    """Convert any LORA_MODEL to a LoraModel: ours, a plain dict in kohya's keys, or `diffusion_model.<module>.…`
+    (core's Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, which is what loaders take it for.
 
     Raises ValueError for keys of another model part or layout, and for half a pair.
     """

@@ -1,4 +1,4 @@
-"""ComfyUI's patches of weights: of which kind each is, which weights it suits, and what it makes of one.
+"""ComfyUI's weight patches: the kind of each, the weights that it fits, and its effect on one.
 
 ComfyUI's reader (`comfy.lora`, `comfy.weight_adapter`) leaves a weight as it is where a patch does not suit it, and
 only logs that; here it is found before, on weights without numbers, and said.
@@ -45,13 +45,17 @@ _PLAIN = {"diff": "full difference", "set": "full weight"}
 
 
 class DoesNotFit(ValueError):
-    """An update does not suit the layer that it is named for: which, and why."""
+    """An update does not fit the layer that it is named for; the text says which, and why."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """content: an adapter of ComfyUI's, or (kind, tensors). place: (axis, start, length) of the part of the weight that
-    it is for, None for all of it. function: what an update passes through before it is added."""
+    """One entry of ComfyUI's weight patches.
+
+    content: an adapter of ComfyUI's, or (kind, tensors).
+    place: (axis, start, length) of the part of the weight that it is for; None for all of it.
+    function: applied to the update before it is added.
+    """
 
     content: Any
     place: Place | None = None
@@ -59,7 +63,7 @@ class Patch:
 
     @classmethod
     def of(cls, target: Target, content: Any) -> tuple[str, "Patch"]:
-        """(the weight's key, the patch) of an entry of what ComfyUI's reader gives."""
+        """Make (the weight's key, the patch) of an entry of ComfyUI's reader."""
         if isinstance(target, str):
             return target, cls(content)
         key, place, *function = target
@@ -67,6 +71,7 @@ class Patch:
 
     @property
     def is_complete(self) -> bool:
+        """True for a patch of the complete weight without a function."""
         return self.place is None and self.function is None
 
     @property
@@ -91,7 +96,7 @@ class Patch:
 
     @property
     def needs_weight(self) -> bool:
-        """Whether delta W depends on W."""
+        """True where delta W depends on W."""
         if isinstance(self.content, tuple):
             return bool(self.content[0] == "set")
         return isinstance(self.content, GLoRAAdapter | OFTAdapter | BOFTAdapter) or DORA in self.tensors()
@@ -115,7 +120,7 @@ class Patch:
         return _size(named)
 
     def check(self, layer: str, shape: Sequence[int]) -> None:
-        """Raises DoesNotFit where ComfyUI's reader would not change a weight of this shape by it. layer: for the
+        """Raise DoesNotFit where ComfyUI's reader would leave a weight of this shape unchanged. layer: for the
         message."""
         if self.place is not None:
             axis, _, length = self.place
@@ -134,8 +139,8 @@ class Patch:
             raise DoesNotFit(f"{layer}: ComfyUI cannot apply it to {here} ({held})")
 
     def apply(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """(the weight with the patch at strength 1, by ComfyUI's own reader, whether it was applied). weight: the whole
-        one, fp32, which is written to."""
+        """Apply the patch at strength 1 by ComfyUI's own reader; returns the weight and whether it was changed. weight:
+        the complete one, fp32, which is written to."""
         used = isinstance(self.content, tuple) and self.content[0] == "set"
 
         def seen(update: Tensor) -> Tensor:
@@ -147,7 +152,7 @@ class Patch:
 
 
 def _applies(content: Any, shape: Sequence[int]) -> bool:
-    """Whether ComfyUI's reader changes a weight of this shape; on tensors without numbers."""
+    """True where ComfyUI's reader changes a weight of this shape; tried on meta tensors."""
     if isinstance(content, OFTAdapter | BOFTAdapter):
         # A limit is compared with numbers; whatever it is, the shapes are the same.
         blocks, rescale, alpha, dora = content.weights
@@ -159,7 +164,7 @@ def _applies(content: Any, shape: Sequence[int]) -> bool:
 
 
 def _lengths_fit(lengths: Tensor | None, shape: Sequence[int]) -> bool:
-    """Whether a dora_scale is one number for each row or each column of a weight, as the reader divides by them."""
+    """True where a dora_scale is one number for each row or each column of a weight, as the reader divides by them."""
     if lengths is None:
         return True
     if lengths.dim() == 0 or len(shape) != 2:
@@ -196,7 +201,7 @@ def _text(shape: Sequence[int]) -> str:
 def delta_of(
     patches: Sequence[Patch], shape: tuple[int, int], device: torch.device, read: Callable[[], Tensor]
 ) -> Tensor:
-    """delta W (out, in), fp32 on `device`: what ComfyUI's reader makes of a weight by these patches, less the weight.
+    """Compute delta W (out, in), fp32 on `device`: the weight as ComfyUI's reader patches it, less the weight.
 
     read: gives W, fp32, which is only asked for where delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole
     weight); else the patches go on zeros, so that nothing is rounded to W's size. Raises ValueError where the reader
@@ -218,8 +223,8 @@ def delta_of(
 
 
 def truncate_to_rank(delta: Tensor, rank: int, scale: float, source: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """(down, up, ‖lost‖ / ‖delta W‖): scale·up·down are the largest singular parts, `rank` of them or as many as there
-    are."""
+    """Truncate delta W by SVD to (down, up, ‖lost‖ / ‖delta W‖): scale·up·down are its `rank` largest singular parts,
+    or as many as there are."""
     left, sizes, right = largest_parts(delta, rank, source)
     there = int((sizes > EMPTY * sizes[0]).sum())
     left, sizes, right = left[:, :there], sizes[:there], right[:there]

@@ -1,6 +1,6 @@
-"""Reads a LoRA of any naming that ComfyUI or this pack knows, as updates of the model's own modules.
+"""Read a LoRA of any naming that ComfyUI or this pack knows, as updates of the model's own modules.
 
-Names and layouts are ComfyUI's (`comfy.lora`), and those of our tables (`train.names`), which know more of what
+Names and layouts are ComfyUI's (`comfy.lora`), and those of our tables (`models.name_table`), which know more of what
 diffusers and PEFT write. Layers that ComfyUI holds as one (q, k and v) are put together again, exactly.
 """
 
@@ -30,10 +30,14 @@ _WHOLE = ("diff", "diff_b", "set_weight", "w_norm", "b_norm", ALPHA, "dora_scale
 
 @dataclass(frozen=True)
 class ReadLora:
-    """What a file holds for this model. patches: of each Linear's weight, by the Linear's native name, in the order in
-    which ComfyUI applies them. modules: of those Linears whose patches are those of one adapter, or low-rank all of
-    them, the tensors by suffix, as one. others: weights of no Linear (norms, biases, convolutions).
-    text_encoder: how many keys are for the text encoder. unknown: keys of no module of this model."""
+    """The content of a LoRA file for one model.
+
+    modules: tensors by suffix of the Linears whose patches are those of one adapter, or all low-rank.
+    patches: of each Linear's weight, by the Linear's native name, in the order in which ComfyUI applies them.
+    others: weights of no Linear (norms, biases, convolutions).
+    text_encoder: the number of keys for the text encoder.
+    unknown: keys of no module of this model.
+    """
 
     modules: dict[str, Parts]
     patches: dict[str, list[Patch]]
@@ -43,8 +47,8 @@ class ReadLora:
 
 
 def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tuple[Patches, list[str]]:
-    """(the LoRA as ComfyUI's weight patches of this model, the keys that are of no module of it). Raises DoesNotFit
-    where a part of an update is missing."""
+    """Read (the LoRA as ComfyUI's weight patches of this model, the keys that are of no module of it). Raises
+    DoesNotFit where a part of an update is missing."""
     plain = comfy.lora_convert.convert_lora({key.replace("_orig_mod.", ""): tensor for key, tensor in lora.items()})
     names = _key_map(family, model)
     try:
@@ -58,7 +62,7 @@ def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tupl
 
 
 def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLora:
-    """The updates that a LoRA holds for the Linears of this model. Nothing is left out silently."""
+    """Read the updates that a LoRA holds for the Linears of this model. Nothing is left out silently."""
     found, unknown = read_patches(lora, family, model)
     shapes = linear_shapes(model)
     patches: dict[str, list[Patch]] = {}
@@ -103,7 +107,7 @@ def _as_one(patches: list[Patch], layer: str, shape: tuple[int, int]) -> Parts |
 
 
 def join_rows(pieces: list[tuple[int, LowRank]], rows: int) -> LowRank:
-    """One update of `rows` rows from updates of some of them, each with the row that it begins at; delta W is the same.
+    """Join updates of some rows, each with the row that it begins at, to one of `rows` rows; delta W is the same.
 
     Pieces over one and the same `down` keep its rank; others stand below each other, so that the ranks add up.
     """

@@ -1,1 +1,1 @@
-"""The kinds of adapters, one file each."""
+"""Adapter algorithms, one file each."""

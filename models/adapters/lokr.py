@@ -10,11 +10,11 @@ from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, factorize,
 
 
 class LokrAdapter(Adapter):
-    """delta W = s · w1 ⊗ w2, with out = l·k and in = m·n cut near `factor`. w1: (l, m). w2: w2_a·w2_b, (k, rank) and
-    (rank, n), with s = alpha / rank; or whole, (k, n), with s = 1, where rank is half of its larger side or more.
+    """delta W = s · w1 ⊗ w2, with out = l·k and in = m·n factorised near `factor`.
 
-    The cut, when w2 is whole, and s are those by which LyCORIS writes and ComfyUI reads. delta W is never made: x as
-    an (m, n) matrix X gives w1·X·w2ᵀ.
+    w1: (l, m). w2: w2_a·w2_b, (k, rank) and (rank, n), with s = alpha / rank; or one full matrix, (k, n), with s = 1,
+    where rank is half of its larger side or more. The factorisation, the condition for a full w2, and s are those that
+    LyCORIS writes and ComfyUI reads. delta W is never materialised: x as an (m, n) matrix X gives w1·X·w2ᵀ.
     """
 
     algorithm = "lokr"
@@ -39,12 +39,12 @@ class LokrAdapter(Adapter):
 
     @staticmethod
     def is_full_matrix(spec: AdapterSpec, out_features: int, in_features: int) -> bool:
-        """Whether w2 is: LyCORIS cuts it into a pair where rank is below half of its larger side."""
+        """True where w2 is not factorised: LyCORIS makes it a pair where rank is below half of its larger side."""
         return 2 * spec.rank >= max(factorize(out_features, spec.factor)[1], factorize(in_features, spec.factor)[1])
 
     @torch.no_grad()
     def start(self, source: torch.Generator, read: ReadWeights) -> None:
-        """As LyCORIS: w1 and w2_a Kaiming uniform, w2_b or the whole w2 at zero."""
+        """As LyCORIS: w1 and w2_a Kaiming uniform, w2_b or the full w2 at zero."""
         kaiming_uniform(self.lokr_w1, source)
         if not self.full_matrix:
             kaiming_uniform(self.lokr_w2_a, source)
@@ -71,7 +71,7 @@ class LokrAdapter(Adapter):
         return self.scale * self.lokr_w1.norm() * w2
 
     def tensors(self) -> dict[str, Tensor]:
-        # Where w2 is whole no reader scales; LyCORIS writes the rank for alpha then.
+        # Where w2 is a full matrix no reader scales; LyCORIS writes the rank for alpha then.
         alpha = float(self.spec.rank if self.full_matrix else self.spec.alpha)
         return {**dict(self.named_parameters()), "alpha": torch.tensor(alpha)}
 

@@ -24,7 +24,7 @@ class PissaAdapter(LoraAdapter):
     model. The file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the model itself.
     """
 
-    has_norm = False  # its masters are the way from the start, not what is multiplied
+    has_norm = False  # its master weights are the way from the start, not the factors of the update
     down_start: Tensor
     up_start: Tensor
 

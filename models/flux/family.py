@@ -42,7 +42,7 @@ def flux2_resolution_shift(tokens: int) -> float:
 
 
 class FluxFamily(Family):
-    """What FLUX.1 and FLUX.2 share. A picture's tokens are followed by those of its reference pictures."""
+    """Base of FLUX.1 and FLUX.2. An image's tokens are followed by those of its reference images."""
 
     axes: ClassVar[int]
     # Attention and MLP of every block; the modulation is left out, as musubi-tuner does (networks/lora_flux.py and
@@ -91,7 +91,7 @@ class FluxFamily(Family):
         return {"double_blocks": len(flux.double_blocks), "single_blocks": len(flux.single_blocks)}
 
     def patchify(self, latent: Tensor, keep: int) -> Patches:
-        """latent: (C, H, W) → the first `keep` of its tokens in row order, and their positions."""
+        """Cut a latent (C, H, W) into tokens: the first `keep` in row order, and their positions."""
         patches = patchify_image(latent, self.text.latents[0].patch, self.axes)
         return Patches(patches.tokens[:keep], patches.positions[:keep])
 
@@ -140,7 +140,7 @@ class FluxFamily(Family):
         return method
 
     def reference_timestep(self, timestep: Tensor, methods: Sequence[str]) -> Tensor | None:
-        """What the references of each sample see, (B,), or None where that is always the timestep of the sample.
+        """The timestep of each sample's references, (B,), or None where it is always that of the sample.
 
         Where a model knows both, there is a second modulation whatever a batch's methods are, so that a graph does not
         depend on them.

@@ -112,7 +112,7 @@ class FluxTransformer(FluxBackbone):
         return torch.stack(axes, dim=-1).expand(batch, -1, -1)
 
     def modulations(self, vec: Tensor, pe: Tensor, own: int, text: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What double blocks and single blocks take besides the tokens. own: N, text: L."""
+        """The arguments of double blocks and of single blocks besides the tokens. own: N, text: L."""
         return (vec, pe), (vec, pe)
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:

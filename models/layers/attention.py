@@ -69,7 +69,7 @@ def ragged_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
-    """Where sequences begin and end in B·T rows, int32 (2·B + 1,): each sample, then its pads as one of their own."""
+    """Bounds of sequences in B·T rows, int32 (2·B + 1,): each sample, then its pads as a sequence of their own."""
     starts = torch.arange(len(lengths), dtype=torch.int64) * size
     ends = torch.tensor([len(lengths) * size])
     return to_device(torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(torch.int32), device)

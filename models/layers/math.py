@@ -25,7 +25,7 @@ def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
 
 
 def rotate(x: Tensor, pe: Tensor) -> Tensor:
-    """Turns the pairs (0, 1), (2, 3), … of the head dimension. x: (B, H, T, D), pe: (B, 1, T, D/2, 2) → as x."""
+    """Rotate the pairs (0, 1), (2, 3), … of the head dimension. x: (B, H, T, D), pe: (B, 1, T, D/2, 2) → as x."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = pe.unbind(-1)
     return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2).to(x.dtype)

@@ -137,8 +137,11 @@ class _Kernel(NamedTuple):
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, whole: bool) -> _Kernel:
-    """What torch's SDPA would run on this device. cuDNN's attention is built anew for each length, which takes longer
-    than it saves where captions differ: it is left to batches of full length."""
+    """The kernel that torch's SDPA would choose on this device.
+
+    cuDNN's attention is built anew for each length, which takes longer than it saves where captions differ: it is left
+    to batches of full length.
+    """
     kernels = {"cpu": _OF_CPU, "cuda": _OF_CUDA}.get(q.device.type)
     if kernels is None:
         return _MATH

@@ -87,7 +87,7 @@ class QwenImage(Family):
         return QwenTransformer(weights, model.diffusion_model, attention)
 
     def patchify(self, latent: Tensor, keep: int) -> Patches:
-        """latent: (C, 1, H, W) → the first `keep` of its tokens in row order, and their positions."""
+        """Cut a latent (C, 1, H, W) into tokens: the first `keep` in row order, and their positions."""
         return first(patchify_image(latent), keep)
 
     def inputs(

@@ -1,4 +1,4 @@
-"""One sample as Qwen-Image sees it: the tokens of its picture, its references and its caption, and where they stand."""
+"""One sample as Qwen-Image sees it: the tokens of its image, references and caption, with their positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class SampleParts:
 
 
 def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch.device) -> SampleParts:
-    """Raises ValueError for a conditioning that this forward does not run."""
+    """Tokenise one sample. Raises ValueError for a conditioning that this forward does not run."""
     text = own_text(sample)
     conditioning = {k: v for k, v in sample.conditioning.items() if k != "attention_mask"}
     if given := conditioning.get("reference_latents"):

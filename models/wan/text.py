@@ -28,5 +28,5 @@ class WanText(TextPolicy):
         return CaptionTokens(tokens, TEXT_LENGTH, dropped)
 
     def model_length(self, length: int) -> int:
-        """Always 512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
+        """512: shorter captions are filled with zeros, which the model attends to; longer ones are cut."""
         return TEXT_LENGTH

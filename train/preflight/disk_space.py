@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...lora.plan import adapter_specs, trained_numbers
+from ...lora.plan import adapter_specs, parameter_count
 from ...models.family import linear_shapes
 from ..batch import strata_of
 from ..checkpoint.run_folder import STATES_KEPT, RunFolder
@@ -42,7 +42,7 @@ def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> 
     """What the run writes from where it begins."""
     shapes = linear_shapes(checked.patcher.model)
     specs = adapter_specs(settings.network, checked.targets)
-    numbers = sum(trained_numbers(spec, shapes[name]) for name, spec in specs.items())
+    numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0
     begun_from = begun.state if settings.names_state else None
     there = min(STATES_KEPT, len(begun.folder.states_but(begun_from)))
