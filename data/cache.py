@@ -63,7 +63,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """What may have to be encoded.
 
     Its cache key, the shapes its file must hold, about how many bytes that takes, how to make it, what to call it.
@@ -76,12 +76,12 @@ class Job:
     name: str
 
 
-def lacking(cache: Cache, jobs: Iterable[Job]) -> list[Job]:
+def missing_jobs(cache: Cache, jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
     """What the cache does not hold, each key once."""
     return [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
 
 
-def check_space(folder: Path, jobs: Iterable[Job]) -> None:
+def check_space(folder: Path, jobs: Iterable[EncodeJob]) -> None:
     """ValueError if the disk of the cache folder is too small for what the jobs will write."""
     wanted = sum(job.bytes for job in jobs)
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -94,7 +94,7 @@ def check_space(folder: Path, jobs: Iterable[Job]) -> None:
         )
 
 
-def encode(cache: Cache, jobs: list[Job], what: str, progress: Progress, interrupted: Interrupted) -> None:
+def run_jobs(cache: Cache, jobs: list[EncodeJob], what: str, progress: Progress, interrupted: Interrupted) -> None:
     """Encode one at a time and write it at once."""
     start = time.monotonic()
     for done, job in enumerate(jobs):

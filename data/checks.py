@@ -113,10 +113,10 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
 
 
 def regularisation_notes(items: Sequence[Item]) -> Iterator[str]:
-    kept = [item for item in items if item.treatment.regularisation]
+    kept = [item for item in items if item.options.regularisation]
     if not kept:
         return
-    learnt = sum(item.repeats for item in items if not item.treatment.regularisation)
+    learnt = sum(item.repeats for item in items if not item.options.regularisation)
     shown = sum(item.repeats for item in kept)
     yield (
         f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "

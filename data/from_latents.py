@@ -13,9 +13,9 @@ from ..common.text import shortlist
 from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
 from .buckets.grids import Grid, Placement
 from .buckets.latent_crops import place_latents
-from .encode.clip_vision import seen_by, vision_output
-from .media.latent_masks import mask_notes, weights_of
-from .samples import PLAIN, Choice, Sample, SampleTensors, TrainingData
+from .encode.clip_vision import hidden_states, vision_output
+from .media.latent_masks import noise_mask_notes, noise_mask_weights
+from .samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
 
 Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]
 # What of a conditioning lies on the latent's own grid, and is cut with it.
@@ -82,7 +82,7 @@ def latents_to_data(
         clean = latent.clean_frames(policy)
         if masked_loss and latent.mask is not None and not clean:
             height, width = latent.tensor.shape[-2:]
-            weights = weights_of(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
+            weights = noise_mask_weights(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
             tensors = replace(tensors, weights=_own(weights))
         sample = Sample(
             name=latent.name,
@@ -99,14 +99,16 @@ def latents_to_data(
         weighed = () if tensors.weights is None else (tensors.weights,)
         names.append(fingerprint(tensors.latent, tensors.text, _named(tensors.conditioning), *parts, *weighed))
     notes = (
-        *mask_notes([of.name for of in given if of.mask is not None and not of.clean_frames(policy)], masked_loss),
+        *noise_mask_notes(
+            [of.name for of in given if of.mask is not None and not of.clean_frames(policy)], masked_loss
+        ),
         *_reference_notes(samples, odd, whole, max_graphs),
         *_notes(given, grids, placements, samples, max_graphs, policy),
     )
     return TrainingData(tuple(samples), fingerprint(names), notes)
 
 
-def _given(tensors: SampleTensors, choice: Choice = PLAIN) -> SampleTensors:
+def _given(tensors: SampleTensors, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
     return tensors
 
 
@@ -200,7 +202,7 @@ def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) 
                 )
             conditioning[name] = _cut(value, grid, target, patch)
     if (seen := conditioning.get("clip_vision_output")) is not None:
-        conditioning["clip_vision_output"] = vision_output(_own(seen_by(seen)))
+        conditioning["clip_vision_output"] = vision_output(_own(hidden_states(seen)))
     return SampleTensors(
         _own(_cut(latent.tensor, grid, target, patch)),
         _own(cond),
@@ -268,7 +270,7 @@ def _own_all(value: Any) -> Any:
 def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
     """A conditioning as a fingerprint reads it: what CLIP vision saw is the tensor."""
     return {
-        key: seen_by(value) if key == "clip_vision_output" and value is not None else value
+        key: hidden_states(value) if key == "clip_vision_output" and value is not None else value
         for key, value in conditioning.items()
     }
 

@@ -9,9 +9,9 @@ from itertools import accumulate, count, islice
 import torch
 
 from ..common.rng import generator
-from .samples import PLAIN, Choice, GraphKey, Sample, SampleTensors
+from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant
 
-Shown = tuple[int, Choice]
+SampleRequest = tuple[int, SampleVariant]
 """A sample by its index, and the form of it that is shown."""
 
 
@@ -58,19 +58,21 @@ def _pool(samples: Sequence[Sample], regularisation: bool) -> list[int]:
     return [index for index, repeats in of_kind for _ in range(repeats)]
 
 
-def choose(sample: Sample, seed: int, draw: tuple[int, int], place: int) -> Choice:
+def choose_variant(sample: Sample, seed: int, step: tuple[int, int], place: int) -> SampleVariant:
     """Draws the picture, each form as likely as the others, and the caption, each form as likely as the sample says.
-    draw: (step, micro-batch); place: in the batch. The same arguments give the same choice, after a resume too."""
-    if sample.pictures == sample.captions == 1 and not sample.caption_dropout:
-        return PLAIN
-    return Choice(_one_of(sample.pictures, seed, "picture", *draw, place), _caption(sample, seed, *draw, place))
+    step: (step, micro-batch); place: in the batch. The same arguments give the same choice, after a resume too."""
+    if sample.image_variants == sample.caption_variants == 1 and not sample.caption_dropout:
+        return FIRST_VARIANT
+    return SampleVariant(
+        _one_of(sample.image_variants, seed, "picture", *step, place), _caption(sample, seed, *step, place)
+    )
 
 
 def _caption(sample: Sample, seed: int, *keys: int) -> int | None:
     if sample.caption_dropout and _number(seed, "caption dropout", *keys) < sample.caption_dropout:
         return None
     if not sample.caption_weights:
-        return _one_of(sample.captions, seed, "caption", *keys)
+        return _one_of(sample.caption_variants, seed, "caption", *keys)
     # The last sum may be a little below 1.
     bounds = list(accumulate(sample.caption_weights))[:-1]
     return bisect(bounds, _number(seed, "caption", *keys))
@@ -91,17 +93,17 @@ class SampleReader:
     def __init__(self, samples: Sequence[Sample]):
         self._samples = samples
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tessera-reader")
-        self._ahead: dict[Shown, Future[SampleTensors]] = {}
+        self._ahead: dict[SampleRequest, Future[SampleTensors]] = {}
 
-    def want(self, wanted: Iterable[Shown]) -> None:
+    def prefetch(self, wanted: Iterable[SampleRequest]) -> None:
         """Starts reading these, keeps those among them that are read already, and drops all others."""
-        ahead: dict[Shown, Future[SampleTensors]] = {}
+        ahead: dict[SampleRequest, Future[SampleTensors]] = {}
         for shown in dict.fromkeys(wanted):
             index, choice = shown
             ahead[shown] = self._ahead.get(shown) or self._pool.submit(self._samples[index].load, choice)
         self._ahead = ahead
 
-    def read(self, shown: Shown) -> SampleTensors:
+    def read(self, shown: SampleRequest) -> SampleTensors:
         """The sample's tensors; waits for the thread where it is at it, and raises what reading raised."""
         future = self._ahead.get(shown)
         return self._samples[shown[0]].load(shown[1]) if future is None else future.result()

@@ -16,28 +16,28 @@ from ..models.text import PLUS, TextPolicy, check_pair
 from .buckets.grids import Placement
 from .buckets.planner import BucketPlan, plan_buckets
 from .buckets.plot import describe_plan
-from .cache import Cache, check_space, encode, lacking
-from .captions.notes import encoded_note
+from .cache import Cache, check_space, missing_jobs, run_jobs
+from .captions.notes import encoding_notes
 from .checks import check_items, check_options, plan_notes, regularisation_notes, start_notes
 from .encode.augmentation import view_notes
-from .encode.clip_vision import SEEN, vision_output
+from .encode.clip_vision import HIDDEN_STATES, vision_output
 from .encode.control_crops import place_controls
-from .encode.image_variants import PictureKeys, form_jobs, make_forms, pictures_of, read_masks
-from .encode.text import CaptionKeys, read_captions
-from .encode.vae import PictureEncoder
+from .encode.image_variants import ImageKeys, images_to_encode, make_variants, read_masks, variant_jobs
+from .encode.text import CaptionKeys, tokenize_captions
+from .encode.vae import VaeEncoder
 from .folders.dataset import Dataset
 from .folders.items import Item, find_items
-from .folders.options import AS_IT_IS
-from .media.integrity import check_decodes
+from .folders.options import UNCHANGED
+from .media.integrity import check_images
 from .media.masks import TOKENS, mask_notes, token_weights
 from .samples import (
-    PLAIN,
-    Choice,
+    FIRST_VARIANT,
     Prompt,
     Sample,
     SampleTensors,
+    SampleVariant,
     TrainingData,
-    check_something_is_learnt,
+    check_training_samples,
     shown_per_epoch,
 )
 
@@ -91,7 +91,7 @@ def prepare(
         raise ValueError("The data set is empty; connect Training Images or Training Clips.")
     items, item_notes = find_items(dataset, progress, interrupted)
     check_items(items, text, latents, image_to_video, edit_prompt)
-    check_something_is_learnt(item.treatment.regularisation for item in items)
+    check_training_samples(item.options.regularisation for item in items)
     sizes = tuple(item.pixels.size for item in items)
     plan = plan_buckets(
         sizes,
@@ -102,18 +102,18 @@ def prepare(
         weights=[item.repeats for item in items],
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
-    encoder = PictureEncoder(vae, latents)
+    encoder = VaeEncoder(vae, latents)
     control_plan = place_controls(
         items, plan, megapixels=megapixels, control_megapixels=control_megapixels, max_graphs=max_graphs
     )
     placed = control_plan.placements
     cache = Cache(cache_dir)
-    wanted = make_forms(items, plan.placements, placed, encoder)
-    forms, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
-    # A caption is encoded for each form of its control pictures where the text encoder sees those.
-    shown = [(item, form.controls) for item, of in zip(items, forms, strict=True) for form in of]
+    wanted = make_variants(items, plan.placements, placed, encoder)
+    variants, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
+    # A caption is encoded for each variant of its control pictures where the text encoder sees those.
+    shown = [(item, variant.controls) for item, of in zip(items, variants, strict=True) for variant in of]
     of_forms = iter(
-        read_captions(
+        tokenize_captions(
             [item for item, _ in shown],
             [controls for _, controls in shown],
             clip,
@@ -124,20 +124,20 @@ def prepare(
             interrupted,
         )
     )
-    captions = [tuple(next(of_forms) for _ in of) for of in forms]
+    captions = [tuple(next(of_forms) for _ in of) for of in variants]
 
-    jobs = form_jobs(forms, encoder, image_to_video and latents is WAN21, clip_vision)
+    jobs = variant_jobs(variants, encoder, image_to_video and latents is WAN21, clip_vision)
     every = [one for of in jobs for one in of]
     caption_jobs = [caption.job for of in captions for one in of for caption in one.all]
     work = [
-        (lacking(cache, [job for one in every for job in one.of_vae]), _what(items)),
-        (lacking(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
-        (lacking(cache, caption_jobs), "captions"),
+        (missing_jobs(cache, [job for one in every for job in one.vae_jobs]), _what(items)),
+        (missing_jobs(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
+        (missing_jobs(cache, caption_jobs), "captions"),
     ]
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
-    check_decodes(pictures_of(every, {job.key for job in work[0][0]}), progress, interrupted)
+    check_images(images_to_encode(every, {job.key for job in work[0][0]}), progress, interrupted)
     for lacked, what in work:
-        encode(cache, lacked, what, progress, interrupted)
+        run_jobs(cache, lacked, what, progress, interrupted)
 
     keys = [tuple(one.keys() for one in of) for of in jobs]
     texts = [tuple(one.keys() for one in of) for of in captions]
@@ -155,8 +155,8 @@ def prepare(
         *start_notes(items, latents, image_to_video, clip_vision),
         *mask_notes(counted),
         *regularisation_notes(items),
-        *view_notes(items, *([[form.view for form in of] for of in made] for made in (wanted, forms))),
-        *encoded_note([item.caption_forms for item in items], {job.key: job.bytes for job in caption_jobs}),
+        *view_notes(items, *([[variant.view for variant in of] for of in made] for made in (wanted, variants))),
+        *encoding_notes([item.caption_variants for item in items], {job.key: job.bytes for job in caption_jobs}),
     )
     made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
     made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
@@ -168,7 +168,7 @@ def prepare(
 def _fingerprint(
     items: Sequence[Item],
     samples: Sequence[Sample],
-    keys: Sequence[tuple[PictureKeys, ...]],
+    keys: Sequence[tuple[ImageKeys, ...]],
     texts: Sequence[tuple[CaptionKeys, ...]],
 ) -> str:
     """What is left at its default is left out, so that a data set keeps its name when more can be set."""
@@ -179,14 +179,14 @@ def _fingerprint(
     ]
     parts = [(s.grid, s.tokens, s.repeats, s.references, s.clean_frames) for s in samples]
     more = [
-        (place, [changed_fields(one) for one in of], [one.forms[0] for one in words], changed_fields(item.treatment))
+        (place, [changed_fields(one) for one in of], [one.forms[0] for one in words], changed_fields(item.options))
         for place, (item, of, words) in enumerate(zip(items, keys, texts, strict=True))
-        if len(of) > 1 or of[0].mask or item.treatment != AS_IT_IS
+        if len(of) > 1 or of[0].mask or item.options != UNCHANGED
     ]
     captions = [
-        (place, [changed_fields(one) for one in words], item.caption_forms.weights, item.caption_forms.dropout)
+        (place, [changed_fields(one) for one in words], item.caption_variants.weights, item.caption_variants.dropout)
         for place, (item, words) in enumerate(zip(items, texts, strict=True))
-        if not item.caption_forms.plain
+        if not item.caption_variants.plain
     ]
     return fingerprint(plain, parts, *([more] if more else []), *(["captions", captions] if captions else []))
 
@@ -219,7 +219,7 @@ def _sample(
     item: Item,
     placement: Placement,
     controls: tuple[Placement, ...],
-    keys: tuple[PictureKeys, ...],
+    keys: tuple[ImageKeys, ...],
     texts: tuple[CaptionKeys, ...],
     text: TextPolicy,
     clean: bool,
@@ -240,14 +240,14 @@ def _sample(
         references=tuple(control.tokens for control in controls),
         clean_frames=1 if clean and grid.frames > 1 else 0,
         conditioning=frozenset(carried),
-        pictures=len(keys),
-        loss_weight=item.treatment.loss_weight,
-        regularisation=item.treatment.regularisation,
+        image_variants=len(keys),
+        loss_weight=item.options.loss_weight,
+        regularisation=item.options.regularisation,
         file=item.file,
-        captions=len(texts[0].forms),
-        caption_weights=item.caption_forms.weights,
-        caption_dropout=item.caption_forms.dropout,
-        class_caption=bool(item.caption_forms.of_class),
+        caption_variants=len(texts[0].forms),
+        caption_weights=item.caption_variants.weights,
+        caption_dropout=item.caption_variants.dropout,
+        class_caption=bool(item.caption_variants.class_texts),
     )
 
 
@@ -255,29 +255,29 @@ def _load(
     cache: Cache,
     item: Item,
     placement: Placement,
-    forms: tuple[PictureKeys, ...],
+    variants: tuple[ImageKeys, ...],
     texts: tuple[CaptionKeys, ...],
-    choice: Choice = PLAIN,
+    variant: SampleVariant = FIRST_VARIANT,
 ) -> SampleTensors:
-    keys, words = forms[choice.picture], texts[choice.picture]
+    keys, words = variants[variant.image], texts[variant.image]
     try:
-        latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(choice.caption))
+        latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(variant.caption))
         shown: dict[str, Any] = {}
         if keys.references:
             shown["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
         if keys.start:
             shown |= cache.read(keys.start)
         if keys.vision:
-            shown["clip_vision_output"] = vision_output(cache.read(keys.vision)[SEEN])
+            shown["clip_vision_output"] = vision_output(cache.read(keys.vision)[HIDDEN_STATES])
         mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
-        class_key = words.class_key(choice.caption) if choice.class_caption else None
+        class_key = words.class_key(variant.caption) if variant.class_caption else None
         of_class = None if class_key is None else _prompt(cache.read(class_key), shown)
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
             f"it) and queue again, so that Prepare Dataset encodes it anew."
         ) from error
-    weights = None if mask is None else token_weights(mask, placement, item.treatment.unmasked_weight)
+    weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
     own = _prompt(text, shown)
     return SampleTensors(latent, own.text, own.conditioning, weights, of_class)
 

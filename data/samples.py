@@ -14,16 +14,16 @@ GraphKey = tuple[int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleVariant:
     """Which form of a sample is shown, where it has several: the number of its picture and of its caption. A caption of
     None is the empty prompt. class_caption: the class caption of that caption is read too."""
 
-    picture: int = 0
+    image: int = 0
     caption: int | None = 0
     class_caption: bool = False
 
 
-PLAIN = Choice()
+FIRST_VARIANT = SampleVariant()
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class SampleTensors:
     text: (1, L, D), the `cond` of ComfyUI's conditioning.
     conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
     weights: (tokens,) fp32, how much each kept token counts in the loss; None where all count alike.
-    of_class: the class caption, where the choice asked for it.
+    class_prompt: the class caption, where the choice asked for it.
     """
 
     latent: Tensor
     text: Tensor
     conditioning: Mapping[str, Any]
     weights: Tensor | None = None
-    of_class: Prompt | None = None
+    class_prompt: Prompt | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Sample:
     references: the tokens of each reference picture.
     clean_frames: latent frames at the start that are given without noise and are no part of the loss.
     conditioning: what `SampleTensors.conditioning` carries.
-    load: reads the tensors; called without a Choice it gives the first form of each.
-    pictures, captions: how many forms there are to choose from; all have the sample's grid and text length.
+    load: reads the tensors of a SampleVariant, by default of the first image and the first caption.
+    image_variants, caption_variants: how many there are; all have the sample's grid and text length.
     loss_weight: what its loss is multiplied by. regularisation: it shows what the model is to keep; `repeats` counts
         among samples like it.
     class_caption: whether there is a caption that names the class in place of the trigger words.
@@ -84,8 +84,8 @@ class Sample:
     references: tuple[int, ...] = ()
     clean_frames: int = 0
     conditioning: frozenset[str] = frozenset()
-    pictures: int = 1
-    captions: int = 1
+    image_variants: int = 1
+    caption_variants: int = 1
     loss_weight: float = 1.0
     regularisation: bool = False
     class_caption: bool = False
@@ -94,7 +94,7 @@ class Sample:
     caption_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        assert len(self.caption_weights) in (0, self.captions), (self.caption_weights, self.captions)
+        assert len(self.caption_weights) in (0, self.caption_variants), (self.caption_weights, self.caption_variants)
         frames, height, width = self.grid
         kept, rest = divmod(self.tokens, frames)
         assert rest == 0 and height * width - width < kept <= height * width, (self.grid, self.tokens)
@@ -134,7 +134,7 @@ def shown_per_epoch(samples: Sequence[Sample]) -> int:
     return 2 * training if any(sample.regularisation for sample in samples) else training
 
 
-def check_something_is_learnt(regularisation: Iterable[bool]) -> None:
+def check_training_samples(regularisation: Iterable[bool]) -> None:
     """ValueError where all samples are regularisation."""
     if all(regularisation):
         raise ValueError(
@@ -155,8 +155,8 @@ def data_facts(data: TrainingData) -> dict[str, Any]:
         "samples": len(data.samples),
         "regularisation": sum(sample.regularisation for sample in data.samples),
         "shown_per_epoch": shown_per_epoch(data.samples),
-        "pictures_per_sample": max(sample.pictures for sample in data.samples),
-        "captions_per_sample": max(sample.captions for sample in data.samples),
+        "pictures_per_sample": max(sample.image_variants for sample in data.samples),
+        "captions_per_sample": max(sample.caption_variants for sample in data.samples),
         "made_with": dict(data.made_with),
         "buckets": [{**dict(zip(names, size, strict=True)), "samples": count} for size, count in buckets],
     }

@@ -121,9 +121,9 @@ def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], gu
     inputs = family.inputs(patcher, noisy, levels, guidance)
     samples = [(one.sample, one.tensors) for one in drawn]
     kept: Preserved | None = None
-    if any(tensors.of_class for _, tensors in samples):
+    if any(tensors.class_prompt for _, tensors in samples):
         of_class = [_of_class(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
-        there = torch.tensor([float(tensors.of_class is not None) for _, tensors in samples])
+        there = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
         whole = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
         kept = Preserved(family.inputs(patcher, of_class, levels, guidance), there, whole)
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
@@ -132,7 +132,7 @@ def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], gu
 
 def _of_class(sample: NoisySample, tensors: SampleTensors) -> NoisySample:
     """The same with its class caption, if it has one."""
-    prompt = tensors.of_class
+    prompt = tensors.class_prompt
     return sample if prompt is None else replace(sample, text=prompt.text, conditioning=prompt.conditioning)
 
 

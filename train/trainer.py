@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compile.region import cannot_compile
-from ..data.loader import SampleReader, Shown, batch_order, choose
+from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
@@ -35,7 +35,7 @@ from .saver import Progress, Saver
 
 log = logging.getLogger(__name__)
 
-MicroBatch = list[Shown]
+MicroBatch = list[SampleRequest]
 T = TypeVar("T")
 
 
@@ -122,7 +122,7 @@ class Trainer:
                 started = time.perf_counter()
                 compiled_before = self.placed.runner.report.counts()
                 drawn, upcoming = upcoming, self.draw(batches, progress.step + 1)
-                self.reader.want(chain(*drawn, *upcoming))
+                self.reader.prefetch(chain(*drawn, *upcoming))
                 learning_rate = self.learner.learning_rate
                 mean_loss = self.finite(self.forward_backward(drawn))
                 self.optimizer_step()
@@ -154,8 +154,8 @@ class Trainer:
         drawn = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.data.samples, self.settings.seed
 
-        def shown(index: int, micro: int, place: int) -> Shown:
-            choice = choose(samples[index], seed, (step, micro), place)
+        def shown(index: int, micro: int, place: int) -> SampleRequest:
+            choice = choose_variant(samples[index], seed, (step, micro), place)
             return index, with_class_caption(choice, samples[index], self.settings.objective)
 
         return [

@@ -55,7 +55,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Family:
+class Bucket:
     """The grids of one frame that hold one token count, sorted by aspect, without those that never lose less than
     another one."""
 
@@ -92,7 +92,7 @@ class Family:
         return -np.expm1(-np.abs(log_aspects - self._log_aspect[index]) - self._log_surplus[index])
 
 
-def find_family(tokens: int, fit: str, max_aspect: float) -> Family | None:
+def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
     """All grids of a token count between 1 : max_aspect and max_aspect : 1, or None where there is none.
 
     Whole grids are the factor pairs. A ragged edge takes, for each width, the fewest rows that hold the tokens.
@@ -110,7 +110,7 @@ def find_family(tokens: int, fit: str, max_aspect: float) -> Family | None:
     np.fill_diagonal(beaten, False)
     keep = ~beaten.any(axis=1)
     grids = tuple(Grid(int(h), int(w)) for h, w in zip(height[keep], width[keep], strict=True))
-    return Family(tokens, grids) if grids else None
+    return Bucket(tokens, grids) if grids else None
 
 
 def place(size: tuple[int, int], grid: Grid, tokens: int, pixels_per_token: int) -> Placement:
@@ -147,7 +147,7 @@ def crop_box(
     return (left, top, left + box_width, top + box_height), (target_height, target_width)
 
 
-def families(counts: Sequence[int], fit: str, max_aspect: float) -> list[Family]:
-    """The families of those counts that have any grid."""
-    found = (find_family(n, fit, max_aspect) for n in counts)
-    return [family for family in found if family is not None]
+def find_buckets(counts: Sequence[int], fit: str, max_aspect: float) -> list[Bucket]:
+    """The buckets of those counts that have any grid."""
+    found = (find_bucket(n, fit, max_aspect) for n in counts)
+    return [bucket for bucket in found if bucket is not None]

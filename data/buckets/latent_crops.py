@@ -31,11 +31,11 @@ def place_latents(grids: Sequence[Grid], max_graphs: int) -> list[Placement]:
     placements = {}
     for grid in set(grids):
         tokens = targets[grid.tokens]
-        placements[grid] = Placement(cut_grid(grid, tokens), tokens, 1 - tokens / grid.tokens)
+        placements[grid] = Placement(crop_grid(grid, tokens), tokens, 1 - tokens / grid.tokens)
     return [placements[grid] for grid in grids]
 
 
-def cut_grid(grid: Grid, tokens: int) -> Grid:
+def crop_grid(grid: Grid, tokens: int) -> Grid:
     """The part of a grid that holds the tokens, equally many in each frame, with less than a row of each to spare.
 
     Of several, the one that is nearest in aspect and has few tokens to spare, both in logs, as the planner weighs

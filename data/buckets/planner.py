@@ -1,6 +1,6 @@
 """The bucket planner: which token counts a data set is trained at, and which grid each picture or clip takes.
 
-Every picture of a family becomes exactly N tokens, so that one compiled graph and one batch serve all aspect ratios.
+Every picture of a bucket becomes exactly N tokens, so that one compiled graph and one batch serve all aspect ratios.
 The planner knows the pictures: it takes the N near the wanted size whose grids lose least of these pictures. A clip of
 T latent frames takes T times the tokens of one frame, N = T · n, so clips of different length share an N where it is a
 multiple of both lengths and both n are near the wanted size.
@@ -19,23 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .equal_area import MEGAPIXEL, equal_area_crop
-from .grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Family, Floats, Grid, Placement, crop_box, families, place
-from .latent_crops import place_latents
-
-__all__ = [
-    "FITS",
-    "MEGAPIXEL",
-    "RAGGED_EDGE",
-    "WHOLE_GRIDS",
-    "BucketPlan",
-    "Grid",
-    "Placement",
-    "crop_box",
-    "equal_area_crop",
-    "place",
-    "place_latents",
-    "plan_buckets",
-]
+from .grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Bucket, Floats, Grid, Placement, find_buckets, place
 
 MOST_MEGAPIXELS = 64
 LEAST, MOST = 7 / 8, 17 / 16
@@ -53,7 +37,7 @@ EXHAUSTIVE_LIMIT = 30_000_000
 class BucketPlan:
     """What the planner decided.
 
-    token_counts: the N of each family that is used, sorted.
+    token_counts: the N of each bucket that is used, sorted.
     placements: one for each size, in the order given.
     mean_crop, worst_crop: parts of a picture's area, 0 to 1; the mean counts repeats.
     wanted_tokens: what the megapixels asked for, in one frame.
@@ -81,7 +65,7 @@ class _Candidate:
     """A token count, and for each frame count that can have it the grids of one frame."""
 
     tokens: int
-    families: Mapping[int, Family]
+    buckets: Mapping[int, Bucket]
 
 
 def plan_buckets(
@@ -140,9 +124,9 @@ def plan_buckets(
 
     column_of = np.asarray(chosen)[table[:, chosen].argmin(axis=1)]
     grid_of: list[Grid] = [
-        replace(family.grids[int(family.best(log_aspects[kind : kind + 1])[0])], frames=int(frames_of[kind]))
+        replace(bucket.grids[int(bucket.best(log_aspects[kind : kind + 1])[0])], frames=int(frames_of[kind]))
         for kind, column in enumerate(column_of.tolist())
-        for family in (candidates[column].families[int(frames_of[kind])],)
+        for bucket in (candidates[column].buckets[int(frames_of[kind])],)
     ]
     placements = tuple(
         place(size, grid_of[kind], candidates[int(column_of[kind])].tokens, pixels_per_token)
@@ -173,23 +157,23 @@ def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int],
     """
     least, most = max(1, ceil(wanted * LEAST)), max(wanted, int(wanted * MOST))
     step = ceil((most - least) / RAGGED_LIMIT) if fit == RAGGED_EDGE and most > least and len(counts) == 1 else 1
-    found = families(range(least, most + 1, step), fit, max_aspect)
+    found = find_buckets(range(least, most + 1, step), fit, max_aspect)
     while not found:
         least -= 1
-        found = families([least], fit, max_aspect)
-    by_tokens: dict[int, dict[int, Family]] = {}
+        found = find_buckets([least], fit, max_aspect)
+    by_tokens: dict[int, dict[int, Bucket]] = {}
     for frames in counts:
-        for family in found:
-            by_tokens.setdefault(frames * family.tokens, {})[frames] = family
+        for bucket in found:
+            by_tokens.setdefault(frames * bucket.tokens, {})[frames] = bucket
     candidates = [_Candidate(tokens, of) for tokens, of in by_tokens.items()]
     limit = max(64, TABLE_LIMIT // kinds)
     if len(candidates) > limit:
         kept: dict[int, _Candidate] = {}
         for frames in counts:
             serving = [
-                (candidate, candidate.families[frames]) for candidate in candidates if frames in candidate.families
+                (candidate, candidate.buckets[frames]) for candidate in candidates if frames in candidate.buckets
             ]
-            serving.sort(key=lambda c: (-len(c[0].families), -len(c[1].grids), abs(c[1].tokens - wanted)))
+            serving.sort(key=lambda c: (-len(c[0].buckets), -len(c[1].grids), abs(c[1].tokens - wanted)))
             kept |= {candidate.tokens: candidate for candidate, _ in serving[: max(64, limit // len(counts))]}
         candidates = list(kept.values())
     return sorted(candidates, key=lambda c: c.tokens)
@@ -197,7 +181,7 @@ def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int],
 
 def _least_cover(candidates: Sequence[_Candidate], counts: Sequence[int]) -> list[frozenset[int]]:
     """The fewest groups of frame counts such that each group has a token count in common."""
-    groups = {frozenset(candidate.families) for candidate in candidates}
+    groups = {frozenset(candidate.buckets) for candidate in candidates}
     groups = {group for group in groups if not any(group < other for other in groups)}
 
     @cache
@@ -219,14 +203,14 @@ def _table(
     for frames in np.unique(frames_of).tolist():
         rows = np.flatnonzero(frames_of == frames)
         for column, candidate in enumerate(candidates):
-            if frames in candidate.families:
-                family = candidate.families[frames]
-                table[rows, column] = family.crop(log_aspects[rows]) + _price_of_size(family, wanted)
+            if frames in candidate.buckets:
+                bucket = candidate.buckets[frames]
+                table[rows, column] = bucket.crop(log_aspects[rows]) + _price_of_size(bucket, wanted)
     return table
 
 
-def _price_of_size(family: Family, wanted: int) -> float:
-    return PRICE_OF_ANOTHER_SIZE * abs(np.log(family.tokens / wanted))
+def _price_of_size(bucket: Bucket, wanted: int) -> float:
+    return PRICE_OF_ANOTHER_SIZE * abs(np.log(bucket.tokens / wanted))
 
 
 def _start(
@@ -240,7 +224,7 @@ def _start(
     start = []
     for group in cover:
         rows = np.isin(frames_of, list(group))
-        serving = [column for column, candidate in enumerate(candidates) if group <= candidate.families.keys()]
+        serving = [column for column, candidate in enumerate(candidates) if group <= candidate.buckets.keys()]
         start.append(serving[int((shares[rows] @ table[rows][:, serving]).argmin())])
     return start
 

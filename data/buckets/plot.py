@@ -13,7 +13,7 @@ from .planner import BucketPlan
 
 WIDTH, HEIGHT = 1024, 640
 LOST = (197, 74, 62)
-FAMILY_COLOURS = ((43, 108, 176), (217, 119, 6), (47, 133, 90), (128, 90, 213), (184, 50, 128), (44, 122, 123))
+BUCKET_COLOURS = ((43, 108, 176), (217, 119, 6), (47, 133, 90), (128, 90, 213), (184, 50, 128), (44, 122, 123))
 ASPECT_TICKS = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (8, 1))
 HISTOGRAM, CROPS, GRIDS = (40, 116, 592, 284), (676, 116, 984, 284), (40, 368, 984, 620)
 GRIDS_PER_ROW, MOST_ROWS = 12, 3
@@ -76,7 +76,7 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
 
 
 def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> None:
-    """Aspect ratios on a log axis, coloured by family, with the grids as marks under the axis."""
+    """Aspect ratios on a log axis, coloured by bucket, with the grids as marks under the axis."""
     left, top, right, bottom = HISTOGRAM
     canvas.text(left, top - 26, "Aspect ratios of the pictures, and the grids they go to", 13)
     aspects = [log(width / height) for height, width in sizes]
@@ -86,20 +86,20 @@ def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int,
         (min(bins - 1, int((aspect + reach) / (2 * reach) * bins)), plan.token_counts.index(placement.tokens))
         for aspect, placement in zip(aspects, plan.placements, strict=True)
     )
-    tallest = max(sum(bars[bin, family] for family in range(len(plan.token_counts))) for bin in range(bins))
+    tallest = max(sum(bars[bin, bucket] for bucket in range(len(plan.token_counts))) for bin in range(bins))
     bar_width = (right - left) / bins
     for bin in range(bins):
         base = float(bottom)
-        for family in range(len(plan.token_counts)):
-            height = bars[bin, family] / tallest * (bottom - top)
+        for bucket in range(len(plan.token_counts)):
+            height = bars[bin, bucket] / tallest * (bottom - top)
             if height:
                 x = left + bin * bar_width
-                canvas.box(x + 0.5, base - max(height, 1), x + bar_width - 0.5, base, fill=_colour(family))
+                canvas.box(x + 0.5, base - max(height, 1), x + bar_width - 0.5, base, fill=_colour(bucket))
                 base -= height
     canvas.line([(left, bottom), (right, bottom)], SOFT)
-    for grid, family in sorted(_use(plan), key=lambda use: use[0].width / use[0].height):
+    for grid, bucket in sorted(_use(plan), key=lambda use: use[0].width / use[0].height):
         x = left + (log(grid.width / grid.height) / reach + 1) / 2 * (right - left)
-        canvas.line([(x, bottom + 3), (x, bottom + 10)], _colour(family), 1.5)
+        canvas.line([(x, bottom + 3), (x, bottom + 10)], _colour(bucket), 1.5)
     last = -100.0
     for width, height in ASPECT_TICKS:
         x = left + (log(width / height) / reach + 1) / 2 * (right - left)
@@ -144,11 +144,11 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
         lost[placement.grid, plan.token_counts.index(placement.tokens)] += placement.crop
     canvas.text(left, top - 34, "Grids, pictures, crop", 13)
     step = min(185.0, (right - left - 160) / len(plan.token_counts))
-    for family, tokens in enumerate(plan.token_counts if step >= 60 else ()):
+    for bucket, tokens in enumerate(plan.token_counts if step >= 60 else ()):
         grids = [p.grid for p in plan.placements if p.tokens == tokens]
         label = f"{tokens} tokens: {_contents(grids)}" if step >= 185 else f"{tokens}: {len(grids):,}"
-        x = left + 160 + family * step
-        canvas.box(x, top - 32, x + 10, top - 22, fill=_colour(family))
+        x = left + 160 + bucket * step
+        canvas.box(x, top - 32, x + 10, top - 22, fill=_colour(bucket))
         canvas.text(x + 16, top - 34, label, 12, SOFT)
 
     room = GRIDS_PER_ROW * MOST_ROWS
@@ -160,18 +160,18 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
     cell_width, cell_height = min(150.0, (right - left) / per_row), min(150.0, (bottom - top) / rows)
     space = min(cell_width - 12, cell_height - 44)
     longest = max(max(grid.width, grid.height) for grid, _ in shown)
-    for index, (grid, family) in enumerate(shown):
+    for index, (grid, bucket) in enumerate(shown):
         middle = left + (index % per_row + 0.5) * cell_width
         base = top + (index // per_row + 1) * cell_height - 38
         width, height = grid.width / longest * space, grid.height / longest * space
         canvas.box(
-            middle - width / 2, base - height, middle + width / 2, base, _tint(_colour(family)), _colour(family), 1.5
+            middle - width / 2, base - height, middle + width / 2, base, _tint(_colour(bucket)), _colour(bucket), 1.5
         )
         pixels = plan.pixels_per_token
         size = f"{grid.width * pixels} x {grid.height * pixels}{_frames(grid.frames)}"
         canvas.text(middle, base + 6, size, 11, SOFT, "ma")
-        canvas.text(middle - 3, base + 19, f"{use[grid, family]:,}", 12, INK, "ra")
-        canvas.text(middle + 3, base + 19, f"-{lost[grid, family] / use[grid, family]:.1%}", 12, LOST, "la")
+        canvas.text(middle - 3, base + 19, f"{use[grid, bucket]:,}", 12, INK, "ra")
+        canvas.text(middle + 3, base + 19, f"-{lost[grid, bucket] / use[grid, bucket]:.1%}", 12, LOST, "la")
     if len(shown) < len(use):
         middle = left + (len(shown) % per_row + 0.5) * cell_width
         base = top + (len(shown) // per_row + 1) * cell_height - 38
@@ -183,8 +183,8 @@ def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:
     return Counter((placement.grid, plan.token_counts.index(placement.tokens)) for placement in plan.placements)
 
 
-def _colour(family: int) -> Colour:
-    return FAMILY_COLOURS[family % len(FAMILY_COLOURS)]
+def _colour(bucket: int) -> Colour:
+    return BUCKET_COLOURS[bucket % len(BUCKET_COLOURS)]
 
 
 def _tint(colour: Colour) -> Colour:

@@ -4,25 +4,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...common.text import joined, shortlist
-from .options import MOST_FORMS, CaptionOptions
+from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
-from .variants import CaptionForms, caption_lines
+from .variants import CaptionVariants, caption_lines
 
 # A full stop within a part between commas, or a part of many words, which no tag is.
 _SENTENCE = re.compile(r"\w\. \w|(\S+\s+){11}\S")
 
 
-def form_notes(
-    options: CaptionOptions, folder: str, texts: Sequence[str], forms: Mapping[str, CaptionForms]
+def variant_notes(
+    options: CaptionOptions, folder: str, texts: Sequence[str], variants: Mapping[str, CaptionVariants]
 ) -> tuple[str, ...]:
     """What a user should know of the captions of a folder. texts: of the files; forms: by the names of the pictures."""
     more = [
-        f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_FORMS)})"
-        for name, of in forms.items()
+        f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_VARIANTS)})"
+        for name, of in variants.items()
         if of.possible
     ]
     drawn = f"Of the forms of these captions as many as caption_variants allows were drawn: {shortlist(more)}."
-    read = dict(zip(forms, texts, strict=True))
+    read = dict(zip(variants, texts, strict=True))
     return (*[drawn] * bool(more), *_without_effect(options, folder, texts), *_sentences(options, folder, read))
 
 
@@ -40,7 +40,7 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
                 f"Captions of {folder!r} hold {rules.separator!r}, which is text like any other, as neither "
                 f"shuffle_tags nor tag_dropout is on."
             )
-    if options.caption_variants != CaptionOptions.caption_variants and not options.drawn():
+    if options.caption_variants != CaptionOptions.caption_variants and not options.sampled():
         yield (
             f"caption_variants has no effect on {folder!r}, as neither shuffle_tags, tag_dropout nor wildcards is on."
         )
@@ -72,15 +72,15 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
         )
 
 
-def encoded_note(forms: Sequence[CaptionForms], sizes: Mapping[str, int]) -> Iterator[str]:
+def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]) -> Iterator[str]:
     """What encoding captions of several forms comes to. sizes: bytes of what is kept, by its key in the cache."""
-    if all(of.plain for of in forms):
+    if all(of.plain for of in variants):
         return
-    rates = sorted({of.dropout for of in forms})
+    rates = sorted({of.dropout for of in variants})
     dropped = " to ".join(f"{rate:.4g}" for rate in dict.fromkeys((rates[0] * 100, rates[-1] * 100)))
     empty = f" The empty prompt takes a caption's place in {dropped} % of showings." if rates[-1] else ""
-    most = max(len(of.texts) for of in forms)
+    most = max(len(of.texts) for of in variants)
     yield (
-        f"The {len(forms)} captions have up to {most} form{'s' * (most > 1)} each: {len(sizes)} texts, each encoded "
+        f"The {len(variants)} captions have up to {most} form{'s' * (most > 1)} each: {len(sizes)} texts, each encoded "
         f"once, about {sum(sizes.values()) / 1e9:.2g} GB on disk.{empty}"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ...common.text import finite, joined
 from .tags import TagRules
 
-MOST_FORMS = 1000
+MOST_VARIANTS = 1000
 """Of one caption. More are neither encoded nor counted."""
 
 
@@ -41,14 +41,14 @@ class CaptionOptions:
                 f"keep_tokens_separator is {self.keep_tokens_separator!r}, and a comma stands between tags; set it to "
                 f"something else, such as |||."
             )
-        if not 1 <= self.caption_variants <= MOST_FORMS:
-            raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_FORMS}.")
-        if self.caption_variants == 1 and (drawn := self.drawn()):
+        if not 1 <= self.caption_variants <= MOST_VARIANTS:
+            raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_VARIANTS}.")
+        if self.caption_variants == 1 and (drawn := self.sampled()):
             raise ValueError(
                 f"caption_variants is 1, so {joined(drawn)} would show one form of each caption for ever; set it to 2 "
                 f"or more, or switch {joined(drawn)} off."
             )
-        if self.caption_dropout == 1 and (unseen := [*self.drawn(), *["caption_per_line"] * self.caption_per_line]):
+        if self.caption_dropout == 1 and (unseen := [*self.sampled(), *["caption_per_line"] * self.caption_per_line]):
             raise ValueError(
                 f"caption_dropout is 1, so no caption is ever shown and {joined(unseen)} can do nothing; lower "
                 f"caption_dropout, or switch {joined(unseen)} off."
@@ -58,7 +58,7 @@ class CaptionOptions:
     def tags(self) -> TagRules:
         return TagRules(self.shuffle_tags, self.tag_dropout, self.keep_tokens, self.keep_tokens_separator.strip())
 
-    def drawn(self) -> list[str]:
+    def sampled(self) -> list[str]:
         """The options that are on and make forms to draw from."""
         on = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
         return [name for name, value in on.items() if value]

@@ -52,7 +52,7 @@ class Tags:
                 for order in orders:
                     yield self.text(order), share
 
-    def draw(self, rules: TagRules, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
+    def sample(self, rules: TagRules, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
         """One form, drawn: the numbers of the free tags in it, in their order, and its text."""
         free = len(self.free)
         order = torch.randperm(free, generator=generator).tolist() if rules.shuffle else range(free)

@@ -9,31 +9,32 @@ from dataclasses import dataclass
 import torch
 
 from ...common.rng import generator
-from .options import MOST_FORMS, CaptionOptions
+from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .wildcards import WildcardError, Wildcards, parse_wildcards
 
 
 @dataclass(frozen=True)
-class CaptionForms:
-    """The forms of one picture's caption.
+class CaptionVariants:
+    """The variants of one image's caption.
 
-    texts: all different, the first is the one that validation measures: of tags the caption as it is written; weights:
-    how likely each is shown in training, 1 in sum, 0 for the first where it is none of those drawn; dropout: how likely
-    the empty prompt is shown in place of any. possible: how many forms there were to draw from, MOST_FORMS where there
-    are more, and 0 where all are taken. of_class: each form with the class's word in place of the trigger words, None
-    for one without them; empty where none is asked for.
+    texts: all different. The first is the one that validation measures: of tags, the caption as it is written.
+    weights: the probability of each text in training, 1 in sum; 0 for the first where it was not sampled.
+    dropout: the probability of the empty prompt in place of any of them.
+    possible: how many variants there were to sample from, MOST_VARIANTS where there are more, 0 where all are taken.
+    class_texts: each text with the class word in place of the trigger words, None for one without them; empty where
+        no class caption is asked for.
     """
 
     texts: tuple[str, ...]
     weights: tuple[float, ...] = (1.0,)
     dropout: float = 0.0
     possible: int = 0
-    of_class: tuple[str | None, ...] = ()
+    class_texts: tuple[str | None, ...] = ()
 
     @property
     def plain(self) -> bool:
-        return len(self.texts) == 1 and not self.dropout and not self.of_class
+        return len(self.texts) == 1 and not self.dropout and not self.class_texts
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _Caption:
     read: Wildcards
 
 
-def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: str) -> CaptionForms:
+def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str, name: str) -> CaptionVariants:
     """The forms of the caption whose file holds `text`; name: of that file, in messages.
 
     Where a caption has no more than `caption_variants` forms, those are all; of others as many are drawn, always the
@@ -60,7 +61,7 @@ def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: 
                 "caption_dropout is 1, so the trigger_words would never be shown; lower caption_dropout, or leave "
                 "trigger_words empty."
             )
-        return CaptionForms(("",))
+        return CaptionVariants(("",))
     captions = list(_captions(text, options, name)) or [_Caption("", Wildcards(("",)))]
     shown: dict[str, float] = {}
     possible, drawn = 0, False
@@ -73,8 +74,8 @@ def caption_forms(text: str, options: CaptionOptions, trigger_words: str, name: 
             shown[shown_form] = shown.get(shown_form, 0.0) + likely / len(captions)
         possible += count
         drawn |= taken is _drawn
-    return CaptionForms(
-        tuple(shown), tuple(shown.values()), options.caption_dropout, min(possible, MOST_FORMS) if drawn else 0
+    return CaptionVariants(
+        tuple(shown), tuple(shown.values()), options.caption_dropout, min(possible, MOST_VARIANTS) if drawn else 0
     )
 
 
@@ -100,7 +101,7 @@ def _read(text: str, name: str, lines_before: int) -> Wildcards:
 
 def _count(caption: Wildcards, rules: TagRules) -> int:
     """How many forms a caption has; beyond MOST_FORMS any number above it."""
-    if caption.count > MOST_FORMS or not rules.on:
+    if caption.count > MOST_VARIANTS or not rules.on:
         return caption.count
     return sum(split_tags(text, rules).count(rules) for text, _ in caption.all())
 
@@ -115,7 +116,7 @@ def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, floa
 
 def _written(caption: _Caption, rules: TagRules) -> str:
     """With every tag, in the order of the file; of wildcards as the first draw takes them."""
-    tags = split_tags(caption.read.draw(_draws_of(caption))[1], rules)
+    tags = split_tags(caption.read.sample(_draws_of(caption))[1], rules)
     return tags.text(tags.free)
 
 
@@ -132,10 +133,10 @@ def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, fl
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     number = 0
     while number < most:
-        way, text = caption.read.draw(draws)
+        way, text = caption.read.sample(draws)
         kept: tuple[int, ...] = ()
         if rules.on:
-            kept, text = split_tags(text, rules).draw(rules, draws)
+            kept, text = split_tags(text, rules).sample(rules, draws)
         if not alike or (way, kept) not in seen:
             seen.add((way, kept))
             number += 1

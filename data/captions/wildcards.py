@@ -54,7 +54,7 @@ class Wildcards:
         for way in product(*options):
             yield "".join(text for text, _ in way), prod(likely for _, likely in way)
 
-    def draw(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
+    def sample(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
         """One way, drawn: the numbers of the alternatives that were taken, and the text."""
         taken: list[int] = []
         text = ""
@@ -63,7 +63,7 @@ class Wildcards:
                 text += part
                 continue
             chosen = int(torch.randint(len(part), (), generator=generator))
-            inner, more = part[chosen].draw(generator)
+            inner, more = part[chosen].sample(generator)
             taken += (chosen, *inner)
             text += more
         return tuple(taken), text

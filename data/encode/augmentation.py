@@ -12,7 +12,7 @@ from ...common.rng import generator
 from ...common.text import shortlist
 from ..buckets.grids import Placement, crop_box
 from ..folders.items import Item
-from ..folders.options import HORIZONTAL, Treatment
+from ..folders.options import HORIZONTAL, FolderOptions
 
 _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
@@ -34,8 +34,8 @@ class View:
 PLAIN_VIEW = View()
 
 
-def views_of(
-    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, treatment: Treatment
+def make_views(
+    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
     """The forms that a picture of `size` is shown in; the first is not mirrored. key: names its content, by which
     windows are drawn: the same picture is cropped alike in every run.
@@ -46,26 +46,26 @@ def views_of(
     other the zoom is drawn evenly from 1 to crop_zoom, but for what would enlarge the picture beyond its own pixels,
     and its place evenly from the room that it has.
     """
-    windows = _windows(key, size, placement, pixels_per_token, treatment)
-    if treatment.flip != HORIZONTAL:
+    windows = _windows(key, size, placement, pixels_per_token, options)
+    if options.flip != HORIZONTAL:
         return windows
     return (*windows, *(replace(window, flip=True) for window in windows))
 
 
 def _windows(
-    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, treatment: Treatment
+    key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
-    most = min(treatment.crop_zoom, 1 / placement.scale)
-    if treatment.crops > 1 and most > 1:
+    most = min(options.crop_zoom, 1 / placement.scale)
+    if options.crops > 1 and most > 1:
         name = fingerprint(key)
         drawn = (
             torch.rand(3, dtype=torch.float64, generator=generator(0, "crop", name, index)).tolist()
-            for index in range(1, treatment.crops)
+            for index in range(1, options.crops)
         )
         return (PLAIN_VIEW, *(View(1 + (most - 1) * zoom, (x, y)) for zoom, x, y in drawn))
     (left, top, right, bottom), _ = crop_box(size, placement.grid, pixels_per_token)
     room = max(size[1] - (right - left), size[0] - (bottom - top)) * placement.scale / pixels_per_token
-    count = min(treatment.crops, 1 + int(room + 1e-9))
+    count = min(options.crops, 1 + int(room + 1e-9))
     if count == 1:
         return (PLAIN_VIEW,)
     # Only along one side is there room; along the other the place is of no effect.
@@ -79,21 +79,21 @@ def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Seq
     several = [len(of) for of in kept if len(of) > 1]
     if several:
         yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")
-    mirrored = [item for item in items if item.treatment.flip == HORIZONTAL]
-    named = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_forms.texts))]
+    mirrored = [item for item in items if item.options.flip == HORIZONTAL]
+    named = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_variants.texts))]
     if named:
         yield (
             f"Captions that say left or right, of pictures that are shown mirrored too: {shortlist(named)}; set flip "
             f"to off for them, or take the words out."
         )
-    wanted = [(item, of) for item, of in zip(items, views, strict=True) if item.treatment.crops > 1]
+    wanted = [(item, of) for item, of in zip(items, views, strict=True) if item.options.crops > 1]
     whole = [item for item, of in wanted if len({view.at for view in of}) == 1]
-    if unzoomed := [item.name for item in whole if item.treatment.crop_zoom == 1]:
+    if unzoomed := [item.name for item in whole if item.options.crop_zoom == 1]:
         yield (
             f"Shown in one crop, as hardly anything of them is cropped: {shortlist(unzoomed)}; set crop_zoom above 1 "
             f"to show parts of them that are smaller."
         )
-    if small := [item.name for item, of in wanted if item.treatment.crop_zoom > 1 and all(v.zoom == 1 for v in of)]:
+    if small := [item.name for item, of in wanted if item.options.crop_zoom > 1 and all(v.zoom == 1 for v in of)]:
         yield (
             f"crop_zoom has no effect on {shortlist(small)}, whose files have no pixels to spare at this size; lower "
             f"megapixels, or take larger files."
@@ -101,6 +101,6 @@ def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Seq
     lost = [(item.name, len(of) - len(left)) for item, of, left in zip(items, views, kept, strict=True)]
     if masked := [f"{name} ({count})" for name, count in lost if count]:
         yield f"Crops and mirrored pictures left out, as their mask leaves nothing of them: {shortlist(masked)}."
-    still = [item.name for item in items if item.treatment.crop_zoom > 1 and item.treatment.crops == 1]
+    still = [item.name for item in items if item.options.crop_zoom > 1 and item.options.crops == 1]
     if still:
         yield f"crop_zoom has no effect with crops 1, for: {shortlist(still)}."

@@ -1,4 +1,4 @@
-"""What is encoded of each picture or clip: for each form in which it is shown a set of tensors of its own."""
+"""What is encoded of each picture or clip: for each variant in which it is shown a set of tensors of its own."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,27 +6,27 @@ from typing import Any
 
 from ...common.progress import Interrupted, Progress
 from ..buckets.grids import Placement
-from ..cache import Cache, Job, encode, lacking
+from ..cache import Cache, EncodeJob, missing_jobs, run_jobs
 from ..folders.items import Item
-from ..media.frames import Cut, StillPixels
+from ..media.frames import Crop, ImagePixels
 from ..media.masks import FAINT, TOKENS, check_masks, token_weights
-from .augmentation import View, views_of
-from .vae import PictureEncoder, vision_job
+from .augmentation import View, make_views
+from .vae import VaeEncoder, vision_job
 
 
 @dataclass(frozen=True)
-class PictureForm:
-    """One form of an item: the part of it that is shown, the same of its control pictures, and what is encoded."""
+class ImageVariant:
+    """One variant of an item: the part of it that is shown, the same of its control pictures, and what is encoded."""
 
     view: View
-    cut: Cut
-    controls: tuple[Cut, ...]
-    mask: Job | None
+    crop: Crop
+    controls: tuple[Crop, ...]
+    mask: EncodeJob | None
 
 
 @dataclass(frozen=True)
-class PictureKeys:
-    """Where the tensors of one form are in the cache."""
+class ImageKeys:
+    """Where the tensors of one variant are in the cache."""
 
     latent: str
     references: tuple[str, ...] = ()
@@ -36,75 +36,75 @@ class PictureKeys:
 
 
 @dataclass(frozen=True)
-class FormJobs:
-    """What the VAE and CLIP vision encode of one form."""
+class VariantJobs:
+    """What the VAE and CLIP vision encode of one variant."""
 
-    form: PictureForm
-    latent: Job
-    references: tuple[Job, ...]
-    start: Job | None
-    vision: Job | None
+    variant: ImageVariant
+    latent: EncodeJob
+    references: tuple[EncodeJob, ...]
+    start: EncodeJob | None
+    vision: EncodeJob | None
 
     @property
-    def of_vae(self) -> tuple[Job, ...]:
+    def vae_jobs(self) -> tuple[EncodeJob, ...]:
         return (self.latent, *self.references, *([self.start] if self.start else []))
 
     @property
-    def shown(self) -> tuple[tuple[Job, Cut], ...]:
+    def encoded_crops(self) -> tuple[tuple[EncodeJob, Crop], ...]:
         """What is encoded of files in whole, with the part that it shows."""
-        return tuple(zip((self.latent, *self.references), (self.form.cut, *self.form.controls), strict=True))
+        return tuple(zip((self.latent, *self.references), (self.variant.crop, *self.variant.controls), strict=True))
 
-    def keys(self) -> PictureKeys:
+    def keys(self) -> ImageKeys:
         references = tuple(job.key for job in self.references)
-        return PictureKeys(self.latent.key, references, _key(self.start), _key(self.vision), _key(self.form.mask))
+        return ImageKeys(self.latent.key, references, _key(self.start), _key(self.vision), _key(self.variant.mask))
 
 
-def make_forms(
+def make_variants(
     items: Sequence[Item],
     placements: Sequence[Placement],
     controls: Sequence[tuple[Placement, ...]],
-    encoder: PictureEncoder,
-) -> list[tuple[PictureForm, ...]]:
-    """The forms of each item. controls: where its control pictures lie, which are cropped and mirrored along."""
+    encoder: VaeEncoder,
+) -> list[tuple[ImageVariant, ...]]:
+    """The variants of each item. controls: where its control pictures lie, which are cropped and mirrored along."""
     made = []
     for item, placement, of in zip(items, placements, controls, strict=True):
         size, pixels_per_token = item.pixels.size, encoder.policy.pixels_per_token
-        forms = []
-        for view in views_of(item.pixels.key, size, placement, pixels_per_token, item.treatment):
-            cut = encoder.cut(item.pixels, placement, view)
-            seen = tuple(encoder.cut(pixels, where, view) for pixels, where in zip(item.controls, of, strict=True))
-            forms.append(PictureForm(view, cut, seen, item.mask.job(cut, placement) if item.mask else None))
-        made.append(tuple(forms))
+        variants = []
+        for view in make_views(item.pixels.key, size, placement, pixels_per_token, item.options):
+            crop = encoder.crop(item.pixels, placement, view)
+            seen = tuple(encoder.crop(pixels, where, view) for pixels, where in zip(item.controls, of, strict=True))
+            variants.append(ImageVariant(view, crop, seen, item.mask.job(crop, placement) if item.mask else None))
+        made.append(tuple(variants))
     return made
 
 
 def read_masks(
     items: Sequence[Item],
     placements: Sequence[Placement],
-    forms: Sequence[tuple[PictureForm, ...]],
+    variants: Sequence[tuple[ImageVariant, ...]],
     cache: Cache,
     progress: Progress,
     interrupted: Interrupted,
-) -> tuple[list[tuple[PictureForm, ...]], list[float]]:
-    """The forms of each item of which something counts, and for each masked item how much of its first one does.
+) -> tuple[list[tuple[ImageVariant, ...]], list[float]]:
+    """The variants of each item of which something counts, and for each masked item how much of its first one does.
 
-    ValueError names masks that leave nothing of any form, and those that are nowhere bright. Of the files only those
+    ValueError names masks that leave nothing of any variant, and those that are nowhere bright. Of the files only those
     are read again of which no token is bright.
     """
-    jobs = lacking(cache, [form.mask for of in forms for form in of if form.mask])
-    encode(cache, jobs, "masks", progress, interrupted)
+    jobs = missing_jobs(cache, [variant.mask for of in variants for variant in of if variant.mask])
+    run_jobs(cache, jobs, "masks", progress, interrupted)
     kept, counted = [], []
     empty: list[str] = []
     faint: list[str] = []
-    for item, placement, of in zip(items, placements, forms, strict=True):
+    for item, placement, of in zip(items, placements, variants, strict=True):
         if item.mask is None:
             kept.append(of)
             continue
-        masks = [cache.read(form.mask.key)[TOKENS] for form in of if form.mask]
+        masks = [cache.read(variant.mask.key)[TOKENS] for variant in of if variant.mask]
         if all(mask.max() < FAINT for mask in masks) and item.mask.faint:
             faint.append(item.mask.name)
-        means = [float(token_weights(mask, placement, item.treatment.unmasked_weight).mean()) for mask in masks]
-        left = tuple(form for form, mean in zip(of, means, strict=True) if mean > 0)
+        means = [float(token_weights(mask, placement, item.options.unmasked_weight).mean()) for mask in masks]
+        left = tuple(variant for variant, mean in zip(of, means, strict=True) if mean > 0)
         empty += [] if left else [item.mask.name]
         kept.append(left)
         counted.append(means[0])
@@ -112,25 +112,28 @@ def read_masks(
     return kept, counted
 
 
-def form_jobs(
-    forms: Sequence[tuple[PictureForm, ...]], encoder: PictureEncoder, start: bool, clip_vision: Any
-) -> list[tuple[FormJobs, ...]]:
-    """The jobs of each form. start: clips have their first frame as start picture, which clip_vision sees if given."""
+def variant_jobs(
+    variants: Sequence[tuple[ImageVariant, ...]], encoder: VaeEncoder, start: bool, clip_vision: Any
+) -> list[tuple[VariantJobs, ...]]:
+    """Make the jobs of each variant.
 
-    def jobs(form: PictureForm) -> FormJobs:
-        references = tuple(encoder.latent(cut) for cut in form.controls)
-        given = encoder.start(form.cut) if start else None
-        vision = vision_job(clip_vision, form.cut) if start and clip_vision else None
-        return FormJobs(form, encoder.latent(form.cut), references, given, vision)
+    start: each video has its first frame as start image, which `clip_vision` sees if given.
+    """
 
-    return [tuple(map(jobs, of)) for of in forms]
+    def jobs(variant: ImageVariant) -> VariantJobs:
+        references = tuple(encoder.latent(crop) for crop in variant.controls)
+        given = encoder.start(variant.crop) if start else None
+        vision = vision_job(clip_vision, variant.crop) if start and clip_vision else None
+        return VariantJobs(variant, encoder.latent(variant.crop), references, given, vision)
+
+    return [tuple(map(jobs, of)) for of in variants]
 
 
-def pictures_of(jobs: Sequence[FormJobs], keys: Collection[str]) -> list[StillPixels]:
+def images_to_encode(jobs: Sequence[VariantJobs], keys: Collection[str]) -> list[ImagePixels]:
     """The pictures, each once, of which something under these keys is encoded."""
-    shown = (cut.pixels for one in jobs for job, cut in one.shown if job.key in keys)
-    return list({pixels.path: pixels for pixels in shown if isinstance(pixels, StillPixels)}.values())
+    shown = (crop.pixels for one in jobs for job, crop in one.encoded_crops if job.key in keys)
+    return list({pixels.path: pixels for pixels in shown if isinstance(pixels, ImagePixels)}.values())
 
 
-def _key(job: Job | None) -> str | None:
+def _key(job: EncodeJob | None) -> str | None:
     return None if job is None else job.key

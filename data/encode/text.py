@@ -13,19 +13,19 @@ from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
 from ...models.text import CaptionTokens, TextPolicy
-from ..cache import Job
-from ..captions.variants import CaptionForms
+from ..cache import EncodeJob
+from ..captions.variants import CaptionVariants
 from ..folders.items import Item
-from ..media.frames import Cut
+from ..media.frames import Crop
 from .vae import BYTES, VERSION
 
 
 @dataclass(frozen=True)
-class Caption:
+class TokenizedCaption:
     """A caption that may have to be encoded. tokens: None where it is encoded together with control pictures, and has
     its length once it is encoded."""
 
-    job: Job
+    job: EncodeJob
     tokens: CaptionTokens | None
 
 
@@ -56,36 +56,40 @@ class CaptionKeys:
 
 @dataclass(frozen=True)
 class ItemCaptions:
-    """What an item's caption may be: its forms, and the empty prompt where that takes their place at times; of_class:
-    the class caption of each form that has one."""
+    """All captions of an item.
 
-    forms: tuple[Caption, ...]
-    empty: Caption | None
-    of_class: tuple[Caption | None, ...] = ()
+    variants: of its caption.
+    empty: the empty prompt, where caption dropout puts it in their place.
+    class_captions: the class caption of each variant, None for one without the trigger words.
+    """
+
+    variants: tuple[TokenizedCaption, ...]
+    empty: TokenizedCaption | None
+    class_captions: tuple[TokenizedCaption | None, ...] = ()
 
     @property
-    def all(self) -> tuple[Caption, ...]:
-        return tuple(caption for caption in (*self.forms, *self.of_class, self.empty) if caption)
+    def all(self) -> tuple[TokenizedCaption, ...]:
+        return tuple(caption for caption in (*self.variants, *self.class_captions, self.empty) if caption)
 
     def keys(self) -> CaptionKeys:
-        of_class = tuple(caption.job.key if caption else None for caption in self.of_class)
+        of_class = tuple(caption.job.key if caption else None for caption in self.class_captions)
         empty = self.empty.job.key if self.empty else None
-        return CaptionKeys(tuple(form.job.key for form in self.forms), empty, of_class)
+        return CaptionKeys(tuple(one.job.key for one in self.variants), empty, of_class)
 
     @property
     def longest(self) -> int:
-        """The most tokens of a form, as far as that is known."""
+        """The most tokens of a variant, as far as that is known."""
         return max((caption.tokens.length or 0 for caption in self.all if caption.tokens), default=0)
 
     @property
     def dropped(self) -> int:
-        """How many tokens were cut at the end of the longest form."""
+        """How many tokens were cut at the end of the longest variant."""
         return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
 
 
-def read_captions(
+def tokenize_captions(
     items: Sequence[Item],
-    controls: Sequence[tuple[Cut, ...]],
+    controls: Sequence[tuple[Crop, ...]],
     clip: Any,
     policy: TextPolicy,
     max_length: int | None,
@@ -100,12 +104,12 @@ def read_captions(
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
-    forms = [item.caption_forms for item in items]
+    forms = [item.caption_variants for item in items]
     texts = [_texts(of) for of in forms]
     wanted = [
         [(text, seen if policy.sees_controls else ()) for text in of] for of, seen in zip(texts, controls, strict=True)
     ]
-    made: dict[tuple[str, tuple[Cut, ...]], Caption] = {}
+    made: dict[tuple[str, tuple[Crop, ...]], TokenizedCaption] = {}
     distinct = dict.fromkeys(one for of in wanted for one in of)
     stops: dict[str, str] = {}
     for index, (text, seen) in enumerate(distinct):
@@ -129,33 +133,33 @@ def read_captions(
         if policy.lengths:
             captions = _of_one_length(clip, policy, [text for text, _ in of], captions, encoder)
         by_text = {text: caption for (text, _), caption in zip(of, captions, strict=True)}
-        of_class = tuple(None if text is None else by_text[text] for text in form.of_class)
+        of_class = tuple(None if text is None else by_text[text] for text in form.class_texts)
         own = tuple(by_text[text] for text in form.texts)
         read.append(ItemCaptions(own, by_text[""] if form.dropout else None, of_class))
     return read
 
 
-def _texts(forms: CaptionForms) -> tuple[str, ...]:
+def _texts(forms: CaptionVariants) -> tuple[str, ...]:
     """All that is encoded of a caption, each once."""
-    of_class = (text for text in forms.of_class if text is not None)
+    of_class = (text for text in forms.class_texts if text is not None)
     return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout else []))))
 
 
-def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> Caption:
+def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
     length = tokens.length or _tokens(tokens)
-    job = Job(
+    job = EncodeJob(
         fingerprint("caption", VERSION, json.dumps(tokens.tokens), encoder),
         policy.outputs(tokens.length),
         length * policy.width(clip) * BYTES,
         partial(encode_caption, clip, tokens, policy),
         f"the caption {text[:40]!r}",
     )
-    return Caption(job, tokens)
+    return TokenizedCaption(job, tokens)
 
 
 def _of_one_length(
-    clip: Any, policy: TextPolicy, texts: Sequence[str], captions: Sequence[Caption], encoder: Any
-) -> list[Caption]:
+    clip: Any, policy: TextPolicy, texts: Sequence[str], captions: Sequence[TokenizedCaption], encoder: Any
+) -> list[TokenizedCaption]:
     """The captions of one item, all as long as the longest of them."""
     tokens = [caption.tokens for caption in captions if caption.tokens]
     assert len(tokens) == len(captions), texts
@@ -181,19 +185,21 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
     return result
 
 
-def _seeing(clip: Any, policy: TextPolicy, text: str, controls: tuple[Cut, ...], style: str, encoder: Any) -> Caption:
+def _seeing(
+    clip: Any, policy: TextPolicy, text: str, controls: tuple[Crop, ...], style: str, encoder: Any
+) -> TokenizedCaption:
     tokens = policy.tokenize_edit(clip, text, len(controls), style)
-    keys = [cut.key for cut in controls]
+    keys = [crop.key for crop in controls]
     length = _tokens(tokens) + len(controls) * policy.control_tokens(style)
 
     def encode() -> dict[str, Tensor]:
-        seen = [policy.resize_control(cut.load(), style) for cut in controls]
+        seen = [policy.resize_control(crop.load(), style) for crop in controls]
         return encode_caption(clip, policy.tokenize_edit(clip, text, len(controls), style, seen), policy)
 
     key = fingerprint("edit caption", VERSION, style, json.dumps(tokens.tokens), keys, encoder)
     shapes = policy.outputs(None)
     name = f"the caption {text[:40]!r}"
-    return Caption(Job(key, shapes, length * policy.width(clip) * BYTES, encode, name), None)
+    return TokenizedCaption(EncodeJob(key, shapes, length * policy.width(clip) * BYTES, encode, name), None)
 
 
 def _tokens(tokens: CaptionTokens) -> int:

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from ...common.fingerprint import fingerprint
-from ..captions.notes import form_notes
+from ..captions.notes import variant_notes
 from ..captions.options import CaptionOptions
-from ..captions.variants import CaptionForms, caption_forms
+from ..captions.variants import CaptionVariants, make_caption_variants
 from ..media.clip_windows import Extraction
 from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
 from .class_words import check_class_captions, read_class_word
-from .files import VIDEO_EXTENSIONS, files_in, listed, name_below, picture_files, state_of
-from .options import AS_IT_IS, Treatment, extraction_notes, folder_notes
-from .pairing import apart, match_controls, match_masks
+from .files import VIDEO_EXTENSIONS, file_state, files_in, image_files, list_files, relative_name
+from .options import UNCHANGED, FolderOptions, extraction_notes, folder_notes
+from .pairing import match_controls, match_masks, separate_folders
 
 UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageEntry:
     """One picture file and its caption.
 
-    caption: its caption, where it has several forms the first of `forms`.
+    caption: its caption, where it has several variants the first of `variants`.
     repeats: how often an epoch shows it.
     name: what messages call it, its path below the chosen folder.
     controls: the control pictures of an edit model, in their order.
@@ -37,12 +37,12 @@ class Picture:
     name: str
     controls: tuple[Path, ...] = ()
     mask: Path | None = None
-    treatment: Treatment = AS_IT_IS
-    forms: CaptionForms | None = None
+    options: FolderOptions = UNCHANGED
+    variants: CaptionVariants | None = None
 
 
 @dataclass(frozen=True)
-class Film:
+class VideoEntry:
     """One video file and its caption, which gives one clip or several; all else as of a picture. mask: of each
     frame."""
 
@@ -52,8 +52,8 @@ class Film:
     name: str
     extraction: Extraction
     mask: Path | None = None
-    treatment: Treatment = AS_IT_IS
-    forms: CaptionForms | None = None
+    options: FolderOptions = UNCHANGED
+    variants: CaptionVariants | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Dataset:
     """Pictures and films in the order in which their folders were chained (TESSERA_DATASET). notes: what was left
     out; folders: what was set for each folder, as plain values without its name."""
 
-    entries: tuple[Picture | Film, ...]
+    entries: tuple[ImageEntry | VideoEntry, ...]
     notes: tuple[str, ...] = ()
     folders: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -70,7 +70,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """What a folder is read for. noun: what messages call one of its files. read, unread: endings; format: what
     unread files are to be saved as."""
 
@@ -80,11 +80,11 @@ class Kind:
     format: str
 
 
-PICTURES = Kind("picture", EXTENSIONS, UNREAD_EXTENSIONS, "PNG or JPEG")
-CLIPS = Kind("clip", VIDEO_EXTENSIONS, UNREAD_VIDEO_EXTENSIONS, "MP4 (H.264)")
+IMAGES = FileKind("picture", EXTENSIONS, UNREAD_EXTENSIONS, "PNG or JPEG")
+VIDEOS = FileKind("clip", VIDEO_EXTENSIONS, UNREAD_VIDEO_EXTENSIONS, "MP4 (H.264)")
 
 
-def scan_folder(
+def scan_images(
     folder: Path,
     *,
     caption_extension: str = ".txt",
@@ -92,34 +92,34 @@ def scan_folder(
     trigger_words: str = "",
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
-    treatment: Treatment = AS_IT_IS,
+    options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
 ) -> Dataset:
     """Read a folder of pictures with its subfolders; hidden files and folders are passed over, the order is by name.
 
     The caption of `a.jpg` is the text of `a.txt` (UTF-8), with `trigger_words` and a comma before it; `captions` may
-    give it several forms. An empty caption file is an empty caption, a missing one is an error: ValueError names up to
-    five such pictures. A note names files that look like pictures of kinds that are not read. With a
+    give it several variants. An empty caption file is an empty caption, a missing one is an error: ValueError names up
+    to five such images. A note names files that look like pictures of kinds that are not read. With a
     `control_folder`, which may lie in the folder, each picture takes its control pictures from there
     (`match_controls`), and with a `mask_folder` its mask (`match_masks`).
     """
 
-    def make(path: Path, caption: str, name: str) -> Picture:
-        return Picture(path, caption, repeats, name, treatment=treatment)
+    def make(path: Path, caption: str, name: str) -> ImageEntry:
+        return ImageEntry(path, caption, repeats, name, options=options)
 
-    without = apart(folder, control_folder=control_folder, mask_folder=mask_folder)
-    found = _scan(folder, PICTURES, make, caption_extension, repeats, trigger_words, captions, without)
-    found = _with_masks(_with_class(found, folder, treatment, trigger_words), mask_folder, treatment)
+    without = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
+    found = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, without)
+    found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in found.entries], control_folder)
-        pictures = [entry for entry in found.entries if isinstance(entry, Picture)]
+        pictures = [entry for entry in found.entries if isinstance(entry, ImageEntry)]
         with_controls = (replace(picture, controls=of) for picture, of in zip(pictures, controls, strict=True))
         found = Dataset(tuple(with_controls), found.notes + notes)
     others = {"controls": control_folder is not None, "masks": mask_folder is not None}
-    return _described(found, folder, repeats, trigger_words, treatment, captions, others)
+    return _described(found, folder, repeats, trigger_words, options, captions, others)
 
 
-def scan_films(
+def scan_videos(
     folder: Path,
     extraction: Extraction,
     *,
@@ -127,19 +127,19 @@ def scan_films(
     repeats: int = 1,
     trigger_words: str = "",
     mask_folder: Path | None = None,
-    treatment: Treatment = AS_IT_IS,
+    options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
 ) -> Dataset:
-    """Read a folder of video files as `scan_folder` reads one of pictures. A mask is a picture, for all frames."""
+    """Read a folder of video files as `scan_images` reads one of pictures. A mask is a picture, for all frames."""
 
-    def make(path: Path, caption: str, name: str) -> Film:
-        return Film(path, caption, repeats, name, extraction, treatment=treatment)
+    def make(path: Path, caption: str, name: str) -> VideoEntry:
+        return VideoEntry(path, caption, repeats, name, extraction, options=options)
 
-    found = _scan(folder, CLIPS, make, caption_extension, repeats, trigger_words, captions)
+    found = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions)
     others = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
-    found = _with_masks(_with_class(found, folder, treatment, trigger_words), mask_folder, treatment)
+    found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
     found = replace(found, notes=(*found.notes, *extraction_notes(extraction)))
-    return _described(found, folder, repeats, trigger_words, treatment, captions, others)
+    return _described(found, folder, repeats, trigger_words, options, captions, others)
 
 
 def _described(
@@ -147,15 +147,15 @@ def _described(
     folder: Path,
     repeats: int,
     trigger_words: str,
-    treatment: Treatment,
+    options: FolderOptions,
     captions: CaptionOptions | None,
     others: Mapping[str, Any],
 ) -> Dataset:
     """With what was set for the folder, and what of it has no effect."""
-    masked = others["masks"] or treatment.alpha_mask
-    notes = (*found.notes, *folder_notes(folder.name, treatment, trigger_words, masked))
+    masked = others["masks"] or options.alpha_mask
+    notes = (*found.notes, *folder_notes(folder.name, options, trigger_words, masked))
     said = {"files": len(found.entries), "repeats": repeats, "trigger_words": trigger_words, **others}
-    said |= {"treatment": asdict(treatment), "captions": asdict(captions or CaptionOptions())}
+    said |= {"treatment": asdict(options), "captions": asdict(captions or CaptionOptions())}
     return replace(found, notes=notes, folders=(said,))
 
 
@@ -167,7 +167,7 @@ def caption_file(picture: Path, extension: str) -> Path:
 def folder_fingerprint(
     folder: Path,
     caption_extension: str,
-    kind: Kind = PICTURES,
+    kind: FileKind = IMAGES,
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
 ) -> str:
@@ -181,42 +181,42 @@ def folder_fingerprint(
     without = tuple(other for other in (control_folder, mask_folder) if other is not None)
     for picture in files_in(folder, kind.read, without):
         for file in (picture, caption_file(picture, extension)):
-            entries.append((name_below(folder, file), state_of(file)))
-    entries += [(name_below(folder, file), "unread") for file in files_in(folder, kind.unread, without)]
+            entries.append((relative_name(folder, file), file_state(file)))
+    entries += [(relative_name(folder, file), "unread") for file in files_in(folder, kind.unread, without)]
     for what, other in (("control", control_folder), ("mask", mask_folder)):
         if other is not None:
-            entries += [(f"{what} {name_below(other, file)}", state_of(file)) for file in picture_files(other)]
+            entries += [(f"{what} {relative_name(other, file)}", file_state(file)) for file in image_files(other)]
     return fingerprint(entries)
 
 
-def _with_class(found: Dataset, folder: Path, treatment: Treatment, trigger_words: str) -> Dataset:
+def _with_class(found: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
     """With a class caption for each that holds the word which class_word stands for, or the empty prompt for all."""
-    if treatment.blank_prompt_preservation:
+    if options.blank_prompt_preservation:
         return replace(found, entries=tuple(_with_blank(entry) for entry in found.entries))
-    if not treatment.class_word.strip():
+    if not options.class_word.strip():
         return found
-    rule = read_class_word(treatment.class_word, trigger_words)
+    rule = read_class_word(options.class_word, trigger_words)
     entries, without = [], []
     for entry in found.entries:
-        forms = entry.forms or CaptionForms((entry.caption,))
-        of_class = tuple(map(rule.caption, forms.texts))
+        variants = entry.variants or CaptionVariants((entry.caption,))
+        of_class = tuple(map(rule.caption, variants.texts))
         without += [] if any(of_class) else [entry.name]
-        entries.append(replace(entry, forms=replace(forms, of_class=of_class)) if any(of_class) else entry)
+        entries.append(replace(entry, variants=replace(variants, class_texts=of_class)) if any(of_class) else entry)
     notes = check_class_captions(rule, folder.name, len(entries) - len(without), without)
     return Dataset(tuple(entries), found.notes + notes)
 
 
-def _with_blank(entry: Picture | Film) -> Picture | Film:
-    forms = entry.forms or CaptionForms((entry.caption,))
-    return replace(entry, forms=replace(forms, of_class=("",) * len(forms.texts)))
+def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
+    variants = entry.variants or CaptionVariants((entry.caption,))
+    return replace(entry, variants=replace(variants, class_texts=("",) * len(variants.texts)))
 
 
-def _with_masks(found: Dataset, mask_folder: Path | None, treatment: Treatment) -> Dataset:
+def _with_masks(found: Dataset, mask_folder: Path | None, options: FolderOptions) -> Dataset:
     if mask_folder is None:
-        unread = treatment.unmasked_weight > 0 and not treatment.alpha_mask
+        unread = options.unmasked_weight > 0 and not options.alpha_mask
         note = "unmasked_weight has no effect, as there are no masks; set mask_folder or alpha_mask to give some."
         return replace(found, notes=(*found.notes, note)) if unread else found
-    if treatment.alpha_mask:
+    if options.alpha_mask:
         raise ValueError("mask_folder is set and alpha_mask is on; a picture takes one mask: set one of them only.")
     masks, notes = match_masks([entry.name for entry in found.entries], mask_folder)
     entries = (replace(entry, mask=mask) for entry, mask in zip(found.entries, masks, strict=True))
@@ -225,12 +225,12 @@ def _with_masks(found: Dataset, mask_folder: Path | None, treatment: Treatment) 
 
 def _scan(
     folder: Path,
-    kind: Kind,
-    make: Callable[[Path, str, str], Picture | Film],
+    kind: FileKind,
+    make: Callable[[Path, str, str], ImageEntry | VideoEntry],
     caption_extension: str,
     repeats: int,
     trigger_words: str,
-    options: CaptionOptions | None,
+    caption_options: CaptionOptions | None,
     without: Sequence[Path] = (),
 ) -> Dataset:
     extension = _checked_extension(caption_extension)
@@ -239,24 +239,29 @@ def _scan(
     files, unread = files_in(folder, kind.read, without), files_in(folder, kind.unread, without)
     if not files:
         kinds = ", ".join(sorted(kind.read))
-        there = f" that can be read (there is {listed(folder, unread)})" if unread else ""
+        there = f" that can be read (there is {list_files(folder, unread)})" if unread else ""
         raise ValueError(
             f"The folder {folder.name!r} holds no {kind.noun}s{there}; put {kind.noun}s ({kinds}) into it."
         )
     missing = [file for file in files if not caption_file(file, extension).is_file()]
     if missing:
         raise ValueError(_missing_captions(folder, files, missing, extension, kind.noun))
-    options = options or CaptionOptions()
+    caption_options = caption_options or CaptionOptions()
     texts = [_read_caption(file, extension) for file in files]
-    forms: dict[str, CaptionForms] = {}
+    variants: dict[str, CaptionVariants] = {}
     for file, text in zip(files, texts, strict=True):
-        caption_name = name_below(folder, caption_file(file, extension))
-        forms[name_below(folder, file)] = caption_forms(text, options, trigger_words, caption_name)
+        caption_name = relative_name(folder, caption_file(file, extension))
+        variants[relative_name(folder, file)] = make_caption_variants(
+            text, caption_options, trigger_words, caption_name
+        )
     entries = (
-        replace(make(file, of.texts[0], name), forms=of) for file, (name, of) in zip(files, forms.items(), strict=True)
+        replace(make(file, of.texts[0], name), variants=of)
+        for file, (name, of) in zip(files, variants.items(), strict=True)
     )
-    left_out = f"Left out, being of kinds that are not read: {listed(folder, unread)}; save them as {kind.format}."
-    return Dataset(tuple(entries), (*[left_out] * bool(unread), *form_notes(options, folder.name, texts, forms)))
+    left_out = f"Left out, being of kinds that are not read: {list_files(folder, unread)}; save them as {kind.format}."
+    return Dataset(
+        tuple(entries), (*[left_out] * bool(unread), *variant_notes(caption_options, folder.name, texts, variants))
+    )
 
 
 def _checked_extension(extension: str) -> str:
@@ -286,6 +291,6 @@ def _missing_captions(folder: Path, files: list[Path], missing: list[Path], exte
         )
     return (
         f"{len(missing)} of {len(files)} {noun}s in {folder.name!r} have no {extension} caption file: "
-        f"{listed(folder, missing)}; add one beside each, {example} (an empty file is an empty "
+        f"{list_files(folder, missing)}; add one beside each, {example} (an empty file is an empty "
         f"caption), or take the {noun} out of the folder."
     )

@@ -10,17 +10,17 @@ from ..media.images import EXTENSIONS
 VIDEO_EXTENSIONS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".gif"})
 
 
-def picture_files(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
     """The picture files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
     return files_in(folder, EXTENSIONS)
 
 
-def is_picture(name: str) -> bool:
+def is_image(name: str) -> bool:
     """Whether a file of this name belongs to a data set of pictures."""
     return has_ending(name, EXTENSIONS)
 
 
-def is_film(name: str) -> bool:
+def is_video(name: str) -> bool:
     """Whether a file of this name belongs to a data set of clips."""
     return has_ending(name, VIDEO_EXTENSIONS)
 
@@ -52,7 +52,7 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
                 links += [Path(parent, name) for name in linked if not _leads_back(Path(parent, name))]
                 names[:] = [name for name in names if name not in linked]
         starts = sorted(links)
-    return sorted(found, key=lambda path: name_below(folder, path))
+    return sorted(found, key=lambda path: relative_name(folder, path))
 
 
 def _leads_back(link: Path) -> bool:
@@ -65,7 +65,7 @@ def same_folder(folder: Path, other: Path) -> bool:
     return os.path.realpath(folder) == os.path.realpath(other)
 
 
-def name_below(folder: Path, file: Path) -> str:
+def relative_name(folder: Path, file: Path) -> str:
     """What messages call a file: its path below the folder."""
     return file.relative_to(folder).as_posix()
 
@@ -75,12 +75,12 @@ def stem_of(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def listed(folder: Path, files: Sequence[Path]) -> str:
+def list_files(folder: Path, files: Sequence[Path]) -> str:
     """Up to five of the files, by their names."""
-    return shortlist([name_below(folder, file) for file in files])
+    return shortlist([relative_name(folder, file) for file in files])
 
 
-def state_of(file: Path) -> str:
+def file_state(file: Path) -> str:
     """Changes when the file is written to."""
     try:
         stat = file.stat()

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
-from ..captions.variants import CaptionForms
-from ..media.clip_windows import Extraction, whole_frames
-from ..media.frames import ClipPixels, Pixels, StillPixels
-from ..media.images import inspect_picture
-from ..media.masks import Mask, check_alpha, mask_of
+from ..captions.variants import CaptionVariants
+from ..media.clip_windows import Extraction, round_down_frames
+from ..media.frames import ImagePixels, Pixels, VideoPixels
+from ..media.images import inspect_image
+from ..media.masks import Mask, check_alpha, find_mask
 from ..media.videos import VideoFacts, inspect_video
-from .dataset import Dataset, Film, Picture
-from .options import AS_IT_IS, Treatment
+from .dataset import Dataset, ImageEntry, VideoEntry
+from .options import UNCHANGED, FolderOptions
 
 
 @dataclass(frozen=True)
 class Item:
     """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model; mask:
-    what of it counts; file: what it was taken from, where `name` says more; forms: of its caption, where there are
+    what of it counts; file: what it was taken from, where `name` says more; variants: of its caption, where there are
     several."""
 
     name: str
@@ -28,13 +28,13 @@ class Item:
     pixels: Pixels
     controls: tuple[Pixels, ...] = ()
     mask: Mask | None = None
-    treatment: Treatment = AS_IT_IS
+    options: FolderOptions = UNCHANGED
     file: str = ""
-    forms: CaptionForms | None = None
+    variants: CaptionVariants | None = None
 
     @property
-    def caption_forms(self) -> CaptionForms:
-        return self.forms or CaptionForms((self.caption,))
+    def caption_variants(self) -> CaptionVariants:
+        return self.variants or CaptionVariants((self.caption,))
 
 
 def find_items(
@@ -45,15 +45,15 @@ def find_items(
     Raises ValueError for files that can't be read, and for films too short for any clip that is asked of them.
     """
     items: list[Item] = []
-    short: list[tuple[Film, int]] = []
+    short: list[tuple[VideoEntry, int]] = []
     lacking: dict[int, list[str]] = {}
     slow: list[str] = []
     hdr: list[str] = []
-    what = "clips" if all(isinstance(entry, Film) for entry in dataset.entries) else "pictures"
+    what = "clips" if all(isinstance(entry, VideoEntry) for entry in dataset.entries) else "pictures"
     for index, entry in enumerate(dataset.entries):
         interrupted()
         progress(index, len(dataset.entries), f"Reading {what}: {index} of {len(dataset.entries)}")
-        if isinstance(entry, Picture):
+        if isinstance(entry, ImageEntry):
             items.append(_picture(entry))
             continue
         facts = inspect_video(entry.path, entry.name)
@@ -74,48 +74,48 @@ def find_items(
     return tuple(items), (*_film_notes(lacking, slow, hdr), *_chunk_notes(dataset.entries))
 
 
-def _picture(picture: Picture) -> Item:
-    def pixels(path: Path, name: str, opaque: bool = False) -> StillPixels:
-        facts = inspect_picture(path, name)
-        return StillPixels(path, name, facts.digest, facts.size, opaque, facts.wide)
+def _picture(picture: ImageEntry) -> Item:
+    def pixels(path: Path, name: str, opaque: bool = False) -> ImagePixels:
+        facts = inspect_image(path, name)
+        return ImagePixels(path, name, facts.digest, facts.size, opaque, facts.wide)
 
     controls = tuple(pixels(path, f"{path.name} (control)") for path in picture.controls)
-    alpha = picture.treatment.alpha_mask
+    alpha = picture.options.alpha_mask
     own = pixels(picture.path, picture.name, opaque=alpha)
-    mask = mask_of(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
-    treatment = picture.treatment
-    return Item(picture.name, picture.caption, picture.repeats, own, controls, mask, treatment, forms=picture.forms)
+    mask = find_mask(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
+    options = picture.options
+    return Item(picture.name, picture.caption, picture.repeats, own, controls, mask, options, variants=picture.variants)
 
 
-def _clip(film: Film, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
+def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
     of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
     name = f"{film.name}, {of}"
-    mask = mask_of(film.path, film.mask, film.name, facts.size) if film.mask else None
-    pixels = ClipPixels(film.path, name, facts, tuple(stamps))
-    treatment, forms = film.treatment, film.forms
-    return Item(name, film.caption, film.repeats, pixels, (), mask, treatment, file=film.name, forms=forms)
+    mask = find_mask(film.path, film.mask, film.name, facts.size) if film.mask else None
+    pixels = VideoPixels(film.path, name, facts, tuple(stamps))
+    options, variants = film.options, film.variants
+    return Item(name, film.caption, film.repeats, pixels, (), mask, options, file=film.name, variants=variants)
 
 
-def _check_alpha(entries: Sequence[Picture | Film]) -> None:
-    masked = [entry for entry in entries if isinstance(entry, Picture) and entry.treatment.alpha_mask]
-    check_alpha([entry.name for entry in masked if not inspect_picture(entry.path, entry.name).alpha], len(masked))
+def _check_alpha(entries: Sequence[ImageEntry | VideoEntry]) -> None:
+    masked = [entry for entry in entries if isinstance(entry, ImageEntry) and entry.options.alpha_mask]
+    check_alpha([entry.name for entry in masked if not inspect_image(entry.path, entry.name).alpha], len(masked))
 
 
-def _too_short(short: list[tuple[Film, int]]) -> str:
+def _too_short(short: list[tuple[VideoEntry, int]]) -> str:
     """A sentence for each way of taking clips, as several folders may have each their own."""
-    ways: dict[Extraction, list[tuple[Film, int]]] = {}
+    ways: dict[Extraction, list[tuple[VideoEntry, int]]] = {}
     for film, frames in short:
         ways.setdefault(film.extraction, []).append((film, frames))
     return " ".join(_too_short_for(extraction, films) for extraction, films in ways.items())
 
 
-def _too_short_for(extraction: Extraction, films: list[tuple[Film, int]]) -> str:
+def _too_short_for(extraction: Extraction, films: list[tuple[VideoEntry, int]]) -> str:
     rate = f" at {extraction.fps:g} frames per second" if extraction.fps else ""
     return (
         f"Shorter than the {min(extraction.target_frames)} frames asked for{rate}: "
         f"{shortlist([f'{film.name} ({frames} frames)' for film, frames in films])}; put "
-        f"{whole_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is too "
-        f"short out of the folder."
+        f"{round_down_frames(min(frames for _, frames in films))} into target_frames (such as 1, 25), or take what is "
+        f"too short out of the folder."
     )
 
 
@@ -131,7 +131,7 @@ def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) 
         yield f"HDR video is read as SDR and looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
 
 
-def _chunk_notes(entries: Sequence[Picture | Film]) -> Iterator[str]:
-    films = [entry.extraction for entry in entries if isinstance(entry, Film)]
+def _chunk_notes(entries: Sequence[ImageEntry | VideoEntry]) -> Iterator[str]:
+    films = [entry.extraction for entry in entries if isinstance(entry, VideoEntry)]
     if any(of.method == "chunk" and 1 in of.target_frames for of in films):
         yield "chunk with 1 in target_frames takes every frame of every clip as a picture."

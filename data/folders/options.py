@@ -9,7 +9,7 @@ FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
 
 
 @dataclass(frozen=True)
-class Treatment:
+class FolderOptions:
     """What is set for a whole folder.
 
     alpha_mask: the pictures' own alpha channel is their mask.
@@ -64,16 +64,16 @@ class Treatment:
             )
 
 
-AS_IT_IS = Treatment()
+UNCHANGED = FolderOptions()
 _DEFAULTS = {field.name: field.default for field in fields(Extraction)}
 _READ_WITH = {"frame_stride": "slide", "frame_sample": "uniform", "max_frames": FULL}
 
 
-def folder_notes(folder: str, treatment: Treatment, trigger_words: str, masked: bool) -> Iterator[str]:
+def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked: bool) -> Iterator[str]:
     """masked: whether its pictures have masks."""
-    if masked and treatment.unmasked_weight == 1:
+    if masked and options.unmasked_weight == 1:
         yield f"The masks of {folder!r} have no effect: unmasked_weight 1 has what they leave out count whole."
-    if trigger_words.strip() and treatment.regularisation:
+    if trigger_words.strip() and options.regularisation:
         yield (
             f"trigger_words stand before the captions of {folder!r} too, which are regularisation and show what the "
             "words are not to call; leave trigger_words empty there."

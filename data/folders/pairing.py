@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.text import shortlist
-from .files import listed, name_below, picture_files, same_folder, stem_of
+from .files import image_files, list_files, relative_name, same_folder, stem_of
 
 
 def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path, ...]], tuple[str, ...]]:
@@ -31,7 +31,7 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
             f"for {missing[0]!r}, or take the picture out of its folder."
         )
     spare = sorted(files.keys() - {stem for of in matched for stem in of})
-    notes = (f"Control pictures that belong to no picture: {listed(folder, [files[s] for s in spare])}.",)
+    notes = (f"Control pictures that belong to no picture: {list_files(folder, [files[s] for s in spare])}.",)
     return [tuple(files[stem] for stem in of) for of in matched], notes if spare else ()
 
 
@@ -50,11 +50,11 @@ def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[s
             f"nothing is to be masked), or keep those without masks in a folder of their own."
         )
     spare = sorted(files.keys() - {stem_of(name) for name in names})
-    notes = (f"Masks that belong to no picture or clip: {listed(folder, [files[stem] for stem in spare])}.",)
+    notes = (f"Masks that belong to no picture or clip: {list_files(folder, [files[stem] for stem in spare])}.",)
     return [files[stem_of(name)] for name in names], notes if spare else ()
 
 
-def apart(folder: Path, **others: Path | None) -> tuple[Path, ...]:
+def separate_folders(folder: Path, **others: Path | None) -> tuple[Path, ...]:
     """The folders that belong to this one, given by the names of their inputs; ValueError where one is the folder
     itself."""
     for name, other in others.items():
@@ -70,8 +70,8 @@ def apart(folder: Path, **others: Path | None) -> tuple[Path, ...]:
 def _by_stem(folder: Path, what: str, noun: str) -> dict[str, Path]:
     """The pictures of a folder by their names without ending; ValueError for two of one name."""
     files: dict[str, Path] = {}
-    for file in picture_files(folder):
-        stem = stem_of(name_below(folder, file))
+    for file in image_files(folder):
+        stem = stem_of(relative_name(folder, file))
         if stem in files:
             raise ValueError(
                 f"The {what} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are one {noun} by "

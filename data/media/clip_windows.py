@@ -36,13 +36,13 @@ class Extraction:
         for name in ("frame_stride", "frame_sample", "max_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more.")
-        assert self.target_frames and all(whole_frames(count) == count for count in self.target_frames)
+        assert self.target_frames and all(round_down_frames(count) == count for count in self.target_frames)
 
     def windows(self, frames: int) -> list[tuple[int, int]]:
         """(first frame, number of frames) of each clip that a film of `frames` frames gives; none where it is too
         short."""
         if self.method == FULL:
-            return [(0, whole_frames(min(frames, self.max_frames)))]
+            return [(0, round_down_frames(min(frames, self.max_frames)))]
         return [(start, count) for count in self.target_frames for start in self._starts(frames, count)]
 
     def too_long(self, frames: int) -> list[int]:
@@ -62,7 +62,7 @@ class Extraction:
         return np.unique(np.linspace(0, last, self.frame_sample).astype(int)).tolist()
 
 
-def whole_frames(count: int) -> int:
+def round_down_frames(count: int) -> int:
     """The most frames, 4n + 1, that `count` frames hold."""
     return (count - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
 
@@ -75,10 +75,10 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
             f"target_frames is {text!r}; write the numbers of frames with commas between them, such as 1, 25, 49."
         )
     given = sorted({int(part) for part in parts})
-    lowered = [f"{count} to {whole_frames(count)}" for count in given if whole_frames(count) != count]
+    lowered = [f"{count} to {round_down_frames(count)}" for count in given if round_down_frames(count) != count]
     notes = (
         (f"target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered {', '.join(lowered)}.",)
         if lowered
         else ()
     )
-    return tuple(sorted({whole_frames(count) for count in given})), notes
+    return tuple(sorted({round_down_frames(count) for count in given})), notes

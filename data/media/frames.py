@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .images import load_picture
-from .videos import VideoFacts, load_clip
+from .images import load_image
+from .videos import VideoFacts, load_frames
 
 Box = tuple[float, float, float, float]
 
@@ -37,7 +37,7 @@ class Pixels(Protocol):
 
 
 @dataclass(frozen=True)
-class StillPixels:
+class ImagePixels:
     """opaque: transparent parts show the colours that the file holds there, as alpha is a mask. wide: it holds numbers
     that are scaled by their range, which is in the key as older versions scaled them otherwise."""
 
@@ -55,14 +55,14 @@ class StillPixels:
         return (self.digest, *more) if more else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
-        return load_picture(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)
+        return load_image(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)
 
     def first(self) -> Pixels:
         return self
 
 
 @dataclass(frozen=True)
-class ClipPixels:
+class VideoPixels:
     path: Path
     name: str
     facts: VideoFacts
@@ -81,14 +81,14 @@ class ClipPixels:
         return (self.facts.digest, self.stamps)
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
-        return load_clip(self.path, self.facts, self.stamps, box, height, width, name=self.name)
+        return load_frames(self.path, self.facts, self.stamps, box, height, width, name=self.name)
 
     def first(self) -> Pixels:
         return replace(self, stamps=self.stamps[:1])
 
 
 @dataclass(frozen=True)
-class Cut:
+class Crop:
     """The part of a file's frames that is trained on, at the size of its grid. flip: mirrored left to right."""
 
     pixels: Pixels
@@ -99,10 +99,10 @@ class Cut:
 
     @property
     def key(self) -> Any:
-        return (self.pixels.key, *self.place)
+        return (self.pixels.key, *self.region)
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def region(self) -> tuple[Any, ...]:
         """What of the frames is shown, in keys."""
         return (self.box, self.height, self.width, *(("flipped",) if self.flip else ()))
 
@@ -110,5 +110,5 @@ class Cut:
         frames = self.pixels.load(self.box, self.height, self.width)
         return frames.flip(2) if self.flip else frames
 
-    def first(self) -> "Cut":
+    def first(self) -> "Crop":
         return replace(self, pixels=self.pixels.first())

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PictureFacts:
+class ImageFacts:
     """What planning needs of a picture file: a name for its bytes, (height, width) in pixels when upright, and whether
     it may be transparent somewhere. wide: whether it holds 32-bit numbers, whose white their range tells."""
 
@@ -62,7 +62,7 @@ def check_pillow(version: str = PIL.__version__) -> None:
         )
 
 
-def inspect_picture(path: Path, name: str | None = None) -> PictureFacts:
+def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
     """Read a picture's bytes, not its pixels. Unchanged files (size and time) are read once per process.
 
     name: what messages call it; its file name without one.
@@ -76,14 +76,14 @@ def inspect_picture(path: Path, name: str | None = None) -> PictureFacts:
 
 
 @lru_cache(maxsize=65536)
-def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> PictureFacts:
+def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> ImageFacts:
     with _named_errors(name, path):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
             alpha = image.has_transparency_data
             wide = _is_wide(image)
-    return PictureFacts(_digest(data), (height, width), alpha, wide)
+    return ImageFacts(_digest(data), (height, width), alpha, wide)
 
 
 def _digest(data: bytes) -> str:
@@ -99,7 +99,7 @@ def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
     return (image.height, image.width) if turned else image.size
 
 
-def load_picture(
+def load_image(
     path: Path,
     box: tuple[float, float, float, float],
     height: int,
@@ -112,7 +112,7 @@ def load_picture(
     """Decode a picture, cut it to `box` and scale that to `height` by `width`: float32, (1, H, W, 3), sRGB, 0 to 1.
 
     box: (left, top, right, bottom) in pixels of the upright picture, fractions allowed.
-    digest: what `inspect_picture` called the bytes; a file that holds others by now is refused.
+    digest: what `inspect_image` called the bytes; a file that holds others by now is refused.
     name: what messages call the picture; its file name without one.
     opaque: transparent parts show the colours that the file holds there.
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
@@ -135,7 +135,7 @@ def load_picture(
 
 def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str | None = None) -> np.ndarray:
     """Decode a mask: float32, (H, W), 0 to 1, upright; the alpha channel of a picture, or how bright it is, where
-    transparent parts are black. digest, name, errors: as of `load_picture`."""
+    transparent parts are black. digest, name, errors: as of `load_image`."""
     name = name or path.name
     data = _read(path, name, digest)
     with _named_errors(name, path), Image.open(BytesIO(data)) as opened:

@@ -9,13 +9,13 @@ from PIL import Image
 
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
-from .frames import StillPixels
-from .images import load_picture
+from .frames import ImagePixels
+from .images import load_image
 
 THREADS = 8
 
 
-def check_decodes(pictures: Sequence[StillPixels], progress: Progress, interrupted: Interrupted) -> None:
+def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupted: Interrupted) -> None:
     """ValueError that names the pictures which break off or are damaged, up to five.
 
     On several threads, as Pillow lets go of the interpreter while it decodes. What fails there, and numbers whose white
@@ -24,14 +24,14 @@ def check_decodes(pictures: Sequence[StillPixels], progress: Progress, interrupt
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     failed: list[tuple[str, ValueError]] = []
     try:
-        sound = pool.map(is_sound, [picture.path for picture in pictures])
+        sound = pool.map(is_intact, [picture.path for picture in pictures])
         for done, (picture, whole) in enumerate(zip(pictures, sound, strict=True)):
             interrupted()
             progress(done, len(pictures), f"Checking pictures: {done} of {len(pictures)}")
             if whole and not picture.wide:
                 continue
             try:
-                load_picture(picture.path, (0, 0, 1, 1), 1, 1, digest=picture.digest, name=picture.name)
+                load_image(picture.path, (0, 0, 1, 1), 1, 1, digest=picture.digest, name=picture.name)
             except ValueError as error:
                 failed.append((picture.name, error))
     finally:
@@ -46,7 +46,7 @@ def check_decodes(pictures: Sequence[StillPixels], progress: Progress, interrupt
         ) from failed[0][1]
 
 
-def is_sound(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Whether a picture is whole, by the cheapest reading that goes to its end: the checksums of a PNG, a JPEG at an
     eighth of its size, others decoded."""
     try:

@@ -10,7 +10,9 @@ from ..buckets.grids import Grid, Placement
 from .masks import area_mean
 
 
-def weights_of(mask: Tensor, name: str, cells: tuple[int, int], grid: Grid, placement: Placement, patch: int) -> Tensor:
+def noise_mask_weights(
+    mask: Tensor, name: str, cells: tuple[int, int], grid: Grid, placement: Placement, patch: int
+) -> Tensor:
     """How much each kept token counts, (tokens,): the mean of the mask over its square of the latent.
 
     mask: (1, H, W), (H, W) or (1, T, H, W), which core stretches over the latent whatever H and W are. cells: (height,
@@ -37,7 +39,7 @@ def weights_of(mask: Tensor, name: str, cells: tuple[int, int], grid: Grid, plac
     return weights
 
 
-def mask_notes(masked: Sequence[str], used: bool) -> Iterator[str]:
+def noise_mask_notes(masked: Sequence[str], used: bool) -> Iterator[str]:
     """masked: the latents with a noise mask that gives no frames clean."""
     if masked and not used:
         yield (

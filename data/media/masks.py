@@ -14,9 +14,9 @@ from torch import Tensor
 from ...common.fingerprint import fingerprint
 from ...common.text import shortlist
 from ..buckets.grids import Placement
-from ..cache import Job
-from .frames import Cut
-from .images import inspect_picture, load_mask
+from ..cache import EncodeJob
+from .frames import Crop
+from .images import inspect_image, load_mask
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
@@ -43,15 +43,15 @@ class Mask:
     def key(self) -> Any:
         return (self.digest, "alpha" if self.alpha else "by range" if self.wide else "grey")
 
-    def job(self, cut: Cut, placement: Placement) -> Job:
-        """{"mask": (rows, columns)} of the grid of `cut`, 0 to 1: the mean of the mask over each token's square."""
-        down, across = self.size[0] / cut.pixels.size[0], self.size[1] / cut.pixels.size[1]
-        left, top, right, bottom = cut.box
+    def job(self, crop: Crop, placement: Placement) -> EncodeJob:
+        """{"mask": (rows, columns)} of the grid of `crop`, 0 to 1: the mean of the mask over each token's square."""
+        down, across = self.size[0] / crop.pixels.size[0], self.size[1] / crop.pixels.size[1]
+        left, top, right, bottom = crop.box
         box = (left * across, top * down, right * across, bottom * down)
         shape = (placement.grid.height, placement.grid.width)
-        key = fingerprint("mask", VERSION, self.key, box, shape, cut.flip)
-        encode = partial(self._encode, box, *shape, cut.flip)
-        return Job(key, {TOKENS: shape}, 4 * shape[0] * shape[1], encode, self.name)
+        key = fingerprint("mask", VERSION, self.key, box, shape, crop.flip)
+        encode = partial(self._encode, box, *shape, crop.flip)
+        return EncodeJob(key, {TOKENS: shape}, 4 * shape[0] * shape[1], encode, self.name)
 
     @property
     def faint(self) -> bool:
@@ -65,16 +65,16 @@ class Mask:
         return {TOKENS: mean.flip(1) if flip else mean}
 
 
-def mask_of(picture: Path, mask: Path | None, name: str, size: tuple[int, int]) -> Mask:
+def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]) -> Mask:
     """The mask of a picture or clip of `size`: a picture of its own, or without one the picture's alpha channel.
 
     Raises ValueError for a mask of another shape than its picture.
     """
     if mask is None:
-        facts = inspect_picture(picture, name)
+        facts = inspect_image(picture, name)
         return Mask(picture, name, facts.digest, facts.size, True)
     called = f"{mask.name} (mask)"
-    facts = inspect_picture(mask, called)
+    facts = inspect_image(mask, called)
     if abs(log(facts.size[1] / facts.size[0]) - log(size[1] / size[0])) > SAME_SHAPE:
         raise ValueError(
             f"The mask {mask.name!r} is {facts.size[1]} x {facts.size[0]} pixels and {name!r}, to which it belongs, "

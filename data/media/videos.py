@@ -138,7 +138,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
     return stamps, stamps[-1] + (lengths[stamps[-1]] or usual)
 
 
-def load_clip(
+def load_frames(
     path: Path,
     facts: VideoFacts,
     stamps: Sequence[int],

@@ -10,7 +10,7 @@ from typing import Any
 
 import folder_paths
 
-from ...data.folders.files import is_film, is_picture
+from ...data.folders.files import is_image, is_video
 
 SETTINGS_FILE = "tessera.json"
 # The list of folders is made for each look at the nodes; a network drive or a whole disk must not hold that up.
@@ -167,7 +167,7 @@ def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
         below = Path(parent).relative_to(root)
         deepest = len(below.parts) == LISTED_LEVELS
         subfolders[:] = [] if deepest else sorted(name for name in subfolders if not name.startswith("."))
-        for holds, found in ((is_picture, images), (is_film, videos)):
+        for holds, found in ((is_image, images), (is_video, videos)):
             if any(holds(name) for name in names):
                 found |= {folder.as_posix() for folder in (below, *below.parents)}
     return images, videos

@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ...data.captions.options import MOST_FORMS, CaptionOptions
+from ...data.captions.options import MOST_VARIANTS, CaptionOptions
 
 
 def caption_inputs() -> list[Any]:
@@ -69,7 +69,7 @@ def caption_inputs() -> list[Any]:
             "caption_variants",
             default=CaptionOptions.caption_variants,
             min=1,
-            max=MOST_FORMS,
+            max=MOST_VARIANTS,
             optional=True,
             advanced=True,
             tooltip="For shuffle_tags, tag_dropout and wildcards: how many forms of a caption are drawn and encoded "

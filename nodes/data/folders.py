@@ -8,8 +8,8 @@ from typing import Any
 from comfy_api.latest import io
 
 from ...data.captions.options import CaptionOptions
-from ...data.folders.dataset import CLIPS, Dataset, folder_fingerprint, scan_films, scan_folder
-from ...data.folders.options import Treatment
+from ...data.folders.dataset import VIDEOS, Dataset, folder_fingerprint, scan_images, scan_videos
+from ...data.folders.options import FolderOptions
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
 from ..common.folder_access import list_image_folders, list_video_folders, resolve_folder
 from ..common.types import DatasetType
@@ -93,14 +93,14 @@ class TesseraImageFolder(io.ComfyNode):
         **chosen,
     ) -> io.NodeOutput:
         treatment, captions = _split_options(chosen)
-        scanned = scan_folder(
+        scanned = scan_images(
             resolve_folder(folder),
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
             control_folder=_other_folder(control_folder),
             mask_folder=_other_folder(mask_folder),
-            treatment=treatment,
+            options=treatment,
             captions=captions,
         )
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
@@ -208,7 +208,7 @@ class TesseraVideoFolder(io.ComfyNode):
             return float("nan")
         try:
             masks = _other_folder(mask_folder)
-            return folder_fingerprint(resolve_folder(folder), caption_extension, CLIPS, mask_folder=masks)
+            return folder_fingerprint(resolve_folder(folder), caption_extension, VIDEOS, mask_folder=masks)
         except ValueError as error:  # told to the user by execute
             return str(error)
 
@@ -231,25 +231,25 @@ class TesseraVideoFolder(io.ComfyNode):
     ) -> io.NodeOutput:
         frames, notes = parse_target_frames(target_frames)
         treatment, captions = _split_options(chosen)
-        scanned = scan_films(
+        scanned = scan_videos(
             resolve_folder(folder),
             Extraction(frames, fps, extraction, frame_stride, frame_sample, max_frames),
             caption_extension=caption_extension,
             repeats=repeats,
             trigger_words=trigger_words,
             mask_folder=_other_folder(mask_folder),
-            treatment=treatment,
+            options=treatment,
             captions=captions,
         )
         scanned = replace(scanned, notes=(*scanned.notes, *notes))
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
 
-def _split_options(chosen: dict[str, Any]) -> tuple[Treatment, CaptionOptions]:
+def _split_options(chosen: dict[str, Any]) -> tuple[FolderOptions, CaptionOptions]:
     """Split inputs, named as the fields, into the options of images and those of captions."""
-    pictures = {field.name for field in fields(Treatment)} & chosen.keys()
+    pictures = {field.name for field in fields(FolderOptions)} & chosen.keys()
     captions = {name: value for name, value in chosen.items() if name not in pictures}
-    return Treatment(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
+    return FolderOptions(**{name: chosen[name] for name in pictures}), CaptionOptions(**captions)
 
 
 def _chosen(folder: str | None) -> str | None:

@@ -14,11 +14,11 @@ from PIL import Image
 from scipy.stats import binomtest
 from tessera.compile.settings import CompileSettings
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.folders.dataset import scan_films, scan_folder
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import scan_images, scan_videos
+from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare, summary
-from tessera.data.samples import PLAIN, Choice
+from tessera.data.samples import FIRST_VARIANT, SampleVariant
 from tessera.nodes.data import prepare as data_nodes
 from tessera.train.train_lora import train_lora
 from tiny.compiling import Graphs
@@ -89,7 +89,7 @@ def same(tensors, cond, extra):
 @pytest.mark.parametrize("name", ["flux", "klein", "mistral", "wan", "qwen"])
 def test_each_form_and_the_empty_prompt_is_encoded_as_core_encodes_its_text(name, encoders, folder, tmp_path):
     vae, clip = encoders(name)
-    found = prepared(scan_folder(folder, trigger_words="ohwx", captions=LINES), vae, clip, tmp_path)
+    found = prepared(scan_images(folder, trigger_words="ohwx", captions=LINES), vae, clip, tmp_path)
     texts = {
         "a.png": ("ohwx, a (red) fox", f"ohwx, {LONG.strip()}"),
         "b.png": ("ohwx, a grey wolf", "ohwx, a white wolf"),
@@ -97,13 +97,13 @@ def test_each_form_and_the_empty_prompt_is_encoded_as_core_encodes_its_text(name
     }
     for sample in found.data.samples:
         of = texts[sample.name]
-        assert (sample.captions, sample.caption_dropout) == (len(of), 0.2)
+        assert (sample.caption_variants, sample.caption_dropout) == (len(of), 0.2)
         length = sample.text_length if name == "flux" else 0
         if sample.name == "c.png" or name in ("flux", "qwen"):  # the others' are alike
             for number, text in enumerate(of):
-                same(sample.load(Choice(0, number)), *core(clip, text, length))
-        same(sample.load(Choice(0, None)), *core(clip, "", length))
-        assert torch.equal(sample.load().text, sample.load(Choice(0, 0)).text)
+                same(sample.load(SampleVariant(0, number)), *core(clip, text, length))
+        same(sample.load(SampleVariant(0, None)), *core(clip, "", length))
+        assert torch.equal(sample.load().text, sample.load(SampleVariant(0, 0)).text)
     # All forms of a picture share a key, that of the longest.
     short = {"flux": 256, "qwen": 128}.get(name, 512)
     assert {s.name: s.text_length for s in found.data.samples} == {"a.png": 512, "b.png": short, "c.png": short}
@@ -120,21 +120,21 @@ def test_an_edit_models_empty_prompt_is_its_template_with_the_control_pictures(e
     vae, clip = encoders("qwen")
     before = write_pictures(tmp_path / "before", dict.fromkeys(CAPTIONS))
     (folder / "a.png").unlink()
-    mirrored = Treatment(flip="horizontal")
-    dataset = scan_folder(folder, control_folder=before, captions=LINES, treatment=mirrored)
+    mirrored = FolderOptions(flip="horizontal")
+    dataset = scan_images(folder, control_folder=before, captions=LINES, options=mirrored)
     found = prepared(dataset, vae, clip, tmp_path)
     texts = {"b.png": ("a grey wolf", "a white wolf"), "c.png": ("a house",)}
     for sample in found.data.samples:
         image = torch.from_numpy(np.array(Image.open(before / sample.name))).float()[None] / 255
         _, height, width = sample.grid
         assert (height * 16, width * 16) == image.shape[1:3]  # nothing is cropped
-        assert (sample.pictures, sample.captions) == (2, len(texts[sample.name]))
+        assert (sample.image_variants, sample.caption_variants) == (2, len(texts[sample.name]))
         for number, text in [*enumerate(texts[sample.name]), (None, "")]:
             for picture, seen in enumerate((image, image.flip(2))):
                 with torch.inference_mode():
                     (((cond, _),),) = TextEncodeQwenImageEditPlus.execute(clip, text, image1=seen).result
-                assert torch.equal(sample.load(Choice(picture, number)).text, cond)
-    empty = [sample.load(Choice(0, None)).text for sample in found.data.samples]
+                assert torch.equal(sample.load(SampleVariant(picture, number)).text, cond)
+    empty = [sample.load(SampleVariant(0, None)).text for sample in found.data.samples]
     assert not torch.equal(empty[0], empty[1])
 
 
@@ -142,26 +142,26 @@ def test_films_take_forms_for_all_their_clips(encoders, tmp_path):
     (tmp_path / "films").mkdir()
     write_film(tmp_path / "films" / "a.mp4", 10, size=(64, 96), caption="a, b, c, d, e")
     vae, clip = encoders("wan")
-    dataset = scan_films(tmp_path / "films", Extraction((5,), method="chunk"), trigger_words="ohwx", captions=TAGS)
+    dataset = scan_videos(tmp_path / "films", Extraction((5,), method="chunk"), trigger_words="ohwx", captions=TAGS)
     found = prepared(dataset, vae, clip, tmp_path, megapixels=0.003)
-    assert len(found.data.samples) == 2 and {s.captions for s in found.data.samples} == {
-        len(dataset.entries[0].forms.texts)
+    assert len(found.data.samples) == 2 and {s.caption_variants for s in found.data.samples} == {
+        len(dataset.entries[0].variants.texts)
     }
-    for number, text in enumerate(dataset.entries[0].forms.texts):
+    for number, text in enumerate(dataset.entries[0].variants.texts):
         assert text == "ohwx" or text.startswith("ohwx, ")
-        same(found.data.samples[1].load(Choice(0, number)), *core(clip, text, 0))
+        same(found.data.samples[1].load(SampleVariant(0, number)), *core(clip, text, 0))
 
 
 def tag_data(folder, vae, clip, root, options=TAGS):
     for name in CAPTIONS:
         (folder / f"{name}.txt").write_text(f"{name}, b, c, d, e")
-    return prepared(scan_folder(folder, trigger_words="ohwx", captions=options), vae, clip, root).data
+    return prepared(scan_images(folder, trigger_words="ohwx", captions=options), vae, clip, root).data
 
 
 def counted(sample, shown):
     """The sample, which counts in `shown` the captions that are read of it."""
 
-    def load(choice=PLAIN):
+    def load(choice=FIRST_VARIANT):
         shown[choice.caption] += 1
         return sample.load(choice)
 
@@ -190,7 +190,7 @@ def test_training_shows_the_forms_without_a_text_encoder_and_the_same_ones_after
     again = train(tiny_flux, data, tmp_path / "cut", watcher, **options)
     assert "Resumed at step 3." in watcher.notes and again.loss == whole.loss
     assert all(torch.equal(again.lora[name], whole.lora[name]) for name in whole.lora)
-    plain = replace(data, samples=tuple(replace(s, captions=1, caption_weights=()) for s in data.samples))
+    plain = replace(data, samples=tuple(replace(s, caption_variants=1, caption_weights=()) for s in data.samples))
     plain = replace(plain, samples=tuple(replace(s, caption_dropout=0.0) for s in plain.samples), fingerprint="plain")
     assert train(tiny_flux, plain, tmp_path / "plain", **options | {"steps": 1}).loss != whole.loss[:1]
 
@@ -218,7 +218,7 @@ def test_forms_of_any_length_share_the_graphs_of_the_longest(name, encoders, tin
     (folder / "b.txt").unlink(), (folder / "b.png").unlink()
     for other in "ac":
         (folder / f"{other}.txt").write_text(f"a fox\n{LONG}")
-    data = prepared(scan_folder(folder, captions=LINES), vae, clip, tmp_path).data
+    data = prepared(scan_images(folder, captions=LINES), vae, clip, tmp_path).data
     assert len(data.graph_keys()) == 1
     torch._dynamo.reset()
     graphs = Graphs()
@@ -246,7 +246,7 @@ def test_each_option_changes_the_data_and_none_leaves_it_as_it_was(folder, tiny_
     (folder / "a.txt").write_text("a, {b|c}, # c, d\ne, f")
 
     def fingerprint(captions=None):
-        return prepared(scan_folder(folder, captions=captions), tiny_vae, tiny_clip, tmp_path).data.fingerprint
+        return prepared(scan_images(folder, captions=captions), tiny_vae, tiny_clip, tmp_path).data.fingerprint
 
     plain = fingerprint()
     assert plain == fingerprint(CaptionOptions()) == fingerprint(CaptionOptions(caption_variants=3))
@@ -264,7 +264,7 @@ def test_progress_counts_each_text_once(folder, tiny_vae, tiny_clip, tmp_path):
     for name in CAPTIONS:
         (folder / f"{name}.txt").write_text("a fox\na dog")
     prepared(
-        scan_folder(folder, captions=LINES),
+        scan_images(folder, captions=LINES),
         tiny_vae,
         tiny_clip,
         tmp_path,
@@ -293,7 +293,7 @@ def test_both_nodes_hand_their_options_on(node, tmp_path, monkeypatch):
     schema = {i.id: getattr(i, "default", None) for i in node.GET_SCHEMA().inputs}
     assert {name: schema[name] for name in options} == vars(CaptionOptions())
     (dataset,) = node.execute(folder="f", trigger_words="t", **options).result
-    scanned = scan_folder(tmp_path, trigger_words="t", captions=CaptionOptions(**options))
-    assert dataset.entries[0].forms == scanned.entries[0].forms and not dataset.entries[0].forms.plain
+    scanned = scan_images(tmp_path, trigger_words="t", captions=CaptionOptions(**options))
+    assert dataset.entries[0].variants == scanned.entries[0].variants and not dataset.entries[0].variants.plain
     with pytest.raises(ValueError, match=r"caption_variants is 1, so shuffle_tags would show one form"):
         node.execute(folder="f", shuffle_tags=True, caption_variants=1)

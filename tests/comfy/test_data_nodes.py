@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.folders.dataset import Dataset, Picture
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import Dataset, ImageEntry
+from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.samples import TrainingData
 from tessera.nodes.common import folder_access
@@ -242,10 +242,10 @@ def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_thei
     given = inputs | chosen | {"trigger_words": "ohwx", "class_word": "man"}
     (dataset,) = run(prepare.TesseraImageFolder, **given).result
     assert [entry.mask for entry in dataset.entries] == [masks / "0.png", masks / "1.png"]
-    assert dataset.entries[0].treatment == Treatment(**chosen, class_word="man")
-    assert dataset.entries[1].forms.of_class == ("man, picture 1",)
+    assert dataset.entries[0].options == FolderOptions(**chosen, class_word="man")
+    assert dataset.entries[1].variants.class_texts == ("man, picture 1",)
     (kept,) = run(prepare.TesseraImageFolder, folder="input/own", regularisation=True, alpha_mask=True).result
-    assert kept.entries[0].treatment == Treatment(regularisation=True, alpha_mask=True)
+    assert kept.entries[0].options == FolderOptions(regularisation=True, alpha_mask=True)
     name = prepare.TesseraImageFolder.fingerprint_inputs(**inputs)
     assert name != prepare.TesseraImageFolder.fingerprint_inputs(folder="input/own")
     os.utime(masks / "0.png", (1, 1))
@@ -267,7 +267,7 @@ def test_training_clips_take_one_mask_for_all_frames(home):
     given = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
     (dataset,) = run(prepare.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
     wanted = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
-    assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].treatment == Treatment(**wanted)
+    assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].options == FolderOptions(**wanted)
 
 
 def test_training_clips_chains_with_pictures_and_notices_changes(home):
@@ -278,7 +278,7 @@ def test_training_clips_chains_with_pictures_and_notices_changes(home):
     (first,) = run(prepare.TesseraImageFolder, folder="input/a").result
     inputs = {"folder": "input/f", "target_frames": "1, 8", "fps": 8.0, "extraction": "slide", "frame_stride": 3}
     (both,) = run(prepare.TesseraVideoFolder, **inputs, dataset=first, trigger_words="ohwx", repeats=2).result
-    assert [type(entry) for entry in both.entries[:2]] == [Picture, Picture]
+    assert [type(entry) for entry in both.entries[:2]] == [ImageEntry, ImageEntry]
     clip = both.entries[2]
     assert (clip.name, clip.caption, clip.repeats) == ("film.mp4", "ohwx, running", 2)
     assert clip.extraction == Extraction((1, 5), 8.0, "slide", 3, 4, 81)

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.folders.dataset import Dataset, Picture
+from tessera.data.folders.dataset import Dataset, ImageEntry
 from tessera.data.prepare import prepare
 from tessera.data.samples import TrainingData
 from tessera.train.settings import MemoryOptions
@@ -34,7 +34,7 @@ def mixed_data(tmp_path_factory: pytest.TempPathFactory, tiny_files: dict[str, P
         path = folder / f"{index:02d}.png"
         Image.effect_noise((round(height * aspect), height), 40 + index).convert("RGB").save(path)
         words = 2 + round(282 * index / (PICTURES - 1))
-        pictures.append(Picture(path=path, caption=caption(words), repeats=1, name=path.name))
+        pictures.append(ImageEntry(path=path, caption=caption(words), repeats=1, name=path.name))
     prepared = prepare(
         Dataset(tuple(pictures)),
         tiny.load_vae(tiny_files["vae"]),

@@ -12,9 +12,9 @@ from PIL import Image
 from tessera.common.fingerprint import weights_fingerprint
 from tessera.data import cache
 from tessera.data.buckets.grids import crop_box
-from tessera.data.folders.dataset import Dataset, scan_folder
+from tessera.data.folders.dataset import Dataset, scan_images
 from tessera.data.media import integrity
-from tessera.data.media.images import load_picture
+from tessera.data.media.images import load_image
 from tessera.data.prepare import prepare, summary
 
 SIZES = {"a": (96, 64), "b": (64, 96), "c": (70, 70), "d": (64, 200)}  # width, height
@@ -58,7 +58,7 @@ def counts(tiny_vae, tiny_clip, monkeypatch):
 
 
 def run(folder, vae, clip, tmp_path, **changes):
-    dataset = folder if isinstance(folder, Dataset) else scan_folder(folder, repeats=2)
+    dataset = folder if isinstance(folder, Dataset) else scan_images(folder, repeats=2)
     return prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **{**OPTIONS, **changes})
 
 
@@ -77,7 +77,7 @@ def test_samples_hold_what_core_encodes_of_the_cropped_picture_and_of_the_captio
         box, target = crop_box(size, placement.grid, 16)
         assert target == (height * 16, width * 16)
         with torch.inference_mode():
-            latent = tiny_vae.encode(load_picture(folder / sample.name, box, *target))
+            latent = tiny_vae.encode(load_image(folder / sample.name, box, *target))
         assert torch.equal(tensors.latent, latent[0]) and tensors.latent.shape == (16, height * 2, width * 2)
         assert tensors.text.shape[1] == sample.text_length == (512 if sample.name == "d.png" else 256)
         if sample.name in ("a.png", "c.png"):
@@ -300,8 +300,8 @@ def test_notes_tell_that_a_ragged_edge_takes_no_max_graphs_and_what_was_left_out
 
 
 def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny_clip, tmp_path):
-    pictures = scan_folder(folder).entries
-    sets = [pictures, pictures[::-1], scan_folder(folder, repeats=3).entries]
+    pictures = scan_images(folder).entries
+    sets = [pictures, pictures[::-1], scan_images(folder, repeats=3).entries]
     names = {run(Dataset(s), tiny_vae, tiny_clip, tmp_path).data.fingerprint for s in sets}
     assert len(names) == 3
 

@@ -8,11 +8,11 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.buckets.grids import crop_box
-from tessera.data.folders.dataset import Dataset, scan_films, scan_folder
+from tessera.data.folders.dataset import Dataset, scan_images, scan_videos
 from tessera.data.media import videos
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.media.images import load_picture
-from tessera.data.media.videos import inspect_video, load_clip
+from tessera.data.media.images import load_image
+from tessera.data.media.videos import inspect_video, load_frames
 from tessera.data.prepare import prepare, summary
 from tiny.films import write_film
 from tiny.image_encoders import load_clip_vision, load_wan22_vae
@@ -72,14 +72,14 @@ def run(dataset, vae, clip, tmp_path, **changes):
 
 
 def films_of(folder, *frames, **options):
-    return scan_films(folder, Extraction(frames or (9,), **options), repeats=2)
+    return scan_videos(folder, Extraction(frames or (9,), **options), repeats=2)
 
 
 def frames_of(path, grid, start, count, pixels_per_token):
     """The frames that a sample is made of, by the way of the files."""
     facts = inspect_video(path)
     box, target = crop_box(facts.size, grid, pixels_per_token)
-    return load_clip(path, facts, facts.frames_at(16)[start : start + count], box, *target)
+    return load_frames(path, facts, facts.frames_at(16)[start : start + count], box, *target)
 
 
 def calls_of(monkeypatch, owner, method):
@@ -89,7 +89,7 @@ def calls_of(monkeypatch, owner, method):
 
 
 def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills, wan_vae, wan_clip, tmp_path):
-    dataset = films_of(films, 1, 9, method="uniform", frame_sample=2) + scan_folder(stills)
+    dataset = films_of(films, 1, 9, method="uniform", frame_sample=2) + scan_images(stills)
     prepared = run(dataset, wan_vae, wan_clip, tmp_path)
     samples = prepared.data.samples
     expected = {
@@ -105,7 +105,7 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
         with torch.inference_mode():
             if (of := expected[sample.name]) is None:
                 box, target = crop_box((70, 90), placement.grid, 16)
-                pixels = load_picture(stills / sample.name, box, *target)
+                pixels = load_image(stills / sample.name, box, *target)
             else:
                 pixels = frames_of(films / of[0], placement.grid, of[1], of[2], 16)
             (latent,) = wan_vae.encode(pixels)
@@ -246,7 +246,7 @@ def test_start_pictures_are_encoded_once_and_follow_the_vision_model(
 def test_wan_22_5b_takes_its_start_picture_as_a_clean_first_frame(
     films, stills, wan22_vae, wan_clip, clip_vision, tmp_path
 ):
-    dataset = films_of(films, 9) + scan_folder(stills)
+    dataset = films_of(films, 9) + scan_images(stills)
     plain, led = (
         run(dataset, wan22_vae, wan_clip, tmp_path, megapixels=0.012, image_to_video=on) for on in (False, True)
     )

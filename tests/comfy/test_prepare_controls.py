@@ -6,8 +6,8 @@ import tiny
 import torch
 from PIL import Image
 from tessera.data.buckets.grids import Grid, crop_box
-from tessera.data.folders.dataset import scan_folder
-from tessera.data.media.images import load_picture
+from tessera.data.folders.dataset import scan_images
+from tessera.data.media.images import load_image
 from tessera.data.prepare import prepare, summary
 from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_seeing_qwen_clip
 
@@ -49,7 +49,7 @@ def models(tiny_files):
 
 def run(folder, model, tmp_path, controls=True, **changes):
     vae, clip = model
-    dataset = scan_folder(folder, control_folder=folder.parent / "before" if controls else None)
+    dataset = scan_images(folder, control_folder=folder.parent / "before" if controls else None)
     with torch.inference_mode():
         return prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **{**OPTIONS, **changes})
 
@@ -70,7 +70,7 @@ def control_pixels(folder, sample):
         grids = [Grid(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
         seen = {grid: min(ratio := size[1] * grid.height / size[0] / grid.width, 1 / ratio) for grid in grids}
         box, target = crop_box(size, max(grids, key=seen.__getitem__), 16)
-        pictures.append(load_picture(path, box, *target))
+        pictures.append(load_image(path, box, *target))
     return pictures
 
 
@@ -110,7 +110,7 @@ def test_control_pictures_of_their_results_shape_and_size_are_cropped_as_those_a
         grid = Grid(*sample.grid[1:])
         box, target = crop_box((height, width), grid, 16)
         with torch.inference_mode():
-            expected = vae.encode(load_picture(folder.parent / "before" / f"{name}.png", box, *target))
+            expected = vae.encode(load_image(folder.parent / "before" / f"{name}.png", box, *target))
         assert torch.equal(sample.load().conditioning["reference_latents"][0], expected)
         assert sample.references[0] == grid.tokens
     assert any(note.startswith("Control pictures take ") for note in prepared.notes)
@@ -232,7 +232,7 @@ def test_pictures_with_and_without_control_pictures_mix(folder, models, tmp_path
     write_picture(tmp_path / "plain" / "d.png", 96, 64, 50)
     (tmp_path / "plain" / "d.txt").write_text("nothing before it")
     vae, clip = models["qwen"]
-    dataset = scan_folder(folder, control_folder=folder.parent / "before") + scan_folder(tmp_path / "plain")
+    dataset = scan_images(folder, control_folder=folder.parent / "before") + scan_images(tmp_path / "plain")
     with torch.inference_mode():
         data = prepare(dataset, vae, clip, cache_dir=tmp_path / "cache", **OPTIONS).data
     assert [len(sample.references) for sample in data.samples] == [1, 2, 1, 0]

@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 from tessera.data.buckets.grids import Grid, crop_box
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.folders.dataset import scan_films, scan_folder
-from tessera.data.folders.options import Treatment
-from tessera.data.loader import choose
+from tessera.data.folders.dataset import scan_images, scan_videos
+from tessera.data.folders.options import FolderOptions
+from tessera.data.loader import choose_variant
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.media.images import load_mask, load_picture
-from tessera.data.media.videos import inspect_video, load_clip
+from tessera.data.media.images import load_image, load_mask
+from tessera.data.media.videos import inspect_video, load_frames
 from tessera.data.prepare import prepare
-from tessera.data.samples import Choice
+from tessera.data.samples import SampleVariant
 from tiny.films import write_film
 from tiny.image_encoders import load_seeing_qwen_clip
 from tiny.runs import train
@@ -53,18 +53,18 @@ def windows(size, placement, places):
 
 
 def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own(folder, tiny_vae, tiny_clip, tmp_path):
-    treatment = Treatment(flip="horizontal", crops=2, unmasked_weight=0.1)
-    dataset = scan_folder(folder, mask_folder=tmp_path / "masks", treatment=treatment)
+    treatment = FolderOptions(flip="horizontal", crops=2, unmasked_weight=0.1)
+    dataset = scan_images(folder, mask_folder=tmp_path / "masks", options=treatment)
     prepared = run(dataset, tiny_vae, tiny_clip, tmp_path)
     wide, tall = prepared.data.samples
-    assert wide.pictures == 4
+    assert wide.image_variants == 4
     placement, size = prepared.plan.placements[0], (64, 160)
     boxes, target = windows(size, placement, (0.0, 1.0))
     whole = load_mask(tmp_path / "masks" / "a.png", alpha=False)
     for form in range(4):
         box, flip = boxes[form % 2], form >= 2
-        pixels = load_picture(folder / "a.png", box, *target)
-        tensors = wide.load(Choice(form))
+        pixels = load_image(folder / "a.png", box, *target)
+        tensors = wide.load(SampleVariant(form))
         with torch.inference_mode():
             expected = tiny_vae.encode(pixels.flip(2) if flip else pixels)[0]
         assert torch.equal(tensors.latent, expected)
@@ -78,36 +78,36 @@ def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own
         assert tensors.weights is not None and tensors.weights.shape == (wide.tokens,)
         assert tensors.weights.numpy() == pytest.approx(weights, abs=0.05)
         assert abs(tensors.weights.numpy() - weights).mean() < 0.02
-    latents = [wide.load(Choice(form)).latent for form in range(4)]
+    latents = [wide.load(SampleVariant(form)).latent for form in range(4)]
     assert len({latent.numpy().tobytes() for latent in latents}) == 4
     assert torch.equal(wide.load().latent, latents[0])
     assert any("pictures or clips, of which" in note for note in prepared.notes)
-    forms = sum(one.pictures for one in prepared.data.samples)
+    forms = sum(one.image_variants for one in prepared.data.samples)
     assert f"Encoded mirrored or in several crops: 2 pictures or clips, {forms} forms in all." in prepared.notes
     (told,) = [note for note in prepared.notes if note.startswith("Captions that say left or right, of")]
     assert "a.png, b.png" in told
-    plain = run(scan_folder(folder), tiny_vae, tiny_clip, tmp_path).data
+    plain = run(scan_images(folder), tiny_vae, tiny_clip, tmp_path).data
     assert plain.fingerprint != prepared.data.fingerprint
-    assert plain.samples[0].load().weights is None and plain.samples[0].pictures == 1
+    assert plain.samples[0].load().weights is None and plain.samples[0].image_variants == 1
     assert plain.graph_keys() == prepared.data.graph_keys()
     # Each form is drawn as often as the others, and again in the same order.
-    drawn = [choose(wide, 5, (step, 0), 0).picture for step in range(2000)]
-    assert drawn == [choose(wide, 5, (step, 0), 0).picture for step in range(2000)]
+    drawn = [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
+    assert drawn == [choose_variant(wide, 5, (step, 0), 0).image for step in range(2000)]
     assert all(abs(drawn.count(form) - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5 for form in range(4))
 
 
 def test_control_pictures_and_what_the_text_encoder_sees_of_them_go_along(folder, tiny_files, tmp_path):
     vae, clip = tiny.load_vae(tiny_files["wan_vae"]), load_seeing_qwen_clip(tiny_files["qwen"])
-    dataset = scan_folder(folder, control_folder=tmp_path / "before", treatment=Treatment(flip="horizontal", crops=2))
+    dataset = scan_images(folder, control_folder=tmp_path / "before", options=FolderOptions(flip="horizontal", crops=2))
     options = {"fit": "whole grids", "control_megapixels": OPTIONS["megapixels"]}
     prepared = run(dataset, vae, clip, tmp_path, **options)
     sample, placement = prepared.data.samples[0], prepared.plan.placements[0]
-    assert sample.pictures == 4
+    assert sample.image_variants == 4
     (box, _), target = windows((64, 160), placement, (0.0, 1.0))
     texts = []
     for form, flip in ((0, False), (2, True)):
-        tensors = sample.load(Choice(form))
-        pixels = load_picture(tmp_path / "before" / "a.png", box, *target)
+        tensors = sample.load(SampleVariant(form))
+        pixels = load_image(tmp_path / "before" / "a.png", box, *target)
         with torch.inference_mode():
             expected = vae.encode(pixels.flip(2) if flip else pixels)
         assert torch.equal(tensors.conditioning["reference_latents"][0], expected)
@@ -125,11 +125,11 @@ def test_one_mask_serves_all_frames_of_a_clip_which_is_mirrored_whole(tiny_files
     mask = np.zeros((48, 80), np.uint8)
     mask[:, :40] = 255
     Image.fromarray(mask).save(tmp_path / "masks" / "a.png")
-    treatment = Treatment(flip="horizontal")
-    dataset = scan_films(tmp_path / "films", Extraction((9,), 0.0), mask_folder=tmp_path / "masks", treatment=treatment)
+    treatment = FolderOptions(flip="horizontal")
+    dataset = scan_videos(tmp_path / "films", Extraction((9,), 0.0), mask_folder=tmp_path / "masks", options=treatment)
     (sample,) = run(dataset, vae, clip, tmp_path, fit="whole grids").data.samples
-    assert sample.pictures == 2 and sample.grid[0] == 3
-    plain, mirrored = sample.load(Choice(0)), sample.load(Choice(1))
+    assert sample.image_variants == 2 and sample.grid[0] == 3
+    plain, mirrored = sample.load(SampleVariant(0)), sample.load(SampleVariant(1))
     frames, height, width = sample.grid
     for tensors, side in ((plain, 0), (mirrored, -1)):
         weights = tensors.weights.reshape(frames, height, width)
@@ -137,7 +137,7 @@ def test_one_mask_serves_all_frames_of_a_clip_which_is_mirrored_whole(tiny_files
         assert (weights[:, :, side] == 1).all() and (weights[:, :, -1 - side] == 0).all()
     facts = inspect_video(film)
     box, target = crop_box((48, 80), Grid(height, width), 16)
-    pixels = load_clip(film, facts, facts.stamps, box, *target)
+    pixels = load_frames(film, facts, facts.stamps, box, *target)
     with torch.inference_mode():
         assert torch.equal(plain.latent, vae.encode(pixels)[0])
         assert torch.equal(mirrored.latent, vae.encode(pixels.flip(2))[0])
@@ -145,7 +145,7 @@ def test_one_mask_serves_all_frames_of_a_clip_which_is_mirrored_whole(tiny_files
 
 def test_a_zoom_without_pixels_to_spare_is_said_to_do_nothing_and_not_asked_for(folder, tiny_vae, tiny_clip, tmp_path):
     def told(zoom, megapixels):
-        dataset = scan_folder(folder, treatment=Treatment(crops=2, crop_zoom=zoom))
+        dataset = scan_images(folder, options=FolderOptions(crops=2, crop_zoom=zoom))
         notes = run(dataset, tiny_vae, tiny_clip, tmp_path, megapixels=megapixels).notes
         return [note for note in notes if "crop_zoom" in note]
 
@@ -162,29 +162,29 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     mask = np.zeros((64, 160), np.uint8)
     mask[:, 110:] = 255
     Image.fromarray(mask).save(tmp_path / "masks" / "a.png")
-    dataset = scan_folder(folder, mask_folder=tmp_path / "masks", treatment=Treatment(crops=2))
+    dataset = scan_images(folder, mask_folder=tmp_path / "masks", options=FolderOptions(crops=2))
     prepared = run(dataset, tiny_vae, tiny_clip, tmp_path)
     sample = prepared.data.samples[0]
     (_, right), target = windows((64, 160), prepared.plan.placements[0], (0.0, 1.0))
-    assert sample.pictures == 1
+    assert sample.image_variants == 1
     lost = "Crops and mirrored pictures left out, as their mask leaves nothing of them: a.png (1)."
     assert lost in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]
     with torch.inference_mode():
-        expected = tiny_vae.encode(load_picture(folder / "a.png", right, *target))[0]
+        expected = tiny_vae.encode(load_image(folder / "a.png", right, *target))[0]
     assert torch.equal(sample.load().latent, expected)
     for name in "ab":
         Image.new("L", SIZES[name], 0).save(tmp_path / "masks" / f"{name}.png")
-    dataset = scan_folder(folder, mask_folder=tmp_path / "masks")
+    dataset = scan_images(folder, mask_folder=tmp_path / "masks")
     with pytest.raises(ValueError, match=r"nothing to learn: a.png \(mask\), b.png \(mask\); paint"):
         run(dataset, tiny_vae, tiny_clip, tmp_path)
-    dataset = scan_folder(folder, mask_folder=tmp_path / "masks", treatment=Treatment(unmasked_weight=0.5))
+    dataset = scan_images(folder, mask_folder=tmp_path / "masks", options=FolderOptions(unmasked_weight=0.5))
     assert run(dataset, tiny_vae, tiny_clip, tmp_path).data.samples[0].load().weights.unique().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("unmasked", [0.0, 0.5])
 def test_a_mask_of_label_numbers_is_refused_by_name_from_the_cache_too(unmasked, folder, tiny_vae, tiny_clip, tmp_path):
-    treatment = Treatment(unmasked_weight=unmasked)
-    dataset = scan_folder(folder, mask_folder=tmp_path / "masks", treatment=treatment)
+    treatment = FolderOptions(unmasked_weight=unmasked)
+    dataset = scan_images(folder, mask_folder=tmp_path / "masks", options=treatment)
     labels = np.zeros((64, 160), np.uint8)
     labels[8:40, 40:120] = 1
     Image.fromarray(labels).save(tmp_path / "masks" / "a.png")
@@ -204,11 +204,11 @@ def test_an_alpha_channel_is_the_mask_of_a_picture_that_is_shown_as_if_it_had_no
     alpha[:48] = 255
     picture.putalpha(Image.fromarray(alpha))
     with pytest.raises(ValueError, match=r"alpha_mask is on and 2 of 2 pictures have no alpha channel: a.png, b.png"):
-        run(scan_folder(folder, treatment=Treatment(alpha_mask=True)), tiny_vae, tiny_clip, tmp_path)
-    opaque = run(scan_folder(folder), tiny_vae, tiny_clip, tmp_path).data.samples[1].load()
+        run(scan_images(folder, options=FolderOptions(alpha_mask=True)), tiny_vae, tiny_clip, tmp_path)
+    opaque = run(scan_images(folder), tiny_vae, tiny_clip, tmp_path).data.samples[1].load()
     (folder / "a.png").unlink()
     picture.save(folder / "b.png")
-    dataset = scan_folder(folder, treatment=Treatment(alpha_mask=True))
+    dataset = scan_images(folder, options=FolderOptions(alpha_mask=True))
     (sample,) = run(dataset, tiny_vae, tiny_clip, tmp_path).data.samples
     tensors = sample.load()
     assert torch.equal(tensors.latent, opaque.latent)
@@ -221,38 +221,38 @@ def test_class_captions_are_encoded_as_core_does_in_the_length_of_their_own(fold
     long = "a man " * 150
     options = CaptionOptions(caption_per_line=True, caption_dropout=0.5)
     (folder / "a.txt").write_text("red\nblue")
-    dataset = scan_folder(
-        folder, trigger_words="ohwx", treatment=Treatment(class_word=long, flip="horizontal"), captions=options
+    dataset = scan_images(
+        folder, trigger_words="ohwx", options=FolderOptions(class_word=long, flip="horizontal"), captions=options
     )
     prepared = run(dataset, tiny_vae, tiny_clip, tmp_path)
     sample = prepared.data.samples[0]
-    assert sample.class_caption and sample.captions == 2 and sample.text_length == 512
+    assert sample.class_caption and sample.caption_variants == 2 and sample.text_length == 512
     for index, text in enumerate(("red", "blue")):
-        plain, tensors = sample.load(Choice(1, index)), sample.load(Choice(1, index, class_caption=True))
-        assert plain.of_class is None and torch.equal(plain.latent, tensors.latent)
+        plain, tensors = sample.load(SampleVariant(1, index)), sample.load(SampleVariant(1, index, class_caption=True))
+        assert plain.class_prompt is None and torch.equal(plain.latent, tensors.latent)
         assert torch.equal(plain.text, tensors.text) and tensors.text.shape[1] == 512
         with torch.inference_mode():
             tokens = tiny_clip.tokenize(f"{long.strip()}, {text}")
             ((cond, extra),) = tiny_clip.encode_from_tokens_scheduled(tokens)
-        padded = tensors.of_class.text
-        assert padded.shape[1] == 512 and tensors.of_class.conditioning.keys() == tensors.conditioning.keys()
-        assert torch.equal(tensors.of_class.conditioning["pooled_output"], extra["pooled_output"])
+        padded = tensors.class_prompt.text
+        assert padded.shape[1] == 512 and tensors.class_prompt.conditioning.keys() == tensors.conditioning.keys()
+        assert torch.equal(tensors.class_prompt.conditioning["pooled_output"], extra["pooled_output"])
         assert cond.shape[1] < 512  # core pads to 256 at least, training to 512
-    assert sample.load(Choice(0, None, class_caption=True)).of_class is None  # the empty prompt
-    without = run(scan_folder(folder, trigger_words="ohwx", captions=options), tiny_vae, tiny_clip, tmp_path).data
+    assert sample.load(SampleVariant(0, None, class_caption=True)).class_prompt is None  # the empty prompt
+    without = run(scan_images(folder, trigger_words="ohwx", captions=options), tiny_vae, tiny_clip, tmp_path).data
     assert without.fingerprint != prepared.data.fingerprint and not without.samples[0].class_caption
 
 
 def test_the_empty_prompt_is_encoded_where_it_is_preserved(folder, tiny_vae, tiny_clip, tmp_path):
-    dataset = scan_folder(folder, treatment=Treatment(blank_prompt_preservation=True))
+    dataset = scan_images(folder, options=FolderOptions(blank_prompt_preservation=True))
     sample = run(dataset, tiny_vae, tiny_clip, tmp_path).data.samples[0]
     with torch.inference_mode():
         ((cond, _),) = tiny_clip.encode_from_tokens_scheduled(tiny_clip.tokenize(""))
-    assert sample.class_caption and torch.equal(sample.load(Choice(class_caption=True)).of_class.text, cond)
+    assert sample.class_caption and torch.equal(sample.load(SampleVariant(class_caption=True)).class_prompt.text, cond)
 
 
 def test_prepared_class_captions_train(folder, tiny_vae, tiny_clip, tiny_flux, tmp_path):
-    dataset = scan_folder(folder, trigger_words="ohwx", treatment=Treatment(class_word="man", flip="horizontal"))
+    dataset = scan_images(folder, trigger_words="ohwx", options=FolderOptions(class_word="man", flip="horizontal"))
     data = run(dataset, tiny_vae, tiny_clip, tmp_path).data
     on = train(tiny_flux, data, tmp_path, steps=2, objective={"preservation_weight": 1.0})
     off = train(tiny_flux, data, tmp_path, steps=2)

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from tessera.data.folders.dataset import scan_films, scan_folder
+from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare
 from tiny.films import write_film
@@ -52,9 +52,9 @@ def losses(model, data, folders):
 @pytest.mark.parametrize("variant", ["2.1-t2v", "2.1-i2v", "2.2-i2v-14b", "2.2-5b"])
 def test_wan_trains_on_clips_and_pictures(folders, tiny_files, variant):
     vae = load_wan22_vae() if variant == "2.2-5b" else tiny.load_vae(tiny_files["wan_vae"])
-    films = scan_films(folders / "films", Extraction((5, 9)))
+    films = scan_videos(folders / "films", Extraction((5, 9)))
     led = variant != "2.1-t2v"
-    dataset = films if "i2v" in variant else films + scan_folder(folders / "after")
+    dataset = films if "i2v" in variant else films + scan_images(folders / "after")
     data = prepared(
         dataset,
         vae,
@@ -71,7 +71,7 @@ def test_wan_trains_on_clips_and_pictures(folders, tiny_files, variant):
 
 @pytest.mark.parametrize("controls", [False, True])
 def test_qwen_image_trains_on_pictures_with_and_without_control_pictures(folders, tiny_files, controls):
-    dataset = scan_folder(folders / "after", control_folder=folders / "before" if controls else None)
+    dataset = scan_images(folders / "after", control_folder=folders / "before" if controls else None)
     vae, clip = tiny.load_vae(tiny_files["wan_vae"]), load_seeing_qwen_clip(tiny_files["qwen"])
     data = prepared(dataset, vae, clip, folders)
     assert {len(sample.references) for sample in data.samples} == {int(controls)}
@@ -79,13 +79,13 @@ def test_qwen_image_trains_on_pictures_with_and_without_control_pictures(folders
 
 
 def test_flux_kontext_trains_on_pictures_with_control_pictures(folders, tiny_flux, tiny_vae, tiny_clip):
-    dataset = scan_folder(folders / "after", control_folder=folders / "before")
+    dataset = scan_images(folders / "after", control_folder=folders / "before")
     losses(tiny_flux, prepared(dataset, tiny_vae, tiny_clip, folders), folders)
 
 
 @pytest.mark.parametrize("load", [load_klein_clip, load_mistral_clip])
 def test_flux_2_trains_on_pictures_with_control_pictures(folders, load):
-    dataset = scan_folder(folders / "after", control_folder=folders / "before")
+    dataset = scan_images(folders / "after", control_folder=folders / "before")
     data = prepared(dataset, load_flux2_vae(), load(), folders)
     assert {sample.text_length for sample in data.samples} == {512}
     model = tiny.load_flux2(tiny.write_flux2(folders / "flux2.safetensors", context_dim=96))

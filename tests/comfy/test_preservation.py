@@ -10,7 +10,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
 from tessera.common.rng import generator
-from tessera.data.samples import Choice, Prompt
+from tessera.data.samples import Prompt, SampleVariant
 from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
 from tessera.train.objective.noise import draw_noise
@@ -30,7 +30,7 @@ FP32 = 1e-4
 def with_class(one):
     """The sample with a class caption, whose numbers are a function of its name."""
     own, of_class = one.load(), sample(f"the class of {one.name}", *one.grid[1:]).load()
-    told = replace(own, of_class=Prompt(of_class.text, of_class.conditioning))
+    told = replace(own, class_prompt=Prompt(of_class.text, of_class.conditioning))
     return replace(one, class_caption=True, load=lambda choice=None: told if choice and choice.class_caption else own)
 
 
@@ -42,7 +42,7 @@ def data():
 def shown(trainer, *indices):
     """A micro-batch as the trainer draws it."""
     samples = trainer.data.samples
-    return [(index, Choice(class_caption=samples[index].class_caption)) for index in indices]
+    return [(index, SampleVariant(class_caption=samples[index].class_caption)) for index in indices]
 
 
 def reference(trainer, tensors, indices):
@@ -53,7 +53,7 @@ def reference(trainer, tensors, indices):
     total = torch.zeros((), dtype=torch.float64)
     for place, index in enumerate(indices):
         one = trainer.data.samples[index]
-        read = one.load(Choice(class_caption=True))
+        read = one.load(SampleVariant(class_caption=True))
         x0 = (read.latent.double() - 0.1159) * 0.3611
         sigma = draw_sigma(settings.objective, generator(settings.seed, "sigma", 0, 0, place), one.tokens)
         sigma = float(torch.tensor(sigma, dtype=torch.float32))
@@ -77,10 +77,10 @@ def reference(trainer, tensors, indices):
             )
 
         total = total + (velocity(read, lora) - tokens(noise - x0)).square().mean()
-        if read.of_class:
+        if read.class_prompt:
             with torch.no_grad():
-                without = velocity(read.of_class, {})
-            total = total + WEIGHT * (velocity(read.of_class, lora) - without).square().mean()
+                without = velocity(read.class_prompt, {})
+            total = total + WEIGHT * (velocity(read.class_prompt, lora) - without).square().mean()
     (total / len(indices)).backward()
     return float(total.detach()) / len(indices), {name: p.grad for name, p in masters.items()}
 
@@ -163,7 +163,7 @@ def batch_of(trainer):
     from tessera.train.batch import make_batch
 
     one = trainer.data.samples[0]
-    options, read = trainer.settings.objective, one.load(Choice(class_caption=True))
+    options, read = trainer.settings.objective, one.load(SampleVariant(class_caption=True))
     return make_batch(trainer.patcher, trainer.family, [(one, read)], options, trainer.device, 3, (0, 0))
 
 
@@ -221,7 +221,7 @@ def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_ma
     model = tiny.load_wan(tiny.write_wan(tmp_path / "wan.safetensors", variant="2.2-5b"))
     one = tiny.wan_sample("a", (3, 4, 2), "2.2-5b", clean_frames=1)
     read, other = one.load(), tiny.wan_sample("class", (3, 4, 2), "2.2-5b").load()
-    masked = replace(read, weights=torch.rand(24), of_class=Prompt(other.text, other.conditioning))
+    masked = replace(read, weights=torch.rand(24), class_prompt=Prompt(other.text, other.conditioning))
     one = replace(one, class_caption=True, load=lambda *_: masked)
     trainer = tiny.make_trainer(model, training_data(one), tmp_path, objective=OBJECTIVE)
     tiny.fill_up_matrices(trainer)

@@ -8,8 +8,8 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from PIL import Image
-from tessera.data.folders.dataset import scan_folder
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import scan_images
+from tessera.data.folders.options import FolderOptions
 from tessera.data.prepare import prepare, summary
 from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_of
@@ -80,8 +80,8 @@ def test_a_folder_of_them_is_prepared_with_its_weight_and_told(tiny_vae, tiny_cl
             pixels = np.random.default_rng(index).integers(0, 256, (64, 64, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / name / f"{index}.png")
             (tmp_path / name / f"{index}.txt").write_text("a dog")
-    own = scan_folder(tmp_path / "own", repeats=3, trigger_words="ohwx")
-    kept = scan_folder(tmp_path / "class", treatment=Treatment(regularisation=True, loss_weight=0.25))
+    own = scan_images(tmp_path / "own", repeats=3, trigger_words="ohwx")
+    kept = scan_images(tmp_path / "class", options=FolderOptions(regularisation=True, loss_weight=0.25))
     options = {"megapixels": 0.004, "max_graphs": 1, "fit": "ragged edge", "max_text_length": 512}
     prepared = prepare(own + kept, tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **options)
     samples = prepared.data.samples
@@ -89,7 +89,7 @@ def test_a_folder_of_them_is_prepared_with_its_weight_and_told(tiny_vae, tiny_cl
     assert "seen per epoch with repeats: 12." in summary(prepared)
     (told,) = [note for note in prepared.notes if note.startswith("Regularisation: 3 pictures or clips take every ")]
     assert "6 in an epoch, which is 2 times" in told
-    other = scan_folder(tmp_path / "class", treatment=Treatment(regularisation=True, loss_weight=0.5))
+    other = scan_images(tmp_path / "class", options=FolderOptions(regularisation=True, loss_weight=0.5))
     again = prepare(own + other, tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **options)
     assert again.data.fingerprint != prepared.data.fingerprint
 
@@ -104,4 +104,4 @@ def test_a_folder_of_them_is_prepared_with_its_weight_and_told(tiny_vae, tiny_cl
 def test_bad_weights_end_in_a_sentence():
     for weight in (0.0, -1.0, 101.0):
         with pytest.raises(ValueError, match=f"loss_weight is {weight}; set it above 0 and to at most 100"):
-            Treatment(loss_weight=weight)
+            FolderOptions(loss_weight=weight)

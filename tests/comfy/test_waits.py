@@ -40,7 +40,7 @@ def with_everything(family: str, name: str) -> Any:
     one = make_sample(family, name)
     read, other = one.load(), make_sample(family, f"the class of {name}").load()
     weights = torch.linspace(0, 1, one.tokens)
-    told = replace(read, weights=weights, of_class=Prompt(other.text, other.conditioning))
+    told = replace(read, weights=weights, class_prompt=Prompt(other.text, other.conditioning))
     return replace(one, class_caption=True, loss_weight=0.5, load=lambda *_: told)
 
 
@@ -124,7 +124,7 @@ def after_a_backward(tiny_files, tmp_path_factory) -> Any:
     network = NetworkOptions(rank=4, alpha=8.0, include=("single_blocks.0.*",), scale_weight_norms=0.1)
     trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path_factory.mktemp("run"), network=network)
     tiny.fill_up_matrices(trainer)
-    trainer.reader.want(tiny.shown(0))
+    trainer.reader.prefetch(tiny.shown(0))
     devices = TwoDevices()
     devices.put_weights_of(trainer)
     with devices.watched():

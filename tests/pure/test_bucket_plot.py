@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tessera.data.buckets.planner import plan_buckets
 from tessera.data.buckets.plot import (
+    BUCKET_COLOURS,
     CROPS,
-    FAMILY_COLOURS,
     GRIDS,
     HEIGHT,
     HISTOGRAM,
@@ -47,13 +47,13 @@ def test_each_family_shows_in_its_own_colour_in_the_histogram_and_in_the_grids()
         plan = plan_buckets(SIZES, max_graphs=graphs, **FLUX)
         for panel in (HISTOGRAM, GRIDS):
             drawn = pixels(plan, SIZES, panel)
-            assert [near(drawn, colour) > 0 for colour in FAMILY_COLOURS[:3]] == [True, graphs == 2, False]
+            assert [near(drawn, colour) > 0 for colour in BUCKET_COLOURS[:3]] == [True, graphs == 2, False]
 
 
 def test_the_highest_bar_stands_at_the_commonest_aspect():
     sizes = [(1000, 1000)] * 3 + [(1000, 2000)] * 30 + [(2000, 1000)]
     drawn = pixels(plan_buckets(sizes, **FLUX), sizes, HISTOGRAM)
-    heights = (np.abs(drawn - FAMILY_COLOURS[0]).max(axis=-1) <= 8).sum(axis=0)
+    heights = (np.abs(drawn - BUCKET_COLOURS[0]).max(axis=-1) <= 8).sum(axis=0)
     left, centre, right = (heights[part].max() for part in (slice(0, 180), slice(180, 370), slice(370, None)))
     assert right > 0.97 * (HISTOGRAM[3] - HISTOGRAM[1])
     assert centre == pytest.approx(right * 3 / 30, abs=2)

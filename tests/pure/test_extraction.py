@@ -1,7 +1,7 @@
 """Which frames of a film become clips, drawn as musubi-tuner's guide draws them."""
 
 import pytest
-from tessera.data.media.clip_windows import EXTRACTIONS, Extraction, parse_target_frames, whole_frames
+from tessera.data.media.clip_windows import EXTRACTIONS, Extraction, parse_target_frames, round_down_frames
 
 
 def drawn(extraction, frames):
@@ -66,7 +66,7 @@ def test_a_list_of_frames_is_read_and_lowered_to_what_the_vae_takes():
     counts, notes = parse_target_frames("81, 24, 30")
     assert counts == (21, 29, 81)
     assert notes == ("target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered 24 to 21, 30 to 29.",)
-    assert [whole_frames(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 1, 1, 5, 5, 9]
+    assert [round_down_frames(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 1, 1, 5, 5, 9]
 
 
 @pytest.mark.parametrize("text", ["", " , ", "a", "25.5", "-5", "0", "25, x"])

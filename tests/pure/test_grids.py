@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tessera.data.buckets.grids import FITS, RAGGED_EDGE, Grid, Placement, find_family
+from tessera.data.buckets.grids import FITS, RAGGED_EDGE, Grid, Placement, find_bucket
 
 
 def all_grids(tokens: int, fit: str, max_aspect: float) -> list[tuple[int, int]]:
@@ -24,7 +24,7 @@ def test_a_family_loses_as_little_as_the_best_of_all_grids_at_any_aspect(fit, ma
     aspects = np.exp(log_aspects)
     for tokens in (1, 2, 4, 7, 15, 16, 19, 22, 60, 97, 240, 241, 900, 3600, 4047):
         every = all_grids(tokens, fit, max_aspect)
-        family = find_family(tokens, fit, max_aspect)
+        family = find_bucket(tokens, fit, max_aspect)
         if not every:
             assert family is None
             continue
@@ -37,13 +37,13 @@ def test_a_family_loses_as_little_as_the_best_of_all_grids_at_any_aspect(fit, ma
 
 
 def test_whole_grids_are_all_the_factor_pairs():
-    assert [(g.height, g.width) for g in find_family(24, "whole grids", 4.0).grids] == [(8, 3), (6, 4), (4, 6), (3, 8)]
-    assert find_family(23, "whole grids", 4.0) is None
+    assert [(g.height, g.width) for g in find_bucket(24, "whole grids", 4.0).grids] == [(8, 3), (6, 4), (4, 6), (3, 8)]
+    assert find_bucket(23, "whole grids", 4.0) is None
 
 
 def test_of_two_grids_that_lose_alike_the_one_with_fewer_tokens_to_spare_stays():
     # For 15 tokens 3 x 7 sees of any wide picture what 3 x 5 sees, with six tokens missing.
-    grids = find_family(15, RAGGED_EDGE, 4.0).grids
+    grids = find_bucket(15, RAGGED_EDGE, 4.0).grids
     assert Grid(3, 5) in grids and Grid(3, 7) not in grids
 
 

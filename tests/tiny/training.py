@@ -63,9 +63,9 @@ def make_trainer(
 
 def shown(*indices: int) -> list[Any]:
     """The first form of these samples: a micro-batch as the trainer draws them."""
-    from tessera.data.samples import PLAIN
+    from tessera.data.samples import FIRST_VARIANT
 
-    return [(index, PLAIN) for index in indices]
+    return [(index, FIRST_VARIANT) for index in indices]
 
 
 def fill_up_matrices(trainer: Any, size: float = 0.05) -> None:

@@ -6,14 +6,14 @@ from itertools import permutations
 from math import isclose
 
 import pytest
-from tessera.data.captions.notes import encoded_note
+from tessera.data.captions.notes import encoding_notes
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.captions.variants import CaptionForms, caption_forms
-from tessera.data.folders.dataset import scan_folder
+from tessera.data.captions.variants import CaptionVariants, make_caption_variants
+from tessera.data.folders.dataset import scan_images
 
 
 def forms(text, trigger_words="", **options):
-    of = caption_forms(text, CaptionOptions(**options), trigger_words, "a.txt")
+    of = make_caption_variants(text, CaptionOptions(**options), trigger_words, "a.txt")
     assert len(of.texts) == len(set(of.texts)) == len(of.weights) and isclose(sum(of.weights), 1)
     return of
 
@@ -31,7 +31,7 @@ def wildcards(text, **options):
 
 def test_without_options_a_caption_is_its_text_as_it_stands():
     text = "  a {red|blue} fox,\n\nb ,c ||| d\\{ "
-    assert forms(text) == CaptionForms((text.strip(),)) and forms(text).plain
+    assert forms(text) == CaptionVariants((text.strip(),)) and forms(text).plain
     assert forms("", "ohwx, ").texts == ("ohwx",) and forms("a", " ohwx ").texts == ("ohwx, a",)
 
 
@@ -201,7 +201,7 @@ def test_options_that_contradict_each_other_are_told(options, message):
 
 
 def test_captions_that_are_never_shown_are_empty_and_leave_no_place_for_trigger_words():
-    assert forms("a {b", caption_dropout=1.0) == CaptionForms(("",))
+    assert forms("a {b", caption_dropout=1.0) == CaptionVariants(("",))
     with pytest.raises(ValueError, match=r"caption_dropout is 1, so the trigger_words would never be shown; lower"):
         forms("a", "ohwx", caption_dropout=1.0)
 
@@ -217,14 +217,14 @@ def folder(tmp_path):
         for number, caption in enumerate(captions):
             (folder / f"{number}.png").touch()
             (folder / f"{number}.txt").write_text(caption)
-        return scan_folder(folder, captions=CaptionOptions(**options))
+        return scan_images(folder, captions=CaptionOptions(**options))
 
     return scan
 
 
 def test_pictures_carry_the_forms_of_their_captions(folder):
     dataset = folder("{a|b}", "c", wildcards=True, caption_dropout=0.1)
-    assert [(p.caption, p.forms.texts, p.forms.dropout) for p in dataset.entries] == [
+    assert [(p.caption, p.variants.texts, p.variants.dropout) for p in dataset.entries] == [
         ("a", ("a", "b"), 0.1),
         ("c", ("c",), 0.1),
     ]
@@ -268,9 +268,9 @@ def test_what_has_no_effect_and_what_was_drawn_is_noted(folder, captions, option
 
 
 def test_the_note_on_encoding_counts_texts_and_bytes():
-    plain, several = CaptionForms(("a",)), CaptionForms(("a", "b"), (0.5, 0.5), dropout=0.07)
-    assert list(encoded_note([plain, plain], {"x": 4})) == []
-    assert list(encoded_note([plain, several], {"x": 4_000_000, "y": 4_000_000, "z": 8_000_000})) == [
+    plain, several = CaptionVariants(("a",)), CaptionVariants(("a", "b"), (0.5, 0.5), dropout=0.07)
+    assert list(encoding_notes([plain, plain], {"x": 4})) == []
+    assert list(encoding_notes([plain, several], {"x": 4_000_000, "y": 4_000_000, "z": 8_000_000})) == [
         "The 2 captions have up to 2 forms each: 3 texts, each encoded once, about 0.016 GB on disk. The empty prompt "
         "takes a caption's place in 0 to 7 % of showings."
     ]

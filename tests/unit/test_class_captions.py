@@ -4,8 +4,8 @@ import pytest
 from PIL import Image
 from tessera.data.captions.options import CaptionOptions
 from tessera.data.folders.class_words import read_class_word
-from tessera.data.folders.dataset import scan_folder
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import scan_images
+from tessera.data.folders.options import FolderOptions
 
 
 def folder(tmp_path, *captions):
@@ -47,31 +47,31 @@ def test_a_class_word_that_stands_for_nothing_is_refused(class_word, trigger_wor
 def test_each_form_of_a_caption_has_its_class_caption(tmp_path):
     pictures = folder(tmp_path, "red\nblue", "green")
     options = CaptionOptions(caption_per_line=True)
-    dataset = scan_folder(pictures, trigger_words="ohwx", treatment=Treatment(class_word="man"), captions=options)
-    forms = [entry.forms for entry in dataset.entries]
-    assert forms[0].texts == ("ohwx, red", "ohwx, blue") and forms[0].of_class == ("man, red", "man, blue")
-    assert forms[1].of_class == ("man, green",)
-    assert scan_folder(pictures, trigger_words="ohwx").entries[0].forms.of_class == ()
+    dataset = scan_images(pictures, trigger_words="ohwx", options=FolderOptions(class_word="man"), captions=options)
+    forms = [entry.variants for entry in dataset.entries]
+    assert forms[0].texts == ("ohwx, red", "ohwx, blue") and forms[0].class_texts == ("man, red", "man, blue")
+    assert forms[1].class_texts == ("man, green",)
+    assert scan_images(pictures, trigger_words="ohwx").entries[0].variants.class_texts == ()
 
 
 def test_captions_without_the_word_are_told_and_a_folder_of_them_refused(tmp_path):
     pictures = folder(tmp_path, "a photo of ohwx", "a photo")
-    dataset = scan_folder(pictures, treatment=Treatment(class_word="ohwx=man"))
-    assert [entry.forms.of_class for entry in dataset.entries] == [("a photo of man",), ()]
+    dataset = scan_images(pictures, options=FolderOptions(class_word="ohwx=man"))
+    assert [entry.variants.class_texts for entry in dataset.entries] == [("a photo of man",), ()]
     assert dataset.notes == ("Without the word 'ohwx', so without a class caption: 1.png.",)
     with pytest.raises(ValueError, match="class_word stands for 'sks', which no caption of the folder .* holds"):
-        scan_folder(pictures, treatment=Treatment(class_word="sks=dog"))
+        scan_images(pictures, options=FolderOptions(class_word="sks=dog"))
     with pytest.raises(ValueError, match="class_word is 'man' and regularisation is on"):
-        Treatment(class_word=" man", regularisation=True)
+        FolderOptions(class_word=" man", regularisation=True)
 
 
 def test_the_empty_prompt_may_stand_in_place_of_every_caption(tmp_path):
     pictures = folder(tmp_path, "red\nblue", "green")
     options = CaptionOptions(caption_per_line=True)
-    blank = Treatment(blank_prompt_preservation=True)
-    dataset = scan_folder(pictures, treatment=blank, captions=options)
-    assert [entry.forms.of_class for entry in dataset.entries] == [("", ""), ("",)]
+    blank = FolderOptions(blank_prompt_preservation=True)
+    dataset = scan_images(pictures, options=blank, captions=options)
+    assert [entry.variants.class_texts for entry in dataset.entries] == [("", ""), ("",)]
     with pytest.raises(ValueError, match="class_word is 'man' and blank_prompt_preservation is on"):
-        Treatment(blank_prompt_preservation=True, class_word="man")
+        FolderOptions(blank_prompt_preservation=True, class_word="man")
     with pytest.raises(ValueError, match="blank_prompt_preservation and regularisation are both on"):
-        Treatment(blank_prompt_preservation=True, regularisation=True)
+        FolderOptions(blank_prompt_preservation=True, regularisation=True)

@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from tessera.data.media.videos import inspect_video, load_clip
+from tessera.data.media.videos import inspect_video, load_frames
 from tiny.films import grey, plain, write_film
 
 WHOLE = (0, 0, 64, 48)
@@ -19,7 +19,7 @@ def greys(clip):
 
 
 def load(path, stamps, box=WHOLE, height=48, width=64):
-    clip = load_clip(path, inspect_video(path), stamps, box, height, width)
+    clip = load_frames(path, inspect_video(path), stamps, box, height, width)
     assert clip.shape == (len(stamps), height, width, 3) and clip.dtype == torch.float32
     return clip
 
@@ -113,7 +113,7 @@ def test_pixels_that_are_not_square_are_stretched_to_be(tmp_path):
 
 def test_a_box_is_cut_and_scaled_as_that_of_a_picture(tmp_path):
     from PIL import Image
-    from tessera.data.media.images import load_picture
+    from tessera.data.media.images import load_image
 
     noise = [np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(3)]
     path = write_film(tmp_path / "a.mkv", noise, codec=("ffv1", "bgr0"))
@@ -121,7 +121,7 @@ def test_a_box_is_cut_and_scaled_as_that_of_a_picture(tmp_path):
     clip = load(path, inspect_video(path).stamps, box, 24, 40)
     for index, pixels in enumerate(noise):
         Image.fromarray(pixels).save(tmp_path / "frame.png")
-        assert torch.equal(clip[index], load_picture(tmp_path / "frame.png", box, 24, 40)[0])
+        assert torch.equal(clip[index], load_image(tmp_path / "frame.png", box, 24, 40)[0])
 
 
 def test_transparent_parts_show_white(tmp_path):
@@ -199,10 +199,10 @@ def test_few_decoded_frames_are_held_however_long_the_film_is(tmp_path, monkeypa
     facts = inspect_video(path)
     assert len(facts.stamps) == 600 and Held.made == 1  # the first frame, for its size
     box = (0, 0, 16, 16)
-    clip = load_clip(path, facts, facts.stamps[501:526], box, 16, 16)
+    clip = load_frames(path, facts, facts.stamps[501:526], box, 16, 16)
     assert (clip[:, 8, 8, 0] * 255).round().sub(8).div(8).round().int().tolist() == [i % 30 for i in range(501, 526)]
     assert Held.made <= 1 + 10 + 25 + 2  # from the key frame before the clip to the frame after it
-    load_clip(path, facts, facts.frames_at(16), box, 16, 16)
+    load_frames(path, facts, facts.frames_at(16), box, 16, 16)
     assert Held.made >= 600 and Held.most <= 3 and Held.alive == 0
 
 
@@ -215,7 +215,7 @@ def test_the_bytes_name_the_file_and_a_changed_one_is_refused(tmp_path):
     write_film(path, 9, draw=lambda i, h, w: plain(i + 3, h, w))
     assert inspect_video(path).digest != facts.digest
     with pytest.raises(ValueError, match=r"The clip 'a.mp4' was changed while the data set was prepared; queue again"):
-        load_clip(path, facts, facts.stamps, WHOLE, 48, 64)
+        load_frames(path, facts, facts.stamps, WHOLE, 48, 64)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_a_film_that_breaks_off_is_told_when_its_end_is_wanted(tmp_path):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so that it is not read again
-    assert greys(load_clip(path, facts, facts.stamps[:3], WHOLE, 48, 64)) == [0, 1, 2]
+    assert greys(load_frames(path, facts, facts.stamps[:3], WHOLE, 48, 64)) == [0, 1, 2]
     with pytest.raises(ValueError, match=r"The clip 'a.mkv' can't be read"):
-        load_clip(path, facts, facts.stamps[20:], WHOLE, 48, 64)
+        load_frames(path, facts, facts.stamps[20:], WHOLE, 48, 64)
 
 
 def test_grey_names_each_frame():

@@ -7,13 +7,13 @@ from tessera.data.buckets.grids import RAGGED_EDGE, WHOLE_GRIDS, crop_box
 from tessera.data.buckets.planner import plan_buckets
 from tessera.data.encode.control_crops import place_controls
 from tessera.data.folders.items import Item
-from tessera.data.media.frames import StillPixels
+from tessera.data.media.frames import ImagePixels
 
 MANY = [(1000, 1500), (1500, 1000), (1080, 1920), (900, 1200), (1000, 1000), (1280, 800), (1100, 1000), (500, 1100)]
 
 
 def still(size):
-    return StillPixels(Path("x.png"), "x.png", str(size), size)
+    return ImagePixels(Path("x.png"), "x.png", str(size), size)
 
 
 def place_all(pairs, fit, *, max_graphs=1, megapixels=1.0, control_megapixels=1.0):

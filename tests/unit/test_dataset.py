@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tessera.data.captions.options import CaptionOptions
-from tessera.data.folders.dataset import CLIPS, Dataset, Film, folder_fingerprint, scan_films, scan_folder
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import VIDEOS, Dataset, VideoEntry, folder_fingerprint, scan_images, scan_videos
+from tessera.data.folders.options import FolderOptions
 from tessera.data.media.clip_windows import Extraction
 
 
@@ -44,7 +44,7 @@ def test_pictures_come_by_name_with_their_captions_subfolders_included(folder):
             ".cache/d.png": None,
         }
     )
-    dataset = scan_folder(path, repeats=3)
+    dataset = scan_images(path, repeats=3)
     assert captions(dataset) == {"A.PNG": "first", "b.jpg": "second", "sub/c.webp": "third, with a \u00fc"}
     assert [p.name for p in dataset.entries] == ["A.PNG", "b.jpg", "sub/c.webp"]
     assert {p.repeats for p in dataset.entries} == {3}
@@ -65,7 +65,7 @@ def test_folders_that_are_links_are_subfolders_and_no_place_is_read_twice(folder
     (path / "z" / "above").symlink_to(tmp_path)
     (other / "back").symlink_to(path)
     (path / ".hidden").symlink_to(other)
-    assert captions(scan_folder(path)) == {"again/c.png": "deep/c", "linked/b.png": "b", "z/a.png": "a"}
+    assert captions(scan_images(path)) == {"again/c.png": "deep/c", "linked/b.png": "b", "z/a.png": "a"}
     before = folder_fingerprint(path, ".txt")
     (other / "b.txt").write_text("another")
     assert folder_fingerprint(path, ".txt") != before
@@ -73,23 +73,23 @@ def test_folders_that_are_links_are_subfolders_and_no_place_is_read_twice(folder
 
 def test_pictures_of_one_name_in_two_subfolders_are_told_apart(folder):
     path = folder({"cats/1.jpg": None, "cats/1.txt": "a", "dogs/1.jpg": None, "dogs/1.txt": "b"})
-    assert captions(scan_folder(path)) == {"cats/1.jpg": "a", "dogs/1.jpg": "b"}
+    assert captions(scan_images(path)) == {"cats/1.jpg": "a", "dogs/1.jpg": "b"}
     (path / "dogs" / "1.txt").unlink()
     with pytest.raises(ValueError, match=r"no .txt caption file: dogs/1.jpg; add one"):
-        scan_folder(path)
+        scan_images(path)
 
 
 def test_jpegs_of_rare_endings_are_read(folder):
     path = folder({"a.txt": "one", "b.txt": "two"})
     for name in ("a.jfif", "b.jpe"):
         Image.new("RGB", (8, 8)).save(path / name, "JPEG")
-    assert captions(scan_folder(path)) == {"a.jfif": "one", "b.jpe": "two"}
+    assert captions(scan_images(path)) == {"a.jfif": "one", "b.jpe": "two"}
 
 
 def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     path = folder({"a.png": None, "a.txt": "x", "sub/b.HEIC": b"1", "c.gif": b"2", ".d.heic": b"3"})
     before = folder_fingerprint(path, ".txt")
-    dataset = scan_folder(path)
+    dataset = scan_images(path)
     assert dataset.notes == (
         "Left out, being of kinds that are not read: c.gif, sub/b.HEIC; save them as PNG or JPEG.",
     )
@@ -98,12 +98,12 @@ def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     assert folder_fingerprint(path, ".txt") != before
     (path / "a.png").unlink()
     with pytest.raises(ValueError, match=r"holds no pictures that can be read \(there is sub/b.HEIC\); put pictures"):
-        scan_folder(path)
+        scan_images(path)
 
 
 def test_two_pictures_of_one_stem_share_the_caption(folder):
     path = folder({"a.jpg": None, "a.png": None, "a.txt": "both"})
-    assert captions(scan_folder(path)) == {"a.jpg": "both", "a.png": "both"}
+    assert captions(scan_images(path)) == {"a.jpg": "both", "a.png": "both"}
 
 
 @pytest.mark.parametrize(
@@ -116,18 +116,18 @@ def test_two_pictures_of_one_stem_share_the_caption(folder):
     ],
 )
 def test_trigger_words_come_before_the_caption(folder, words, caption, expected):
-    assert captions(scan_folder(folder({"a.png": None, "a.txt": caption}), trigger_words=words)) == {"a.png": expected}
+    assert captions(scan_images(folder({"a.png": None, "a.txt": caption}), trigger_words=words)) == {"a.png": expected}
 
 
 @pytest.mark.parametrize("extension", [".caption", "caption", " .caption "])
 def test_captions_may_end_otherwise(folder, extension):
     path = folder({"a.png": None, "a.caption": "this", "a.txt": "not this"})
-    assert captions(scan_folder(path, caption_extension=extension)) == {"a.png": "this"}
+    assert captions(scan_images(path, caption_extension=extension)) == {"a.png": "this"}
 
 
 def test_chained_folders_keep_their_order(folder, tmp_path):
     path = folder({"one/z.png": None, "one/z.txt": "1", "two/a.png": None, "two/a.txt": "2"})
-    joined = scan_folder(path / "one") + scan_folder(path / "two", repeats=5)
+    joined = scan_images(path / "one") + scan_images(path / "two", repeats=5)
     assert isinstance(joined, Dataset)
     assert [(p.caption, p.repeats) for p in joined.entries] == [("1", 1), ("2", 5)]
 
@@ -135,7 +135,7 @@ def test_chained_folders_keep_their_order(folder, tmp_path):
 def test_missing_captions_are_named_up_to_five(folder):
     files = {f"{i}.png": None for i in range(8)} | {"0.txt": "a"}
     with pytest.raises(ValueError) as error:
-        scan_folder(folder(files))
+        scan_images(folder(files))
     assert str(error.value) == (
         "7 of 8 pictures in 'photos' have no .txt caption file: 1.png, 2.png, 3.png, 4.png, 5.png and 2 more; add one "
         "beside each, such as '1.txt' for '1.png' (an empty file is an empty caption), or take the picture out of the "
@@ -165,7 +165,7 @@ def test_missing_captions_are_named_up_to_five(folder):
 )
 def test_bad_folders_and_values_are_told_in_a_sentence(folder, files, options, message):
     with pytest.raises(ValueError, match=message):
-        scan_folder(folder(files), **options)
+        scan_images(folder(files), **options)
 
 
 def test_the_fingerprint_follows_pictures_and_captions_and_nothing_else(folder):
@@ -194,28 +194,30 @@ def test_films_come_with_their_captions_as_pictures_do(folder):
     files = {name: b"not looked at" for name in names} | {f"{name[:-4]}.txt": name for name in names if "A" not in name}
     path = folder(files | {"A.txt": "first", "old.avi": b"1", "still.png": None})
     extraction = Extraction((25, 49), method="slide")
-    dataset = scan_films(path, extraction, repeats=2, trigger_words="ohwx")
+    dataset = scan_videos(path, extraction, repeats=2, trigger_words="ohwx")
     assert list(films(dataset)) == ["A.WEBM", "b.mp4", "d.mov", "e.gif", "sub/c.mkv"]
     assert films(dataset)["A.WEBM"] == ("ohwx, first", extraction)
-    assert {type(film) for film in dataset.entries} == {Film} and {film.repeats for film in dataset.entries} == {2}
+    assert {type(film) for film in dataset.entries} == {VideoEntry} and {film.repeats for film in dataset.entries} == {
+        2
+    }
     assert dataset.notes == ("Left out, being of kinds that are not read: old.avi; save them as MP4 (H.264).",)
     (path / "b.txt").unlink()
     with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one beside"):
-        scan_films(path, extraction)
+        scan_videos(path, extraction)
     with pytest.raises(
         ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.gif, .mkv, .mov, .mp4, .webm"
     ):
         (path / "sub2").mkdir()
-        scan_films(path / "sub2", extraction)
+        scan_videos(path / "sub2", extraction)
 
 
 def test_the_fingerprint_of_films_follows_films_and_not_pictures(folder):
     path = folder({"a.mp4": b"1", "a.txt": "x", "b.png": None, "b.txt": "y"})
-    before = folder_fingerprint(path, ".txt", CLIPS)
+    before = folder_fingerprint(path, ".txt", VIDEOS)
     (path / "b.txt").write_text("another")
-    assert folder_fingerprint(path, ".txt", CLIPS) == before
+    assert folder_fingerprint(path, ".txt", VIDEOS) == before
     (path / "a.mp4").write_bytes(b"12")
-    assert folder_fingerprint(path, ".txt", CLIPS) != before
+    assert folder_fingerprint(path, ".txt", VIDEOS) != before
 
 
 def controls(dataset, root):
@@ -231,15 +233,15 @@ def edit_set(folder, befores, afters=("a.png", "sub/b.jpg")):
 
 def test_control_pictures_are_found_by_name_whatever_their_ending(folder):
     after, before = edit_set(folder, ["a.webp", "sub/b.png", "b.png"])
-    dataset = scan_folder(after, control_folder=before)
+    dataset = scan_images(after, control_folder=before)
     assert controls(dataset, before) == {"a.png": ["a.webp"], "sub/b.jpg": ["sub/b.png"]}
     assert dataset.notes == ("Control pictures that belong to no picture: b.png.",)
-    assert scan_folder(after).entries[0].controls == ()
+    assert scan_images(after).entries[0].controls == ()
 
 
 def test_several_control_pictures_come_in_the_order_of_their_numbers(folder):
     after, before = edit_set(folder, ["a_10.png", "a_2.png", "a_0000.png", "sub/b.png", "sub/b_1.png"])
-    dataset = scan_folder(after, control_folder=before)
+    dataset = scan_images(after, control_folder=before)
     assert controls(dataset, before) == {
         "a.png": ["a_0000.png", "a_2.png", "a_10.png"],
         "sub/b.jpg": ["sub/b.png", "sub/b_1.png"],
@@ -249,13 +251,13 @@ def test_several_control_pictures_come_in_the_order_of_their_numbers(folder):
 
 def test_a_control_picture_with_the_whole_name_of_a_picture_is_that_ones(folder):
     after, before = edit_set(folder, ["a_0.png", "a_0_0.png", "a_1.png"], ["a.png", "a_0.png"])
-    dataset = scan_folder(after, control_folder=before)
+    dataset = scan_images(after, control_folder=before)
     assert controls(dataset, before) == {"a.png": ["a_1.png"], "a_0.png": ["a_0.png", "a_0_0.png"]}
 
 
 def test_a_control_folder_inside_the_folder_is_no_part_of_it(folder):
     root = folder({"a.png": None, "a.txt": "x", "control/a.png": None})
-    dataset = scan_folder(root, control_folder=root / "control")
+    dataset = scan_images(root, control_folder=root / "control")
     assert controls(dataset, root) == {"a.png": ["control/a.png"]}
     before = folder_fingerprint(root, ".txt", control_folder=root / "control")
     os.utime(root / "control" / "a.png", (1, 1))
@@ -265,22 +267,22 @@ def test_a_control_folder_inside_the_folder_is_no_part_of_it(folder):
 def test_missing_and_doubled_control_pictures_are_told(folder):
     after, before = edit_set(folder, ["a.png"], ["a.png", *(f"{i}.png" for i in range(6))])
     with pytest.raises(ValueError) as error:
-        scan_folder(after, control_folder=before)
+        scan_images(after, control_folder=before)
     assert str(error.value) == (
         "6 of 7 pictures have no control picture in 'before': 0.png, 1.png, 2.png, 3.png, 4.png and 1 more; put one of "
         "the same name there, such as '0.png' or '0_0.png' for '0.png', or take the picture out of its folder."
     )
     Image.new("RGB", (8, 8)).save(before / "a.webp")
     with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are one control picture by their names"):
-        scan_folder(after, control_folder=before)
+        scan_images(after, control_folder=before)
     with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
-        scan_folder(after, control_folder=after)
+        scan_images(after, control_folder=after)
 
 
 def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
     path = folder({"a.png": None, "a.txt": "a fox", "b.png": None, "b.txt": "an owl"})
-    options = {"captions": CaptionOptions(caption_dropout=0.1), "treatment": Treatment(flip="horizontal")}
-    both = scan_folder(path, repeats=2, trigger_words="zwx", **options) + scan_folder(path)
+    options = {"captions": CaptionOptions(caption_dropout=0.1), "options": FolderOptions(flip="horizontal")}
+    both = scan_images(path, repeats=2, trigger_words="zwx", **options) + scan_images(path)
     first, second = both.folders
     assert (first["files"], first["repeats"], first["trigger_words"]) == (2, 2, "zwx")
     assert first["captions"]["caption_dropout"] == 0.1 and first["treatment"]["flip"] == "horizontal"
@@ -291,16 +293,19 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
     ("options", "told"),
     [
         (
-            {"treatment": Treatment(regularisation=True), "trigger_words": "ohwx"},
+            {"options": FolderOptions(regularisation=True), "trigger_words": "ohwx"},
             "trigger_words stand before the",
         ),
-        ({"treatment": Treatment(regularisation=True)}, None),
-        ({"treatment": Treatment(alpha_mask=True, unmasked_weight=1.0)}, "The masks of 'photos' have no effect: unma"),
-        ({"treatment": Treatment(alpha_mask=True, unmasked_weight=0.9)}, None),
+        ({"options": FolderOptions(regularisation=True)}, None),
+        (
+            {"options": FolderOptions(alpha_mask=True, unmasked_weight=1.0)},
+            "The masks of 'photos' have no effect: unma",
+        ),
+        ({"options": FolderOptions(alpha_mask=True, unmasked_weight=0.9)}, None),
     ],
 )
 def test_what_has_no_effect_on_a_folder_is_told(folder, options, told):
-    notes = scan_folder(folder({"a.png": None, "a.txt": "a"}), **options).notes
+    notes = scan_images(folder({"a.png": None, "a.txt": "a"}), **options).notes
     assert len(notes) == (told is not None) and all(note.startswith(told) for note in notes)
 
 
@@ -325,4 +330,4 @@ def test_what_has_no_effect_on_a_folder_is_told(folder, options, told):
     ],
 )
 def test_what_an_extraction_does_not_read_is_told(folder, extraction, told):
-    assert scan_films(folder({"a.mp4": b"not looked at", "a.txt": "a"}), extraction).notes == told
+    assert scan_videos(folder({"a.mp4": b"not looked at", "a.txt": "a"}), extraction).notes == told

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 from tessera.data.loader import batch_order
-from tessera.data.samples import Sample, check_something_is_learnt, shown_per_epoch
+from tessera.data.samples import Sample, check_training_samples, shown_per_epoch
 
 
 def make(training, regularisation):
@@ -56,6 +56,6 @@ def test_the_order_is_a_function_of_the_seed_and_without_them_it_is_that_of_befo
 
 def test_nothing_but_regularisation_is_refused():
     samples = make([1], [1])
-    check_something_is_learnt(sample.regularisation for sample in samples)
+    check_training_samples(sample.regularisation for sample in samples)
     with pytest.raises(ValueError, match="leaves nothing to learn; chain a folder with regularisation off"):
-        check_something_is_learnt(replace(sample, regularisation=True).regularisation for sample in samples)
+        check_training_samples(replace(sample, regularisation=True).regularisation for sample in samples)

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 from scipy.stats import binomtest, chisquare
-from tessera.data.loader import choose
-from tessera.data.samples import PLAIN, Choice, Sample
+from tessera.data.loader import choose_variant
+from tessera.data.samples import FIRST_VARIANT, Sample, SampleVariant
 
 DRAWS = 4000
 
@@ -16,7 +16,7 @@ def sample(**changes):
 
 def drawn(of, seed=5, batch=2):
     """The choices of the first steps, for each place of a batch of two."""
-    return [choose(of, seed, (step, 0), place) for step in range(DRAWS // batch) for place in range(batch)]
+    return [choose_variant(of, seed, (step, 0), place) for step in range(DRAWS // batch) for place in range(batch)]
 
 
 def captions(**changes):
@@ -24,19 +24,19 @@ def captions(**changes):
 
 
 def test_a_sample_of_one_form_is_shown_as_it_is():
-    assert choose(sample(), 5, (3, 0), 1) is PLAIN
-    assert choose(sample(caption_weights=(1.0,)), 5, (3, 0), 1) is PLAIN
+    assert choose_variant(sample(), 5, (3, 0), 1) is FIRST_VARIANT
+    assert choose_variant(sample(caption_weights=(1.0,)), 5, (3, 0), 1) is FIRST_VARIANT
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.1,) * 10, (0.25, 0.5, 0.25)])
 def test_each_form_of_a_caption_is_shown_as_often_as_its_weight_says(weights):
-    found = captions(captions=len(weights), caption_weights=weights)
+    found = captions(caption_variants=len(weights), caption_weights=weights)
     counts = [found[index] for index in range(len(weights))]
     assert sum(counts) == DRAWS and chisquare(counts, [weight * DRAWS for weight in weights]).pvalue > 0.001
 
 
 def test_without_weights_all_forms_are_alike():
-    found = captions(captions=4)
+    found = captions(caption_variants=4)
     assert chisquare([found[index] for index in range(4)]).pvalue > 0.001 and found.total() == DRAWS
 
 
@@ -50,15 +50,15 @@ def test_the_empty_prompt_is_shown_as_often_as_dropout_says_whatever_the_other_f
 
 
 def test_picture_and_caption_are_drawn_apart():
-    both = Counter(drawn(sample(pictures=2, captions=2, caption_weights=(0.5, 0.5))))
-    counts = [both[Choice(picture, caption)] for picture in (0, 1) for caption in (0, 1)]
+    both = Counter(drawn(sample(image_variants=2, caption_variants=2, caption_weights=(0.5, 0.5))))
+    counts = [both[SampleVariant(picture, caption)] for picture in (0, 1) for caption in (0, 1)]
     assert chisquare(counts).pvalue > 0.001 and sum(counts) == DRAWS
 
 
 def test_choices_are_a_function_of_seed_step_and_place():
-    of = sample(captions=50, caption_dropout=0.2)
+    of = sample(caption_variants=50, caption_dropout=0.2)
     assert drawn(of) == drawn(of) != drawn(of, seed=6)
-    assert choose(of, 5, (700, 0), 1) == drawn(of)[1401]
+    assert choose_variant(of, 5, (700, 0), 1) == drawn(of)[1401]
     # Every epoch draws anew, and so does every place.
-    assert len({choose(of, 5, (step, 0), 0) for step in range(40)}) > 15
-    assert len({choose(of, 5, (0, micro), place) for micro in range(8) for place in range(8)}) > 15
+    assert len({choose_variant(of, 5, (step, 0), 0) for step in range(40)}) > 15
+    assert len({choose_variant(of, 5, (0, micro), place) for micro in range(8) for place in range(8)}) > 15

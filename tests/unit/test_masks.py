@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 from tessera.data.buckets.grids import Grid, Placement
-from tessera.data.folders.dataset import scan_films, scan_folder
-from tessera.data.folders.options import Treatment
+from tessera.data.folders.dataset import scan_images, scan_videos
+from tessera.data.folders.options import FolderOptions
 from tessera.data.folders.pairing import match_masks
 from tessera.data.media.clip_windows import Extraction
-from tessera.data.media.images import inspect_picture, load_mask, load_picture
-from tessera.data.media.masks import area_mean, mask_of, token_weights
+from tessera.data.media.images import inspect_image, load_image, load_mask
+from tessera.data.media.masks import area_mean, find_mask, token_weights
 
 
 def put(folder, name, size=(8, 8), value=255, mode="L"):
@@ -56,15 +56,15 @@ def test_a_mask_is_read_as_brightness_or_as_alpha(tmp_path):
     image = Image.new("RGBA", (2, 1))
     image.putdata([(10, 200, 30, 0), (10, 200, 30, 51)])
     image.save(tmp_path / "a.png")
-    assert inspect_picture(tmp_path / "a.png").alpha
+    assert inspect_image(tmp_path / "a.png").alpha
     assert load_mask(tmp_path / "a.png", alpha=True).tolist() == [[0.0, pytest.approx(0.2)]]
     box = (0, 0, 2, 1)
-    shown = load_picture(tmp_path / "a.png", box, 1, 2, opaque=True)[0, 0] * 255
+    shown = load_image(tmp_path / "a.png", box, 1, 2, opaque=True)[0, 0] * 255
     assert shown.round().tolist() == [[10, 200, 30]] * 2
-    assert load_picture(tmp_path / "a.png", box, 1, 2)[0, 0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert load_image(tmp_path / "a.png", box, 1, 2)[0, 0, 0].tolist() == [1.0, 1.0, 1.0]
     grey = Image.fromarray(np.array([[0, 65535 // 5]], dtype=np.uint16))
     grey.save(tmp_path / "b.png")
-    assert not inspect_picture(tmp_path / "b.png").alpha
+    assert not inspect_image(tmp_path / "b.png").alpha
     assert load_mask(tmp_path / "b.png", alpha=False).tolist() == [[0.0, pytest.approx(0.2)]]
     # Where a mask picture is transparent it is black.
     assert load_mask(tmp_path / "a.png", alpha=False)[0, 0] == 0 < load_mask(tmp_path / "a.png", alpha=False)[0, 1]
@@ -74,15 +74,15 @@ def test_each_picture_takes_the_mask_of_its_name_and_spare_ones_are_told(folder)
     masks = folder / "masks"
     for name in ("a.jpg", "sub/b.png", "c.png"):
         put((masks / name).parent, Path(name).name)
-    dataset = scan_folder(folder, mask_folder=masks)
+    dataset = scan_images(folder, mask_folder=masks)
     assert [entry.name for entry in dataset.entries] == ["a.png", "sub/b.png"]
     assert [entry.mask for entry in dataset.entries] == [masks / "a.jpg", masks / "sub" / "b.png"]
     assert dataset.notes == ("Masks that belong to no picture or clip: c.png.",)
     (folder / "film.mp4").write_bytes(b"")
     (folder / "film.txt").write_text("x")
     put(masks, "film.png")
-    (film,) = scan_films(folder, Extraction(), mask_folder=masks, treatment=Treatment(unmasked_weight=0.5)).entries
-    assert film.mask == masks / "film.png" and film.treatment.unmasked_weight == 0.5
+    (film,) = scan_videos(folder, Extraction(), mask_folder=masks, options=FolderOptions(unmasked_weight=0.5)).entries
+    assert film.mask == masks / "film.png" and film.options.unmasked_weight == 0.5
 
 
 def test_what_has_no_mask_is_named(tmp_path):
@@ -98,11 +98,11 @@ def test_what_has_no_mask_is_named(tmp_path):
     ("arguments", "message"),
     [
         ({"mask_folder": "."}, "mask_folder is 'set', the folder of the pictures themselves; put the mask pictures"),
-        ({"mask_folder": "masks", "treatment": {"alpha_mask": True}}, "a picture takes one mask"),
-        ({"treatment": {"unmasked_weight": 1.5}}, "unmasked_weight is 1.5; set it between 0"),
-        ({"treatment": {"flip": "vertical"}}, "flip is 'vertical'; choose one of off, horizontal"),
-        ({"treatment": {"crops": 0}}, "crops is 0; set it to 1 or more"),
-        ({"treatment": {"crop_zoom": 0.5}}, "crop_zoom is 0.5; set it between 1"),
+        ({"mask_folder": "masks", "options": {"alpha_mask": True}}, "a picture takes one mask"),
+        ({"options": {"unmasked_weight": 1.5}}, "unmasked_weight is 1.5; set it between 0"),
+        ({"options": {"flip": "vertical"}}, "flip is 'vertical'; choose one of off, horizontal"),
+        ({"options": {"crops": 0}}, "crops is 0; set it to 1 or more"),
+        ({"options": {"crop_zoom": 0.5}}, "crop_zoom is 0.5; set it between 1"),
     ],
 )
 def test_bad_options_end_in_a_sentence(folder, arguments, message):
@@ -111,18 +111,18 @@ def test_bad_options_end_in_a_sentence(folder, arguments, message):
     with pytest.raises(ValueError, match=message):
         if "mask_folder" in given:
             given["mask_folder"] = folder / given["mask_folder"]
-        scan_folder(folder, **{**given, "treatment": Treatment(**given.get("treatment", {}))})
+        scan_images(folder, **{**given, "options": FolderOptions(**given.get("options", {}))})
 
 
 def test_a_mask_of_another_shape_than_its_picture_is_refused_by_name(tmp_path):
     put(tmp_path, "a.png", size=(100, 60))
     put(tmp_path, "half.png", size=(50, 30))
     put(tmp_path, "square.png", size=(60, 60))
-    assert mask_of(tmp_path / "a.png", tmp_path / "half.png", "a.png", (60, 100)).size == (30, 50)
+    assert find_mask(tmp_path / "a.png", tmp_path / "half.png", "a.png", (60, 100)).size == (30, 50)
     with pytest.raises(ValueError, match="The mask 'square.png' is 60 x 60 pixels and 'a.png', .*, 100 x 60; make"):
-        mask_of(tmp_path / "a.png", tmp_path / "square.png", "a.png", (60, 100))
+        find_mask(tmp_path / "a.png", tmp_path / "square.png", "a.png", (60, 100))
 
 
 def test_unmasked_weight_without_masks_is_told(folder):
-    dataset = scan_folder(folder, treatment=Treatment(unmasked_weight=0.1))
+    dataset = scan_images(folder, options=FolderOptions(unmasked_weight=0.1))
     assert dataset.notes[0].startswith("unmasked_weight has no effect, as there are no masks")

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms, features
-from tessera.data.media.images import check_pillow, inspect_picture, load_mask, load_picture
+from tessera.data.media.images import check_pillow, inspect_image, load_image, load_mask
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
 def whole(path):
     """The picture at its own size, (H, W, 3)."""
-    height, width = inspect_picture(path).size
-    pixels = load_picture(path, (0, 0, width, height), height, width)
+    height, width = inspect_image(path).size
+    pixels = load_image(path, (0, 0, width, height), height, width)
     assert pixels.shape == (1, height, width, 3) and pixels.dtype == torch.float32
     return pixels[0]
 
@@ -56,7 +56,7 @@ def test_each_format_gives_its_colours_in_their_places(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     options = {"jpg": {"quality": 95}, "jpeg": {"quality": 95}, "webp": {"lossless": True}, "avif": {"quality": 95}}
     quarters().save(path, **options.get(ending, {}))
-    assert inspect_picture(path).size == (32, 48)
+    assert inspect_image(path).size == (32, 48)
     tolerance = 8 if ending in ("jpg", "jpeg", "avif") else 0
     found = np.array(corners(whole(path)))
     assert np.abs(found - np.array([RED, GREEN, BLUE, WHITE])).max() <= tolerance
@@ -74,7 +74,7 @@ def test_exif_orientation_turns_pixels_and_size(tmp_path, ending, orientation):
     path = tmp_path / f"a.{ending}"
     options = {"jpg": {"quality": 95}, "webp": {"lossless": True}}.get(ending, {})
     quarters().save(path, exif=exif, **options)
-    assert inspect_picture(path).size == ((48, 32) if orientation >= 5 else (32, 48))
+    assert inspect_image(path).size == ((48, 32) if orientation >= 5 else (32, 48))
     colours = [RED, GREEN, BLUE, WHITE]
     expected = [colours[int(corner) - 1] for corner in UPRIGHT[orientation]]
     assert np.abs(np.array(corners(whole(path))) - np.array(expected)).max() <= 8
@@ -90,7 +90,7 @@ def test_an_orientation_behind_the_pixels_of_a_png_counts_too(tmp_path):
     chunk = struct.pack(">I", len(body)) + b"eXIf" + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
     path = tmp_path / "a.png"
     path.write_bytes(data[:-12] + chunk + data[-12:])
-    assert inspect_picture(path).size == (48, 32)
+    assert inspect_image(path).size == (48, 32)
     assert whole(path).shape == (48, 32, 3)
 
 
@@ -225,7 +225,7 @@ def test_the_crop_is_cut_at_fractions_of_a_pixel_and_nothing_is_stretched(tmp_pa
     ramp = np.linspace(0, 65535, width).round().astype(np.uint16)
     (tmp_path / "a.png").write_bytes(png16(np.broadcast_to(ramp, (height, width))[..., None], 0))
     left, right = 20.5, 270.5
-    pixels = load_picture(tmp_path / "a.png", (left, 0, right, height), 32, 80)[0]
+    pixels = load_image(tmp_path / "a.png", (left, 0, right, height), 32, 80)[0]
     centres = left + (np.arange(80) + 0.5) * (right - left) / 80 - 0.5
     expected = centres / (width - 1)
     assert np.abs(pixels[16, 3:-3, 0].numpy() - expected[3:-3]).max() < 1e-3
@@ -236,7 +236,7 @@ def test_stripes_finer_than_a_pixel_become_their_mean(tmp_path):
     stripes = np.zeros((128, 128), dtype=np.uint8)
     stripes[:, ::2] = 255
     Image.fromarray(stripes).save(tmp_path / "a.png")
-    pixels = load_picture(tmp_path / "a.png", (0, 0, 128, 128), 16, 16)
+    pixels = load_image(tmp_path / "a.png", (0, 0, 128, 128), 16, 16)
     assert (pixels - 0.5).abs()[..., 2:-2, :].max() < 0.02
 
 
@@ -247,13 +247,13 @@ def test_stripes_finer_than_a_pixel_become_their_mean(tmp_path):
 def test_a_tiff_of_wide_numbers_is_scaled_by_their_range(tmp_path, dtype, scale):
     values = np.linspace(0, 1, 256, dtype=np.float64).reshape(16, 16)
     Image.fromarray((values * scale).astype(dtype)).save(tmp_path / "a.tiff")
-    shown = load_picture(tmp_path / "a.tiff", (0, 0, 16, 16), 16, 16)[0, :, :, 0].numpy()
+    shown = load_image(tmp_path / "a.tiff", (0, 0, 16, 16), 16, 16)[0, :, :, 0].numpy()
     step = 0 if dtype is np.float32 else 1 / scale  # integers are cut off
     assert abs(shown - values).max() < 1e-6 + step
     assert abs(load_mask(tmp_path / "a.tiff", alpha=False) - values).max() < 1e-6 + step
-    assert inspect_picture(tmp_path / "a.tiff").wide
+    assert inspect_image(tmp_path / "a.tiff").wide
     Image.fromarray((values * 65535).astype(np.uint16)).save(tmp_path / "b.png")
-    assert not inspect_picture(tmp_path / "b.png").wide
+    assert not inspect_image(tmp_path / "b.png").wide
 
 
 @pytest.mark.parametrize(
@@ -269,15 +269,15 @@ def test_wide_numbers_without_a_white_are_refused(tmp_path, array, told):
     with pytest.raises(
         ValueError, match=rf"'a.tiff' can't be read \(it holds numbers from {told}, .* white\); save it"
     ):
-        load_picture(tmp_path / "a.tiff", (0, 0, 2, 1), 1, 2)
+        load_image(tmp_path / "a.tiff", (0, 0, 2, 1), 1, 2)
 
 
 def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
     (tmp_path / "a.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(ValueError, match=r"'sub/a.png' can't be read \(it is a link to a file that is not there\)"):
-        inspect_picture(tmp_path / "a.png", "sub/a.png")
+        inspect_image(tmp_path / "a.png", "sub/a.png")
     with pytest.raises(ValueError, match=r"'b.png' can't be read \(it is gone\)") as told:
-        inspect_picture(tmp_path / "b.png")
+        inspect_image(tmp_path / "b.png")
     assert str(tmp_path) not in str(told.value)
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_picture_is_named_with_the_fix(tmp_path, cut):
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ValueError, match=r"picture 'holiday.jpg' can't be read \(.*save it again as PNG or JPEG"):
         whole(path)
-        load_picture(path, (0, 0, 64, 64), 64, 64)
+        load_image(path, (0, 0, 64, 64), 64, 64)
 
 
 def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_
     monkeypatch.setattr(features, "check", lambda feature: False)
     for name in (None, "holiday.avif (control)"):
         with pytest.raises(ValueError, match=r"this Pillow reads no AVIF: update Pillow to 11.3 or later"):
-            inspect_picture(path, name)
+            inspect_image(path, name)
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
@@ -311,24 +311,24 @@ def test_a_damaged_avif_is_named_with_the_fix(tmp_path):
     data[start:] = bytes(255 - value for value in data[start:])
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"picture 'holiday.avif' can't be read \(.*save it again as PNG or JPEG"):
-        load_picture(path, (0, 0, 64, 64), 64, 64)
+        load_image(path, (0, 0, 64, 64), 64, 64)
 
 
 def test_a_file_that_changed_after_it_was_inspected_is_refused(tmp_path):
     path = tmp_path / "a.png"
     quarters().save(path)
-    digest = inspect_picture(path).digest
-    assert load_picture(path, (0, 0, 48, 32), 32, 48, digest=digest).shape == (1, 32, 48, 3)
+    digest = inspect_image(path).digest
+    assert load_image(path, (0, 0, 48, 32), 32, 48, digest=digest).shape == (1, 32, 48, 3)
     stat = path.stat()
     Image.new("RGB", (48, 32), RED).save(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     path.write_bytes(path.read_bytes().ljust(stat.st_size, b"\0"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert inspect_picture(path).digest == digest  # of the same size and time, so it is not read again
+    assert inspect_image(path).digest == digest  # of the same size and time, so it is not read again
     with pytest.raises(ValueError, match=r"'sub/a.png' was changed while the data set was prepared; queue again"):
-        load_picture(path, (0, 0, 48, 32), 32, 48, digest=digest, name="sub/a.png")
-    new = inspect_picture(path).digest
-    assert new != digest and load_picture(path, (0, 0, 48, 32), 32, 48, digest=new).shape == (1, 32, 48, 3)
+        load_image(path, (0, 0, 48, 32), 32, 48, digest=digest, name="sub/a.png")
+    new = inspect_image(path).digest
+    assert new != digest and load_image(path, (0, 0, 48, 32), 32, 48, digest=new).shape == (1, 32, 48, 3)
 
 
 def test_an_old_pillow_is_told_with_the_command_that_updates_it():
@@ -342,5 +342,5 @@ def test_a_file_is_known_by_its_bytes(tmp_path):
     quarters().save(tmp_path / "a.png")
     quarters().save(tmp_path / "b.png")
     quarters(40, 40).save(tmp_path / "c.png")
-    first, same, other = (inspect_picture(tmp_path / f"{name}.png").digest for name in "abc")
+    first, same, other = (inspect_image(tmp_path / f"{name}.png").digest for name in "abc")
     assert first == same != other

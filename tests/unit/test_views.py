@@ -2,15 +2,15 @@
 
 import pytest
 from tessera.data.buckets.grids import Grid, crop_box, place
-from tessera.data.encode.augmentation import PLAIN_VIEW, View, views_of
-from tessera.data.folders.options import Treatment
+from tessera.data.encode.augmentation import PLAIN_VIEW, View, make_views
+from tessera.data.folders.options import FolderOptions
 
 WIDE = (160, 640)  # height, width
 GRID = Grid(8, 8)
 
 
 def views(size, **treatment):
-    return views_of("key", size, place(size, GRID, 64, 16), 16, Treatment(**treatment))
+    return make_views("key", size, place(size, GRID, 64, 16), 16, FolderOptions(**treatment))
 
 
 def boxes(size, found):
@@ -48,7 +48,9 @@ def test_zoomed_crops_stay_within_the_picture_and_its_own_pixels():
         assert 0 <= left and right <= 640 and 0 <= top and bottom <= 400
         assert right - left == pytest.approx(bottom - top) and right - left >= 128 - 1e-9
     assert found == views(size, crops=40, crop_zoom=8.0)
-    assert views_of("other", size, place(size, GRID, 64, 16), 16, Treatment(crops=2, crop_zoom=8.0))[1] != found[1]
+    assert (
+        make_views("other", size, place(size, GRID, 64, 16), 16, FolderOptions(crops=2, crop_zoom=8.0))[1] != found[1]
+    )
     assert max(v.zoom for v in views(size, crops=40, crop_zoom=1.5)) <= 1.5
     assert views((100, 100), crops=3, crop_zoom=4.0) == (PLAIN_VIEW,)  # smaller than the grid
 

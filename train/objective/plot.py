@@ -72,8 +72,9 @@ def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
     ceiling = 1.15 * max(*bars, *_means(exact), min(max(_means(weighted), default=0.0), 2 * max(bars)))
     for i, height in enumerate(bars):
         if height:
-            corners = (_x(i / BARS) + 0.5, _y(height, ceiling), _x((i + 1) / BARS) - 0.5, _BOTTOM)
-            canvas.box(*map(canvas.nearest, corners), _BAR)
+            left, right = _x(i / BARS) + 0.5, _x((i + 1) / BARS) - 0.5
+            top = _y(height, ceiling)
+            canvas.box(canvas.nearest(left), canvas.nearest(top), canvas.nearest(right), _BOTTOM, _BAR)
     entries = [(_BAR, f"{DRAWS:,} draws"), (_DENSITY, "density")]
     _curve(canvas, exact, ceiling, _DENSITY)
     if weighted:

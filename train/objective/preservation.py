@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...common.text import shortlist
-from ...data.samples import Choice, Sample
+from ...data.samples import Sample, SampleVariant
 from ...memory.host.to_device import to_device
 from ...models.family import ModelInputs
 from .loss import velocity_loss
@@ -36,7 +36,7 @@ def preservation_loss(velocity: Tensor, without: Tensor, kept: Preserved) -> Ten
     return (velocity_loss(velocity, without, weights=kept.weights) * kept.samples).mean()
 
 
-def with_class_caption(choice: Choice, sample: Sample, options: ObjectiveOptions) -> Choice:
+def with_class_caption(choice: SampleVariant, sample: Sample, options: ObjectiveOptions) -> SampleVariant:
     """The choice, with the class caption where it is asked for and there is one."""
     wanted = options.preservation_weight > 0 and sample.class_caption
     return replace(choice, class_caption=True) if wanted else choice

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from comfy.model_patcher import ModelPatcher
 
-from ...data.encode.clip_vision import seen_by
-from ...data.samples import TrainingData, check_something_is_learnt
+from ...data.encode.clip_vision import hidden_states
+from ...data.samples import TrainingData, check_training_samples
 from ...lora.base import apply_base_lora
 from ...lora.plan import choose_targets, network_notes, one_expert_notes
 from ...lora.warm_start import WarmStart, read_warm_start
@@ -99,7 +99,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
             f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
             f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."
         )
-    check_something_is_learnt(sample.regularisation for sample in data.samples)
+    check_training_samples(sample.regularisation for sample in data.samples)
     for sample in data.samples:
         family.check(patcher.model, sample.facts())
     tensors = data.samples[0].load()
@@ -116,10 +116,10 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
             "model's own text encoders."
         )
     seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
-    if seen is not None and width and seen_by(seen).shape[-1] != width:
+    if seen is not None and width and hidden_states(seen).shape[-1] != width:
         raise ValueError(
-            f"data has CLIP vision output of width {seen_by(seen).shape[-1]} and the model takes {width}; prepare the "
-            "data with clip_vision_h.safetensors as the CLIP vision model."
+            f"data has CLIP vision output of width {hidden_states(seen).shape[-1]} and the model takes {width}; "
+            "prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
     if tensors.text.shape[-1] != wanted:
