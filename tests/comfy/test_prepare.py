@@ -361,7 +361,7 @@ def test_a_picture_that_breaks_off_is_named_before_anything_is_encoded(
 def test_pictures_are_checked_to_their_end_if_they_will_be_encoded_and_else_not(
     folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
 ):
-    checked = Counted(monkeypatch, integrity, "is_sound")
+    checked = Counted(monkeypatch, integrity, "is_intact")
     run(folder, tiny_vae, tiny_clip, tmp_path)
     assert checked.since_last() == 4
     Image.new("RGB", SIZES["c"], (200, 30, 30)).save(folder / "c.png")

@@ -42,7 +42,7 @@ def test_without_weights_all_forms_are_alike():
 
 @pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 1.0])
 def test_the_empty_prompt_is_shown_as_often_as_dropout_says_whatever_the_other_forms(dropout):
-    for forms in ({}, {"captions": 2, "caption_weights": (0.75, 0.25)}):
+    for forms in ({}, {"caption_variants": 2, "caption_weights": (0.75, 0.25)}):
         found = captions(caption_dropout=dropout, **forms)
         assert binomtest(found[None], DRAWS, dropout).pvalue > 0.001
         if forms and dropout < 1:
