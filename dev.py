@@ -55,7 +55,7 @@ CORE_TESTS = """
     wan_lora_files
 """.split()
 PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
-FAST_TESTS = ("tests/comfy",)  # where tests are marked `fast`
+FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`
 MODES = ("--fast", "--core", "--slowest")
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
