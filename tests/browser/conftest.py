@@ -43,6 +43,7 @@ NAMED = [
 ]
 FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]
 
+NEW_RENDERER = "Comfy.VueNodes.Enabled"
 READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.TesseraTrainLora)"
 # It shows the workflow that it begins with, and the mask of its start is gone: a file that is dropped while the mask
 # fades leaves the mask behind for good. The server has told its name: it gets no events of prompts queued before.
@@ -122,7 +123,7 @@ class Frontend:
         return {kind: found for kind, found in self.page.evaluate(FAULTS).items() if found}
 
     def use_new_renderer(self, on: bool) -> None:
-        self.page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", on)
+        self.page.evaluate(f"on => app.extensionManager.setting.set('{NEW_RENDERER}', on)", on)
 
     def use_tiny_encoders(self) -> None:
         """In place of core's loader, which can't load tiny ones."""
@@ -146,7 +147,7 @@ class Frontend:
         return answer.value.request.post_data_json["prompt"], self.server.wait(body["prompt_id"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     """A server on the CPU, whose results repeat bit for bit, with the files that the shared workflows name."""
     base = tmp_path_factory.mktemp("browser")
@@ -167,7 +168,7 @@ def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A browser with a profile of its own."""
     playwright = pytest.importorskip("playwright.sync_api")
@@ -190,5 +191,7 @@ def frontend(chromium: Any, comfyui: ComfyServer) -> Iterator[Frontend]:
     page = chromium.new_page()
     frontend = Frontend(page, comfyui)
     frontend.open()
+    renderer = page.evaluate(f"app.extensionManager.setting.get('{NEW_RENDERER}')")
     yield frontend
+    frontend.use_new_renderer(renderer)  # the server keeps it, and is shared by all files
     page.close()
