@@ -11,25 +11,47 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(module of the pack, name taken from it or empty), of imports, of import_module and of the names bound to it."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+def imported(scope: ast.AST, known: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """(module of the pack, name taken from it or empty), of imports, of import_module and of the names bound to it.
+
+    known: names bound around this scope.
+    """
+    nodes, inner = _own_nodes(scope)
+    bound = dict(known or {})
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tessera":
             for alias in node.names:
                 yield node.module or "", alias.name
                 bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Assign):
             bound |= dict(_pairs(node.targets[0], node.value))
+        elif isinstance(node, ast.arg):
+            bound.pop(node.arg, None)
         elif (module := _module(node)) is not None:
             yield module, ""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             module = _module(node.value)
             if module is None and isinstance(node.value, ast.Name):
                 module = bound.get(node.value.id)
             if module is not None and _is_module(module):
                 yield module, node.attr
+    for function in inner:
+        yield from imported(function, bound)
+
+
+def _own_nodes(scope: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
+    """The nodes of a scope, and the functions in it, which are scopes of their own."""
+    nodes: list[ast.AST] = []
+    inner: list[ast.AST] = []
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner.append(child)
+            continue
+        below, functions = _own_nodes(child)
+        nodes += [child, *below]
+        inner += functions
+    return nodes, inner
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
@@ -41,13 +63,13 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def _module(node: ast.AST) -> str | None:
-    """The module of the pack in import_module("tessera.…"), or in the same with its name behind the pack's alone."""
+    """The module of the pack in import_module("tessera.…"), or in pack("…"), which leaves the first part out."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or not isinstance(node.args[0], ast.Constant):
         return None
     name, function = node.args[0].value, ast.unparse(node.func)
     if function == "import_module" and str(name).startswith("tessera."):
         return name
-    return f"tessera.{name}" if function == "pack" else None
+    return f"tessera.{name}" if function in ("pack", "self.pack") else None
 
 
 def _is_module(name: str) -> bool:
