@@ -1,1 +1,1 @@
-"""Where frozen weights live while a run uses them."""
+"""Memory: frozen weights on host and device, block swap, activations."""

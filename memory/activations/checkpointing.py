@@ -1,8 +1,8 @@
-"""Which activations of a block are kept for backward and which are computed again.
+"""Activation checkpointing: the part of a block's activations that is saved for backward.
 
-`full` keeps a block's inputs only, around the compiled block or the eager one. `selective` keeps a part of the
+`full` saves a block's inputs only, around the compiled block or the eager one. `selective` saves a part of the
 expensive results: inside a compiled block the partitioner chooses them under a budget, in eager a policy over ops does.
-Nothing random happens inside a block (dropout masks come in as inputs), so no RNG state has to be kept.
+Nothing random happens inside a block (dropout masks come in as inputs), so no RNG state has to be saved.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _attention_ops() -> set[Any]:
 
 
 def _policy(budget: float) -> Callable[..., CheckpointPolicy]:
-    """Keeps every attention result, and of the matmuls the part `budget`, spread evenly over the block."""
+    """Save every attention result, and of the matmuls the part `budget`, spread evenly over the block."""
     attention, matmuls = _attention_ops(), _matmul_ops()
     seen = {False: 0, True: 0}  # a counter each for the forward and for its recompute, which must agree
 
@@ -51,7 +51,7 @@ def _policy(budget: float) -> Callable[..., CheckpointPolicy]:
 
 
 def full(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with nothing kept but its inputs."""
+    """Checkpoint `run`: save nothing but its inputs."""
 
     def run_checkpointed(*args: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
@@ -60,7 +60,7 @@ def full(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def selective_eager(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
-    """`run` with a policy over ops; `budget` is the part of the matmul results that is kept, 0 to 1."""
+    """Checkpoint `run` with a policy over ops. budget: part of the matmul results that is saved, 0 to 1."""
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(_policy(budget))
@@ -72,7 +72,7 @@ def selective_eager(run: Callable[..., Any], budget: float) -> Callable[..., Any
 
 
 def selective_compiled(run: Callable[..., Any], budget: float) -> Callable[..., Any]:
-    """A compiled `run` whose graphs keep the part `budget` of what the partitioner could keep, 0 to 1."""
+    """Set the partitioner's budget around a compiled `run`: the part of what could be saved that is, 0 to 1."""
     settings: dict[str, Any] = {"activation_memory_budget": budget}
     if hasattr(functorch_config, "is_non_builtin_to_include"):
         # Our own ops (attention, linears on stored weights) are weighed by their formulas too; else they count as free

@@ -1,9 +1,9 @@
-"""Activation offload: with full checkpointing, what a block keeps for backward waits on the host.
+"""Activation offload: with full checkpointing, the saved inputs of each block wait on the host for its backward.
 
-Each block keeps its inputs only. They leave on a stream of their own while the next blocks compute, in the direction
-of the link that block swap leaves idle, and come back one block ahead of their backward. The hooks stand around the
-checkpoint, outside of what is compiled, so no graph changes. Only inputs that need a gradient leave: the others (the
-modulation vector, positions) are one tensor for all blocks.
+They leave on a stream of their own while the next blocks compute, in the direction of the link that block swap leaves
+idle, and come back one block ahead of their backward. The hooks stand around the checkpoint, outside of what is
+compiled, so no graph changes. Only inputs that need a gradient leave: the others (the modulation vector, positions) are
+one tensor for all blocks.
 """
 
 import weakref
@@ -21,7 +21,7 @@ IN_FLIGHT = 2  # tensors of as many blocks may be on their way out; then the com
 
 
 class _Offloaded:
-    """One tensor on the host. Its buffer goes back to the pool with it, when autograd lets it go."""
+    """One tensor on the host. Its buffer returns to the pool when autograd frees the tensor."""
 
     def __init__(self, offload: "ActivationOffload", tensor: Tensor, turn: int):
         self.turn = turn
@@ -34,8 +34,12 @@ class _Offloaded:
 
 
 class ActivationOffload:
-    """Wraps the runners of blocks. `bytes_out` and `bytes_in` count what went to the host and came back; `buffers` is
-    how many host buffers were made, and `pageable` the bytes of those that could not be page-locked on a GPU's host."""
+    """Wraps the runners of blocks.
+
+    bytes_out, bytes_in: bytes copied to the host and back.
+    buffers: host buffers made.
+    pageable: bytes of those that could not be page-locked on a GPU's host.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -50,11 +54,11 @@ class ActivationOffload:
         self._fetching: dict[int, Tensor] = {}  # a backward that breaks off lets go of them while they are written
 
     def keep_on_device(self, block: Any) -> None:
-        """The inputs of this block, the last one, stay on the device: they are needed again at once."""
+        """Keep the inputs of this block, the last one, on the device: its backward comes next."""
         self.last = id(block)
 
     def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """run(block, *args), checkpointed in full, with the inputs that it keeps on the host."""
+        """Wrap run(block, *args), which checkpoints in full, so that its saved inputs go to the host."""
 
         def run_offloaded(block: Any, *args: Any) -> Any:
             if id(block) == self.last or not torch.is_grad_enabled():
@@ -73,7 +77,7 @@ class ActivationOffload:
         return run_offloaded
 
     def buffer(self, size: int) -> Tensor:
-        """A host buffer; those of the step before are used again."""
+        """Take a host buffer of `size` bytes from the pool; those of the step before are used again."""
         if self.pool[size]:
             return self.pool[size].pop()
         self.buffers += 1
@@ -82,7 +86,7 @@ class ActivationOffload:
         return made
 
     def message(self) -> str | None:
-        """One sentence, once, where page-locked memory could not be had."""
+        """Return one sentence, once, where page-locked memory could not be had."""
         if self.warned or not self.pageable:
             return None
         self.warned = True
@@ -92,8 +96,11 @@ class ActivationOffload:
         )
 
     def _release_until(self, turn: int) -> None:
-        """The computation goes on when what was stored up to `turn` is out, whose memory is free then. Letting go of it
-        sooner would ask the allocator to watch another stream, and it sees that only when the host has caught up."""
+        """Let the computation wait until what was stored up to `turn` is out, and free its device memory.
+
+        Freeing it sooner would ask the allocator to watch another stream (`record_stream`), and it sees an end there
+        only when the host has caught up.
+        """
         while self._storing and self._storing[0][0] <= turn:
             _, _, stored = self._storing.pop(0)
             if stored is not None:
@@ -108,7 +115,7 @@ class ActivationOffload:
         return offloaded
 
     def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
-        """The tensor on the device and what to wait for. One that was asked for before is there or on its way."""
+        """Return the tensor on the device and the event to wait for; one that was prefetched is there or on its way."""
         if offloaded.fetched is None:
             there = offloaded.field.on(empty_bytes(offloaded.size, offloaded.device))
             self._fetching[id(offloaded)] = there
@@ -131,7 +138,7 @@ class ActivationOffload:
         return there
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copies after everything that was computed so far, and after the copies before; returns its event."""
+        """Copy after everything computed so far and after the copies before; returns the copy's event."""
         with torch.no_grad():
             if self.stream is None:
                 target.copy_(source)
@@ -142,7 +149,7 @@ class ActivationOffload:
                 return self.stream.record_event()
 
     def forget(self) -> None:
-        """After a step that broke off: nothing of it is on its way any more."""
+        """Drop the state of a step that broke off, once none of its copies is under way."""
         if self.stream is not None:
             self.stream.synchronize()
         self._storing.clear()
@@ -151,5 +158,8 @@ class ActivationOffload:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Fills its memory in some order, so that the copy has the same strides: a recompute has to see the same layout."""
+    """Return True if it fills its memory in some order.
+
+    The copy has the same strides then: a recompute has to see the same layout.
+    """
     return tuple(tensor.stride()) == dense_stride(tensor)

@@ -1,4 +1,4 @@
-"""How fast weights come out of the mapped file that they lie in, measured on a few pieces of them."""
+"""Measured rates of reading weights out of the mapped file that they lie in."""
 
 import ctypes
 import mmap
@@ -19,10 +19,10 @@ PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read
 
 
 def measure_file_bandwidth(tensors: Iterable[Tensor], mode: str, available: int) -> FileBandwidth | None:
-    """What reading these from their file takes; None where none of them lies in one.
+    """Measure reading these tensors from their file; None where none of them lies in one.
 
-    mode: pin_memory, which leaves them in the file unless it is 'on'; available: bytes of free memory, in which the
-    system's cache of files is counted as free.
+    mode: pin_memory, which leaves them in the file unless it is 'on'.
+    available: bytes of free memory, in which the system's page cache is counted as free.
     """
     maps = FileMaps()
     inside = [part for tensor in tensors for part in parts_of(tensor) if part.is_contiguous() and maps.holds(part)]
@@ -33,7 +33,7 @@ def measure_file_bandwidth(tensors: Iterable[Tensor], mode: str, available: int)
 
 
 def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE) -> list[Tensor]:
-    """Bytes of these, at most `count` pieces of at most `size` bytes, at equal distances from one another."""
+    """Cut at most `count` pieces of at most `size` bytes out of these tensors, at equal distances."""
     flats = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
     total = sum(flat.numel() for flat in flats)
     starts = [i * total // count for i in range(count)]
@@ -64,8 +64,10 @@ def read_speeds(pieces: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def in_cache(piece: Tensor) -> bool:
-    """Whether the system's cache holds more than half of it; False on a system that can't be asked (Linux is, by
-    mincore(2))."""
+    """Return True if the system's page cache holds more than half of it.
+
+    False on a system that can't be asked (Linux is, by mincore(2)).
+    """
     if sys.platform != "linux":
         return False
     start = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Tensors in one flat buffer, so that one copy brings them all."""
+"""Flat buffers: the tensors of a block in one piece of memory, so that one copy brings them all."""
 
 import ctypes
 import functools
@@ -17,7 +17,11 @@ ALIGNMENT = 256  # bytes; what the device's own allocator gives, and more than t
 
 @dataclass(frozen=True)
 class Field:
-    """Where one tensor lies in a flat buffer. name: whatever its owner calls it; offset: bytes."""
+    """Position of one tensor in a flat buffer.
+
+    name: chosen by the owner of the layout.
+    offset: bytes from the start of the buffer.
+    """
 
     name: str
     offset: int
@@ -26,7 +30,7 @@ class Field:
     dtype: torch.dtype
 
     def on(self, buffer: Tensor) -> Tensor:
-        """The tensor over the memory of `buffer`; not a view of it, so autograd ties nothing to the buffer."""
+        """Make the tensor over the memory of `buffer`; not a view of it, so autograd ties nothing to the buffer."""
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
             start = buffer.storage_offset() + self.offset
@@ -35,14 +39,14 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors lie in one flat buffer of `size` bytes."""
+    """Positions of tensors in one flat buffer of `size` bytes."""
 
     fields: tuple[Field, ...]
     size: int
 
     @staticmethod
     def of(tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
-        """tensors: plain ones, with their names."""
+        """Lay out plain tensors, given with their names."""
         fields, end = [], 0
         for name, tensor in tensors:
             fields.append(Field(name, end, tuple(tensor.shape), dense_stride(tensor), tensor.dtype))
@@ -52,8 +56,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ScatteredBuffer:
-    """Stands for a flat buffer whose tensors lie elsewhere, each by itself: in the mapped file, for one. They are
-    brought together where they are copied to."""
+    """Stand-in for a flat buffer whose tensors lie elsewhere, each by itself, as in a mapped file.
+
+    They are brought together where they are copied to.
+    """
 
     layout: Layout
     tensors: tuple[Tensor, ...]
@@ -65,13 +71,13 @@ class ScatteredBuffer:
         return False
 
     def copy_to(self, buffer: Tensor) -> None:
-        """buffer: of `numel` bytes."""
+        """Copy all tensors into a flat buffer of `numel` bytes."""
         for field, tensor in zip(self.layout.fields, self.tensors, strict=True):
             field.on(buffer).copy_(tensor)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's strides if it fills its memory (in whatever order), else those of a contiguous one."""
+    """Return the tensor's strides if it fills its memory (in whatever order), else those of a contiguous one."""
     order = sorted(range(tensor.dim()), key=lambda i: tensor.stride(i))
     expected = 1
     for i in order:
@@ -82,7 +88,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def empty_bytes(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """A flat buffer that starts at a multiple of ALIGNMENT. pinned: page-locked, where that can be had."""
+    """Allocate a flat buffer that starts at a multiple of ALIGNMENT. pinned: page-locked, where that can be had."""
     with torch.inference_mode(False):
         if device.type == "cpu":
             raw = host_bytes(size + ALIGNMENT, pinned)
@@ -98,7 +104,10 @@ def _malloc_trim() -> Any:
 
 
 def trim_heap() -> None:
-    """Gives what was freed back to the system. glibc keeps freed tensors of up to 32 MB for later, so that a model
-    whose tensors are smaller would lie in memory twice when all its blocks have moved."""
+    """Give freed memory back to the system.
+
+    glibc keeps freed tensors of up to 32 MB for later, so that a model whose tensors are smaller would lie in memory
+    twice when all its blocks have moved.
+    """
     if (trim := _malloc_trim()) is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""The weights of a block in one flat buffer on the host, at which the block's own modules point.
+"""Flat weights: the weights of a block in one flat buffer on the host, at which the block's own modules point.
 
-No list of masters is kept anywhere: the modules' tensors are the masters, and the flat buffer is found again through
-them. So several MODELs over one base share it, and it goes when the last tensor over it goes.
+No list of flat weights is kept anywhere: the modules' tensors are the host copies, and the flat buffer is found again
+through them. So several MODELs over one base share it, and it is freed when the last tensor over it is.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,8 +19,13 @@ SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm,
 
 @dataclass(frozen=True)
 class WeightRef:
-    """Where a tensor stands. key: its name in the state dict of the MODEL; table: the parameters or the buffers of
-    its module `owner`."""
+    """Reference to a tensor by the module that holds it.
+
+    key: name in the state dict of the MODEL.
+    owner: the module.
+    table: the module's parameters or buffers.
+    attribute: the tensor's name in the table.
+    """
 
     key: str
     owner: nn.Module
@@ -36,7 +41,7 @@ Put = Callable[[WeightRef, Tensor, list[Tensor]], object]
 
 
 def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
-    """Where the block's tensors stand. No tensor is held, so that each can be let go when it has been moved."""
+    """List references to the block's tensors; no tensor is held, so each can be freed when it has been moved."""
     return [
         WeightRef(f"{path}.{attribute}", module, table, attribute)
         for path, module in block.named_modules(prefix=name)
@@ -47,6 +52,7 @@ def weight_refs(name: str, block: nn.Module) -> list[WeightRef]:
 
 
 def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each plain tensor under its weight's key and its number among the weight's parts."""
     for ref in refs:
         tensor = ref.tensor()
         assert tensor is not None
@@ -55,7 +61,7 @@ def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a weight consists of: itself, or the parts of a quantised one."""
+    """List the plain tensors that a weight consists of: itself, or the parts of a quantised one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.data]
     names, _ = tensor.__tensor_flatten__()
@@ -63,7 +69,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two weights are the same bytes, read in the same way."""
+    """Return True if two weights are the same bytes, read in the same way."""
     return _lies(one) == _lies(other)
 
 
@@ -72,7 +78,7 @@ def _lies(tensor: Tensor) -> list[Any]:
 
 
 def with_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
-    """The same kind of tensor over other parts.
+    """Make the same kind of tensor over other parts.
 
     An ordinary one, as compiled code tells it from one that was made under inference mode. A quantised one stays what
     it was: ComfyUI moves it under inference mode, which an ordinary one does not bear.
@@ -95,12 +101,13 @@ def _rewrapped(tensor: Tensor, parts: list[Tensor], inference: bool) -> Tensor:
 
 
 def restore_inference_mode(model: nn.Module) -> None:
-    """Quantised weights as a loader node makes them, over the same memory. Call it while the model is not loaded.
+    """Make quantised weights inference tensors again, as a loader node makes them, over the same memory.
 
-    What unloads a MODEL outside inference mode (ComfyUI's own Unload Models, between two prompts) leaves ordinary
-    copies of them. Under inference mode, where nodes sample, `nn.Parameter` takes no such one, and ComfyUI wraps each
-    weight in it anew that it moves to a device on which it lies already (comfy/ops.py, _quantized_apply): the CPU, or
-    the GPU with --gpu-only. So they could not be loaded with a LoRA on others, nor be taken off again.
+    Call it while the model is not loaded. Unloading a MODEL outside inference mode (ComfyUI's own Unload Models,
+    between two prompts) leaves ordinary copies of them. Under inference mode, where nodes sample, `nn.Parameter` takes
+    no such one, and ComfyUI wraps each weight in it anew that it moves to a device on which it lies already
+    (comfy/ops.py, _quantized_apply): the CPU, or the GPU with --gpu-only. So they could not be loaded with a LoRA on
+    others, nor be taken off again.
     """
     for ref in weight_refs("", model):
         tensor = ref.tensor()
@@ -117,10 +124,10 @@ def _over(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def shared_flat(refs: Sequence[WeightRef], layout: Layout, keep: Collection[str] = ()) -> Tensor | None:
-    """The flat buffer of this layout over which all these tensors lie already, if they do.
+    """Find the flat buffer of this layout over which all these tensors lie already, if they do.
 
-    Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again. keep:
-    the keys of tensors that another node put there for a while; the buffer is that of the tensors they stand for.
+    Scales of quantised weights may have been copied out of it, as ComfyUI's moves do; they are copied in again.
+    keep: keys of tensors that another node put there for a while; the buffer is that of the tensors they stand for.
     """
     if any(ref.key in keep for ref in refs):
         return None
@@ -177,7 +184,7 @@ def into_flat(refs: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put 
 
 
 def scattered(refs: Sequence[WeightRef], layout: Layout) -> ScatteredBuffer:
-    """The tensors as a master in pieces; nothing moves."""
+    """Wrap the tensors as a flat buffer in pieces; nothing moves."""
     pieces = []
     for ref in refs:
         tensor = ref.tensor()

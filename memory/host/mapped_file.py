@@ -32,7 +32,7 @@ MEM_MAPPED = 0x40000  # of VirtualQuery: a view of a file
 
 
 class FileMaps:
-    """Which memory is a mapped file, as it was when this was made; nowhere, on a system that can't be asked."""
+    """Snapshot of the memory ranges that are mapped files; empty on a system that can't be asked."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
@@ -45,7 +45,7 @@ class FileMaps:
                     self.ends.append(int(match[2], 16))
 
     def holds(self, tensor: Tensor) -> bool:
-        """tensor: a plain one."""
+        """Return True if a plain tensor lies in a mapped file."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return False
         address = tensor.data_ptr()
@@ -78,14 +78,16 @@ def _is_view_of_file(address: int) -> bool:
 
 
 def bytes_in_file(tensors: Iterable[Tensor]) -> int:
-    """How many of their bytes lie in a mapped file."""
+    """Count the bytes of these tensors that lie in a mapped file."""
     maps = FileMaps()
     return sum(part.nbytes for tensor in tensors for part in parts_of(tensor) if maps.holds(part))
 
 
 class MappedWeights:
-    """Weights that lie in a mapped file until ComfyUI moves them to the device. Put back, they lie there again, and no
-    copy on the host takes their place. Keys are names in the state dict of the MODEL."""
+    """Weights that lie in a mapped file until ComfyUI moves them to the device.
+
+    Restored, they lie there again, and no copy on the host takes their place. Keys are names in the MODEL's state dict.
+    """
 
     def __init__(self, refs: Iterable[WeightRef]):
         maps = FileMaps()
@@ -99,8 +101,11 @@ class MappedWeights:
         return len(self.held)
 
     def restore(self, replaced: Collection[str], only: str | None = None) -> None:
-        """replaced: the keys of those that are patched at present, say; only: for weights that lie on devices of this
-        type."""
+        """Point the modules at the file's memory again.
+
+        replaced: keys of those that are patched at present, say, and stay. only: restrict to weights on devices of this
+        type.
+        """
         for key, (ref, parts) in self.held.items():
             tensor = ref.tensor()
             if tensor is None or key in replaced or (only is not None and tensor.device.type != only):
@@ -111,7 +116,7 @@ class MappedWeights:
                 tensor.data = parts[0]
 
     def drop_replaced(self, replaced: Collection[str]) -> None:
-        """What another node has put in the place of one for good is never put back."""
+        """Drop weights in whose place another node has put its own for good; they are never restored."""
         for key, (ref, parts) in list(self.held.items()):
             tensor = ref.tensor()
             moved = tensor is not None and (tensor.device.type != "cpu" or key in replaced)
@@ -119,7 +124,7 @@ class MappedWeights:
                 del self.held[key]
 
     def copy_out(self, key: str) -> None:
-        """This weight gets memory of its own, if it lies in the file now."""
+        """Give this weight memory of its own, if it lies in the file now."""
         ref, parts = self.held.get(key, (None, []))
         tensor = None if ref is None else ref.tensor()
         if ref is not None and tensor is not None and parts_of(tensor)[0].data_ptr() == parts[0].data_ptr():
@@ -127,9 +132,11 @@ class MappedWeights:
 
 
 class KeepMapped(TorchFunctionMode):
-    """While ComfyUI loads a file in this mode, weights take the file's memory in place of a copy of it, wherever the
-    copy would hold the same bytes: core does so itself under dynamic VRAM (`load_state_dict(assign=True)`), and has no
-    option for it elsewhere."""
+    """Mode in which ComfyUI loads a file without copying it.
+
+    Weights take the file's memory wherever a copy would hold the same bytes. Core does so itself under dynamic VRAM
+    (`load_state_dict(assign=True)`), and has no option for it elsewhere.
+    """
 
     maps: FileMaps | None = None
 
@@ -154,7 +161,7 @@ class KeepMapped(TorchFunctionMode):
 
 
 def copy_into_ram(model: nn.Module) -> None:
-    """Copies the weights that `KeepMapped` has left in the file into memory, unless that is short."""
+    """Copy the weights that `KeepMapped` has left in the file into memory, unless that is short."""
     needed = bytes_in_file(model.parameters())
     if psutil.virtual_memory().available < needed + RESERVED_RAM or not needed:
         return
@@ -173,8 +180,10 @@ def copy_into_ram(model: nn.Module) -> None:
 
 
 def protect_from_hooks(patcher: ModelPatcher) -> None:
-    """ComfyUI writes what a hook does to a weight into the weight, also on the host, and a file's memory can't be
-    written: those that hooks of this MODEL or of its clones are for get memory of their own first."""
+    """Copy weights out of the file before a hook of this MODEL or of its clones writes into them.
+
+    ComfyUI writes what a hook does to a weight into the weight, also on the host, and a file's memory can't be written.
+    """
     if bytes_in_file(patcher.model.parameters()) and not patcher.get_callbacks(
         CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY
     ):

@@ -24,7 +24,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 def page_locked(size: int) -> Tensor:
-    """`size` bytes on the host. Raises RuntimeError or OSError where they can't be had."""
+    """Allocate `size` page-locked bytes on the host. Raises RuntimeError or OSError where they can't be had."""
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device")
     if sys.platform != "linux":
@@ -42,8 +42,10 @@ def page_locked(size: int) -> Tensor:
 
 
 def host_bytes(size: int, pinned: bool) -> Tensor:
-    """`size` bytes on the host, page-locked where that is asked for and can be had. They may be written in inference
-    mode and outside of it, wherever they are asked for."""
+    """Allocate `size` bytes on the host, page-locked where that is asked for and can be had.
+
+    They may be written in inference mode and outside of it, wherever they are asked for.
+    """
     with torch.inference_mode(False):
         if pinned:
             try:
@@ -54,8 +56,10 @@ def host_bytes(size: int, pinned: bool) -> Tensor:
 
 
 def unlock(buffer: Tensor) -> bool:
-    """The memory of a tensor over such a buffer stays, but is page-locked no longer. False where it is torch's own,
-    which is page-locked until it is freed and `give_back` is called."""
+    """Unlock the memory of a tensor over such a buffer; the memory stays.
+
+    Returns False where it is torch's own, which is page-locked until it is freed and `give_back` is called.
+    """
     with contextlib.suppress(RuntimeError):  # where CUDA itself has broken down, what ended the run is told
         if (mapping := _registered.get(buffer.untyped_storage().data_ptr())) is not None:
             mapping.unlock()
@@ -65,7 +69,7 @@ def unlock(buffer: Tensor) -> bool:
 
 
 def give_back() -> None:
-    """torch's own allocator of page-locked memory gives back what was freed, which it keeps for later."""
+    """Let torch's own allocator of page-locked memory give back what was freed, which it keeps for later."""
     with contextlib.suppress(AttributeError, RuntimeError):  # a version of torch that has no such call, or as above
         torch._C._host_emptyCache()
 

@@ -27,7 +27,7 @@ def is_windows() -> bool:
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Bytes of the weights of swapped blocks by where they lie now.
+    """Bytes of the weights of swapped blocks by the place where they lie now.
 
     total: of all of them.
     in_file: in a mapped file.
@@ -41,7 +41,7 @@ class HostWeights:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """Where the weights of swapped blocks lie on the host while they stream.
+    """Placement of swapped weights on the host while they stream.
 
     pinned: they are page-locked.
     from_file: they stay in their mapped file, as far as they lie there.
@@ -115,10 +115,12 @@ def unpinned_message(flat_weights: Sequence[Tensor | ScatteredBuffer]) -> str | 
 
 
 def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tuple[bool, str | None]:
-    """Whether swapped blocks stream from the file that they lie in, and a sentence for the user where memory is short.
+    """Decide whether swapped blocks stream from their file; with a sentence for the user where RAM is short, else None.
 
-    mode: pin_memory; inside: bytes of them that lie in a mapped file; needed: bytes of all of them, of which the others
-    lie in memory; available: bytes of free memory.
+    mode: pin_memory.
+    inside: bytes of them that lie in a mapped file.
+    needed: bytes of all of them, of which the others lie in RAM.
+    available: bytes of free RAM.
     """
     room = available - RESERVED_RAM
     if inside <= room or mode == "on":

@@ -24,26 +24,26 @@ LEAST_TRIAL_BYTES = 16 * 2**20
 
 
 class Link(Protocol):
-    """How bytes get from a stage into a slot. On a GPU a stream of its own; tests put a slow one in its place."""
+    """Transfer from a stage into a slot: on a GPU a stream of its own, in tests a slow one."""
 
     def mark(self) -> Any:
-        """Stands for everything that was computed so far; called by the thread that computes."""
+        """Return a marker of everything computed so far; called by the thread that computes."""
         ...
 
     def send(self, slot: Tensor, source: Tensor, mark: Any, then: Callable[[], None] | None) -> Any:
-        """Copies after what `mark` stands for, then calls `then`. Returns an event; does not wait for the copy."""
+        """Copy after what `mark` stands for, then call `then`; returns an event without waiting for the copy."""
         ...
 
     def finished(self, event: Any) -> None:
-        """Waits on the calling thread until `source` may be written again."""
+        """Block the calling thread until `source` may be written again."""
         ...
 
     def order(self, event: Any) -> None:
-        """What is computed from here on starts after the copy."""
+        """Let everything computed from here on start after the copy."""
         ...
 
     def settle(self) -> None:
-        """Waits on the calling thread until everything that was sent is done."""
+        """Block the calling thread until everything that was sent is done."""
         ...
 
 
@@ -74,7 +74,7 @@ class CudaLink:
 
 
 class HostLink:
-    """Copies within the host, at once: what asks for one has computed all that it stands for."""
+    """Copies within the host, at once: whoever asks for one has computed all that it stands for."""
 
     def mark(self) -> None:
         pass
@@ -95,10 +95,10 @@ class HostLink:
 
 
 class StagedStream:
-    """Copies masters to the device from a thread of its own. It is what a ring takes as its stream.
+    """Copies flat weights to the device from a thread of its own; a ring takes it as its stream.
 
-    Pageable masters go through `stages` page-locked buffers, each filled as soon as the copy out of it is done; those
-    in pieces come together there, where pages of a mapped file are waited for by the thread alone. Masters that are
+    Pageable weights go through `stages` page-locked buffers, each filled as soon as the copy out of it is done.
+    Scattered ones come together there, where only the thread waits for pages of a mapped file. Weights that are
     page-locked themselves are copied as they lie. So the thread that computes waits for no event and for nothing that
     follows a copy, such as a LoRA whose factors come from pageable memory. At a block's turn it waits until the copy
     was started, because only then is there something for the device to wait for.
@@ -106,7 +106,7 @@ class StagedStream:
 
     def __init__(self, link: Link, stage_bytes: int, stages: int = STAGES, pinned: bool = True):
         self.link = link
-        self.stages: list[Tensor] = []  # made when the first master needs one
+        self.stages: list[Tensor] = []  # made when the first weights need one
         self._stage_bytes, self._pinned = stage_bytes, pinned
         self._leaving: list[Any] = [None] * stages  # the event of the last copy out of each stage
         self._turn = 0
@@ -115,7 +115,7 @@ class StagedStream:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
     def copy(self, slot: Tensor, host: Tensor | ScatteredBuffer, then: Callable[[], None] | None) -> "Future[Any]":
-        """Copies after everything that was computed so far, then calls `then`; returns what `wait` takes."""
+        """Copy after everything computed so far, then call `then`; returns what `wait` takes."""
         assert not self._ended
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         if not self.stages and not host.is_pinned():
@@ -153,7 +153,7 @@ class StagedStream:
                 self.link.settle()
 
     def wait(self, copied: "Future[Any] | None") -> None:
-        """What is computed from here on starts after that copy. What went wrong in the thread is raised here."""
+        """Let everything computed from here on start after that copy. Raises here what went wrong in the thread."""
         if copied is None:
             return
         try:
@@ -167,7 +167,7 @@ class StagedStream:
         self.link.order(event)
 
     def settle(self) -> None:
-        """Waits until every copy that was asked for is done or has failed: slots may be freed then."""
+        """Block until every copy that was asked for is done or has failed: slots may be freed then."""
         if threading.get_ident() == self._thread:
             # What holds the slots was collected on this thread, which can't wait for itself. Nothing is sent any more.
             self._ended = True
@@ -178,7 +178,7 @@ class StagedStream:
         self.link.settle()
 
     def release(self) -> None:
-        """Settles, and gives the stages back until they are needed again."""
+        """Settle, and free the stages until they are needed again."""
         self.settle()
         if not self._ended:
             unlocked = all([unlock(stage) for stage in self.stages])
@@ -191,8 +191,10 @@ class StagedStream:
 def staged_stream(
     flat_weights: Sequence[Tensor | ScatteredBuffer], device: torch.device, finished: bool = False
 ) -> StagedStream | None:
-    """The stream for masters that are not all page-locked, or after whose copies something is `finished` on the device;
-    None where plain copies do as well."""
+    """Choose the stream for flat weights; None where plain copies do as well.
+
+    It is needed where not all are page-locked, or where something is `finished` on the device after a copy.
+    """
     largest = max(weights.numel() for weights in flat_weights)
     if device.type == "cuda":
         plain = not finished and all(weights.is_pinned() for weights in flat_weights)
@@ -204,8 +206,10 @@ def staged_stream(
 
 @functools.cache
 def link_bandwidth(device: torch.device) -> float:
-    """Bytes per second from page-locked host memory to the device, the best of three copies; without a GPU, of copies
-    within the host's memory."""
+    """Measure bytes per second from page-locked host memory to the device, the best of three copies.
+
+    Without a GPU, of copies within the host's memory.
+    """
     size = TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"])
     there = _there(size, device)
     host = host_bytes(len(there), device.type == "cuda").fill_(1)
@@ -217,7 +221,7 @@ def link_bandwidth(device: torch.device) -> float:
 
 
 def _there(size: int, device: torch.device) -> Tensor:
-    """`size` bytes on the device, or a part of them where it is that full."""
+    """Allocate `size` bytes on the device, or a part of them where it is that full."""
     while True:
         try:
             return torch.empty(size, dtype=torch.uint8, device=device)

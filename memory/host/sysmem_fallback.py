@@ -1,4 +1,4 @@
-"""Memory of the device that does not lie on it: Windows' driver lends RAM where the card is full, many times slower."""
+"""NVIDIA's system memory fallback: on Windows the driver lends RAM where the card is full, many times slower."""
 
 import torch
 
@@ -8,7 +8,7 @@ TOLERANCE = 256 * 2**20  # what other programs may have given back meanwhile
 
 
 class SysmemMonitor:
-    """Compares what torch holds with what it held and what was free at the start, where memory may spill at all."""
+    """Compares torch's reserved memory with the card's capacity at the start, where the driver may fall back at all."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -16,12 +16,12 @@ class SysmemMonitor:
         self.capacity = self._capacity() if self.watches else 0
 
     def _capacity(self) -> int:
-        """Bytes: what torch has and may still get, as long as some is free."""
+        """Return bytes that torch has and may still get, as long as some is free."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return torch.cuda.memory_reserved(self.device) + free
 
     def message(self) -> str | None:
-        """One sentence, once, where memory has spilled."""
+        """Return one sentence, once, where memory lies in RAM."""
         if not self.watches:
             return None
         spilled = torch.cuda.memory_reserved(self.device) - self.capacity

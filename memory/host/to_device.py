@@ -1,4 +1,4 @@
-"""How a step's inputs get from the host to the device: nothing is waited for."""
+"""Copies of a step's inputs from the host to the device, without waiting."""
 
 import logging
 
@@ -9,11 +9,11 @@ log = logging.getLogger(__name__)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, contiguous; it may be used there at once.
+    """Copy a tensor to the device, contiguous; it may be used there at once.
 
     A copy out of pageable memory makes the host wait until the device has done all that was queued before it; one out
     of page-locked memory is queued as well. torch keeps that memory until the copy is done and uses it again, so the
-    tensor may be let go at once. Where no memory can be page-locked, the copy is one that is waited for.
+    tensor may be freed at once. Where no memory can be page-locked, the copy is one that is waited for.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""What stands as the `forward` of a swapped block, so that it runs on the weights of its slot."""
+"""Forward of a swapped block, which runs it on the weights of its slot."""
 
 import copy
 import weakref
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Swap(Protocol):
-    """The swapped blocks of a model. running: the numbers of those that are in their slots now."""
+    """Swapped blocks of a model. running: the numbers of those that are in their slots now."""
 
     running: set[int]
 
@@ -26,8 +26,11 @@ def run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class SwappedForward:
-    """Stands as the instance `forward` of a swapped block. inner: what another node had put there; run: what runs the
-    block where there is no such thing; compiled code is set there."""
+    """Instance `forward` of a swapped block.
+
+    inner: the forward that another node had put there.
+    run: runs the block where there is none; compiled code is set there.
+    """
 
     def __init__(self, swap: Swap, j: int, block: nn.Module, inner: Callable[..., Any] | None):
         # Weak, as the block holds this: what is swapped lives as long as the MODELs that swap it.
@@ -52,6 +55,6 @@ class SwappedForward:
 
 
 def swapped_forward(block: nn.Module) -> SwappedForward | None:
-    """The block's stand-in call, where it is swapped and its model is loaded."""
+    """Return the block's `SwappedForward`, where it is swapped and its model is loaded."""
     found = vars(block).get("forward")
     return found if isinstance(found, SwappedForward) else None

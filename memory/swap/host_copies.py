@@ -1,4 +1,4 @@
-"""A model's weights on the host stay where they are while ComfyUI takes the model to the device and back."""
+"""A model's weights on the host stay where they lie while ComfyUI takes the model to the device and back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from .patcher import KEY
 
 @contextmanager
 def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
-    """After it, what lies on the host again lies where it lay.
+    """Put a model's host memory back, on leaving, as it lay.
 
-    ComfyUI lets the host's memory of a weight go when it moves it to the device, and takes new memory on the way back.
-    The masters of swapped blocks share their memory with the MODEL's own weights, and there would be two of each. Leave
-    it when the model is unloaded. Under dynamic VRAM nothing of this moves.
+    ComfyUI frees the host's memory of a weight when it moves it to the device, and takes new memory on the way back.
+    The flat weights of swapped blocks share their memory with the MODEL's own weights, and there would be two of each.
+    Leave it when the model is unloaded. Under dynamic VRAM nothing of this moves.
 
     Block swap of the MODEL itself streams them as they lie meanwhile, and gathers none in buffers of its own.
     """
@@ -50,6 +50,6 @@ def _on_host(patcher: ModelPatcher) -> list[tuple[WeightRef, list[Tensor]]]:
 
 
 def _moved(now: list[Tensor], lay: list[Tensor]) -> bool:
-    """Whether it is the same weight in other memory of the same device."""
+    """Return True if it is the same weight in other memory of the same device."""
     kinds = [[(part.device, part.dtype, part.shape) for part in parts] for parts in (now, lay)]
     return kinds[0] == kinds[1] and any(n.data_ptr() != p.data_ptr() for n, p in zip(now, lay, strict=True))

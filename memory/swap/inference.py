@@ -1,7 +1,7 @@
 """Block swap in inference: while a swapped block runs, its modules hold the weights that lie in its slot.
 
-Between the calls the modules of the MODEL point at the masters on the host, so saving, unloading and cloning never see
-a slot. The modules themselves stay what they are: whatever other nodes have put on them (replaced forwards, bypass
+Between the calls the modules of the MODEL point at the flat weights on the host, so saving, unloading and cloning never
+see a slot. The modules themselves stay what they are: whatever other nodes have put on them (replaced forwards, bypass
 LoRAs, hooks, weight wrappers) runs as on a block that is not swapped.
 """
 
@@ -46,11 +46,14 @@ _attached: "WeakKeyDictionary[nn.Module, weakref.ref[SwappedBlocks]]" = WeakKeyD
 
 
 class SwappedBlocks:
-    """The swapped blocks of one model. base: ComfyUI's BaseModel; blocks: their modules by their names in the state
-    dict of the MODEL, such as diffusion_model.single_blocks.3, in the order of the forward.
+    """Swapped blocks of one model.
 
-    notes: what the user has to be told, each sentence once. from_file: the masters stay in the mapped file, as far as
-    they lie there. automatic: whether the number of blocks was chosen for the user.
+    base: ComfyUI's BaseModel.
+    blocks: their modules by their names in the MODEL's state dict, such as diffusion_model.single_blocks.3, in the
+        order of the forward.
+    notes: sentences for the user, each once.
+    from_file: the weights stay in the mapped file, as far as they lie there.
+    automatic: the number of blocks was chosen for the user.
     """
 
     ring: SlotRing | None = None
@@ -88,17 +91,18 @@ class SwappedBlocks:
         self.release()
 
     def on(self, base: nn.Module) -> "SwappedBlocks":
-        """The blocks of the same names in another model."""
+        """Return the blocks of the same names in another model."""
         blocks = {name: base.get_submodule(name) for name in self.blocks}
         return SwappedBlocks(base, blocks, self.prefetch, self.pinned, self.from_file, self.automatic)
 
     def note(self, sentence: str) -> None:
+        """Add a sentence for the user, once, and log it."""
         if sentence not in self.notes:
             self.notes.append(sentence)
             log.info(sentence)
 
     def resident_bytes(self) -> int:
-        """What the rest of the model takes."""
+        """Bytes of the rest of the model."""
         size = comfy.model_management.module_size
         return size(self.base()) - sum(size(block) for block in self.blocks.values())
 
@@ -106,11 +110,11 @@ class SwappedBlocks:
         return min(self.prefetch + 1, len(self.layouts))
 
     def slot_bytes(self) -> int:
-        """What the slots take on the device while the model is loaded."""
+        """Bytes of the slots on the device while the model is loaded."""
         return self.slots() * max(layout.size for layout in self.layouts)
 
     def held_bytes(self) -> int:
-        """What the slots take on the device now."""
+        """Bytes that the slots take on the device now."""
         return self.ring.held_bytes() if self.ring is not None else 0
 
     @property
@@ -118,7 +122,7 @@ class SwappedBlocks:
         return self.held_bytes() > 0
 
     def attach(self, device: torch.device, patching: SlotPatches) -> None:
-        """Makes the slots and lets the blocks run in them, with these patches on top of the masters.
+        """Allocate the slots and let the blocks run in them, with these patches on top of the flat weights.
 
         Raises ValueError for a patch that a slot has no room for.
         """
@@ -189,7 +193,7 @@ class SwappedBlocks:
         self.ring.flat_weights = flats
         try:
             self.ring.take()
-        except BaseException:  # nobody may keep the masters in memory but the modules
+        except BaseException:  # nobody but the modules may keep the flat weights in memory
             self.ring.flat_weights = []
             raise
         self._unpatched = [[ref.tensor() for ref in refs] for refs in self.refs]
@@ -199,7 +203,7 @@ class SwappedBlocks:
         ]
 
     def _flag_modules(self, device: torch.device) -> None:
-        """What ComfyUI's load does to a module that it puts on the device."""
+        """Set the flags that ComfyUI's load sets on a module that it puts on the device."""
         how = self._patching
         for name, block in self.blocks.items():
             for inner, module in block.named_modules(prefix=name):
@@ -216,7 +220,7 @@ class SwappedBlocks:
                 move_weight_functions(module, device)
 
     def install_forwards(self) -> None:
-        """Lets the blocks run in their slots, around whatever other nodes have put in the place of their forwards."""
+        """Let the blocks run in their slots, around whatever other nodes have put in the place of their forwards."""
         if not self.attached:
             return
         for j, block in enumerate(self.blocks.values()):
@@ -230,7 +234,7 @@ class SwappedBlocks:
             vars(block)["forward"] = SwappedForward(self, j, block, None if own else found)
 
     def remove_forwards(self) -> None:
-        """Puts back the forwards that stood there before; the slots stay."""
+        """Put back the forwards that stood there before; the slots stay."""
         for block in self.blocks.values():
             found = vars(block).get("forward")
             if isinstance(found, SwappedForward) and found.swap() in (self, None):
@@ -240,8 +244,10 @@ class SwappedBlocks:
                     vars(block)["forward"] = found.inner
 
     def release(self) -> None:
-        """Ends the swap and gives the memory of slots and patches back. The masters are the modules' own from here on,
-        and die or move with them."""
+        """End the swap and free slots and patches.
+
+        The flat weights are the modules' own from here on, and are freed or moved with them.
+        """
         self.remove_forwards()
         if self.ring is None or not self.attached:
             return
@@ -259,10 +265,10 @@ class SwappedBlocks:
 
     @contextmanager
     def in_slot(self, j: int) -> Iterator[None]:
-        """Block j has the weights of its slot, which hold what the master holds, patched.
+        """Give block j the weights of its slot, which are its flat weights, patched.
 
-        Raises RuntimeError where a weight is neither the master nor what an object patch has put there: it would run as
-        it is, without its LoRA, and on the host.
+        Raises RuntimeError where a weight is neither the flat weight nor what an object patch has put there: it would
+        run as it is, without its LoRA, and on the host.
         """
         assert self.ring is not None
         found = [
@@ -282,9 +288,10 @@ class SwappedBlocks:
             self.running.discard(j)
 
     def _swapped_now(self, ref: WeightRef, unpatched: Tensor | None) -> Tensor | None:
-        """The tensor that stands there, in whose place the slot's comes; None for what an object patch has put there.
+        """Return the tensor that stands there, in whose place the slot's comes.
 
-        Over the same memory it may be another object: what compiles a block exchanges those of inference mode.
+        None for what an object patch has put there. Over the same memory it may be another object: compiling a block
+        exchanges those of inference mode.
         """
         tensor = ref.tensor()
         if tensor is unpatched or (tensor is not None and unpatched is not None and same_memory(tensor, unpatched)):
@@ -297,20 +304,20 @@ class SwappedBlocks:
         )
 
     def invalidate(self) -> None:
-        """Every block has to be copied and patched again."""
+        """Have every block copied and patched again."""
         if self.ring is not None and self.attached:
             # Copies that are under way may still read the patches that are let go.
             self.ring.stream.settle()
             self.ring.invalidate()
 
     def set_hook_patches(self, patches: Patches) -> None:
-        """Weight patches of hooks, on top of the others from here on."""
+        """Put the weight patches of hooks on top of the others from here on."""
         if patches or self._hooks:
             self.invalidate()
         self._hooks = patches
 
     def _patch(self, j: int) -> None:
-        """Applies the weight patches in the slot, and those of hooks on top."""
+        """Apply the weight patches in the slot, and those of hooks on top."""
         assert self.ring is not None
         device = self.ring.device
         for ref, unpatched, weight in zip(self.refs[j], self._unpatched[j], self._slots[j], strict=True):
@@ -331,7 +338,7 @@ def _point_at_but(replaced: Collection[str]) -> Put:
 
 
 def _over_slot(refs: list[WeightRef], layout: Layout, slot: Tensor) -> list[Tensor]:
-    """The tensors of a block over its slot."""
+    """Make the tensors of a block over its slot."""
     fields = iter(layout.fields)
     tensors = []
     for ref in refs:

@@ -1,4 +1,4 @@
-"""A MODEL whose swapped blocks never lie on the device as a whole."""
+"""ModelPatcher of a MODEL whose swapped blocks never lie on the device all at once."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ class SwapPatcher(ModelPatcher):
 
     @property
     def notes(self) -> list[str]:
-        """What the user has to be told about the swap."""
+        """Sentences for the user about the swap."""
         return self.swap.notes
 
     def clone(self, *args: Any, **kwargs: Any) -> "ModelPatcher":
@@ -77,8 +77,10 @@ class SwapPatcher(ModelPatcher):
 
     @staticmethod
     def _move_own(module: nn.Module, device: torch.device | None) -> None:
-        """Parameters of modules that hold other modules and buffers of those without a parameter, which core moves in a
-        full load only."""
+        """Move parameters of modules that hold other modules and buffers of those without a parameter.
+
+        Core moves these in a full load only.
+        """
         if device is None or (module._parameters and not any(True for _ in module.children())):
             return
         for parameter in module._parameters.values():
@@ -102,10 +104,11 @@ class SwapPatcher(ModelPatcher):
         self._hook_swapped(self.current_hooks)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI asks for it; where the device has no room for that although the number of blocks was chosen
-        automatically, with fewer of the other weights on it, as few as have to be.
+        """Load as ComfyUI asks.
 
-        Raises torch.OutOfMemoryError with a sentence for the user where no less can be had.
+        Where the device has no room for that although the number of blocks was chosen automatically, fewer of the other
+        weights are loaded, as few as have to be. Raises torch.OutOfMemoryError with a sentence for the user where no
+        less can be had.
         """
         try:
             return self._load_what_fits(device_to, extra_memory, force_patch_weights)
@@ -197,7 +200,7 @@ class SwapPatcher(ModelPatcher):
         return freed
 
     def _replaced(self) -> set[str]:
-        """What ComfyUI itself puts back when the model is unloaded."""
+        """Keys that ComfyUI itself puts back when the model is unloaded."""
         return {*self.backup, *self.object_patches_backup}
 
     def pin_weight_to_device(self, key):
@@ -213,7 +216,7 @@ class SwapPatcher(ModelPatcher):
             self.swap.release()
         return super().detach(unpatch_all)
 
-    # Hooks: core writes a hook's weights into the modules, which for swapped blocks are the masters.
+    # Hooks: core writes a hook's weights into the modules, which for swapped blocks are the flat weights.
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args: Any, **kwargs: Any) -> None:
         if key not in self.swap.keys:
@@ -258,10 +261,10 @@ def swap_model(
     from_file: bool = False,
     automatic: bool = False,
 ) -> SwapPatcher:
-    """A clone of the MODEL whose `blocks` (by name in its state dict) stream from the host when it runs;
-    from_file: straight from the mapped file, as far as they lie there; automatic: more may leave the device where
-    there is no room for the others.
+    """Clone the MODEL so that its `blocks` (by name in its state dict) stream from the host when it runs.
 
+    from_file: straight from the mapped file, as far as they lie there.
+    automatic: more may leave the device where there is no room for the others.
     Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
     """
     if not blocks:

@@ -1,7 +1,7 @@
-"""Which blocks are swapped, and how many have to be.
+"""Swap plan: the number of blocks to swap, and which.
 
-A plan is made from bytes and seconds that were measured: what each block weighs, keeps for backward and takes to
-compute, and how fast the link is. The seconds of a step come from running the slot ring's own order of copies on paper.
+A plan is made from bytes and seconds that were measured: what each block weighs, saves for backward and takes to
+compute, and the bandwidth of the link. The seconds of a step come from simulating the slot ring's order of copies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,15 @@ COMPUTING = tuple(2 ** (i / 3) for i in range(-6, 7))
 
 
 def prefetches(least: int) -> tuple[int, ...]:
-    """What a plan may choose from where the user's prefetch_blocks is `least`."""
+    """List the choices of a plan where the user's prefetch_blocks is `least`."""
     return tuple(range(least, max(MOST_PREFETCH, least) + 1))
 
 
 def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
-    """The names of `count` blocks to swap, such as single_blocks.3.
+    """Choose the names of `count` blocks to swap, such as single_blocks.3.
 
-    lists: the model's lists of blocks with their lengths; order: the lists in the order in which they are to be used.
+    lists: the model's lists of blocks with their lengths.
+    order: the lists in the order in which they are to be used.
     Raises ValueError for more blocks than there are.
     """
     check_count(count, sum(lists.values()))
@@ -39,7 +40,7 @@ def check_count(count: int, total: int) -> None:
 
 
 def all_on_device(prefetch: int, swapped: int) -> str | None:
-    """What is to be said where so many blocks are copied ahead that each of those that are swapped has a slot."""
+    """Return a sentence where so many blocks are copied ahead that each of those that are swapped has a slot."""
     if prefetch + 1 < swapped:
         return None
     return (
@@ -49,8 +50,10 @@ def all_on_device(prefetch: int, swapped: int) -> str | None:
 
 
 def evenly_spaced(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
-    """`count` of the names: all of the first groups, and of the last one that is used some that are spread evenly, so
-    that each copy has resident blocks to hide behind."""
+    """Choose `count` of the names: all of the first groups, and of the last one that is used some, evenly spaced.
+
+    So each copy has resident blocks to overlap with.
+    """
     chosen: set[str] = set()
     for names in groups:
         taken = min(len(names), count - len(chosen))
@@ -60,10 +63,16 @@ def evenly_spaced(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block. name: as it is to be chosen by, such as single_blocks.3. weights; inputs: what full checkpointing
-    keeps; saved: what is kept without checkpointing; working: the most it takes beside those while it runs forward or
-    back: bytes. forward, backward: seconds of computing, 0 where that is not known. in_file: how many bytes of its
-    weights lie in the mapped file. In inference only weights, working, forward and in_file count."""
+    """Cost of one block. In inference only weights, working, forward and in_file count.
+
+    name: as it is to be chosen by, such as single_blocks.3.
+    weights: bytes.
+    inputs: bytes that full checkpointing saves.
+    saved: bytes that are saved without checkpointing.
+    working: bytes, the most it takes besides those while it runs forward or back.
+    forward, backward: seconds of computing, 0 where that is not known.
+    in_file: bytes of its weights that lie in the mapped file.
+    """
 
     name: str
     weights: int
@@ -77,8 +86,13 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Hardware:
-    """free: bytes of device memory that may be used; link: bytes per second from the host; host: free bytes there, in
-    which weights already have their place; file: what is known of the file that weights lie in."""
+    """Budget of a plan.
+
+    free: bytes of device memory that may be used.
+    link: bytes per second from the host.
+    host: free bytes there, in which weights already have their place.
+    file: rates of the file that weights lie in.
+    """
 
     free: int
     link: float
@@ -88,8 +102,14 @@ class Hardware:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What the plan may choose between. counts: blocks to swap; checkpointing: () in inference; budget: the part that
-    selective checkpointing keeps; offload: whether what full checkpointing keeps goes to the host."""
+    """Choices of a plan.
+
+    counts: numbers of blocks to swap.
+    prefetch: numbers of blocks to copy ahead.
+    checkpointing: modes, () in inference.
+    budget: the part that selective checkpointing saves.
+    offload: what full checkpointing saves goes to the host.
+    """
 
     counts: tuple[int, ...]
     prefetch: tuple[int, ...]
@@ -100,8 +120,16 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """swapped: names of blocks; checkpointing: None in inference; device_bytes: at most in use; seconds: of one step
-    (in inference of one pass), 0 where no block's time is known; fits: into the free memory; text: one line."""
+    """Chosen plan.
+
+    swapped: names of blocks.
+    prefetch: blocks copied ahead.
+    checkpointing: None in inference.
+    device_bytes: at most in use.
+    seconds: of one step (in inference of one pass), 0 where no block's time is known.
+    fits: into the free memory.
+    text: one line for the user.
+    """
 
     swapped: frozenset[str]
     prefetch: int
@@ -128,11 +156,13 @@ class _Candidate:
 def plan(
     blocks: Sequence[BlockCost], other_bytes: int, machine: Hardware, order: Sequence[str], choices: SearchSpace
 ) -> SwapPlan:
-    """The fastest plan that fits; of equally fast ones the one that swaps least, and then the one that takes least.
-    Where no block's time is known, the one that is least behind the fastest, whatever the blocks take. Where none fits,
-    the one that takes least, with `fits` False.
+    """Choose the fastest plan that fits.
 
-    blocks: in the order of the forward; other_bytes: everything else that lies on the device while the model runs;
+    Of equally fast ones the one that swaps least, then the one that takes least memory. Where no block's time is known,
+    the one that is least behind the fastest at worst. Where none fits, the one that takes least, with `fits` False.
+
+    blocks: in the order of the forward.
+    other_bytes: everything else that lies on the device while the model runs.
     order: the lists of blocks in the order in which they are to be used, () where all are alike.
     """
     fitting = []
@@ -166,8 +196,10 @@ def step_down(
     order: Sequence[str],
     choices: SearchSpace,
 ) -> SwapPlan | None:
-    """The fastest plan that takes at least a tenth less than `made`, whose memory did not suffice; else the one that
-    takes least; None where `made` was that one."""
+    """Choose the fastest plan that takes at least a tenth less than `made`, whose memory did not suffice.
+
+    Else the one that takes least; None where `made` was that one.
+    """
     less = plan(blocks, other_bytes, replace(machine, free=made.device_bytes * 9 // 10), order, choices)
     return less if less.device_bytes < made.device_bytes else None
 
@@ -222,9 +254,11 @@ def _speed(swapped: Sequence[BlockCost], machine: Hardware, checkpointing: str |
 
 
 def _slowdowns(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> list[float]:
-    """How many times as long as the fastest each takes at worst, if a block computes for as long as it is large. A slot
-    more is a block less on the device, and evens out the copies of blocks of several sizes: which counts for more
-    depends on what is not known."""
+    """Return each plan's time at worst as a multiple of the fastest's, if a block computes for as long as it is large.
+
+    A slot more is a block less on the device, and evens out the copies of blocks of several sizes: which counts for
+    more depends on the ratio of computing to copying, which is not known.
+    """
     worst = [1.0] * len(fitting)
     for part in COMPUTING if fitting else ():
         timed = [replace(block, forward=part * block.weights / fitting[0].speed) for block in blocks]
@@ -235,7 +269,7 @@ def _slowdowns(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> li
 
 
 def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
-    """What the block keeps from its forward to its backward."""
+    """Bytes that the block saves from its forward to its backward."""
     if checkpointing is None:
         return 0
     if checkpointing == "none":
@@ -244,7 +278,7 @@ def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> i
 
 
 def block_seconds(block: BlockCost, checkpointing: str | None, budget: float) -> tuple[float, float]:
-    """(forward, backward with what is computed again)."""
+    """Return seconds of (forward, backward with recompute)."""
     if checkpointing is None:
         return block.forward, 0.0
     again = {"none": 0.0, "selective": 1 - budget, "full": 1.0}[checkpointing]
@@ -259,8 +293,11 @@ def _pass_seconds(
     budget: float,
     link: float,
 ) -> float:
-    """How long a step takes once the first is over: every copy starts when it is asked for (at the turn of a swapped
-    block, for it and those ahead), when the computation before that is done and the link is free."""
+    """Simulate the seconds of a step once the first is over.
+
+    Every copy starts when it is asked for (at the turn of a swapped block, for it and those ahead), when the
+    computation before that is done and the link is free.
+    """
     names = [block.name for block in blocks if block.name in swapped]
     number = {name: j for j, name in enumerate(names)}
     weights = {block.name: block.weights for block in blocks}

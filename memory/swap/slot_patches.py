@@ -1,4 +1,4 @@
-"""Weight patches on the weights that lie in a slot, with ComfyUI's own sums and rounding."""
+"""Weight patches on the weights that lie in a slot, with ComfyUI's own arithmetic and rounding."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ Patches = Mapping[str, list[Any]]
 
 @dataclass(frozen=True)
 class SlotPatches:
-    """What a patcher has to do to the weights of swapped blocks. Keys are names in the state dict of the MODEL.
+    """Patches of a patcher on the weights of swapped blocks. Keys are names in the state dict of the MODEL.
 
-    patches: LoRAs and the like; identity: changes with them; wrappers: functions that each use of a weight goes
-    through; replaced: what object patches stand in for; force_cast: whether each use casts to the compute dtype.
+    patches: LoRAs and the like.
+    identity: changes with them.
+    wrappers: functions that each use of a weight goes through.
+    replaced: keys in whose place object patches stand.
+    force_cast: each use casts to the compute dtype.
     """
 
     patches: Patches
@@ -35,14 +38,14 @@ NO_PATCHES = SlotPatches({}, None, {}, (), False)
 
 
 def patch_weight(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.device) -> None:
-    """`weight`, in its slot, as `ModelPatcher.patch_weight_to_device` makes it; its shape and dtype stay."""
+    """Patch a weight in its slot as `ModelPatcher.patch_weight_to_device` does; its shape and dtype stay."""
     _apply(ref, weight, patches, device, comfy.model_management.lora_compute_dtype(device), None)
 
 
 def patch_weight_by_hook(
     ref: WeightRef, weight: Tensor, unpatched: Any, patches: list[Any], device: torch.device
 ) -> None:
-    """The same as `ModelPatcher.patch_hook_weight_to_device` makes it. master: the unpatched weight."""
+    """Patch it as `ModelPatcher.patch_hook_weight_to_device` does. unpatched: the flat weight."""
     original = {ref.key: [(unpatched, getattr(ref.owner, f"convert_{ref.attribute}", _as_it_is))]}
     _apply(ref, weight, patches, device, torch.float32, original)
 

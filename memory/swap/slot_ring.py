@@ -1,8 +1,8 @@
 """Fixed slots on the device through which blocks stream from the host, in the order in which they are used.
 
-The host copy of a block is the master and is never written. Block number j always uses slot j mod K, so a tensor that
-was saved out of a slot is valid again once the block is back at its address. In a pass over S blocks that goes forward
-and back, the last K are there at the turn and the first K at the end: 2·(S − K) copies.
+The flat weights on the host are never written. Block number j always uses slot j mod K, so a tensor that was saved out
+of a slot is valid again once the block is back at its address. In a pass over S blocks that goes forward and back, the
+last K are there at the turn and the first K at the end: 2·(S − K) copies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +16,14 @@ from ..host.staging import StagedStream, staged_stream
 
 
 class CopyStream:
-    """Copies to the device beside the computation. On a CPU copies are made at once, in the same order."""
+    """Copies to the device that overlap with computation. On a CPU copies are made at once, in the same order."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, slot: Tensor, host: Any, then: Callable[[], None] | None) -> Any:
-        """Copies after everything that was computed so far, then calls `then` on the same stream; returns what `wait`
-        takes.
+        """Copy after everything computed so far, then call `then` on the same stream; returns what `wait` takes.
 
         No `record_stream` is needed. A slot is written here only when all that has read it is queued before, which the
         copy waits for, and is read only behind the event; it is freed after `settle`. What `then` allocates belongs to
@@ -43,12 +42,12 @@ class CopyStream:
             return self.stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """What is computed from here on starts after that copy."""
+        """Let everything computed from here on start after that copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def settle(self) -> None:
-        """Waits until no copy is under way: slots may be freed then."""
+        """Block until no copy is under way: slots may be freed then."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -57,9 +56,13 @@ class CopyStream:
 
 
 class SlotRing:
-    """masters: the flat host buffers of the blocks, or what stands for them, in the order of the forward. prefetch: how
-    many are copied ahead; one slot more than that is used. finish(j): called after each copy of block j, on the stream
-    of the copies. `copies` and `bytes_copied` count."""
+    """Ring of slots that blocks stream through.
+
+    flat_weights: flat host buffers of the blocks, or their stand-ins, in the order of the forward.
+    prefetch: blocks copied ahead; one slot more than that is used.
+    finish(j): called after each copy of block j, on the stream of the copies.
+    copies, bytes_copied: counters.
+    """
 
     def __init__(
         self,
@@ -82,25 +85,28 @@ class SlotRing:
         self._copied: list[Any] = []
 
     def accepts(self, flat_weights: Sequence[Tensor | ScatteredBuffer]) -> bool:
-        """Whether these may come in the place of the masters: pieces have to come together in a stage, and from memory
-        that is not page-locked nothing is copied beside the computation."""
+        """Return True if these may come in the place of the flat weights.
+
+        Scattered ones have to come together in a stage, and copies from memory that is not page-locked overlap with
+        nothing.
+        """
         if isinstance(self.stream, StagedStream):
             return True
         ready = self.stream.stream is None
         return all(isinstance(weights, Tensor) and (ready or weights.is_pinned()) for weights in flat_weights)
 
     def take(self) -> None:
-        """Makes the slots."""
+        """Allocate the slots."""
         self.slots = [empty_bytes(self.slot_bytes, self.device) for _ in range(self.count)]
         self.invalidate()
 
     def invalidate(self) -> None:
-        """What the slots hold counts no more."""
+        """Have every block copied again."""
         self.occupants = [None] * self.count
         self._copied = [None] * self.count
 
     def release(self) -> None:
-        """Gives the slots' memory back; the masters stay."""
+        """Free the slots; the flat weights stay."""
         self.stream.release()
         self.slots = []
 
@@ -111,7 +117,7 @@ class SlotRing:
         return self.slots[j % self.count]
 
     def forward(self, j: int) -> None:
-        """Block j is in its slot for what is computed from here on; those behind it are copied meanwhile.
+        """Bring block j to its slot for what is computed from here on; those behind it are copied meanwhile.
 
         The farthest of them, j + K - 1, goes where block j - 1 was, whose computation is queued by now; so block j
         computes while it comes. The same holds at the turn and, the other way round, in the backward.
@@ -119,7 +125,7 @@ class SlotRing:
         self._bring(j, range(j + 1, j + 1 + self.prefetch))
 
     def backward(self, j: int) -> None:
-        """The same, with those before it."""
+        """Do the same, with the blocks before it."""
         self._bring(j, range(j - 1, j - 1 - self.prefetch, -1))
         self.check(j)
 
@@ -146,5 +152,6 @@ class SlotRing:
         self.bytes_copied += weights.numel()
 
     def check(self, j: int) -> None:
+        """Assert that the slot of block j holds block j."""
         held = self.occupants[j % self.count]
         assert held == j, f"slot {j % self.count} holds block {held} in place of {j}"

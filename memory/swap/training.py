@@ -20,14 +20,17 @@ from .slot_ring import SlotRing
 
 
 def frozen_modules(block: nn.Module) -> dict[str, FrozenModule]:
+    """Collect the modules of a block that hold frozen weights, by name."""
     return {name: module for name, module in block.named_modules() if isinstance(module, FrozenModule)}
 
 
 class BlockSwap:
     """Streams blocks through slots. The blocks come with their frozen tensors on the host and leave with them in slots.
 
-    blocks: those that are swapped, in the order of the forward. prefetch: how many are copied ahead. in_place: their
-    tensors stay where they are on the host, for instance in the mapped file, in place of moving into flat buffers.
+    blocks: those that are swapped, in the order of the forward.
+    prefetch: blocks copied ahead.
+    pinned: their flat buffers are page-locked.
+    in_place: their tensors stay where they lie on the host, for instance in the mapped file, and move into no buffer.
     """
 
     def __init__(
@@ -50,26 +53,29 @@ class BlockSwap:
             raise
 
     def held_bytes(self) -> int:
-        """What the slots take on the device."""
+        """Bytes of the slots on the device."""
         return self.ring.held_bytes()
 
     def take(self) -> None:
-        """Makes the slots and points the blocks at them."""
+        """Allocate the slots and point the blocks at them."""
         self.ring.take()
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             for ref, field in zip(refs, layout.fields, strict=True):
                 ref.table[ref.attribute] = field.on(self.ring.slot_of(j))
 
     def release(self) -> None:
-        """Gives the slots' memory back; the masters stay."""
+        """Free the slots; the flat weights stay."""
         for block in self.blocks:
             for module in frozen_modules(block).values():
                 module.release()
         self.ring.release()
 
     def end(self) -> None:
-        """Leaves the MODEL its own weights, in ordinary memory, and no more: they leave the buffers that hold others
-        too, patched or cast ones, which go then, and those that stay page-locked for as long as they are there."""
+        """Leave the MODEL its own weights, in ordinary memory, and no more.
+
+        They leave buffers that hold others too, patched or cast ones, which are freed then, and buffers that stay
+        page-locked for as long as they are there.
+        """
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             weights, self.ring.flat_weights[j] = self.ring.flat_weights[j], torch.empty(0, dtype=torch.uint8)
             if isinstance(weights, ScatteredBuffer):
@@ -95,7 +101,7 @@ class BlockSwap:
         ref.table[ref.attribute] = None
 
     def run(self, run: Any, block: nn.Module, *args: Any) -> Any:
-        """`run(block, *args)` with the block on the device, in the forward and again in its backward."""
+        """Call `run(block, *args)` with the block on the device, in the forward and again in its backward."""
         j = self.number[id(block)]
         self.ring.forward(j)
         # The others stay out of it: a function's outputs all require a gradient.

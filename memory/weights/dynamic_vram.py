@@ -18,8 +18,10 @@ _without: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
-    """A clone that is not under dynamic VRAM, or None where the MODEL's loader can't load it so. All nodes behind the
-    same loader share what is loaded. Where weights lie in a mapped file, hooks don't write there."""
+    """Clone the MODEL off dynamic VRAM; None where its loader can't load it so.
+
+    All nodes behind the same loader share what is loaded. Where weights lie in a mapped file, hooks don't write there.
+    """
     clone = patcher.clone() if not patcher.is_dynamic() else _loaded_without(patcher)
     if clone is not None:
         protect_from_hooks(clone)
@@ -39,7 +41,7 @@ def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
 
 
 def cast_as_asked(model: nn.Module) -> None:
-    """Casts each weight to the dtype that its module was made with.
+    """Cast each weight to the dtype that its module was made with.
 
     Where dynamic VRAM is on, core's Linear takes a file's weight in the file's dtype and leaves the cast to each use,
     also in a MODEL that was loaded without dynamic VRAM, where nothing casts it any more.

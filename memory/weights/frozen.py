@@ -1,6 +1,6 @@
-"""The frozen weights of a MODEL as plain tensors on the training device.
+"""Frozen weights of a MODEL as plain tensors on the training device.
 
-ComfyUI keeps the master copy. On the device that holds it a weight is shared without a copy, elsewhere it is copied
+ComfyUI holds the host copy. On the device that holds it a weight is shared without a copy, elsewhere it is copied
 once. Nothing here is ever written back.
 """
 
@@ -27,7 +27,7 @@ from .frozen_linear import FrozenLinear, format_of
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd may save for backward.
+    """Return a tensor over the same memory that autograd may save for backward.
 
     Weights loaded by a node were made under `torch.inference_mode`, and autograd refuses to save such tensors; detach,
     view and Parameter keep that mark, a new tensor over the same storage does not.
@@ -42,8 +42,8 @@ def share_outside_inference_mode(tensor: Tensor) -> Tensor:
 class FrozenWeights:
     """Reads the weights of a diffusion model by name, with the MODEL's weight patches in force.
 
-    The patcher has to be unloaded (its module weights are the unpatched masters): on a loaded one a patch would be
-    applied twice. Each read raises ValueError if ComfyUI still holds it loaded.
+    The patcher has to be unloaded (its module weights are unpatched): on a loaded one a patch would be applied twice.
+    Each read raises ValueError if ComfyUI still holds it loaded.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FrozenWeights:
         self.on_host = on_host
         for name in on_host:
             # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
-            # masters that are patched or cast stay where they are.
+            # flat weights that are patched or cast stay where they are.
             prefix = f"diffusion_model.{name}"
             refs = weight_refs(prefix, patcher.model.get_submodule(prefix))
             _leave_shared_flat(refs, patcher.patches)
@@ -76,8 +76,11 @@ class FrozenWeights:
         return torch.device("cpu") if block in self.on_host else self.device
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
-        """ComfyUI's module keeps its weight in `moved` from here on, if `source` was that weight, or the stored part of
-        a quantised one, so that the host holds it once. True if it was not, but a copy, patched or cast."""
+        """Let ComfyUI's module hold its weight in `moved` from here on, so that the host holds it once.
+
+        source: what the weight, or the stored part of a quantised one, was read as. Returns True where it is not the
+        module's own memory but a copy, patched or cast; the module keeps what it has then.
+        """
         module, _, parameter = f"diffusion_model.{name}".rpartition(".")
         parameters = self.patcher.model.get_submodule(module)._parameters
         own = parameters.get(parameter)
@@ -91,7 +94,10 @@ class FrozenWeights:
         return False
 
     def _stored(self, name: str) -> Tensor | None:
-        """The weight on the device in its stored dtype, patched. Stored wider than computed, it is narrowed once."""
+        """Read the weight on the device in its stored dtype, patched.
+
+        Stored wider than computed, it is narrowed once.
+        """
         self._check_unpatched()
         key = f"diffusion_model.{name}"
         weight, _, _ = get_key_weight(self.patcher.model, key)
@@ -117,12 +123,12 @@ class FrozenWeights:
             return share_outside_inference_mode(weight.data).to(device=self._home(name), dtype=stored_dtype)
 
     def tensor(self, name: str) -> Tensor | None:
-        """A small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
+        """Read a small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
         weight = self._stored(name)
         return None if weight is None else weight.to(self.compute_dtype)
 
     def linear(self, name: str) -> FrozenLinear:
-        """The Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`.
+        """Read the Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`.
 
         May raise ComfyUI's interrupt, as reading a whole model takes a while.
         """
@@ -138,7 +144,7 @@ class FrozenWeights:
         return frozen._replace(bias=bias, pre_quant_scale=smoothing)
 
     def _quantised(self, weight: QuantizedTensor, home: torch.device) -> FrozenLinear:
-        """A quantised weight as it is stored, or dequantised once where it cannot stay so."""
+        """Read a quantised weight as it is stored, or dequantised once where it cannot stay so."""
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
             if _is_fp8_with_one_scale(weight):
@@ -158,7 +164,7 @@ def _is_fp8_with_one_scale(weight: QuantizedTensor) -> bool:
 
 
 def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
-    """What of a model's quantised weights is held in the compute dtype while it trains, in a sentence."""
+    """Return a sentence on the quantised weights that are held in the compute dtype while the model trains, if any."""
     formats, held = set(), 0
     for module in model.modules():
         for weight in module._parameters.values():
@@ -175,8 +181,10 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
 
 
 def _leave_shared_flat(refs: Sequence[WeightRef], patched: Collection[str]) -> None:
-    """Matrices stay in the flat buffer over which all these lie, if they do. What is patched leaves it, and so does all
-    that is small: it would keep the buffer in memory."""
+    """Take patched and small tensors out of the flat buffer over which all these lie, if they do.
+
+    Matrices stay in it. What is small leaves, as it would keep the whole buffer in memory.
+    """
     layout = Layout.of(plain_tensors(refs))
     if not refs or shared_flat(refs, layout) is None:
         return
@@ -186,8 +194,10 @@ def _leave_shared_flat(refs: Sequence[WeightRef], patched: Collection[str]) -> N
 
 
 def _to_host(refs: Sequence[WeightRef]) -> None:
-    """Where ComfyUI keeps the MODEL on the GPU for good (--highvram, --gpu-only), its swapped blocks leave it; they
-    come back when it is loaded next."""
+    """Move swapped blocks off a GPU on which ComfyUI keeps the MODEL for good (--highvram, --gpu-only).
+
+    They come back when it is loaded next.
+    """
     for ref in refs:
         tensor = ref.tensor()
         if tensor is not None and tensor.device.type != "cpu":
@@ -217,7 +227,10 @@ def unload(models: Sequence[ModelPatcher] | None = None) -> None:
 
 
 def puts_back_under_inference(patcher: ModelPatcher) -> bool:
-    """Going by the quantised weights that patched ones stand in for, or by all where there are none."""
+    """Return True if the model has to be unloaded under inference mode.
+
+    Going by the quantised weights that patched ones stand in for, or by all where there are none.
+    """
     for weights in ((kept.weight for kept in patcher.backup.values()), patcher.model.parameters()):
         if kinds := {weight.is_inference() for weight in weights if isinstance(weight, QuantizedTensor)}:
             return kinds == {True}

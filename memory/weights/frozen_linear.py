@@ -25,8 +25,13 @@ _OF_ALL = ("orig_dtype", "orig_shape")
 
 
 class Format(NamedTuple):
-    """How a weight is stored, less its tensors. layout: the name of ComfyUI's class; shape: (out, in) of the weight
-    that the parts stand for; tensors: the names of the layout's tensors; constants: what else it has to know."""
+    """Storage of a quantised weight, less its tensors.
+
+    layout: name of ComfyUI's class.
+    shape: (out, in) of the weight that the parts stand for.
+    tensors: names of the layout's tensors.
+    constants: the layout's other parameters.
+    """
 
     layout: str
     shape: tuple[int, int]
@@ -34,20 +39,23 @@ class Format(NamedTuple):
     constants: dict[str, bool | int | float | str | None]
 
     def text(self) -> str:
-        """As the ops take it: a constant of the graph, equal for weights that are stored alike."""
+        """Encode for the ops: a constant of the graph, equal for weights that are stored alike."""
         return json.dumps([self.layout, self.shape, self.tensors, self.constants], sort_keys=True)
 
 
 @functools.cache
 def read_format(text: str) -> Format:
-    """What `Format.text` gave."""
+    """Decode `Format.text`."""
     layout, shape, tensors, constants = json.loads(text)
     return Format(layout, tuple(shape), tuple(tensors), constants)
 
 
 def format_of(weight: QuantizedTensor) -> Format | None:
-    """How the weight is stored; None for one that cannot be put together again from its parts and constants, or whose
-    parts are those of its transpose."""
+    """Describe how the weight is stored.
+
+    None for one that cannot be put together again from its parts and constants, or whose parts are those of its
+    transpose.
+    """
     params = weight._params
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in _OF_ALL}
     tensors = tuple(name for name, value in fields.items() if isinstance(value, Tensor))
@@ -60,8 +68,10 @@ def format_of(weight: QuantizedTensor) -> Format | None:
 
 
 def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
-    """(out, in) in `dtype`, by ComfyUI's class. parts: the stored data, then the layout's tensors; layout: the text of
-    its `Format`."""
+    """Dequantise to (out, in) in `dtype`, by ComfyUI's class.
+
+    parts: the stored data, then the layout's tensors. layout: the text of its `Format`.
+    """
     stored = read_format(layout)
     tensors = dict(zip(stored.tensors, parts[1:], strict=True))
     kind: Any = quant_ops.get_layout_class(stored.layout)
@@ -70,11 +80,14 @@ def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Ten
 
 
 class FrozenLinear(NamedTuple):
-    """weight: (out, in) as stored or in the compute dtype; scale: fp32 scalar of a scaled fp8 weight; bias: (out,).
+    """Weights of one frozen Linear.
 
-    layout: the text of a `Format` where ComfyUI holds the weight quantised otherwise; `weight` is then its
-    data, of a shape of its own, and `parts` are the layout's tensors. pre_quant_scale: (in,) or (1,), what x is
-    multiplied with first (ModelOpt's smoothing, in ComfyUI's own place of it).
+    weight: (out, in) as stored or in the compute dtype; with a layout its data, of a shape of its own.
+    scale: fp32 scalar of a scaled fp8 weight.
+    bias: (out,).
+    parts: the layout's tensors.
+    layout: the text of a `Format` where ComfyUI holds the weight quantised otherwise.
+    pre_quant_scale: (in,) or (1,), with which x is multiplied first (ModelOpt's smoothing).
     """
 
     weight: Tensor
@@ -93,7 +106,7 @@ class FrozenLinear(NamedTuple):
         return rows, columns
 
     def apply(self, x: Tensor) -> Tensor:
-        """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
+        """Multiply x, (…, in) → (…, out); only the stored weight is saved for backward."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
         if self.layout is not None:
@@ -101,7 +114,7 @@ class FrozenLinear(NamedTuple):
         return frozen_linear(x, self.weight, self.scale, self.bias)
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
-        """rows: (n, out) → (n, in), rows · W, without a gradient."""
+        """Multiply rows · W, (n, out) → (n, in), without a gradient."""
         if self.layout is not None:
             columns = quantised_linear_input_grad(rows, [self.weight, *self.parts], self.layout)
         elif self.weight.dtype == rows.dtype and self.scale is None:
@@ -111,7 +124,7 @@ class FrozenLinear(NamedTuple):
         return columns if self.pre_quant_scale is None else columns * self.pre_quant_scale.to(columns.dtype)
 
     def full(self) -> Tensor:
-        """(out, in): the weight in fp32, with what x is multiplied by first; shared where it is stored so."""
+        """Return (out, in) in fp32, times `pre_quant_scale`; shared where the weight is stored so."""
         if self.layout is not None:
             weight = dequantised((self.weight, *self.parts), self.layout, torch.float32)
         else:
@@ -119,7 +132,7 @@ class FrozenLinear(NamedTuple):
         return weight if self.pre_quant_scale is None else weight * self.pre_quant_scale.float()
 
     def to(self, device: torch.device) -> "FrozenLinear":
-        """The same weights on another device."""
+        """Return the same weights on another device."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
@@ -226,7 +239,7 @@ _register_opaque_linear("quantised_linear", 2, _quantised_shape)
 
 
 def frozen_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x: (…, in) → (…, out); nothing but the stored weight is kept for backward."""
+    """Multiply x, (…, in) → (…, out); only the stored weight is saved for backward."""
     if weight.dtype == x.dtype and scale is None:
         return torch.nn.functional.linear(x, weight, bias)
     return stored_linear(x, weight, scale, bias)

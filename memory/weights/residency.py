@@ -1,4 +1,4 @@
-"""A run's frozen weights as ComfyUI's memory management sees them: a model that can be asked to leave the device."""
+"""Residency of a run's frozen weights: a model of ComfyUI's memory management that can be asked to leave the device."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,23 +12,25 @@ from .frozen import unload
 
 
 class FrozenModule(nn.Module):
-    """Holds frozen weights in buffers that can be let go and read again."""
+    """Holds frozen weights in buffers that can be freed and read again."""
 
     def take(self) -> None:
-        """Reads the weights onto the device."""
+        """Read the weights onto the device."""
         raise AssertionError(f"{type(self).__name__} has no take")
 
     def release(self) -> None:
-        """Lets the weights go; the buffers keep their names."""
+        """Free the weights; the buffers keep their names."""
         for name in self._buffers:
             self._buffers[name] = None
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool | None:
-        """The master of the buffer `name` lies in `moved` from here on, no longer in `source`. True where the MODEL has
-        a weight of its own beside it, because this one is patched or cast."""
+        """Note that the host's copy of the buffer `name` lies in `moved` from here on, no longer in `source`.
+
+        Returns True where the MODEL has a weight of its own besides, because this one is patched or cast.
+        """
 
     def end(self) -> None:
-        """What has to be done for the MODEL after `release`, when nothing is taken any more."""
+        """Leave the MODEL as it was, after the last `release`."""
 
     def held_bytes(self) -> int:
         return sum(b.numel() * b.element_size() for b in self._buffers.values() if b is not None)
@@ -47,10 +49,10 @@ class Holder(Protocol):
 
 
 class ResidentWeights(ModelPatcher):
-    """Registers the modules' weights while they are on the device.
+    """Registers the modules' weights with ComfyUI while they are on the device.
 
     When ComfyUI needs the memory it unloads them like any model; `ensure` takes them again before the next step. They
-    come and go as a whole: a training step needs all of them.
+    come and go together: a training step needs all of them.
     """
 
     def __init__(self, modules: Sequence[Holder], load_device: torch.device, offload_device: torch.device):
@@ -60,15 +62,15 @@ class ResidentWeights(ModelPatcher):
         super().__init__(nn.Module(), load_device, offload_device, size=max(self.bytes, 1))
 
     def ensure(self) -> None:
-        """Makes the weights resident and known to ComfyUI."""
+        """Make the weights resident and known to ComfyUI."""
         if not self.resident:
-            # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not the masters.
+            # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not their own.
             unload()
         if not self.resident or not any(entry.model is self for entry in comfy.model_management.current_loaded_models):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
 
     def forget(self) -> None:
-        """Takes the weights off the device and out of ComfyUI's list."""
+        """Take the weights off the device and out of ComfyUI's list."""
         loaded = comfy.model_management.current_loaded_models
         for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
             loaded.pop(index).model_unload()
