@@ -1,4 +1,4 @@
-"""Makes one batch: draws noise and sigma for its samples and hands both sides of the loss over as tokens."""
+"""Batches: sample noise and sigma for each sample, and pack model inputs and velocity targets as tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +21,15 @@ from .settings import TrainSettings
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs: as the transformer takes them; target: the velocity (B, N, C·patch), fp32; sigma: (B,), fp32, the noise
-    levels; weights: (B, N), how much each token counts in the loss of its sample; loss_weights: (B,), what the losses
-    of the samples are multiplied by. Either is None where all count alike. kept: what is to stay as it was, if anything
-    is."""
+    """One micro-batch with both sides of its loss.
+
+    inputs: arguments of the transformer's forward.
+    target: velocity, (B, N, C·patch), fp32.
+    sigma: noise levels, (B,), fp32.
+    weights: weight of each token in the loss of its sample, (B, N); None where all are 1.
+    loss_weights: factor on the loss of each sample, (B,); None where all are 1.
+    kept: inputs of the preservation loss; None without preservation.
+    """
 
     inputs: ModelInputs
     target: Tensor
@@ -34,6 +39,8 @@ class Batch:
     kept: Preserved | None = None
 
     def to(self, device: torch.device) -> "Batch":
+        """Copy every tensor to `device`."""
+
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else to_device(tensor, device)
 
@@ -57,15 +64,16 @@ def make_batch(
     draw: tuple[int, int],
     strata: Strata | None = None,
 ) -> Batch:
-    """`draw` is (step, micro-batch): with the seed and a sample's place in the batch it fixes every random number.
+    """Make the training batch of one micro-batch.
 
-    strata: the draws of a step and of an epoch; without them each sigma is drawn for itself.
+    draw: (step, micro-batch). With `seed` and a sample's index in the batch it determines every random number.
+    strata: stratum counts of a step and of an epoch; None samples each sigma independently.
 
-    The batch is made on the host, where each number can be read without waiting for the device, and then moved.
+    The batch is assembled on the host, where reading a value costs no device synchronisation, and then copied.
     """
     drawn: list[_Drawn] = []
     for place, (sample, tensors) in enumerate(samples):
-        size = sample.tokens // sample.grid[0]  # of one picture: what shifts by resolution go by
+        size = sample.tokens // sample.grid[0]  # tokens of one frame: resolution-dependent shifts are defined on these
         latent = _model_space(patcher, tensors)
         shift = family.shift(patcher.model, size)
         number = draw[1] * len(samples) + place
@@ -85,7 +93,10 @@ def fixed_batch(
     device: torch.device,
     seed: int,
 ) -> Batch:
-    """A batch of samples at given sigmas. The noise depends on the seed and the sample's name alone."""
+    """Make a batch of samples at given sigmas.
+
+    The noise depends on the seed and the sample's name only, so that losses of different steps are comparable.
+    """
     drawn: list[_Drawn] = []
     for sample, tensors, sigma in rows:
         latent = _model_space(patcher, tensors)
@@ -95,7 +106,12 @@ def fixed_batch(
 
 
 class _Drawn(NamedTuple):
-    """A sample with its clean latent in the model's space, its noise, the noise that the model is shown, its sigma."""
+    """A sample with its sampled noise level.
+
+    latent: clean latent in the model's space.
+    noise: noise of the velocity target.
+    shown: noise mixed into the input; differs from `noise` under input perturbation.
+    """
 
     sample: Sample
     tensors: SampleTensors
@@ -131,26 +147,26 @@ def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], gu
 
 
 def _of_class(sample: NoisySample, tensors: SampleTensors) -> NoisySample:
-    """The same with its class caption, if it has one."""
+    """Replace the caption by the class caption, if the sample has one."""
     prompt = tensors.class_prompt
     return sample if prompt is None else replace(sample, text=prompt.text, conditioning=prompt.conditioning)
 
 
 def strata_of(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
-    """The draws of an optimizer step and of an epoch of this run."""
+    """Count the samples of an optimizer step and of an epoch of this run."""
     return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
 
 
 def _model_space(patcher: ModelPatcher, tensors: SampleTensors) -> Tensor:
-    """The clean latent as the model works on it, fp32: (C, H, W), or (C, T, H, W) for a model of clips."""
+    """Scale the clean latent to the model's space, fp32: (C, H, W), or (C, T, H, W) for a video model."""
     latent = tensors.latent.float()
     if patcher.model.latent_format.latent_dimensions == 3 and latent.ndim == 3:
-        latent = latent.unsqueeze(1)  # a picture is a clip of one frame
+        latent = latent.unsqueeze(1)  # an image is a video of one frame
     return patcher.model.process_latent_in(latent[None])[0]
 
 
 def _weights(samples: Sequence[tuple[Sample, SampleTensors]]) -> Tensor | None:
-    """(B, N): what a mask says, 1 without one, and 0 for the tokens of clean frames, which the model is given."""
+    """Stack the token weights, (B, N): mask values, 1 without a mask, 0 for clean frames, which are inputs."""
     if not any(sample.clean_frames or tensors.weights is not None for sample, tensors in samples):
         return None
     weights = torch.ones(len(samples), samples[0][0].tokens)

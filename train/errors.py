@@ -1,4 +1,4 @@
-"""Why a run could not go on, in one sentence for the user that says what is kept and how to go on from it."""
+"""Errors that end a run: each message names the cause, the saved state and how to resume from it."""
 
 import comfy.model_management
 
@@ -6,18 +6,26 @@ from ..compile.region import over_the_limit
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on; the message is for the user. What was trained before is on disk."""
+    """A run that cannot continue. The message is for the user; earlier saves are on disk."""
 
 
 def kept(step: int, state: str) -> str:
-    """What a stopped run leaves. state: its name in the `resume` input."""
+    """Describe the last state of a stopped run.
+
+    step: optimizer steps in that state.
+    state: its name in the `resume` input.
+    """
     if step == 0:
         return "Nothing was trained yet."
     return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
 
 
 def broken_off(saved: int, state: str) -> str:
-    """What is left where the optimizer broke off amid moving the weights. saved: the step of the last save."""
+    """Describe the last save where the optimizer failed in the middle of an update.
+
+    saved: step of the last save, 0 without one.
+    state: its name in the `resume` input.
+    """
     return kept(saved, state) if saved else "What was trained was not saved before; set save_every to save on the way."
 
 
@@ -30,11 +38,15 @@ def out_of_memory_while_loading() -> TrainingStopped:
 
 
 class CannotGoOn(RuntimeError):
-    """Ends a run for a reason that we know, told with what is left once that is saved. The message is the reason."""
+    """A known reason to end the run. The message is the reason only: `explained` adds the saved state to it."""
 
 
 def not_finite(what: str, step: int) -> CannotGoOn:
-    """step: the last whole one."""
+    """Make the error of a NaN or infinite value.
+
+    what: name of the value.
+    step: last complete step.
+    """
     return CannotGoOn(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
 
 
@@ -46,8 +58,12 @@ def not_unloaded(step: int) -> CannotGoOn:
 
 
 def explained(error: BaseException, step: int, left: str, planned_graphs: int) -> TrainingStopped | None:
-    """The error as one sentence, where we know what it means. step: the last whole one; left: what is kept of the run,
-    as `kept` says it."""
+    """Translate a known error into one sentence for the user; None for an unknown one.
+
+    step: last complete step.
+    left: description of the saved state, made by `kept` or `broken_off`.
+    planned_graphs: number of graphs that were to be compiled.
+    """
     if isinstance(error, CannotGoOn):
         return TrainingStopped(f"{error} {left}")
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):

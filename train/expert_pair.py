@@ -1,4 +1,4 @@
-"""The two experts of one Wan 2.2 model, and the noise level at which they change hands."""
+"""Pair of Wan 2.2 experts: checks that two models belong together and finds their boundary sigma."""
 
 from comfy.model_patcher import ModelPatcher
 
@@ -13,7 +13,10 @@ SAME_WEIGHTS = (
 
 
 def meeting_sigma(high: ModelPatcher, low: ModelPatcher) -> float:
-    """Where the two experts of one Wan 2.2 model change hands. Raises ValueError where these two are none."""
+    """Return the boundary sigma between the two experts of one Wan 2.2 model.
+
+    Raises ValueError where the two models are not such a pair.
+    """
     family, other = family_of(high), family_of(low)
     if family.name != other.name or family.variant(high.model) != other.variant(low.model):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Wan 2.2's two experts: two models that share the noise levels between them, each with a LoRA of its own.
+"""Two-expert training for Wan 2.2: one model above and one below the boundary sigma, each with its own LoRA.
 
-They are trained one after the other, so that only one of them is in memory. Each run is what a run of that expert alone
-would be, with sigmas cut to its side of the boundary: it has its own folder, states and key, and resumes by itself.
+The experts are trained one after the other, so that only one of them is in memory. Each run equals a run of that expert
+alone with sigmas limited to its side of the boundary. It has its own folder, states and key, and resumes on its own.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,12 @@ from .settings import TrainSettings, ValidationOptions
 
 @dataclass(frozen=True)
 class Expert:
-    """One of the two: its MODEL and the settings that its run takes of those that were asked for both."""
+    """One expert and the settings of its run.
+
+    side: `high_noise` or `low_noise`.
+    model: its MODEL.
+    settings: the settings for both, limited to this side.
+    """
 
     side: str
     model: ModelPatcher
@@ -42,12 +47,14 @@ def plan_experts(
     root: Path | None = None,
     as_run: Callable[[Expert], TrainSettings] = lambda expert: expert.settings,
 ) -> list[Expert]:
-    """Both runs, checked before either begins. asked: what is set for both. root: the folder that runs are kept in,
-    where the states that they go on from and the room on its disk are to be checked too. as_run: an expert's settings
-    with what its run takes of its MODEL.
+    """Plan both runs and check them before the first one starts.
 
-    Raises ValueError where the two MODELs are no pair of experts, where the range of sigmas leaves one of them nothing,
-    and for whatever would end one of the runs.
+    asked: settings for both.
+    root: folder of all runs; with it the states to resume from and the free disk space are checked too.
+    as_run: completes an expert's settings with those read from its MODEL.
+
+    Raises ValueError where the MODELs are not a pair of experts, where the sigma range leaves nothing to one of them,
+    and for everything that `check_run` rejects.
     """
     own = meeting_sigma(high, low)
     if weights_fingerprint(high) == weights_fingerprint(low):
@@ -90,7 +97,10 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
 
 
 def _validation_of(side: str, options: ValidationOptions | None, boundary: float) -> ValidationOptions | None:
-    """An expert is measured at the noise levels that it is used for."""
+    """Limit the validation sigmas to the expert's side of the boundary.
+
+    Raises ValueError where none is left.
+    """
     if options is None:
         return None
     low, high = options.min_sigma, options.max_sigma
@@ -104,8 +114,13 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
 
 
 def _resume(side: str, settings: TrainSettings) -> str:
-    """A state belongs to one of the two, by the name of its folder; the other one goes on from its latest, which may
-    have come to these settings from others, as that one has: only one of the two can be named."""
+    """Return the `resume` value of one expert.
+
+    The input names one state only, and the name of its folder tells which expert it belongs to. The other expert
+    resumes from its latest state, which may have been reached with other settings, like the named one.
+
+    Raises ValueError where the state belongs to neither expert.
+    """
     if not settings.names_state:
         return settings.resume
     name = place_of(settings.output_name).name
@@ -120,7 +135,7 @@ def _resume(side: str, settings: TrainSettings) -> str:
 
 
 class ExpertObserver:
-    """Passes on what the run of one expert tells, as its part of the whole."""
+    """Observer of one expert's run: prefixes its title and offsets its steps into the progress of both runs."""
 
     def __init__(self, observer: Observer, expert: Expert, number: int, count: int):
         self._observer, self._title = observer, expert.title

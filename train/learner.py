@@ -1,4 +1,4 @@
-"""What a training step moves: the LoRA's weights, the optimizer's state, the schedule and the average."""
+"""Trainable state of a run: LoRA weights, optimizer, learning rate schedule, gradient scaler and EMA."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .optim.param_groups import parameter_groups
 
 
 class Learner:
-    """The trained weights of a run with all that steps them."""
+    """LoRA network together with the optimizer, scheduler, gradient scaler, norm limit and EMA that update it."""
 
     def __init__(self, network: LoraNetwork, options: OptimizerOptions, steps: int, dtype: torch.dtype, device: str):
         self.network, self.options = network, options
@@ -35,11 +35,15 @@ class Learner:
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
     def begin_from(self, start: WarmStart, read: Callable[[str], Tensor]) -> list[str]:
-        """Takes the weights of another LoRA for the start; what of it is lost, a sentence each. read: gives a layer's
-        frozen weight in fp32."""
+        """Initialise the weights from another LoRA.
+
+        read: returns the frozen weight of a layer in fp32, (out, in).
+
+        Returns one note for each part of that LoRA that could not be taken.
+        """
         notes = start.load_into(self.network.adapters, read)
         if self.average is not None:
-            self.average.load({})
+            self.average.load({})  # restart the EMA from the new weights
         return notes
 
     @property
@@ -53,20 +57,23 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def clip(self) -> Tensor:
-        """Clips the gradients; their norm before, on the device."""
-        self.scaler.unscale_(self.optimizer)
+        """Clip the gradients and return their norm before clipping, as a scalar on the device."""
+        self.scaler.unscale_(self.optimizer)  # before clipping: max_grad_norm is meant for unscaled gradients
         limit = self.options.max_grad_norm or math.inf
         return torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
 
     def may_step(self, norm: float) -> bool:
-        """Whether gradients of this norm may be stepped by: finite ones, or such as a smaller scale makes finite, with
-        which `step` moves nothing."""
+        """Check the gradient norm: True where it is finite, or where the loss scaler is on.
+
+        With the scaler on, `step` skips the update of infinite gradients and lowers the scale.
+        """
         return self.scaler.is_enabled() or math.isfinite(norm)
 
     def step(self) -> None:
-        """Moves the weights by their gradients."""
+        """Update the weights from their gradients, then the norm limit, the EMA and the schedule."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        # The norm limit comes before the average, so that the average is made of the limited weights.
         if self.max_norm is not None:
             self.max_norm.apply()
         if self.average is not None:
@@ -74,27 +81,31 @@ class Learner:
         self.scheduler.step()
 
     def facts(self) -> dict[str, object]:
-        """Numbers for the summary."""
+        """Return entries for the run's summary."""
         return self.max_norm.facts() if self.max_norm is not None else {}
 
     @property
     def saves_other_weights(self) -> bool:
-        """Whether what is saved is not what is stepped: an average, or what a schedule-free optimizer evaluates."""
+        """True where the saved weights differ from the trained ones: with an EMA or a schedule-free optimizer."""
         return self.average is not None or is_schedule_free(self.optimizer)
 
     def snapshot(self, as_saved: bool = True) -> LoraModel:
-        """The LoRA as it would be saved now, on the host; else with the weights that are stepped."""
+        """Copy the LoRA to the host.
+
+        as_saved: take the weights that a file would hold (EMA or schedule-free evaluation weights), not the trained
+            ones.
+        """
         if not as_saved:
             return self.network.snapshot()
         with self.as_saved():
             return self.network.snapshot()
 
     def as_saved(self) -> AbstractContextManager[None]:
-        """Inside, the network's weights are those that would be saved; after it, bit for bit as they were."""
+        """Context in which the network holds the weights that a file would hold; restores the others bit for bit."""
         return saved_weights(self.network.master_weights(), self.optimizer, self.average)
 
     def state(self) -> dict[str, Any]:
-        """The fields of a TrainingState that are the learner's."""
+        """Return the learner's fields of a TrainingState."""
         return {
             "masters": self.network.state_dict(),
             "adapters": self.network.specs(),
@@ -105,7 +116,7 @@ class Learner:
         }
 
     def load(self, state: TrainingState) -> list[str]:
-        """Goes on from a saved state; what the user should know of it, a sentence each."""
+        """Restore a saved state. Returns notes for the user."""
         self.network.load_master_weights(state.masters)
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
         if self.scaler.is_enabled():

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it."""
+"""Observer interface: progress, notes and files that a run reports."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +7,15 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StepReport:
-    """step: done so far, of steps; loss: of this step; learning_rate: used for it; seconds_per_step: of late;
-    seconds_left: estimate, None while unknown."""
+    """Progress after one optimizer step.
+
+    step: optimizer steps done.
+    steps: optimizer steps of the run.
+    loss: loss of this step.
+    learning_rate: learning rate of this step.
+    seconds_per_step: median of the last steps, None before it is known.
+    seconds_left: estimated time to the end, None before it is known.
+    """
 
     step: int
     steps: int
@@ -18,7 +25,7 @@ class StepReport:
     seconds_left: float | None
 
     def text(self) -> str:
-        """One line for a progress display."""
+        """Format as one line for a progress display."""
         parts = [f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}"]
         if self.seconds_per_step is not None:
             parts.append(f"{self.seconds_per_step:.2f} s/step")
@@ -29,29 +36,43 @@ class StepReport:
 
 
 class Observer(Protocol):
-    """Every method is called from the training thread; none may raise."""
+    """Receiver of a run's progress. All methods are called from the training thread.
 
-    def phase(self, text: str) -> None: ...
+    Only `check_interrupted` may raise.
+    """
 
-    def note(self, text: str) -> None: ...
+    def phase(self, text: str) -> None:
+        """Report the start of a phase, such as loading the model."""
+        ...
 
-    def step(self, report: StepReport) -> None: ...
+    def note(self, text: str) -> None:
+        """Report one sentence for the user."""
+        ...
 
-    def saved(self, path: Path) -> None: ...
+    def step(self, report: StepReport) -> None:
+        """Report an optimizer step."""
+        ...
+
+    def saved(self, path: Path) -> None:
+        """Report a LoRA file that was written."""
+        ...
 
     def previewed(self, sheet: Path, step: int) -> None:
-        """sheet: the pictures so far, over the steps; the last column is of this step."""
+        """Report new previews.
+
+        sheet: contact sheet of all previews so far; its last column belongs to `step`.
+        """
         ...
 
     def validated(self, step: int, loss: float) -> None:
-        """The mean validation loss after that many steps."""
+        """Report the mean validation loss after `step` steps."""
 
     def check_interrupted(self) -> None:
-        """May raise, to end the run: what was trained is saved first."""
+        """Raise to cancel the run. The trainer saves before it ends."""
 
 
 class Silent:
-    """An observer that watches nothing."""
+    """Observer that ignores everything."""
 
     def phase(self, text: str) -> None:
         return

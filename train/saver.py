@@ -1,4 +1,4 @@
-"""What is kept of a run: its LoRA and its whole state, every so often, at the end, and when something ends it."""
+"""Saving of a run: LoRA and training state at intervals, at the end, and when an error or Cancel ends it."""
 
 import json
 import logging
@@ -27,7 +27,13 @@ BEST = "tessera_best"
 
 @dataclass(frozen=True)
 class Best:
-    """The LoRA with the least validation loss so far: its file, how many steps it had, what it was measured on."""
+    """LoRA with the lowest validation loss so far.
+
+    file: name of its file.
+    step: optimizer steps it was trained for.
+    loss: mean validation loss.
+    of: validation key, see `RunContext.validation_key`.
+    """
 
     file: str
     step: int
@@ -36,7 +42,7 @@ class Best:
 
 
 def read_best(path: Path) -> Best | None:
-    """What a file of `keep_best` says of itself; None for any other."""
+    """Read the record that `keep_best` wrote into a file's header; None for any other file."""
     try:
         with safe_open(path, framework="pt") as file:
             return Best(**json.loads((file.metadata() or {})[BEST]))
@@ -50,8 +56,15 @@ def _copy(source: Path, target: Path) -> None:
 
 @dataclass
 class Progress:
-    """How far a run is. `whole` is False only while the optimizer moves the weights. validation: the points of
-    `validation.Validation`."""
+    """Progress of a run.
+
+    step: optimizer steps done.
+    batches: micro-batches done.
+    saved_step: step of the last save, 0 without one.
+    whole: False only while the optimizer updates the weights, when they belong to no step.
+    loss: loss of each step.
+    validation: points of `validation.Validation`.
+    """
 
     step: int = 0
     batches: int = 0
@@ -62,10 +75,10 @@ class Progress:
 
 
 class Saver:
-    """Writes the files of one run, and reads its state back.
+    """Writer of the files of one run, and reader of its states.
 
-    environment: what the last bits of a state may depend on.
-    strata: how many samples a step and an epoch have.
+    environment: hardware and software that the last bits of a result may depend on.
+    strata: samples of a step and of an epoch.
     """
 
     def __init__(
@@ -86,14 +99,17 @@ class Saver:
         self._companion_files = dict(context.companion_files)  # those that are still to be written
 
     def state_name(self, step: int) -> str:
-        """The state of this step as the `resume` input names it."""
+        """Name the state of this step as the `resume` input does."""
         return self._named(state_path(self.folder.path, step))
 
     def _named(self, state: Path) -> str:
         return (place_of(self.settings.output_name).parent / state.parent.name / state.name).as_posix()
 
     def resume(self, path: Path) -> None:
-        """Goes on from a saved state, as if the run had never stopped."""
+        """Restore a saved state; training continues as if it had not been interrupted.
+
+        Raises ValueError where the file is damaged or is not a state.
+        """
         state = load_state(path)
         notes = self.learner.load(state)
         progress = self.progress
@@ -117,44 +133,49 @@ class Saver:
                 )
 
     def snapshot(self) -> LoraModel:
-        """The LoRA as it stands, on the host, with its metadata."""
+        """Copy the current LoRA to the host and add its metadata."""
         lora = self.learner.snapshot()
         last = self.progress.loss[-1] if self.progress.loss else None
         lora.metadata.update(self.context.describe(self.progress.step, last, lora))
         return lora
 
     def is_due(self) -> bool:
-        """Whether the settings ask for a save after the step that is done; the last one is saved as the result."""
+        """True where a save is due after the current step. The last step is saved by `save_final` instead."""
         step, epochs = self.progress.step, self.settings.save_every_epochs
         if step >= self.settings.steps:
             return False
-        if epochs:  # the step in which that many epochs were full
+        if epochs:  # due in the step that completes a multiple of `epochs` epochs
             shown, wanted = self.strata.step, self.strata.epoch * epochs
             return step * shown // wanted > (step - 1) * shown // wanted
         return bool(self.settings.save_every) and step % self.settings.save_every == 0
 
     def save(self) -> None:
-        """Writes the LoRA and the whole state. Not being able to save now does not end the run: there is time to free
-        some disk space before the next save."""
+        """Write the LoRA and the training state.
+
+        A failure to write is reported and does not end the run: disk space may be freed before the next save.
+        """
         try:
             self._write(self.folder.step_lora_path(self.progress.step))
         except OSError as error:
             self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
     def save_final(self) -> LoraModel:
-        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
+        """Write the final LoRA and the training state. Raises TrainingStopped where the disk refuses."""
         try:
             return self._write(self.folder.lora_path)
         except OSError as error:
             raise TrainingStopped(f"{error.strerror} {self.left()}") from error
 
     def save_what_is_there(self) -> None:
-        """At Cancel or an error: the LoRA so far and the whole state, if they are newer than the last."""
+        """Save the LoRA and the training state at Cancel or an error, if there were steps since the last save.
+
+        Does not save in the middle of an optimizer update. Never raises, so that the first error reaches the user.
+        """
         saved = self.progress.saved_step
         if self.progress.whole and self.progress.step > saved:
             try:
                 self._write(self.folder.step_lora_path(self.progress.step))
-            except Exception as error:  # what ended the run is what the user has to be told
+            except Exception as error:  # the user needs the error that ended the run, not this one
                 log.warning("The state could not be saved", exc_info=error)
                 cause = getattr(error, "strerror", None) or "The state could not be saved."
                 last = (
@@ -163,13 +184,13 @@ class Saver:
                 self.observer.note(f"{cause} {last}")
 
     def left(self) -> str:
-        """What is kept of the run where it ends now, and how to go on from it."""
+        """Describe the last save and how to resume from it, for a run that ends now."""
         progress = self.progress
         told = kept if progress.whole and progress.saved_step == progress.step else broken_off
         return told(progress.saved_step, self.last_state)
 
     def keep_best(self, loss: float) -> None:
-        """Writes the LoRA where its validation loss is less than that of the one that is kept."""
+        """Write the best LoRA if `loss` is lower than the loss of the one on disk. A failure to write is reported."""
         if self.best is not None and loss >= self.best.loss:
             return
         best = Best(self.folder.best_path.name, self.progress.step, loss, self.validation_key)
@@ -185,8 +206,11 @@ class Saver:
         self.observer.saved(self.folder.best_path)
 
     def _resume_validation(self, path: Path, state: TrainingState) -> None:
-        """The points so far and the best LoRA, where they were measured on the same. Where another LoRA than that with
-        the least loss is the best from here on, that is said: its run went on, and kept a later one in its place."""
+        """Restore the validation points and the best LoRA if they were measured under the same validation key.
+
+        Reports where the best LoRA on disk is not the one with the lowest loss of these points. This happens where
+        another run continued from the same state and replaced it by a later one.
+        """
         if not self.validation_key or not state.validation:
             return
         if state.validation["of"] != self.validation_key:
@@ -209,15 +233,15 @@ class Saver:
         )
 
     def _resume_best(self, path: Path, state: TrainingState) -> None:
-        """The best LoRA so far, where the state's folder still has it."""
-        # A LoRA that is named so itself is none that was kept.
+        """Find the best LoRA in the state's folder; copy it if this run writes to another folder."""
+        # The name alone does not tell: an output name may end in "-best" itself.
         named = ((best, read_best(best)) for best in sorted(path.parent.glob("*-best.safetensors")))
         there = [(best, found) for best, found in named if found is not None and found.of == self.validation_key]
         if not there:
             return
         best, found = min(there, key=lambda one: one[1].loss)
         if best.parent != self.folder.path:
-            if found.step > state.step:  # of how the other run went on from here
+            if found.step > state.step:  # written by the other run after this state
                 return
             write_atomically(self.folder.best_path, lambda beside: _copy(best, beside))
             found = replace(found, file=self.folder.best_path.name)
@@ -227,7 +251,7 @@ class Saver:
         step, lora = self.progress.step, self.snapshot()
         self._write_companion_files()
         save_lora(path, lora, "kohya", "fp32")
-        if self.settings.keep_last:  # before the state, which may need the room
+        if self.settings.keep_last:  # before the state, which may need the disk space
             self.folder.forget_old_loras(step, self.settings.keep_last)
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)

@@ -1,4 +1,4 @@
-"""Settings of a training run: memory, validation, and all of them together."""
+"""Settings of a training run: memory options, validation options and the complete TrainSettings."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,12 +20,15 @@ MOST_HELD_OUT = 0.9
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What is kept for backward, which attention kernel runs and which weights stay on the host (TESSERA_MEMORY).
+    """Memory options: activation checkpointing, attention kernel and block swap (TESSERA_MEMORY).
 
-    `checkpointing` 'auto' takes the fastest that fits. `activation_budget` is read by selective checkpointing only: the
-    part of the activations that is kept, 0 to 1. `blocks_to_swap` blocks stream from the host (-1: as many as have to),
-    `prefetch_blocks` of them are copied ahead; `pin_memory` says whether their host memory is page-locked.
-    `offload_activations` keeps on the host what full checkpointing keeps of each block.
+    checkpointing: one of CHECKPOINTING; 'auto' takes the fastest that fits.
+    attention: one of ATTENTION.
+    activation_budget: fraction of the activations to keep, 0 to 1; read by selective checkpointing only.
+    blocks_to_swap: number of blocks streamed from the host; -1 takes as many as needed.
+    prefetch_blocks: number of blocks copied ahead.
+    pin_memory: page-locking of the swapped blocks' host memory, one of PIN_MEMORY.
+    offload_activations: keep the block inputs that full checkpointing saves on the host.
     """
 
     checkpointing: str = "full"
@@ -52,12 +55,16 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class ValidationOptions:
-    """What is held out of training and how often the loss is taken on it (TESSERA_VALIDATION).
+    """Validation options: held-out data and measuring interval (TESSERA_VALIDATION).
 
-    part: of the data's pictures, held out by a draw of `seed`; not read where `data` brings pictures of its own.
-    every_n_steps: optimizer steps between two measurements; `at_start` adds one before the first, the last step always
-    has one. keep_best: whether the LoRA with the least loss is kept as a file. min_sigma, max_sigma: the noise levels
-    measured at are the nine deciles between them.
+    part: fraction of the files to hold out, 0 to 0.9; not read where `data` is given.
+    every_n_steps: optimizer steps between two measurements; the last step is always measured.
+    at_start: measure before the first step too.
+    keep_best: write the LoRA with the lowest loss to a file.
+    seed: seed of the split and of the validation noise.
+    min_sigma: lower end of the sigma range, 0 to 1.
+    max_sigma: upper end of the sigma range, 0 to 1; losses are measured at the nine deciles between the two.
+    data: validation samples from outside the training data; None holds out `part`.
     """
 
     part: float = 0.1
@@ -84,25 +91,40 @@ class ValidationOptions:
 
     @property
     def sigmas(self) -> tuple[float, ...]:
-        """The nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1 to 0.9 by default.
+        """Nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1 to 0.9 by default.
 
-        They are those of no objective, so that runs with different timestep samplings are measured at the same ones.
+        They do not depend on the objective, so that runs with different timestep sampling are comparable.
         """
         low, high = self.min_sigma, self.max_sigma
         return tuple(low + (high - low) * k / 10 for k in range(1, 10))
 
     def facts(self) -> dict[str, Any]:
-        """The options as plain values, the data by its fingerprint."""
+        """Return the options as plain values, with the data replaced by its fingerprint."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return plain if self.data is None else plain | {"part": 0.0, "data": self.data.fingerprint}
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Everything that a user sets about a run. `compile` is 'auto' or 'off'; `save_every` counts steps,
-    `save_every_epochs` as many showings as there are samples, and with both at 0 it saves at the end only; of these
-    LoRAs the newest `keep_last` stay, with 0 all; `resume` is 'off', 'latest' or a state's path below the LoRA
-    folder. continued: 'latest' of a run that is not there takes one that came to these settings from others."""
+    """All settings of a run.
+
+    output_name: path of the LoRA below the LoRA folder, without its ending.
+    steps: optimizer steps.
+    batch_size: samples of a micro-batch.
+    gradient_accumulation: micro-batches of an optimizer step.
+    seed: seed of every random number of the run.
+    compile: 'auto' or 'off'.
+    save_every: optimizer steps between two saves; 0 with `save_every_epochs` 0 saves at the end only.
+    resume: 'off', 'latest' or the path of a state below the LoRA folder.
+    network: options of the LoRA.
+    optimizer: options of optimizer, schedule and EMA.
+    objective: options of noise, timestep sampling and loss.
+    memory: options of checkpointing, attention and block swap.
+    save_every_epochs: epochs between two saves, 0 is off.
+    keep_last: number of newest intermediate LoRAs to retain, 0 retains all.
+    validation: None trains without validation.
+    continued: where no run has this lineage, 'latest' resumes a run that reached these settings from others.
+    """
 
     output_name: str
     steps: int
@@ -142,23 +164,28 @@ class TrainSettings:
 
     @property
     def names_state(self) -> bool:
-        """Whether `resume` is a state's path."""
+        """True where `resume` is the path of a state."""
         return self.resume not in ("off", "latest")
 
     def lineage(self, data: str, model: str) -> str:
-        """Runs of one lineage go through the same steps; they may differ in how memory is used, and in length where
-        the learning rate does not depend on it. Options at their default are left out, so that runs keep their names
-        when more can be set."""
+        """Fingerprint of everything that determines the steps of a run.
+
+        Runs of one lineage may differ in their use of memory, and in length where the schedule does not depend on it.
+        Options at their default are left out, so that adding an option does not change the key of existing runs.
+
+        data: fingerprint of the training data.
+        model: fingerprint of the model's weights.
+        """
         same = {
             "data": data,
             "model": model,
             "batch_size": self.batch_size,
             "gradient_accumulation": self.gradient_accumulation,
             "seed": self.seed,
-            # What the second expert begins from and stands on is in its own run.
+            # The options of the low noise expert belong to that expert's own run.
             "network": changed_fields(self.network.of_high_noise()),
             "optimizer": changed_fields(self.optimizer),
-            # Where the experts meet is in the range of each.
+            # The boundary is already in min_sigma and max_sigma of each expert.
             "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},
         }
         if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
@@ -166,7 +193,7 @@ class TrainSettings:
         return fingerprint(same)
 
     def key(self, lineage: str) -> str:
-        """The run's key: equal keys mean the same run."""
+        """Fingerprint of lineage, length, memory, compile and validation options. Equal keys mean the same run."""
         whole = {
             "lineage": lineage,
             "steps": self.steps,

@@ -1,4 +1,4 @@
-"""From a MODEL, data and settings to a LoRA on disk: checks first, then the run, then its summary."""
+"""Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +30,13 @@ from .validation import Validation
 
 @dataclass(frozen=True)
 class TrainResult:
-    """lora: fp32, kohya keys; loss: one value per step; path: the saved file; summary: finite numbers and text only;
-    validation: the points of `validation.Validation`."""
+    """Result of a finished run.
+
+    lora: the LoRA, fp32, with kohya keys.
+    loss: loss of each step.
+    path: the saved file.
+    summary: contents of summary.json; finite numbers and text only.
+    """
 
     lora: LoraModel
     loss: list[float]
@@ -40,17 +45,18 @@ class TrainResult:
 
     @property
     def sheet(self) -> Path | None:
-        """The sheet of its previews, if it has one."""
+        """Path of the contact sheet of the previews; None without previews."""
         sheet = self.path.parent / PREVIEWS / SHEET
         return sheet if self.summary.get("previews") and sheet.is_file() else None
 
     @property
     def validation(self) -> list[dict[str, Any]]:
+        """Points of `validation.Validation`; empty without validation."""
         return list(self.summary.get("validation", {}).get("points", ()))
 
 
 class _Recorder:
-    """Passes everything on, and keeps the notes and files for the summary."""
+    """Observer that forwards every call and records notes and files for the summary."""
 
     def __init__(self, observer: Observer, notes: tuple[str, ...]):
         self._observer = observer
@@ -87,14 +93,17 @@ def train_lora(
     watchers: Sequence[Watcher] = (),
     workflow: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Trains a LoRA on `model`, which is left as it came. root: the folder that runs are kept in.
+    """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
-    compile_settings: how blocks are compiled where `settings.compile` is 'auto'; None takes inductor's default.
-    watchers: what looks at the run between its steps. workflow: text files to lie beside the LoRA, by what follows its
-    name. A finished run of the same key is returned from disk. Raises
-    ValueError for bad input before anything is loaded, and TrainingStopped where a run cannot go on; whatever ends it,
-    what was trained is saved first. Call it outside inference mode.
+    root: folder of all runs.
+    compile_settings: compile settings where `settings.compile` is 'auto'; None takes inductor's defaults.
+    watchers: called between the steps, such as previews.
+    workflow: texts of companion files of the LoRA, by the ending that follows its name.
+
+    Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
+    Whatever ends the run, progress since the last save is saved first.
     """
+    # Tensors made in inference mode cannot be saved for backward.
     assert not torch.is_inference_mode_enabled()
     checked = check_run(model, data, settings)
     observer.phase("Reading the model's fingerprint")
@@ -126,7 +135,7 @@ def train_lora(
             elif checked.start is not None:
                 for note in trainer.begin_from(checked.start):
                     recorder.note(note)
-            checked = replace(checked, start=None)  # it may be as large as what is trained
+            checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.doing())
             trainer.run()
             lora = trainer.save_final()
@@ -152,6 +161,7 @@ def train_lora(
                 "compile": context.compile_settings is not None,
                 **({"continued_from": context.continued_from} if context.continued_from else {}),
             }
+            # Facts come before close, which drops the model; close and the summary run even if facts raise.
             try:
                 summary |= trainer.facts()
                 for watcher in trainer.watchers:
@@ -163,8 +173,13 @@ def train_lora(
 
 
 def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer, left: str) -> None:
-    """Where the disk takes no more, what ended the run is told, not that its summary could not be saved too. left: what
-    is kept of the run."""
+    """Write summary.json.
+
+    left: description of the last save.
+
+    Raises TrainingStopped where a finished run's summary cannot be written. For other runs the failure is a note, so
+    that it does not hide the error that ended the run.
+    """
     finished = summary["status"] == "finished"
     if not finished and not folder.path.exists():
         return
@@ -177,7 +192,7 @@ def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observe
 
 
 def read_finished(folder: RunFolder) -> TrainResult:
-    """The result of a finished run, from its folder."""
+    """Read the result of a finished run from its folder."""
     summary = folder.read_summary()
     assert summary is not None
     lora = LoraModel(*read_tensors(folder.lora_path))

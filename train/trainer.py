@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop: forward, backward, optimizer step, saves and the retries after OOM or a compile error."""
 
 import logging
 import math
@@ -40,24 +40,28 @@ T = TypeVar("T")
 
 
 class Watcher(Protocol):
-    """Sees a run between its steps, as previews and validation do; `trainer.progress.step` steps are done."""
+    """Callback between the steps of a run, such as previews and validation."""
 
     def between_steps(self, trainer: "Trainer") -> None:
-        """Look at the run where it starts or goes on, and after each step, when what is due has been saved.
+        """Inspect the run, before the first step and after each step once a due save is written.
 
-        The last save follows the last call. It may take the weights off the device: the next step takes them again.
-        It leaves the LoRA, the optimizer, the gradients and every random state as they were. What it raises ends the
-        run.
+        `trainer.progress.step` steps are done. The final save follows the last call.
+        A watcher may unload the model's weights: the next step loads them again.
+        It must not change the LoRA, the optimizer, the gradients or any random state.
+        An exception ends the run.
         """
         ...
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
-        """Entries for the run's summary: finite numbers and text only."""
+        """Return entries for the run's summary: finite numbers and text only."""
         ...
 
 
 class Trainer:
-    """One run over one MODEL. `run` trains from where it stands to the last step, whatever ends it is saved first."""
+    """Training run on one MODEL.
+
+    `run` trains from the current step to the last one. It saves before it raises.
+    """
 
     def __init__(self, context: RunContext, observer: Observer, watchers: Sequence[Watcher] = ()):
         self.patcher, self.family, self.data = context.patcher, context.family, context.data
@@ -68,7 +72,7 @@ class Trainer:
 
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
-        unload()  # before, as the models of earlier nodes are no part of this run's peak
+        unload()  # before the peak is reset: the models of earlier nodes are not part of this run
         forget_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # of swapped blocks, in the last step
@@ -96,21 +100,23 @@ class Trainer:
         return self.saver.progress
 
     def resume(self, path: Path) -> None:
-        """Goes on from a saved state, as if the run had never stopped."""
+        """Restore a saved state; training continues as if it had not been interrupted."""
         self.saver.resume(path)
 
     def begin_from(self, start: WarmStart) -> list[str]:
-        """Takes the weights of another LoRA for the start; what of it is lost, a sentence each."""
+        """Initialise the weights from another LoRA. Returns a note for each part that could not be taken."""
         linears = self.placed.transformer.linears()
         return self.learner.begin_from(start, lambda name: linears[name].read_on_device().full())
 
     def save_final(self) -> LoraModel:
-        """Writes the LoRA under its own name, and the whole state. Raises TrainingStopped where it cannot."""
+        """Write the final LoRA and the training state. Raises TrainingStopped where the disk refuses."""
         return self.saver.save_final()
 
-    # The recipe.
-
     def run(self) -> None:
+        """Train to the last step.
+
+        Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves before.
+        """
         settings, progress = self.settings, self.progress
         order = batch_order(self.data.samples, settings.batch_size, settings.seed)
         batches = islice(order, progress.batches, None)
@@ -121,6 +127,7 @@ class Trainer:
                 self.observer.check_interrupted()
                 started = time.perf_counter()
                 compiled_before = self.placed.runner.report.counts()
+                # One step ahead, so that its samples are read from disk while this step computes.
                 drawn, upcoming = upcoming, self.draw(batches, progress.step + 1)
                 self.reader.prefetch(chain(*drawn, *upcoming))
                 learning_rate = self.learner.learning_rate
@@ -129,6 +136,7 @@ class Trainer:
                 progress.batches += len(drawn)
                 progress.step += 1
                 progress.loss.append(mean_loss)
+                # A step that compiled is not part of the pace.
                 if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
@@ -150,7 +158,7 @@ class Trainer:
             watcher.between_steps(self)
 
     def draw(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
-        """The micro-batches of one step, each sample in the form that it is shown in."""
+        """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample."""
         drawn = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.data.samples, self.settings.seed
 
@@ -163,13 +171,17 @@ class Trainer:
         ]
 
     def forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
-        """The mean loss over the micro-batches, on the device, which may not have got to it yet; its gradients are left
-        on the LoRA's masters."""
+        """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
+
+        Returns the mean loss, a scalar on the device. The kernels may still be queued: nothing here synchronises.
+        """
         return self.attempt(lambda: self._forward_backward(drawn))
 
     def attempt(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives. Where memory does not suffice for the plan, or compiling does not work, it is called
-        again with less, or eager."""
+        """Run `compute`; on OOM retry with the next smaller memory plan, on a compile error retry eagerly.
+
+        Raises the error where neither applies, or where no smaller plan is left.
+        """
         try:
             return compute()
         except Exception as error:
@@ -177,9 +189,10 @@ class Trainer:
             cause = cannot_compile(error) if self.placed.runner.planned_graphs and not smaller else None
             if cause is None and not smaller:
                 raise
-            # As text: whoever keeps the record would keep the error, and the first try's activations by it.
+            # Format now: a LogRecord holding the exception would keep the failed step's activations alive.
             log.warning("A step failed and is tried again\n%s", "".join(traceback.format_exception(error)))
-        # Outside the handler, which holds the first try's activations. The draws depend on the step only.
+        # Retry outside the handler: inside it the exception's frames still hold the failed step's activations.
+        # Repeating is exact, as random numbers depend on the step only.
         if cause is None:
             self.learner.zero_grad()
             self.placed.build_again(self.progress.step)
@@ -190,7 +203,7 @@ class Trainer:
         return compute()
 
     def train_eager(self, cause: str) -> None:
-        """From here on without torch.compile, which is said once."""
+        """Switch to eager execution for the rest of the run and report `cause` once."""
         self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
         self.saver.environment = machine_facts(self.device, None)
@@ -215,8 +228,10 @@ class Trainer:
         return total
 
     def losses(self, batch: Batch, draw: tuple[int, int]) -> Iterator[Tensor]:
-        """The terms of a batch's loss. Each is to go backward before the next is asked for, so that the activations of
-        one pass are held at a time."""
+        """Yield the terms of a batch's loss, each a scalar on the device.
+
+        Call backward on each before asking for the next: then only one forward's activations are in memory.
+        """
         kept = batch.kept
         without = None if kept is None else self.placed.velocity_without(kept.inputs)
         yield self.loss(batch, draw)
@@ -227,14 +242,18 @@ class Trainer:
             yield loss
 
     def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
+        """Return the mean training loss of a batch, a scalar on the device."""
         velocity = self.placed.velocity(batch.inputs, draw)
         losses = training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights)
         return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
     def finite(self, total: Tensor) -> float:
-        """The loss as a number, with the gradients clipped. Raises CannotGoOn where it or they are not finite,
-        before anything is moved by them. Nothing else in a step waits for the device, which is idle then until the
-        optimizer is queued: so both numbers are read at once."""
+        """Clip the gradients and return the loss as a number.
+
+        Raises CannotGoOn where the loss or the gradient norm is not finite, before the weights are updated.
+        """
+        # The only device synchronisation of a step. The device idles from here until the optimizer's kernels are
+        # queued, so both numbers are read in one transfer.
         loss, norm = torch.stack((total, self.learner.clip())).tolist()
         for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
@@ -242,22 +261,21 @@ class Trainer:
         return loss
 
     def optimizer_step(self) -> None:
+        """Update the weights; an error inside leaves `progress.whole` False, and such weights are not saved."""
         self.progress.whole = False
         self.learner.step()
         self.progress.whole = True
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Free all memory of the run."""
         self.learner.zero_grad()
         self.reader.close()
         self.placed.close()
         del self.placed, self.network, self.learner, self.saver.learner
         comfy.model_management.soft_empty_cache()
 
-    # What is told.
-
     def doing(self) -> str:
-        """What the next step does, for a progress display."""
+        """Describe the next step for a progress display."""
         runner = self.placed.runner
         compiles = runner.planned_graphs and not runner.report.counts().graphs
         return "Training; the first step compiles and takes longer" if compiles else "Training"
@@ -268,7 +286,7 @@ class Trainer:
         return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, left)
 
     def facts(self) -> dict[str, Any]:
-        """Numbers for the summary: graphs, seconds, memory."""
+        """Return entries for the summary: graphs, seconds per step, memory."""
         return {
             **self.placed.facts(),
             "block_copies_per_step": self.copies,
@@ -279,6 +297,7 @@ class Trainer:
         }
 
     def preservation_facts(self) -> dict[str, float]:
-        """Preservation's part of the loss, in the mean of the last batches; the last of a run may not be finite."""
+        """Return the mean preservation loss of the last batches; empty without preservation."""
+        # A run that ended with a NaN loss has it in the last entry.
         finite = [value for value in map(float, self.preserved) if math.isfinite(value)]
         return {"preservation_loss": sum(finite) / len(finite)} if finite else {}

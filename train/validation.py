@@ -1,4 +1,4 @@
-"""The loss on pictures that are not trained on, at fixed noise levels with fixed noise."""
+"""Validation: the loss on held-out samples, at fixed noise levels with fixed noise."""
 
 import logging
 import math
@@ -24,11 +24,12 @@ Row = tuple[int, int]
 
 
 class Validation:
-    """Watches a run: measures it when that is due, and keeps the points with its progress.
+    """Watcher that measures the validation loss when due and appends the point to the run's progress.
 
-    A point is `{"step", "loss", "sigmas", "losses"}`: at each sigma the mean over the samples of the mean square error
-    of the velocity, and the mean of these nine. Weights are those that would be saved, and nothing is dropped. The
-    forward is that of training, in the same compiled graphs and batch size, with the gradient left unused.
+    A point is `{"step", "loss", "sigmas", "losses"}`. `losses` holds for each sigma the mean over the samples of the
+    velocity's mean square error. `loss` is the mean of these nine.
+    The weights are those that a file would hold, and dropout is off. The forward is that of training, in the same
+    compiled graphs and batch size, so that validation compiles nothing of its own; its gradient is not used.
     """
 
     def __init__(self, options: ValidationOptions, data: TrainingData):
@@ -51,7 +52,7 @@ class Validation:
         point = {"step": progress.step, "loss": loss, "sigmas": list(self.sigmas), "losses": losses}
         progress.validation.append(point)
         trainer.observer.validated(progress.step, loss)
-        if self.options.keep_best and progress.step:  # before the first step there is nothing to keep
+        if self.options.keep_best and progress.step:  # before the first step there is nothing to save
             trainer.saver.keep_best(loss)
         start = progress.validation[0]
         if progress.step == trainer.settings.steps and start["step"] == 0:
@@ -67,7 +68,7 @@ class Validation:
         return step % self.options.every_n_steps == 0 or step == steps
 
     def losses(self, trainer: "Trainer") -> list[float]:
-        """The mean loss at each sigma."""
+        """Return the mean loss at each sigma."""
         sums: dict[int, list[float]] = defaultdict(list)
         read: dict[int, SampleTensors] = {}
         trainer.placed.ensure()
@@ -80,7 +81,7 @@ class Validation:
         return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
 
     def _batches(self, size: int) -> Iterator[list[Row]]:
-        """Every sample at every sigma; what shares a batch has one graph."""
+        """Yield batches of (sample, sigma) indices, each of one graph key, until every pair was taken."""
         keys: dict[GraphKey, list[Row]] = defaultdict(list)
         for number, sample in enumerate(self.samples):
             keys[sample.graph_key] += [(number, place) for place in range(len(self.sigmas))]
@@ -88,17 +89,21 @@ class Validation:
             yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _batch_losses(self, trainer: "Trainer", rows: list[Row], read: Mapping[int, SampleTensors]) -> list[float]:
-        """One loss a row. A graph has one batch size, so that a batch that is short is filled up with its last row."""
+        """Return one loss per row, and more for padding.
+
+        A compiled graph has a fixed batch size, so a short batch is padded with its last row.
+        """
         rows = rows + rows[-1:] * (trainer.settings.batch_size - len(rows))
         given = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
         guidance, seed = trainer.settings.objective.guidance, self.options.seed
         with torch.no_grad():
             batch = fixed_batch(trainer.patcher, trainer.family, given, guidance, trainer.device, seed)
         velocity = trainer.placed.velocity(batch.inputs, None).detach()
-        trainer.placed.runner.let_go()
+        trainer.placed.runner.let_go()  # no backward follows: drop the activations offloaded to the host
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
+        """Return samples, sigmas, points and the best LoRA for the run's summary."""
         told = {
             "samples": [sample.name for sample in self.samples],
             "sigmas": list(self.sigmas),

@@ -1,4 +1,4 @@
-"""Which part of the data a run keeps away from training, to be measured on it."""
+"""Validation split: hold out files of the training data, and describe the split to the user."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +13,13 @@ from .settings import ValidationOptions
 
 
 def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingData, TrainingData]:
-    """(what is trained on, what is measured on).
+    """Split the data into (training samples, validation samples).
 
-    With data of its own nothing is held out. Else each file draws a number from (seed, its name), and those with the
-    least leave, with all their clips: at least one. Regularisation pictures stay. A file that is added to the data
-    later changes what the others drew in nothing. Raises ValueError where none would be left to train on.
+    Where `options.data` is given, nothing is held out. Otherwise each file gets a random number from (seed, file name),
+    and the files with the smallest numbers are held out, at least one, with all windows of a video. Regularisation
+    images are never held out. The split is stable: adding a file does not change the numbers of the others.
+
+    Raises ValueError where nothing would be left to train on.
     """
     if options.data is not None:
         return data, options.data
@@ -48,7 +50,7 @@ def _draw(seed: int, name: str) -> float:
 
 
 def validation_notes(data: TrainingData, held: TrainingData, options: ValidationOptions) -> list[str]:
-    """What a user should know about what is measured on, a sentence each."""
+    """Make notes on unused options, file names in both sets, and graphs that only validation needs."""
     notes = []
     if options.data is not None:
         if options.part != ValidationOptions.part:
@@ -65,8 +67,12 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
 
 
 def held_out_note(held: TrainingData, whole: str, parts: Sequence[Mapping[str, Any]]) -> str:
-    """What is held out, and whether the run was kept from it all along. whole: the fingerprint of the data before
-    anything was held out; parts: see `parts.parts_of`."""
+    """Name the held-out files, and tell whether an earlier segment of the run was trained on them.
+
+    held: validation samples.
+    whole: fingerprint of the data before the split.
+    parts: segments of the run, see `checkpoint.history.parts_of`.
+    """
     names = sorted({_file(sample) for sample in held.samples})
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     *earlier, now = [(part.get("made_with", {}).get("data_fingerprint"), part.get("to_step")) for part in parts]
