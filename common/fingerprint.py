@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .core import closed_over, intended_dtype, original_weights
+
 _COLUMNS = 1024  # 8-byte words per row of the column sums: 8 KiB are hashed for a tensor of any size
 _SAMPLES = 4096  # words taken at an even stride, which see what a column sum cannot: rows that changed places
 
@@ -59,9 +61,7 @@ def weights_fingerprint(patcher: Any) -> str:
 
 
 def _fingerprint_weights(patcher: Any) -> str:
-    # A patch that core has written into the model keeps the original in `backup` (weights) or `hook_backup` (hooks).
-    originals = {key: saved[0] for key, saved in getattr(patcher, "hook_backup", {}).items()}
-    originals.update({key: saved.weight for key, saved in patcher.backup.items()})
+    originals = original_weights(patcher)
     digest = blake2b(digest_size=20)
     for name, tensor in sorted(_named_weights(patcher.model), key=lambda named: named[0]):
         digest.update(name.encode())
@@ -73,7 +73,7 @@ def _named_weights(model: nn.Module):
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             # Under dynamic VRAM a file's dtype is kept until the weight is used; what it is used as is what counts.
-            wanted = getattr(module, f"{name}_comfy_model_dtype", None)
+            wanted = intended_dtype(module, name)
             plain = type(parameter.data) is Tensor and wanted not in (None, parameter.dtype)
             yield f"{prefix}.{name}" if prefix else name, parameter.data.to(wanted) if plain else parameter
     for prefix, module in model.named_modules():
@@ -86,11 +86,10 @@ def _named_weights(model: nn.Module):
 
 
 def _injected(group: list) -> list:
-    """The adapters of bypass injections, which core holds in the closure of the function that injects them."""
+    """The adapters of bypass injections."""
     found: list = []
     for injection in group:
-        cells = getattr(injection.inject, "__closure__", None) or ()
-        managers = [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "adapters")]
+        managers = [value for value in closed_over(injection.inject) if hasattr(value, "adapters")]
         found.append([sorted(manager.adapters.items()) for manager in managers] or injection.inject.__qualname__)
     return found
 

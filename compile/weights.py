@@ -9,6 +9,7 @@ import torch
 from comfy.model_patcher import LowVramPatch
 from torch import Tensor, nn
 
+from ..common.core import casts_weights
 from ..memory.weights.frozen import share_outside_inference_mode
 
 
@@ -16,7 +17,7 @@ def keep_flags_on_modules(modules: Iterable[nn.Module]) -> None:
     """Puts on each layer itself whether it casts its weights. ComfyUI keeps that on the layer's class until it first
     streams the layer; a guard tells the two apart, so a model that was once partly loaded would compile again whole."""
     for module in modules:
-        flag = getattr(type(module), "comfy_cast_weights", None)
+        flag = casts_weights(module)
         if flag is not None:
             vars(module).setdefault("comfy_cast_weights", flag)
 

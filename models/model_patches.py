@@ -10,6 +10,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter.bypass import BypassInjectionManager
 
+from ..common.core import closed_over
+
 # Wrappers that act around sampling, not on what the model computes.
 _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
 # Keys of this pack's own wrappers: training takes the settings behind them.
@@ -54,8 +56,7 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
 
 def _closed_over(function: Any) -> list[BypassInjectionManager]:
     """Core keeps the manager of bypass adapters in the closure of the function that injects them."""
-    cells = getattr(function, "__closure__", None) or ()
-    return [c.cell_contents for c in cells if isinstance(c.cell_contents, BypassInjectionManager)]
+    return [value for value in closed_over(function) if isinstance(value, BypassInjectionManager)]
 
 
 def _ignored(patcher: ModelPatcher) -> list[str]:

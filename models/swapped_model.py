@@ -9,6 +9,7 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from ..common.core import loaded_models, usable_memory
 from ..memory.host.file_speed import measure_file_bandwidth
 from ..memory.host.flat_weights import parts_of
 from ..memory.host.mapped_file import bytes_in_file
@@ -166,9 +167,8 @@ def _fit(
     shape = [1, latent.latent_channels, side, side]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
     # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
-    listed = comfy.model_management.current_loaded_models
+    listed = loaded_models()
     loaded = [m for m in listed if m.device == device and m.model is not None]
-    free = comfy.model_management.get_free_memory(device) + sum(m.model_loaded_memory() for m in loaded)
-    free -= comfy.model_management.extra_reserved_memory()
+    free = usable_memory(device) + sum(m.model_loaded_memory() for m in loaded)
     machine = Hardware(int(free), link_bandwidth(device), available + inside, file)
     return plan(costs, other, machine, order, SearchSpace(tuple(range(len(costs) + 1)), prefetch))

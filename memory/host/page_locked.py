@@ -14,9 +14,10 @@ import sys
 from typing import Any
 from weakref import WeakValueDictionary
 
-import comfy.model_management
 import torch
 from torch import Tensor
+
+from ...common.core import discard_cuda_error
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def page_locked(size: int) -> Tensor:
     error = _cudart().cudaHostRegister(buffer.data_ptr(), size, PORTABLE)
     if error != 0:
         # CUDA reports it once more, at the next call of anybody.
-        comfy.model_management.discard_cuda_async_error()
+        discard_cuda_error()
         raise RuntimeError(f"CUDA refuses to register it ({error})")
     mapping.address, mapping.device = buffer.data_ptr(), torch.cuda.current_device()
     _registered[mapping.address] = mapping

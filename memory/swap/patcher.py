@@ -11,6 +11,7 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from ...common.core import replaced_keys
 from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
 from .oom_retry import RETRIED, bytes_to_free
@@ -201,7 +202,7 @@ class SwapPatcher(ModelPatcher):
 
     def _replaced(self) -> set[str]:
         """Keys that ComfyUI itself puts back when the model is unloaded."""
-        return {*self.backup, *self.object_patches_backup}
+        return replaced_keys(self)
 
     def pin_weight_to_device(self, key):
         # Page-locking a page of a mapped file makes a copy of it.

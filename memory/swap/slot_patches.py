@@ -11,6 +11,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ...common.core import weight_conversion
 from ..host.flat_weights import WeightRef, parts_of
 
 Patches = Mapping[str, list[Any]]
@@ -46,7 +47,7 @@ def patch_weight_by_hook(
     ref: WeightRef, weight: Tensor, unpatched: Any, patches: list[Any], device: torch.device
 ) -> None:
     """Patch it as `ModelPatcher.patch_hook_weight_to_device` does. unpatched: the flat weight."""
-    original = {ref.key: [(unpatched, getattr(ref.owner, f"convert_{ref.attribute}", _as_it_is))]}
+    original = {ref.key: [(unpatched, weight_conversion(ref.owner, ref.attribute)[0] or _as_it_is)]}
     _apply(ref, weight, patches, device, torch.float32, original)
 
 
@@ -58,11 +59,11 @@ def _apply(ref: WeightRef, weight: Tensor, patches: list[Any], device: torch.dev
     """original: the unpatched weights, as patches that replace a model's weights want them."""
     seed = comfy.utils.string_to_seed(ref.key)
     patched = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
-    convert = getattr(ref.owner, f"convert_{ref.attribute}", None)
+    convert, store = weight_conversion(ref.owner, ref.attribute)
     if convert is not None:
         patched = convert(patched, inplace=True)
     patched = comfy.lora.calculate_weight(patches, patched, ref.key, original_weights=original)
-    if (store := getattr(ref.owner, f"set_{ref.attribute}", None)) is not None:
+    if store is not None:
         stored = store(patched, inplace_update=False, seed=seed, return_weight=True)
     else:
         stored = comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)

@@ -11,6 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from ...common.core import has_loader, intended_dtype
 from ..host.mapped_file import KeepMapped, copy_into_ram, protect_from_hooks
 
 # A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
@@ -29,7 +30,7 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
 
 
 def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
-    if patcher.cached_patcher_init is None:
+    if not has_loader(patcher):
         return None
     with torch.inference_mode(False):
         with KeepMapped():
@@ -48,7 +49,7 @@ def cast_as_asked(model: nn.Module) -> None:
     """
     for module in model.modules():
         for name, weight in module._parameters.items():
-            wanted = getattr(module, f"{name}_comfy_model_dtype", None)
+            wanted = intended_dtype(module, name)
             if weight is None or wanted is None or type(weight.data) is not torch.Tensor or weight.dtype == wanted:
                 continue
             module._parameters[name] = nn.Parameter(weight.data.to(wanted), requires_grad=weight.requires_grad)

@@ -12,6 +12,15 @@ from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
+from ...common.core import (
+    intended_dtype,
+    is_patched,
+    loaded_models,
+    patched_originals,
+    quantised_data,
+    quantised_layout,
+    quantised_params,
+)
 from ..host.flat_buffer import Layout
 from ..host.flat_weights import (
     SMALL_PART,
@@ -68,7 +77,7 @@ class FrozenWeights:
             _to_host(refs)
 
     def _check_unpatched(self) -> None:
-        if self.patcher.backup:
+        if is_patched(self.patcher):
             raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
 
     def _home(self, name: str) -> torch.device:
@@ -116,7 +125,7 @@ class FrozenWeights:
             )
         # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
         owner = self.patcher.model.get_submodule(module)
-        stored_dtype = getattr(owner, f"{parameter}_comfy_model_dtype", None) or weight.dtype
+        stored_dtype = intended_dtype(owner, parameter) or weight.dtype
         if stored_dtype.itemsize > self.compute_dtype.itemsize:
             stored_dtype = self.compute_dtype
         with torch.inference_mode(False):
@@ -148,19 +157,20 @@ class FrozenWeights:
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.to(home)
             if _is_fp8_with_one_scale(weight):
-                scale = share_outside_inference_mode(weight._params.scale).to(home, torch.float32).reshape(())
-                return FrozenLinear(share_outside_inference_mode(weight._qdata), scale, None)
+                scale = share_outside_inference_mode(quantised_params(weight).scale).to(home, torch.float32).reshape(())
+                return FrozenLinear(share_outside_inference_mode(quantised_data(weight)), scale, None)
             stored = format_of(weight)
             if stored is None:
                 full = share_outside_inference_mode(weight.dequantize()).to(self.compute_dtype)
                 return FrozenLinear(full, None, None)
-            tensors = (weight._qdata, *(getattr(weight._params, name) for name in stored.tensors))
+            params = quantised_params(weight)
+            tensors = (quantised_data(weight), *(getattr(params, name) for name in stored.tensors))
             data, *parts = (share_outside_inference_mode(tensor) for tensor in tensors)
             return FrozenLinear(data, None, None, tuple(parts), stored.text())
 
 
 def _is_fp8_with_one_scale(weight: QuantizedTensor) -> bool:
-    return weight._layout_cls.startswith("TensorCoreFP8") and weight._params.scale.numel() == 1
+    return quantised_layout(weight).startswith("TensorCoreFP8") and quantised_params(weight).scale.numel() == 1
 
 
 def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> list[str]:
@@ -170,7 +180,7 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
         for weight in module._parameters.values():
             if not isinstance(weight, QuantizedTensor) or _is_fp8_with_one_scale(weight) or format_of(weight):
                 continue
-            formats.add(weight._layout_cls.removeprefix("TensorCore").removesuffix("Layout"))
+            formats.add(quantised_layout(weight).removeprefix("TensorCore").removesuffix("Layout"))
             held += weight.numel() * compute_dtype.itemsize
     if not held:
         return []
@@ -212,12 +222,12 @@ def unload(models: Sequence[ModelPatcher] | None = None) -> None:
     the first, with a LoRA left in the others. Ordinary ones do not bear it.
     """
     management = comfy.model_management
-    loaded = [entry for entry in management.current_loaded_models if entry.model is not None]
+    loaded = [entry for entry in loaded_models() if entry.model is not None]
     if models is not None:
         loaded = [entry for entry in loaded if any(entry.model.is_clone(model) for model in models)]
     for mode in (True, False):
         chosen = [entry for entry in loaded if puts_back_under_inference(entry.model) == mode]
-        others = [entry for entry in management.current_loaded_models if all(entry is not one for one in chosen)]
+        others = [entry for entry in loaded_models() if all(entry is not one for one in chosen)]
         with torch.inference_mode(mode):
             for device in {entry.device for entry in chosen}:
                 management.free_memory(1e30, device, others)
@@ -231,7 +241,7 @@ def puts_back_under_inference(patcher: ModelPatcher) -> bool:
 
     Going by the quantised weights that patched ones stand in for, or by all where there are none.
     """
-    for weights in ((kept.weight for kept in patcher.backup.values()), patcher.model.parameters()):
+    for weights in (patched_originals(patcher), patcher.model.parameters()):
         if kinds := {weight.is_inference() for weight in weights if isinstance(weight, QuantizedTensor)}:
             return kinds == {True}
     return False

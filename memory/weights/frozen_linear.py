@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
+from ...common.core import quantised_layout, quantised_params
+
 # What a layout's parameters say of every weight; the rest are its own tensors and constants.
 _OF_ALL = ("orig_dtype", "orig_shape")
 
@@ -56,7 +58,7 @@ def format_of(weight: QuantizedTensor) -> Format | None:
     None for one that cannot be put together again from its parts and constants, or whose parts are those of its
     transpose.
     """
-    params = weight._params
+    params = quantised_params(weight)
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in _OF_ALL}
     tensors = tuple(name for name, value in fields.items() if isinstance(value, Tensor))
     constants = {name: value for name, value in fields.items() if name not in tensors}
@@ -64,7 +66,7 @@ def format_of(weight: QuantizedTensor) -> Format | None:
     if not plain or constants.get("transposed") or len(params.orig_shape) != 2:
         return None
     rows, columns = params.orig_shape
-    return Format(weight._layout_cls, (int(rows), int(columns)), tensors, constants)
+    return Format(quantised_layout(weight), (int(rows), int(columns)), tensors, constants)
 
 
 def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:

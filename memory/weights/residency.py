@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
+from ...common.core import loaded_models
 from .frozen import unload
 
 
@@ -66,12 +67,12 @@ class ResidentWeights(ModelPatcher):
         if not self.resident:
             # What took the memory may be the MODEL itself: loaded, its modules hold patched weights, not their own.
             unload()
-        if not self.resident or not any(entry.model is self for entry in comfy.model_management.current_loaded_models):
+        if not self.resident or not any(entry.model is self for entry in loaded_models()):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
 
     def forget(self) -> None:
         """Take the weights off the device and out of ComfyUI's list."""
-        loaded = comfy.model_management.current_loaded_models
+        loaded = loaded_models()
         for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
             loaded.pop(index).model_unload()
         self._set_resident(False)

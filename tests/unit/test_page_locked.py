@@ -45,7 +45,7 @@ class Registry:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Registry()
     monkeypatch.setattr(module, "_cudart", lambda: made)
-    monkeypatch.setattr(module.comfy.model_management, "discard_cuda_async_error", lambda: None)
+    monkeypatch.setattr(module, "discard_cuda_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)

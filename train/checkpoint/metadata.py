@@ -17,6 +17,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.core import loaded_from
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import LoraModel
@@ -152,8 +153,6 @@ def facts_of(
     settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
 ) -> RunFacts:
     """What is known of the run before its first step."""
-    origin = getattr(patcher, "cached_patcher_init", None)
-    source = origin[1][0] if origin and origin[1] and isinstance(origin[1][0], str) else ""
     _, height, width = data.samples[0].grid
     pixels = family.latents(patcher.model).pixels_per_token
     return RunFacts(
@@ -161,7 +160,7 @@ def facts_of(
         family=family.name,
         variant=family.variant(patcher.model),
         origin=family.origin(patcher.model),
-        base_model=Path(source).name,
+        base_model=Path(loaded_from(patcher)).name,
         steps=0,
         batch_size=settings.batch_size,
         gradient_accumulation=settings.gradient_accumulation,

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import comfy.model_management
 import psutil
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...common.core import usable_memory
 from ...compile.region import run_block
 from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
@@ -95,8 +95,7 @@ def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
 def free_memory(device: torch.device) -> int:
     """Bytes that a run may use: what ComfyUI leaves to other programs is kept back, and a twentieth for the pieces that
     an allocator cannot join."""
-    free = int(comfy.model_management.get_free_memory(device)) - int(comfy.model_management.extra_reserved_memory())
-    return max(0, free * 19 // 20)
+    return max(0, usable_memory(device) * 19 // 20)
 
 
 def make_room_to_step(

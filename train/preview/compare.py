@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
+from ...common.core import loaded_models
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
 from ...models.family import Family
@@ -63,7 +63,7 @@ def compare(
     """
     _check(stages, samplings)
     models = [model for model in (stages.model, stages.low_noise) if model is not None]
-    loaded = comfy.model_management.current_loaded_models
+    loaded = loaded_models()
     for model in models:
         if not any(one.model is not None and one.model.model is model.model for one in loaded):
             restore_inference_mode(model.model)

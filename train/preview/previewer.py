@@ -12,6 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.core import is_patched
 from ...compile.attach import compiled_model_of
 from ...lora.files.formats import convert
 from ...memory.host.flat_weights import restore_inference_mode
@@ -142,7 +143,7 @@ class Previewer:
             self.failures = 0
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
-            if any(model.backup for model in self.models):  # weights with a LoRA in them are not to be trained on
+            if any(map(is_patched, self.models)):  # weights with a LoRA in them are not to be trained on
                 raise errors.not_unloaded(step) from error
             self.failures += 1
             trainer.observer.note(self._failed(step, error))

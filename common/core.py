@@ -1,0 +1,113 @@
+"""Private touches of ComfyUI: state that it neither documents nor offers as an interface is reached through here.
+
+A newer ComfyUI may rename any of it, so that this is the first file to read when one does. A feature that some
+versions lack is asked for by `getattr` or `hasattr`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import torch
+from torch import Tensor, nn
+
+# Loading and memory
+
+
+def loaded_models() -> list[Any]:
+    """Give ComfyUI's own list of the models that it holds on devices, not a copy.
+
+    Taking an entry out of it makes ComfyUI forget the model. The `model` of an entry is None where the patcher is gone
+    and only the weights are still held.
+    """
+    return comfy.model_management.current_loaded_models
+
+
+def usable_memory(device: torch.device) -> int:
+    """Measure the bytes free on the device, less what ComfyUI reserves for other programs; may be negative."""
+    free = int(comfy.model_management.get_free_memory(device))
+    return free - int(comfy.model_management.extra_reserved_memory())
+
+
+def discard_cuda_error() -> None:
+    """Take a failed call's error off CUDA's list, from where the next call of anybody would report it once more."""
+    comfy.model_management.discard_cuda_async_error()
+
+
+def has_loader(patcher: Any) -> bool:
+    """Tell whether ComfyUI can load the MODEL anew from where it came."""
+    return getattr(patcher, "cached_patcher_init", None) is not None
+
+
+def loaded_from(patcher: Any) -> str:
+    """Give the path of the file from which ComfyUI loaded the MODEL, empty where it does not say."""
+    loader = getattr(patcher, "cached_patcher_init", None)  # (function, its arguments, …)
+    return loader[1][0] if loader and loader[1] and isinstance(loader[1][0], str) else ""
+
+
+# Patched weights
+
+
+def is_patched(patcher: Any) -> bool:
+    """Tell whether weights of the MODEL have patches written into them and their originals laid aside."""
+    return bool(patcher.backup)
+
+
+def patched_originals(patcher: Any) -> list[Tensor]:
+    """Give the originals of the weights that stand patched in the MODEL, but for those that hooks patched."""
+    return [saved.weight for saved in patcher.backup.values()]
+
+
+def original_weights(patcher: Any) -> dict[str, Tensor]:
+    """Give the originals, by key, of the weights into which ComfyUI has written patches or hooks."""
+    originals = {key: saved[0] for key, saved in getattr(patcher, "hook_backup", {}).items()}
+    return originals | {key: saved.weight for key, saved in patcher.backup.items()}
+
+
+def replaced_keys(patcher: Any) -> set[str]:
+    """Give the keys of weights and objects that ComfyUI puts back when it unloads the MODEL."""
+    return {*patcher.backup, *patcher.object_patches_backup}
+
+
+def closed_over(function: Any) -> list[Any]:
+    """Give the values in a function's closure, where ComfyUI keeps the manager of bypass adapters of an injection."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def weight_conversion(module: nn.Module, parameter: str) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Give the functions by which a quantised layer reads a parameter to be patched, and stores the patched one.
+
+    Either is None for a layer whose parameter is patched as it is.
+    """
+    return getattr(module, f"convert_{parameter}", None), getattr(module, f"set_{parameter}", None)
+
+
+# Dtypes and quantised weights
+
+
+def intended_dtype(module: nn.Module, parameter: str) -> torch.dtype | None:
+    """Give the dtype in which ComfyUI means a parameter to be used, None where it says none.
+
+    Under dynamic VRAM a parameter stays in the dtype of its file and is cast at each use.
+    """
+    return getattr(module, f"{parameter}_comfy_model_dtype", None)
+
+
+def casts_weights(module: nn.Module) -> bool | None:
+    """Read from the layer's class whether it casts its weights at each use; None for a layer of another kind."""
+    return getattr(type(module), "comfy_cast_weights", None)
+
+
+def quantised_data(weight: Any) -> Tensor:
+    """Give the stored data of a QuantizedTensor."""
+    return weight._qdata
+
+
+def quantised_params(weight: Any) -> Any:
+    """Give the parameters of a QuantizedTensor's layout, a dataclass with its scales and the original shape."""
+    return weight._params
+
+
+def quantised_layout(weight: Any) -> str:
+    """Give the name of a QuantizedTensor's layout class."""
+    return weight._layout_cls
