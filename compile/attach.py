@@ -1,4 +1,4 @@
-"""A MODEL that carries a way of compiling it."""
+"""Attachment of a compiled model to a MODEL."""
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -11,7 +11,7 @@ KEY = "tessera.compile"
 
 
 def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[ModelPatcher, CompiledModel]:
-    """A clone of the MODEL that runs compiled. Raises ValueError for settings that can't be meant."""
+    """Clone the MODEL so that it runs compiled. Raises ValueError for settings that can't be meant."""
     settings.check()
     clone, why_not, note = _compilable_clone(patcher)
     compiled_model = compiled_model_for(clone.model, settings, clone.load_device)
@@ -28,7 +28,7 @@ def compile_model(patcher: ModelPatcher, settings: CompileSettings) -> tuple[Mod
 
 
 def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, str | None]:
-    """(clone, why it can't be compiled or None, what has to be said or None)."""
+    """Return (clone, the reason why it can't be compiled or None, a note for the user or None)."""
     clone = without_dynamic_vram(patcher)
     if clone is None:
         why = (
@@ -47,5 +47,5 @@ def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, 
 
 
 def compiled_model_of(patcher: ModelPatcher) -> CompiledModel | None:
-    """The branch of a MODEL that came through Compile Model."""
+    """Return the compiled model of a MODEL that came through Compile Model."""
     return patcher.get_attachment(KEY)

@@ -1,4 +1,4 @@
-"""Where torch keeps what it compiled, so that the next start of ComfyUI finds it."""
+"""Persistent compile cache, so that the next start of ComfyUI finds its graphs."""
 
 import os
 import tempfile
@@ -9,10 +9,10 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_persistent_cache(folder: Path) -> str:
-    """Has torch keep what it compiles in `folder`, and says in a sentence which folder is in force.
+    """Let torch keep its graphs in `folder`, and return a sentence on the folder in force.
 
-    A folder that the user has set stays. Torch's own lies in the system's temporary folder, which is emptied. To be
-    called before anything is compiled: torch reads the folder at each look into a cache, but Triton's once.
+    A folder that the user has set stays. Torch's own lies in the system's temporary folder, which is emptied. Call it
+    before anything is compiled: torch reads the folder at each look into a cache, but Triton's once.
     """
     chosen = os.environ.get(FOLDER)
     if chosen and not _is_torchs_own(chosen) and Path(chosen) != folder.absolute():
@@ -31,13 +31,16 @@ def use_persistent_cache(folder: Path) -> str:
 
 
 def _is_torchs_own(folder: str) -> bool:
-    """Torch writes its default into the environment when its compiler is first imported."""
+    """Return True for torch's default folder.
+
+    Torch writes it into the environment when its compiler is first imported.
+    """
     path = Path(folder)
     return path.parent == Path(tempfile.gettempdir()).absolute() and path.name.startswith("torchinductor_")
 
 
 def _except_for() -> str:
-    """What is not kept, since the user or this torch has a cache switched off."""
+    """Name the caches that are off, since the user or this torch has switched them off."""
     import torch._functorch.config
     import torch._inductor.config
 

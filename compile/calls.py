@@ -1,4 +1,4 @@
-"""One call of a compiled region: where it stands in a model for that long, what it is handed, what it gives back."""
+"""Calls of a compiled region: its place in a model for the time of one call, its inputs and its outputs."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -13,12 +13,12 @@ from .stack import BlockWiring
 
 
 def run_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The body of a block's region; its class's own forward, since the instance's leads here."""
+    """Body of a block's region; its class's own forward, since the instance's leads here."""
     return type(block).forward(block, *args, **kwargs)
 
 
 def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The body of a whole model's region: what its `forward` calls inside the wrappers of other nodes, if it has any.
+    """Body of a model's region: the forward inside the wrappers of other nodes, where the model has one.
 
     Models write into the options. Into a copy that is made inside the graph, since all entries of a dict that is
     written to are guarded: another number of steps would be another graph.
@@ -30,12 +30,12 @@ def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def call_block(region: Region, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the forward of a block."""
+    """Replacement of a block's forward."""
     return _call(region, block, VOLATILE, args, kwargs)
 
 
 def call_model(region: Region, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the forward of a whole model."""
+    """Replacement of the model's forward."""
     return _call(region, model, VOLATILE - READ_OUTSIDE_BLOCKS, args, kwargs)
 
 
@@ -51,14 +51,16 @@ def _call(
 def call_stack(
     region: Region, blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Stands for a list of blocks, which no code of other nodes reaches into."""
+    """Replacement of a list of blocks, which no code of other nodes reaches into."""
     args, kwargs = tuple(map(_steady, args)), {key: _steady(value) for key, value in kwargs.items()}
     return _clone_outputs(region, region(blocks, wiring, args, kwargs, may_measure=True))
 
 
 def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
-    """An argument as every block gets it: the first block's tokens often come transposed out of a convolution, which
-    would be a second graph for each size."""
+    """Normalise an argument to what every block gets.
+
+    The first block's tokens often come transposed out of a convolution, which would be a second graph for each size.
+    """
     if isinstance(value, tuple):
         return tuple(_steady(inner, drop) for inner in value)
     if isinstance(value, dict):
@@ -69,14 +71,14 @@ def _steady(value: Any, drop: frozenset[str] = VOLATILE) -> Any:
 
 
 def _clone_outputs(region: Region, out: Any) -> Any:
-    """The outputs of a CUDA graph are overwritten when it next runs: what leaves it is copied."""
+    """Copy what leaves a CUDA graph: its outputs are overwritten when it next runs."""
     if region.how.cuda_graphs() and region.device.type == "cuda":
         return tree_map_only(Tensor, torch.clone, out)
     return out
 
 
 def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], str, nn.Module]:
-    """Where a module stands: (the dict of its parent, its key there, itself)."""
+    """Locate a module: (the dict of its parent, its key there, itself)."""
     above, _, key = name.rpartition(".")
     modules = model.get_submodule(above)._modules
     module = modules[key]
@@ -85,7 +87,7 @@ def entry_of(model: nn.Module, name: str) -> tuple[dict[str, nn.Module | None], 
 
 
 def set_temporarily(placed: ExitStack, module: Any, name: str, value: Any) -> None:
-    """Sets an attribute of the instance, and puts back what was there when `placed` ends."""
+    """Set an attribute of the instance until `placed` ends, which puts back what was there."""
     own = vars(module)
     if name in own:
         placed.callback(own.__setitem__, name, own[name])

@@ -1,4 +1,4 @@
-"""A MODEL that is compiled in inference: its blocks run compiled for the time of each call of the model.
+"""Compiled model: the blocks of a MODEL run compiled for the time of each call in inference.
 
 The MODEL's modules are left as they are: nothing is wrapped or replaced for longer than a call, so names of weights,
 saving, LoRAs, cloning and unloading are as without compiling.
@@ -34,7 +34,10 @@ _numbers = itertools.count(1)
 
 
 class CompiledModel:
-    """One way of compiling one model. Clones of the MODEL share it, and so do Compile Model nodes of equal settings."""
+    """One way of compiling one model.
+
+    Clones of the MODEL share it, and so do Compile Model nodes of equal settings.
+    """
 
     def __init__(self, settings: CompileSettings, base: Any, device: torch.device):
         """base: ComfyUI's BaseModel. Raises ValueError for an override that matches no block."""
@@ -69,7 +72,7 @@ class CompiledModel:
         self._wiring.clear()
 
     def note(self, sentence: str) -> None:
-        """Each sentence once, to the log and to whoever shows the node."""
+        """Add a sentence for the user, once: to the log and to the observer that shows the node."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
@@ -84,7 +87,7 @@ class CompiledModel:
             region.next_run()
 
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`."""
+        """Wrap `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`."""
         base: Any = executor.class_obj
         own: Any = self.base()
         if own is not base:  # a copy on another GPU
@@ -101,7 +104,7 @@ class CompiledModel:
             return executor(*args, **kwargs)
 
     def _met_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the sizes of this call are those of the very first."""
+        """Return True if the sizes of this call are those of the very first."""
         sizes = signature((tuple(value for value in args if not isinstance(value, dict)), kwargs))
         if self._first_sizes is None:
             self._first_sizes = sizes
@@ -109,7 +112,7 @@ class CompiledModel:
 
     @contextmanager
     def _torch_settings(self, first_sizes: bool) -> Iterator[None]:
-        """For the time of the call and for this thread only."""
+        """Set torch's configuration for the time of the call and for this thread only."""
         from torch.fx.experimental import _config
 
         regions = self.regions.values()
@@ -184,9 +187,11 @@ class CompiledModel:
         set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
 
     def _without_cuda_graphs(self, how: HowToCompile) -> HowToCompile:
-        """A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has
-        those of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes
-        memory that no plan counts. Those that stay go without as well, as blocks of one kind share their graph.
+        """Leave out CUDA graphs.
+
+        A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has those
+        of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes memory
+        that no plan counts. Resident blocks go without as well, as blocks of one kind share their graph.
         """
         asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
         instead = how.without_cuda_graphs()
@@ -206,8 +211,10 @@ class CompiledModel:
         return True
 
     def _place_stacks(self, placed: ExitStack, model: nn.Module) -> set[str]:
-        """Puts what is known to run as one region in place of its list, and watches the others, eager. Returns the
-        names of the blocks that are provided for."""
+        """Put a stack in place of each list that is known to run as one region, and trace the others, eager.
+
+        Returns the names of the blocks that are provided for.
+        """
         provided: set[str] = set()
         for name, blocks in self.lists.items():
             hows = {self.settings.how_for(block.name) for block in blocks}
@@ -234,7 +241,7 @@ class CompiledModel:
         return provided
 
     def _trace_wiring(self, placed: ExitStack, name: str, blocks: list[BlockOfModel]) -> None:
-        """For this call the blocks run eager under a watch, which learns how they hang together."""
+        """Run the blocks of this call eager under a tracer, which learns their wiring."""
         tracer = WiringTracer([block.module for block in blocks])
 
         def traced(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -258,8 +265,8 @@ class CompiledModel:
         found = self.regions.get((key, how))
         if found is None:
             label = self._label(key.partition(":")[0], how)
-            # The number keeps branches apart: torch remembers by name which sizes have varied, and would give a new
-            # branch its graph for any size at once.
+            # The number tells compiled models apart: torch remembers by name which sizes have varied, and would give a new
+            # one its graph for any size at once.
             name = re.sub(r"\W", "_", f"run_{label}_{next(_numbers)}")
             found = self.regions[key, how] = Region(name, label, body, how, self.note, self.device)
         return found
@@ -283,8 +290,11 @@ _compiled_models: "WeakKeyDictionary[nn.Module, dict[CompileSettings, CompiledMo
 
 
 def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch.device) -> CompiledModel:
-    """The branch of this model and these settings. It is kept with the model: the same settings find their graphs
-    again, also where a LoRA in front of the node has changed and the node runs anew."""
+    """Return the compiled model of this base and these settings.
+
+    It is cached with the base: the same settings find their graphs again, also where a LoRA in front of the node has
+    changed and the node runs anew.
+    """
     of_model = _compiled_models.setdefault(base, {})
     if settings not in of_model:
         of_model[settings] = CompiledModel(settings, base, device)
@@ -292,6 +302,6 @@ def compiled_model_for(base: nn.Module, settings: CompileSettings, device: torch
 
 
 def forget_compiled_model(compiled_model: CompiledModel) -> None:
-    """Its graphs go with the last MODEL that was compiled by it."""
+    """Drop it from the cache; its graphs are freed with the last MODEL that was compiled by it."""
     if (base := compiled_model.base()) is not None:
         _compiled_models.get(base, {}).pop(compiled_model.settings, None)

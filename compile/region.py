@@ -28,11 +28,11 @@ Notify = Callable[[str], None]
 
 
 class CompileFailed(RuntimeError):
-    """A region could not be compiled as its settings demand; the message is for the user."""
+    """Raised where a region can't be compiled as its settings demand; the message is for the user."""
 
 
 def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) -> Callable[..., Any]:
-    """`body`, compiled by itself under `name`: it may hold up to `how.limit` graphs.
+    """Compile `body` by itself under `name`: it may hold up to `how.limit` graphs.
 
     The limit belongs to this one callable: nothing process-wide is written, and callables do not share entries. A torch
     without those arguments has the limit in its configuration, which is changed for the time of each call.
@@ -50,12 +50,12 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
 
 
 def block_regions(blocks: Sequence[tuple[str, Block]]) -> list[str]:
-    """The distinct structures among the blocks of a trainer, in order of first use: one region each."""
+    """List the distinct structures among the blocks of a trainer, in order of first use: one region each."""
     return list(dict.fromkeys(block.structure() for _, block in blocks))
 
 
 def run_block(block: Block, *args: Any) -> Any:
-    """The body of every training region."""
+    """Body of every training region."""
     return block(*args)
 
 
@@ -73,12 +73,12 @@ def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any
 
 
 class Region:
-    """One compiled callable with what it does when compiling fails: a sentence, then eager for that part.
+    """One compiled callable that falls back to eager, with a note, when compiling fails. Call it as `body` is called.
 
-    It is compiled whole at first (`fullgraph`): such a compile fails before anything has run, so the call can be made
-    again eager. Blocks of ComfyUI add to their inputs in place, which forbids that once a part has run. A body that
-    cannot be whole is compiled in pieces, each of which falls back by itself inside torch, unless `how.fullgraph`
-    demands it whole. Call it as `body` is called.
+    It is compiled as one graph at first (`fullgraph`): such a compile fails before anything has run, so the call can be
+    made again eager. Blocks of ComfyUI add to their inputs in place, which forbids that once a part has run. A body
+    that cannot be one graph is compiled in pieces, each of which falls back by itself inside torch, unless
+    `how.fullgraph` demands one graph.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Region:
 
     @property
     def eager(self) -> bool:
-        """Whether nothing of it is compiled any more."""
+        """True if nothing of it is compiled any more."""
         return self._run is None
 
     def fall_back(self, sentence: str) -> None:
-        """From here on eager."""
+        """Run eager from here on."""
         self._run = None
         self.note(sentence)
 
@@ -115,12 +115,15 @@ class Region:
         self.notify(sentence)
 
     def next_run(self) -> None:
-        """A new picture begins: what was left eager for want of room may fit a graph again."""
+        """Begin a new image: sizes that were left eager for want of room may fit a graph again."""
         self._left_eager.clear()
 
     def __call__(self, *args: Any, may_measure: bool = False) -> Any:
-        """Calls `body`. may_measure: after a compile the next call that finds its graph there may be made again on
-        copies of its inputs, compiled and eager, to time both."""
+        """Call `body`.
+
+        may_measure: after a compile the next call that finds its graph there may be repeated on copies of its inputs,
+        compiled and eager, to time both.
+        """
         if self._run is None or (self._left_eager and signature(args) in self._left_eager):
             self.report.eager_calls += 1
             return self.body(*args)
@@ -144,7 +147,7 @@ class Region:
         return out
 
     def _check_limit(self, event: CompileEvent) -> None:
-        """In pieces, torch itself goes on eager where the limit is reached."""
+        """Note that the limit is reached: in pieces, torch itself goes on eager then."""
         if event.limit_reached and not self.full:
             self.full = True
             self.note(self._limit_sentence())
@@ -159,7 +162,7 @@ class Region:
         return nullcontext() if self._fullgraph else torch._dynamo.config.patch(suppress_errors=True)
 
     def _after(self, error: Exception, event: CompileEvent | None, args: tuple[Any, ...]) -> Any:
-        """What is done about a compile that failed, before anything of the body has run: this call is made eager."""
+        """Handle a compile that failed before anything of the body has run: this call is made eager."""
         log.debug("%s", self.name, exc_info=error)
         full = over_the_limit(error)
         broken = graph_break(error, event) if self._fullgraph else None
@@ -188,7 +191,7 @@ class Region:
 
 
 def signature(value: Any) -> Any:
-    """What tells calls apart by their inputs' shapes, dtypes and devices; options and modules are left out."""
+    """Tell calls apart by their inputs' shapes, dtypes and devices; options and modules are left out."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype, value.device)
     if isinstance(value, tuple | list):
@@ -199,14 +202,16 @@ def signature(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The line that tells something: torch heads what a backend raised with a line that only names the backend."""
+    """Return the line that says something: torch heads a backend's error with a line that only names the backend."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if not line.endswith("raised:")), lines[0])[:300]
 
 
 def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
-    """The line and the cause in plain words where `error` says that the body does not trace as one graph, else None.
-    Without a record of it in `event` the cause alone."""
+    """Describe the graph break where `error` says that the body does not trace as one graph, else None.
+
+    That is the line and the cause; without a record of it in `event` the cause alone.
+    """
     from torch._dynamo.exc import Unsupported, UserError
 
     if not isinstance(error, Unsupported | UserError):
@@ -215,8 +220,11 @@ def graph_break(error: BaseException, event: CompileEvent | None) -> str | None:
 
 
 def cannot_compile(error: BaseException) -> str | None:
-    """One line of cause where `error` comes from compiling (no compiler, no Triton, an op that does not trace), else
-    None. Reaching the limit of graphs is not such a case: see `over_the_limit`."""
+    """Return one line of cause where `error` comes from compiling, else None.
+
+    No compiler, no Triton, an op that does not trace. Reaching the limit of graphs is not such a case: see
+    `over_the_limit`.
+    """
     from torch._dynamo.exc import TorchDynamoException
 
     seen: BaseException | None = error
@@ -230,5 +238,5 @@ def cannot_compile(error: BaseException) -> str | None:
 
 
 def over_the_limit(error: BaseException) -> bool:
-    """True where dynamo gave up because a region met more shapes than were planned."""
+    """Return True if dynamo gave up because a region met more shapes than were planned."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")

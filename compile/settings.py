@@ -1,4 +1,4 @@
-"""What a user sets about compiling, and what of it does not apply here."""
+"""Settings of Compile Model, and the reasons why some of them have no effect."""
 
 import fnmatch
 import inspect
@@ -29,8 +29,11 @@ _KNOWN_FIRST = ("inductor", "cudagraphs", "aot_eager", "eager")
 
 @dataclass(frozen=True)
 class HowToCompile:
-    """How one region is compiled, as `torch.compile` takes it. dynamic: auto, true or false; limit: the most graphs
-    that the region may hold."""
+    """Arguments of `torch.compile` for one region.
+
+    dynamic: auto, true or false.
+    limit: the most graphs that the region may hold.
+    """
 
     backend: str = "inductor"
     mode: str = "default"
@@ -42,7 +45,7 @@ class HowToCompile:
         return self.backend == "cudagraphs" or (self.backend == "inductor" and self.mode in _CUDA_GRAPH_MODES)
 
     def without_cuda_graphs(self) -> "HowToCompile":
-        """The same where it takes none, else what comes nearest to it; the backend cudagraphs becomes inductor."""
+        """Return the nearest settings without CUDA graphs; the backend cudagraphs becomes inductor."""
         if not self.cuda_graphs():
             return self
         return replace(self, backend="inductor", mode=_CUDA_GRAPH_MODES.get(self.mode, self.mode))
@@ -50,14 +53,22 @@ class HowToCompile:
 
 @dataclass(frozen=True)
 class Override:
-    """One line of overrides: the blocks that `pattern` matches are compiled so; `how` is None for eager."""
+    """One line of overrides.
+
+    pattern: of the blocks that it is for.
+    eager: they are not compiled.
+    changes: (setting, value) pairs.
+    """
 
     pattern: str
     eager: bool = False
     changes: tuple[tuple[str, str], ...] = ()
 
     def matches(self, block: str) -> bool:
-        """block: its name inside the diffusion model, such as double_blocks.3."""
+        """Return True if the line is for a block.
+
+        block: its name inside the diffusion model, such as double_blocks.3.
+        """
         return _matches(self.pattern, block)
 
     def apply(self, how: HowToCompile) -> HowToCompile:
@@ -67,7 +78,7 @@ class Override:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The settings of a Compile Model node."""
+    """Settings of a Compile Model node."""
 
     backend: str = "inductor"
     mode: str = "default"
@@ -81,14 +92,17 @@ class CompileSettings:
         return HowToCompile(self.backend, self.mode, self.dynamic, self.fullgraph, self.cache_size_limit)
 
     def how_for(self, block: str) -> HowToCompile | None:
-        """How the block of this name is compiled, None for eager; the last line of the overrides that matches wins."""
+        """Return the settings of the block of this name, None for eager.
+
+        The last line of the overrides that matches wins.
+        """
         for override in reversed(self.overrides):
             if override.matches(block):
                 return None if override.eager else override.apply(self.how())
         return self.how()
 
     def check(self) -> None:
-        """Raises ValueError, in a sentence, for a value that cannot be meant."""
+        """Raise ValueError, in a sentence, for a value that can't be meant."""
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
         if self.dynamic not in DYNAMIC:
@@ -101,8 +115,10 @@ class CompileSettings:
             check_backend(backend)
 
     def ignored(self, blocks: Sequence[str], device: torch.device) -> list[str]:
-        """A sentence for each setting that has no effect here. blocks: the names of the model's blocks. Raises
-        ValueError for an override that matches none of them."""
+        """Return a sentence for each setting that has no effect here.
+
+        blocks: the names of the model's blocks. Raises ValueError for an override that matches none of them.
+        """
         notes = []
         kinds = {how for how in (self.how_for(block) for block in blocks) if how is not None} | {self.how()}
         for how in sorted(kinds, key=str):
@@ -127,13 +143,13 @@ class CompileSettings:
 
 
 def backends() -> list[str]:
-    """What this torch can compile with, the usual ones first."""
+    """List the backends of this torch, the usual ones first."""
     listed = [name for name in torch._dynamo.list_backends(exclude_tags=()) if not _NOT_FOR_USERS.search(name)]
     return [*_KNOWN_FIRST, *(name for name in listed if name not in _KNOWN_FIRST)]
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError for a backend that is not there. Names that torch lists may still lack their own package."""
+    """Raise ValueError for a backend that is not there. Names that torch lists may still lack their own package."""
     from importlib.util import find_spec
 
     needed = {"tvm": "tvm", "openxla": "torch_xla", "openxla_eval": "torch_xla"}.get(name)
@@ -146,9 +162,12 @@ def check_backend(name: str) -> None:
 
 
 def parse_overrides(text: str) -> tuple[Override, ...]:
-    """The lines of the overrides field: a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=,
-    fullgraph=. A pattern has wildcards and ranges: double_blocks.*, single_blocks.0-9. Empty lines and what follows a
-    # are left out. Raises ValueError, in a sentence, for a line that says nothing or two things."""
+    """Parse the lines of the overrides field.
+
+    A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern has wildcards and
+    ranges: double_blocks.*, single_blocks.0-9. Empty lines and what follows a # are left out. Raises ValueError, in a
+    sentence, for a line that says nothing or two things.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -182,8 +201,10 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
 
 
 def _matches(pattern: str, block: str) -> bool:
-    """Part by part between the dots, so that a * or a range stands for one number only; a pattern that ends in .* or in
-    a list's name covers all that is below."""
+    """Match part by part between the dots, so that a * or a range stands for one number only.
+
+    A pattern that ends in .* or in a list's name covers all that is below.
+    """
     wanted, parts = pattern.split("."), block.split(".")
     if len(wanted) > len(parts):
         return False

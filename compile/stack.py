@@ -1,4 +1,4 @@
-"""A list of blocks as one region: how the outputs of one block become the inputs of the next, found by watching."""
+"""Stack: a list of blocks as one region, wired as an eager pass showed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,17 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True)
 class BlockWiring:
-    """Which outputs of a block are inputs of the next: (place of the output, place of the input). The place of an
-    output is its index, or -1 where the block returns one tensor; that of an input is its index or its name. All other
-    inputs are the same for all blocks."""
+    """Outputs of a block that are inputs of the next; all other inputs are the same for all blocks.
+
+    links: (place of the output, place of the input) pairs. The place of an output is its index, or -1 where the block
+        returns one tensor; that of an input is its index or its name.
+    """
 
     links: tuple[tuple[int, int | str], ...]
 
 
 def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All blocks one after the other: the body of a stack's region."""
+    """Run all blocks one after the other: the body of a stack's region."""
     out = None
     for block in blocks:
         if out is not None:
@@ -37,7 +39,7 @@ def run_stack(blocks: tuple[nn.Module, ...], wiring: BlockWiring, args: tuple[An
 
 @dataclass
 class BlockCall:
-    """What one block was called with and gave."""
+    """Arguments and result of one block's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -45,9 +47,9 @@ class BlockCall:
 
 
 class WiringTracer:
-    """Watches the calls of one list's blocks in an eager pass, and tells how they hang together.
+    """Traces the calls of one list's blocks in an eager pass, and finds their wiring.
 
-    Call `before` and `after` around each block's own forward. Only the call before the present one is kept, so that
+    Call `before` and `after` around each block's own forward. Only the call before the present one is held, so that
     the pass needs no more memory than any other, but for a copy of the first inputs and of the last outputs.
     """
 
@@ -81,7 +83,7 @@ class WiringTracer:
             self._last = _copies(out)
 
     def wiring(self) -> BlockWiring | str:
-        """How the blocks hang together, or why they can't run as one region, as the end of a sentence."""
+        """Return the wiring, or the reason why the blocks can't run as one region, as the end of a sentence."""
         if self._why is None and self._seen != len(self.blocks):
             self._why = "the model does not run its blocks once each and in order"
         if self._why is not None:
@@ -134,7 +136,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class StackModule(nn.Module):
-    """Stands in a model's list for all of its blocks while one call lasts."""
+    """Stand-in for all of a list's blocks, in the model's list, while one call lasts."""
 
     def __init__(self, run: Any):
         super().__init__()

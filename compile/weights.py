@@ -1,4 +1,4 @@
-"""Makes the weights that a compiled block sees one kind of thing, so that a LoRA does not make it compile again."""
+"""Uniform weights for compiled blocks, so that a LoRA does not make them compile again."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,11 @@ from ..memory.weights.frozen import share_outside_inference_mode
 
 
 def keep_flags_on_modules(modules: Iterable[nn.Module]) -> None:
-    """Puts on each layer itself whether it casts its weights. ComfyUI keeps that on the layer's class until it first
-    streams the layer; a guard tells the two apart, so a model that was once partly loaded would compile again whole."""
+    """Put on each layer itself whether it casts its weights.
+
+    ComfyUI keeps that on the layer's class until it first streams the layer; a guard tells the two apart, so a model
+    that was once partly loaded would compile again from start to end.
+    """
     for module in modules:
         flag = casts_weights(module)
         if flag is not None:
@@ -23,7 +26,7 @@ def keep_flags_on_modules(modules: Iterable[nn.Module]) -> None:
 
 
 def leave_inference_mode(modules: list[nn.Module]) -> None:
-    """Puts an ordinary tensor over the same memory in the place of every weight that was made under inference mode.
+    """Replace every weight that was made under inference mode by an ordinary tensor over the same memory.
 
     ComfyUI's nodes run under inference mode, so weights with a LoRA in them, and all weights of some loaders, are
     inference tensors, and others are not. A guard tells the two apart, so a LoRA would compile every block again.
@@ -45,7 +48,7 @@ _patches: "WeakValueDictionary[int, OpaquePatch]" = WeakValueDictionary()
 
 @torch.library.custom_op("tessera::patched_weight", mutates_args=())
 def patched_weight(weight: Tensor, number: Tensor) -> Tensor:
-    """The weight with the patch of this number (an int64 scalar on the CPU) applied.
+    """Apply the patch of this number (an int64 scalar on the CPU) to the weight.
 
     Opaque, with the number as data: a compiled block that looked into the patch would be bound to this LoRA, this key
     and this strength.
@@ -59,7 +62,7 @@ def _(weight, number):
 
 
 class OpaquePatch:
-    """Stands for a LowVramPatch in a module's `weight_function` while a compiled block runs."""
+    """Stand-in for a LowVramPatch in a module's `weight_function` while a compiled block runs."""
 
     _made = 0
 
@@ -76,7 +79,7 @@ class OpaquePatch:
 
 @contextmanager
 def opaque_patches(modules: list[nn.Module]) -> Iterator[None]:
-    """While it lasts, LoRAs that ComfyUI applies at each use of a streamed weight are opaque to the compiler."""
+    """Hide LoRAs that ComfyUI applies at each use of a streamed weight from the compiler, while it lasts."""
     replaced: list[tuple[Any, str, list[Any]]] = []
     try:
         for module in modules:

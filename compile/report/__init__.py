@@ -1,1 +1,1 @@
-"""What was compiled, why it recompiled, and what it gained."""
+"""Compile report: graphs, causes of breaks and recompiles, and the gain."""

@@ -1,4 +1,4 @@
-"""What torch.compile did during one call of a compiled callable.
+"""Compile events: the work of torch.compile during one call of a compiled callable.
 
     with recording("run_flux_double") as record:
         out = compiled(block, *args)
@@ -6,10 +6,10 @@
         events.append(record.event)
 
 A call that compiles nothing costs about a microsecond. Torch keeps nothing of this per region for good (its list of
-compilations holds 64 and knows no region), so a listener of ours is told of each compilation as it begins, on the
-thread that compiles, and hands what torch has written since to the recording that was open there.
+compilations holds 64 and knows no region), so a listener of ours is called as each compilation begins, on the thread
+that compiles, and hands what torch has written since to the recording that was open there.
 
-Where a torch lacks one of the names in `torch_names`, what it would have told is None in the event; nothing fails.
+Where a torch lacks one of the names in `torch_private`, its part of the event is None; nothing fails.
 """
 
 import logging
@@ -32,8 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recompile:
-    """Why the graphs at hand did not fit. function: what was compiled again; graphs: how many were at hand; guards: all
-    that failed in the nearest of them (`explain.advice` says what to change), with torch's wording."""
+    """Reason why the graphs at hand did not fit.
+
+    function: name of the function that was compiled again.
+    graphs: number of graphs at hand.
+    guards: all that failed in the nearest of them (`explain.advice` gives the remedy), with torch's wording.
+    """
 
     function: str
     graphs: int
@@ -42,12 +46,15 @@ class Recompile:
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """What one recorded call compiled. None where the installed torch does not tell.
+    """Compilations of one recorded call. None where the installed torch does not report a value.
 
-    seconds: all of compiling; tracing_seconds: the part of it that no cache saves (dynamo and guards); graphs: made
-    by dynamo, from a cache or not; bypassed: compilations that no cache could hold; dynamic: a graph with symbolic
-    sizes was among them; limit_reached: the limit of graphs was met, and what did not fit runs uncompiled; error:
-    torch's message where a compilation failed otherwise than by a graph break.
+    seconds: all of compiling.
+    tracing_seconds: the part of it that no cache saves (dynamo and guards).
+    graphs: made by dynamo, from a cache or not.
+    bypassed: compilations that no cache could hold.
+    dynamic: a graph with symbolic sizes was among them.
+    limit_reached: the limit of graphs was met, and calls that did not fit run uncompiled.
+    error: torch's message where a compilation failed otherwise than by a graph break.
     """
 
     region: str
@@ -67,7 +74,7 @@ class CompileEvent:
 
 
 class recording:
-    """Records the compilations of the calls inside it, on this thread, as those of `region`; see `event` after it.
+    """Record the compilations of the calls inside it, on this thread, as those of `region`; see `event` after it.
 
     It may be nested (each compilation belongs to the innermost) and be around a backward. Leaving by an error keeps
     the event.
@@ -98,7 +105,7 @@ class recording:
 
 
 class _Batch:
-    """What torch has written since the last time it was asked."""
+    """Entries that torch has written since the last time it was asked."""
 
     def __init__(self) -> None:
         self.metrics: list[Any] = []
@@ -108,7 +115,7 @@ class _Batch:
 
 
 class _Ledger:
-    """Which recording torch's next entries belong to. Dynamo compiles one frame at a time, under a lock of its own."""
+    """Owner of torch's next entries. Dynamo compiles one frame at a time, under a lock of its own."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -118,7 +125,7 @@ class _Ledger:
         self.counted = (0, 0)
 
     def settle(self, default: recording | None) -> None:
-        """Hands what is new to the recording whose compilation was last begun, else to `default`."""
+        """Hand new entries to the recording whose compilation was last begun, else to `default`."""
         with self.lock:
             to = self.owner or default
             batch = (to.batch if to else None) or _Batch()
@@ -155,7 +162,10 @@ _open = _Open()
 
 
 def _after(entries: Sequence[Any], last: Any) -> list[Any]:
-    """What came after `last`: all, where it is not there any more (torch forgets old entries, and all at a reset)."""
+    """Return the entries after `last`.
+
+    All, where it is not there any more: torch drops old entries, and all at a reset.
+    """
     found: list[Any] = []
     for entry in reversed(list(entries)):  # a copy: a backward adds entries from a thread of its own
         if entry is last:

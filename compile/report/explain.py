@@ -1,4 +1,4 @@
-"""Torch's causes in plain words: why a graph ended, and what to change where a region was compiled again."""
+"""Torch's causes in plain words: the reason of a graph break, and advice where a region was compiled again."""
 
 import re
 
@@ -90,9 +90,9 @@ _WITHIN: tuple[tuple[str, str], ...] = (
 
 
 def explain_break(cause: str) -> str:
-    """One sentence on why a graph ended, from torch's message (`Break.detail`, `CompileEvent.error`).
+    """Explain a graph break in one sentence, from torch's message (`Break.detail`, `CompileEvent.error`).
 
-    Torch's summary names what it met last: while it handled the true cause. The first cause is told here.
+    Torch's summary names the last problem it met, while it handled the true cause. The first cause is explained here.
     """
     first = cause.partition("*** While handling this graph break")[0].strip()
     kind, _, rest = first.partition("\n")
@@ -188,7 +188,7 @@ _RECOMPILES: tuple[tuple[str, str], ...] = (
 
 
 def advice(guard: str) -> str:
-    """What changed and what to change in the workflow, from the text of a guard that failed (`Recompile.guards`)."""
+    """Explain a failed guard (`Recompile.guards`): the change, and the remedy in the workflow."""
     for pattern, words in _RECOMPILES:
         if re.search(pattern, guard):
             return words

@@ -1,4 +1,4 @@
-"""Where graphs ended early, from what torch notes of it."""
+"""Graph breaks: the places where graphs ended early, from torch's notes of them."""
 
 import linecache
 import re
@@ -13,10 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class Break:
-    """A place where a graph ended early. Equal for the same place and message: a set of them has each once.
+    """Place where a graph ended early. Equal for the same place and message: a set of them has each once.
 
-    cause: torch's short name of the kind; detail: torch's message, which `explain.explain_break` turns into plain
-    words; skipped: no graph was made around it, all of `function` runs uncompiled.
+    cause: torch's short name of the kind.
+    detail: torch's message, which `explain.explain_break` turns into plain words.
+    skipped: no graph was made around it, all of `function` runs uncompiled.
     """
 
     file: str
@@ -29,7 +30,7 @@ class Break:
 
 
 def break_places(reasons: Sequence[Any], broken: Sequence[Any]) -> tuple[Break, ...]:
-    """Each place once, although torch notes it for every function around it and again where it gives up."""
+    """List each place once, although torch notes it for every function around it and again where it gives up."""
     breaks: dict[tuple[str, int, str], Break] = {}
     for each in (*map(_break, reasons), *map(_skipped, broken)):
         breaks[each.file, each.line, each.detail.partition("\n  Hint")[0]] = each
@@ -72,7 +73,7 @@ def _is_users(file: str) -> bool:
 
 
 def message(text: Any) -> str:
-    """Without the addresses of objects, which differ from time to time."""
+    """Strip the addresses of objects, which differ from time to time."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(text)).strip()
 
 
@@ -81,6 +82,6 @@ def _first_line(text: str) -> str:
 
 
 def plain_function(name: str | None) -> str:
-    """The function a user knows, of one that dynamo made to go on after a break."""
+    """Name the user's function, for one that dynamo made to resume after a break."""
     resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_\d+", name or "")
     return resumed.group(1) if resumed else name or ""

@@ -20,10 +20,10 @@ _RELATIONAL = {"OBJECT_ALIASING", "NO_TENSOR_ALIASING", "STORAGE_OVERLAPPING"}
 
 
 def failed_guards(manager: Any, values: dict[str, Any]) -> tuple[str, ...]:
-    """All guards of one graph that do not hold for the locals `values`.
+    """Find all guards of one graph that do not hold for the locals `values`.
 
-    Torch names the first that fails and stops, in an order that moves with each failure, so a graph cannot be told to
-    be near or far from it. The tree of guards is asked value by value here; torch's own answer is kept beside.
+    Torch names the first that fails and stops, in an order that moves with each failure, so a graph cannot be found to
+    be near or far from it. The tree of guards is asked value by value here; torch's own answer is added.
     """
     if not hasattr(manager, "root") or manager.root is None or hasattr(manager, "invalidation_reason"):
         return (str(getattr(manager, "invalidation_reason", "the graph was made invalid")).strip(),)
@@ -69,7 +69,7 @@ def _walk(manager: Any, values: dict[str, Any]) -> Iterable[str]:
 
 
 def _false(part: str, names: dict[str, Any], scope: dict[str, Any]) -> bool:
-    """One of the conditions that a shape guard is made of; those that cannot be asked alone count as failed."""
+    """Return True if one condition of a shape guard fails; those that cannot be asked alone count as failed."""
     try:
         return not eval(part, dict(names), scope)
     except Exception:
@@ -77,7 +77,7 @@ def _false(part: str, names: dict[str, Any], scope: dict[str, Any]) -> bool:
 
 
 def distance(guards: Sequence[str]) -> tuple[int, int]:
-    """How far a graph is whose guards failed so: by kinds of difference, then by differences."""
+    """Rank a graph by its failed guards: by kinds of difference, then by differences."""
     kinds = {re.sub(r"'.*?'|\d+|\w*\[.*\]\S*", "", guard.partition(", actual")[0]) for guard in guards}
     # A value that is not there hides what would have been asked of it.
     hidden = sum(bool(re.match(r"\w+Error on ", guard)) for guard in guards)
@@ -91,7 +91,7 @@ _CHECK_TENSOR = re.compile(
 
 
 def differences(guard: str, parts: Sequence[str], value: Any) -> Iterable[str]:
-    """How `value` fails a guard of the kind `guard` whose conditions torch writes as `parts`."""
+    """Describe how `value` fails a guard of the kind `guard`. parts: the guard's conditions as torch writes them."""
     for part in parts:
         expected = _CHECK_TENSOR.match(part)
         if expected and isinstance(value, torch.Tensor):
@@ -165,5 +165,5 @@ def _without_scope(text: str) -> str:
 
 
 def tidy(part: str) -> str:
-    """A guard as torch writes it, without the source line behind it and without torch's names of scopes."""
+    """Strip a guard's text of the source line behind it and of torch's names of scopes."""
     return _without_scope(part.partition("  #")[0]).strip()

@@ -1,4 +1,4 @@
-"""What torch.compile did, per region, and the report that is made of it."""
+"""Compile report: counts, causes and timings of each region."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """Of all regions together. seconds: spent compiling, tracing included; 0 on a torch that does not tell."""
+    """Counts over all regions.
+
+    graphs: number of graphs.
+    graph_breaks: number of places where a graph ended early.
+    seconds: spent compiling, tracing included; 0 on a torch that does not report it.
+    """
 
     graphs: int
     graph_breaks: int
@@ -28,13 +33,13 @@ class CompileCounts:
 
 
 def format_break(place: Break) -> str:
-    """Where a graph ended, the line of code, and the cause in plain words."""
+    """Format the place where a graph ended, the line of code, and the cause in plain words."""
     where = f"{Path(place.file).name}:{place.line} in {place.function}"
     return f"{where}: `{place.source}`. {explain_break(place.detail)}"
 
 
 class RegionReport:
-    """What happened to one region since it was made."""
+    """Record of one region since it was made."""
 
     def __init__(self, name: str, label: str, how: HowToCompile):
         self.name, self.label, self.how = name, label, how
@@ -47,7 +52,7 @@ class RegionReport:
 
     @contextmanager
     def watch(self, device: torch.device | None = None) -> Iterator[recording]:
-        """Around each call of the compiled callable. device: where to look for the memory that compiling takes."""
+        """Record one call of the compiled callable. device: where to measure the memory that compiling takes."""
         before = memory_beside_tensors(device) if device is not None and not self.events else None
         record = recording(self.name)
         try:
@@ -68,12 +73,12 @@ class RegionReport:
         )
 
     def breaks(self) -> list[str]:
-        """Each place once."""
+        """List graph breaks, each place once."""
         places = dict.fromkeys(b for event in self.events for b in event.breaks or ())
         return [format_break(place) for place in places]
 
     def recompiles(self) -> list[str]:
-        """For each time that the graphs at hand did not fit: the guard that failed, and what to change."""
+        """List the failed guard and the advice for each time that no graph fitted."""
         found = [r for event in self.events for r in event.recompiles or ()]
         return [self._recompile(r) for r in found if r.guards]
 
@@ -85,7 +90,7 @@ class RegionReport:
         return f"{guard}. {advice(guard)}"
 
     def facts(self) -> dict[str, Any]:
-        """Plain numbers and texts, for JSON."""
+        """Export numbers and texts for JSON."""
         counts = self.counts()
         return {
             "region": self.label,
@@ -114,7 +119,7 @@ def _sum(events: Sequence[CompileEvent], name: str) -> int:
 
 @dataclass
 class CompileReport:
-    """All regions of one branch, or of one training run, with the sentences that were said."""
+    """Report of all regions of one compiled model, or of one training run, with notes for the user."""
 
     heading: str
     regions: list[RegionReport]
@@ -138,7 +143,7 @@ class CompileReport:
         }
 
     def text(self) -> str:
-        """The report as a table and sentences, for people."""
+        """Format the report as a table and sentences."""
         if not any(region.events or region.compiled_calls or region.eager_calls for region in self.regions):
             return "\n".join([self.heading, *self.notes, "Nothing was compiled yet: queue a sampler behind it first."])
         lines = [self.heading, *table(self.regions)]
@@ -172,7 +177,7 @@ HEADINGS = (
 
 
 def table(regions: Sequence[RegionReport]) -> list[str]:
-    """A line of headings and one for each region, in columns of equal width."""
+    """Format a line of headings and one for each region, in columns of equal width."""
     rows = [HEADINGS]
     for region in regions:
         facts = region.facts()

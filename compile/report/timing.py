@@ -1,4 +1,4 @@
-"""How fast a region is compiled and eager, on the same inputs, and the memory that compiling took."""
+"""Timing of a region, compiled and eager on the same inputs, and the memory that compiling took."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Speed:
 
 
 def compare(compiled: Callable[..., Any], eager: Callable[..., Any], args: tuple[Any, ...]) -> Speed | None:
-    """Both on copies of the inputs, by turns, warmed up; None where memory does not suffice for that."""
+    """Time both on copies of the inputs, by turns, warmed up; None where memory does not suffice for that."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(args[1:]) if isinstance(t, Tensor)]
     if not any(t.ndim < 6 for t in tensors):
         return None
@@ -49,7 +49,7 @@ def compare(compiled: Callable[..., Any], eager: Callable[..., Any], args: tuple
 
 
 def seconds_of(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """One call on copies of the tensors, since ComfyUI's blocks write into their inputs."""
+    """Time one call on copies of the tensors, since ComfyUI's blocks write into their inputs."""
     copies: dict[int, Tensor] = {}  # what comes twice is copied once: a graph is bound to which inputs are the same
     own = (args[0], *tree_map_only(Tensor, lambda t: copies.setdefault(id(t), t.clone()), args[1:]))
     device = next(t.device for t in torch.utils._pytree.tree_leaves(own[1:]) if isinstance(t, Tensor))
@@ -66,13 +66,19 @@ def synchronise(device: torch.device) -> None:
 
 
 def size_of(tensors: list[Tensor]) -> str:
-    """The shape of the largest input, such as 1x4096x3072. RoPE's tables, which have six dimensions, are none."""
+    """Format the shape of the largest input, such as 1x4096x3072.
+
+    RoPE's tables, which have six dimensions, are left out.
+    """
     return "x".join(str(n) for n in max((t for t in tensors if t.ndim < 6), key=lambda t: t.numel()).shape)
 
 
 def memory_beside_tensors(device: torch.device) -> int:
-    """Bytes in use that are not torch's tensors: on a GPU what the driver counts less what torch reserved (compiled
-    kernels, their context and the buffers of CUDA graphs), else the process's resident memory."""
+    """Count bytes in use that are not torch's tensors.
+
+    On a GPU the driver's count less torch's reservation (compiled kernels, their context and the buffers of CUDA
+    graphs), else the process's resident memory.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)

@@ -1,7 +1,6 @@
-"""The private names of torch that reporting needs. They are used in `torch_records` and `failed_guards` and nowhere
-else.
+"""Private names of torch that reporting needs. They are used in `events` and `guards` and nowhere else.
 
-Where a torch lacks one, what it would have told is None in the event and `unavailable` says so; nothing fails.
+Where a torch lacks one, its part of the event is None and `unavailable` says so; nothing fails.
 """
 
 import importlib
@@ -54,7 +53,7 @@ COMPILE_LOCALS = ("cache_entries_for_reasons", "frame")
 
 
 def missing(name: str) -> bool:
-    """Whether the installed torch lacks one of the PRIVATE_NAMES."""
+    """Return True if the installed torch lacks one of the PRIVATE_NAMES."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
@@ -67,6 +66,6 @@ def missing(name: str) -> bool:
 
 
 def unavailable() -> tuple[str, ...]:
-    """What this torch does not tell, a sentence each; empty on a torch that has all the names."""
+    """List what this torch does not report, a sentence each; empty on a torch that has all the names."""
     lacking = (what for what, names in PRIVATE_NAMES.items() if any(map(missing, names)))
     return tuple(f"This torch ({torch.__version__}) does not tell {what}." for what in lacking)

@@ -1,4 +1,4 @@
-"""Steps of a sampler, each compiled or eager as it is told, and timed."""
+"""Timed steps of a sampler, each compiled or eager."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def uncompiled(patcher: ModelPatcher) -> ModelPatcher:
 
 
 class Bench:
-    """A clone of the MODEL whose sampling runs each step compiled or eager as it is told, and times it.
+    """Clone of the MODEL whose sampling runs each step compiled or eager as asked, and times it.
 
     It stands where Compile Model's own wrapper stands, and the steps are those of a sampler, so that all that a step
     does is in its time.
@@ -46,7 +46,7 @@ class Bench:
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, STAND, self._step)
 
     def run(self, turns: Sequence[bool]) -> list[tuple[bool, float]]:
-        """One sampling of a step for each turn: True for compiled. Returns turns and their seconds."""
+        """Sample one step for each turn, True for compiled. Returns turns and their seconds."""
         self._turns, self._taken = list(turns), []
         with torch.inference_mode():
             self.inputs.sample(self.clone, len(turns))
@@ -55,8 +55,10 @@ class Bench:
         return self._taken
 
     def warm_up(self) -> list[float] | None:
-        """Compiled steps until one finds all its graphs there. Returns the seconds of those that compiled and of the
-        last one; None where they don't come to an end."""
+        """Run compiled steps until one finds all its graphs there.
+
+        Returns the seconds of those that compiled and of the last one; None where they don't come to an end.
+        """
         assert self.compiled_model is not None
         compiling = []
         for number in range(1, MOST_WARM_UP + 1):
@@ -87,6 +89,6 @@ class Bench:
 
 
 def _state(compiled_model: CompiledModel) -> tuple[int, int]:
-    """(compiles, timings) that its regions have made: a region times itself once after each compile."""
+    """Count (compiles, timings) of its regions: a region times itself once after each compile."""
     reports = [region.report for region in compiled_model.regions.values()]
     return sum(len(report.events) for report in reports), sum(len(report.speeds) for report in reports)

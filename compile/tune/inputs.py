@@ -1,4 +1,4 @@
-"""A real step of a model: what a sampler hands to it at some size, made without text encoder and VAE."""
+"""Inputs of a real step of a model at some size, as a sampler hands them over, made without text encoder and VAE."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,14 @@ Conditioning = list[list[Any]]
 
 @dataclass(frozen=True)
 class StepSize:
-    """What is sampled: pixels, pictures at a time, frames of a video. text_length: tokens of the prompt. A text_length
-    or cfg of 0 stands for what is usual with the model."""
+    """Size of a sampled step.
+
+    width, height: pixels.
+    batch: images at a time.
+    frames: of a video.
+    text_length: tokens of the prompt; 0 for what is usual with the model.
+    cfg: 0 for what is usual with the model.
+    """
 
     width: int
     height: int
@@ -29,8 +35,13 @@ class StepSize:
 
 @dataclass(frozen=True)
 class UsualSampling:
-    """How a kind of model is mostly sampled. negative: tokens of the negative prompt, None for as many as the prompt
-    has; ComfyUI runs prompts of one length in one call, others in two."""
+    """Usual settings of a kind of model.
+
+    text: tokens of the prompt.
+    cfg: guidance scale.
+    negative: tokens of the negative prompt, None for as many as the prompt has. ComfyUI runs prompts of one length in
+        one call, others in two.
+    """
 
     text: int
     cfg: float
@@ -70,8 +81,11 @@ _TEXT_KEYS = ("attn2.to_k", "cross_attn.k_proj", "cross_attn.k")
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What `comfy.sample.sample` takes. size: the same in words. prompt: the shapes of a prompt that was given, else
-    empty."""
+    """Arguments of `comfy.sample.sample`.
+
+    size: described for the user.
+    prompt: the shapes of a prompt that was given, else empty.
+    """
 
     noise: Tensor
     latent: Tensor
@@ -118,7 +132,7 @@ def usual_sampling(base: nn.Module) -> UsualSampling:
 
 
 def text_width(base: nn.Module) -> int:
-    """Features per token of the text that the model takes: those that its first layer for text takes."""
+    """Return the features per text token that the model's first layer for text takes."""
     model: Any = base.diffusion_model
     for layer in _layers(model, *_TEXT_LAYERS, *_TEXT_KEYS):
         return int(layer.in_features)
@@ -128,7 +142,7 @@ def text_width(base: nn.Module) -> int:
 
 
 def _layers(model: nn.Module, *names: str) -> Iterator[Any]:
-    """What has in_features among the modules of these names and below them, name by name."""
+    """Yield the modules with in_features among those of these names and below them, name by name."""
     for name in names:
         for path, module in model.named_modules():
             if hasattr(module, "in_features") and f".{name}." in f".{path}.":
@@ -136,8 +150,10 @@ def _layers(model: nn.Module, *names: str) -> Iterator[Any]:
 
 
 def pooled_width(base: Any) -> int:
-    """Features of the pooled text that the model takes beside the tokens, 0 for none: its vector's width less what the
-    model itself puts beside the pooled text, as SDXL does with picture sizes."""
+    """Return the features of the pooled text that the model takes, 0 for none.
+
+    That is its vector's width less the model's own part of it, such as SDXL's image sizes.
+    """
     config = base.model_config.unet_config
     wanted = config.get("adm_in_channels") or config.get("vec_in_dim") or 0
     if not wanted:
@@ -152,7 +168,7 @@ def _random_text(length: int, width: int, pooled: int, random: torch.Generator) 
 
 
 def _empty_latent(patcher: ModelPatcher, size: StepSize) -> Tensor:
-    """What core's empty latent node for this model gives."""
+    """Make the latent of core's empty latent node for this model."""
     latents = patcher.get_model_object("latent_format")
     if latents.latent_dimensions not in (2, 3):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What measuring the settings of Compile Model gave: the best of them, a table, and the file that remembers it."""
+"""Tuning results: the best settings, a table for the user, and the file that remembers them."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ LEAST_GAIN = 0.01  # what is faster by less is not worth a compile
 
 @dataclass(frozen=True)
 class Quartiles:
-    """The median of some values, between their quartiles."""
+    """Median of some values, between their quartiles."""
 
     low: float
     median: float
@@ -43,7 +43,11 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class MeasuredSettings:
-    """One way of compiling. step: milliseconds; gain: eager time over compiled time of steps taken by turns."""
+    """Timing of one way of compiling.
+
+    step: milliseconds.
+    gain: eager time over compiled time of steps taken by turns.
+    """
 
     settings: CompileSettings
     step: Quartiles
@@ -57,7 +61,7 @@ class MeasuredSettings:
         return self.gain.median - 1 > max(self.gain.half, LEAST_GAIN)
 
     def pays_after(self) -> int | None:
-        """Steps until the time that compiling took is won back; None where it is not clear that it ever is."""
+        """Count the steps until compiling pays off; None where it is not clear that it ever does."""
         if not self.faster():
             return None
         return math.ceil(1000 * self.compile_seconds / (self.step.median * (self.gain.median - 1)))
@@ -74,7 +78,12 @@ class UnmeasuredSettings:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """eager: milliseconds of a step of the MODEL as it came. measured_at: local date and time."""
+    """Result of one tuning.
+
+    key: see `result_key`.
+    eager: milliseconds of a step of the MODEL as it came.
+    measured_at: local date and time.
+    """
 
     key: dict[str, str]
     eager: Quartiles
@@ -84,7 +93,7 @@ class TuneResult:
     measured_at: str
 
     def best(self) -> MeasuredSettings | None:
-        """The fastest, where it is faster than eager by more than the measurements spread."""
+        """Return the fastest, where it is faster than eager by more than the measurements spread."""
         faster = [row for row in self.measured if row.faster() and row.step.median < self.eager.median]
         return max(faster, key=lambda row: row.gain.median, default=None)
 
@@ -98,11 +107,11 @@ class TuneResult:
         return "Nothing could be measured beside eager: the MODEL goes out uncompiled."
 
     def complete(self, time_budget: float) -> bool:
-        """Whether measuring again within this budget would find no more."""
+        """Return True if measuring again within this budget would find no more."""
         return bool(self.measured) and (time_budget <= self.time_budget or all(u.failed for u in self.unmeasured))
 
     def text(self) -> str:
-        """The table and what follows from it, for people."""
+        """Format the table and the recommendation."""
         head = f"{self.key['class']}, {self.key['size']}; {self.key['device']}, torch {self.key['torch']}"
         lines = [head, *self._table(), self.recommendation()]
         lines += [f"Failed: {label(u.settings)}: {u.why}" for u in self.unmeasured if u.failed]
@@ -133,7 +142,7 @@ class TuneResult:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Plain numbers and texts, for JSON."""
+        """Export numbers and texts for JSON."""
         best = self.best()
         return {
             "key": self.key,
@@ -150,12 +159,12 @@ class TuneResult:
 
 
 def label(settings: CompileSettings) -> str:
-    """Such as "stack, default"; backends other than inductor in the place of the mode."""
+    """Format settings such as "stack, default"; a backend other than inductor stands in the place of the mode."""
     return f"{settings.scope}, {settings.mode if settings.backend == 'inductor' else settings.backend}"
 
 
 def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
-    """What a result holds for: this kind of model and its number formats, GPU, torch, size. No weight is read."""
+    """Return the conditions of a result: model class, number formats, GPU, torch, size. No weight is read."""
     base: Any = patcher.model
     model = base.diffusion_model
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
@@ -192,8 +201,10 @@ def to_json(result: TuneResult) -> str:
 
 
 def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
-    """The result that is remembered for `key`, None where there is none. Raises ValueError, in a sentence, for a file
-    that says something else or nothing."""
+    """Read the result that is remembered for `key`, None where there is none.
+
+    Raises ValueError, in a sentence, for a file of another key or version, or a damaged one.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT or found["key"] != key:

@@ -1,4 +1,4 @@
-"""Finds the settings of Compile Model that are fastest for a model, a size and this machine, by measuring them."""
+"""Search for the settings of Compile Model that are fastest for a model, a size and this machine, by measuring them."""
 
 import gc
 import logging
@@ -32,8 +32,10 @@ OnProgress = Callable[[int, str], None]
 
 
 def candidates(device: torch.device) -> list[CompileSettings]:
-    """The settings worth trying, those with the most gain for their compile time first. Sizes other than the tuned one
-    have to work as well, so dynamic stays auto."""
+    """List the settings worth trying, those with the most gain for their compile time first.
+
+    Sizes other than the tuned one have to work as well, so dynamic stays auto.
+    """
     tried = [("blocks", "default"), ("stack", "default"), ("model", "default")]
     if device.type == "cuda":
         tried = [
@@ -56,12 +58,13 @@ def tune(
     on_progress: OnProgress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuneResult:
-    """Measures eager and each of `tried` on steps of the MODEL, which is left as it was; what was compiled for the best
-    stays with it, for the next `compile_model`.
+    """Measure eager and each of `tried` on steps of the MODEL, which is left as it was.
 
-    time_budget: seconds; no candidate is begun that what was seen so far says would not fit. tell: called with the
-    number of candidates done and what is being measured. Raises ValueError where the model can't run at all, and lets
-    ComfyUI's interrupt through.
+    The graphs of the best stay with it, for the next `compile_model`.
+
+    time_budget: seconds; no candidate is begun that is expected not to fit.
+    on_progress: called with the number of candidates done and the name of the one that is measured.
+    Raises ValueError where the model can't run at all, and lets ComfyUI's interrupt through.
     """
     run = _Run(patcher, inputs, time_budget, clock)
     try:
@@ -83,14 +86,14 @@ def tune(
 
 
 def tuned_model(patcher: ModelPatcher, result: TuneResult) -> ModelPatcher:
-    """The MODEL compiled with the best settings, or without any where none is faster than eager."""
+    """Compile the MODEL with the best settings, or return it uncompiled where none is faster than eager."""
     if (best := result.best()) is not None:
         return compile_model(patcher, best.settings)[0]
     return patcher if compiled_model_of(patcher) is None else uncompiled(patcher)
 
 
 class _Run:
-    """One tuning: what was found so far."""
+    """State of one tuning."""
 
     def __init__(self, patcher: ModelPatcher, inputs: StepInputs, time_budget: float, clock: Callable[[], float]):
         self.patcher, self.inputs, self.clock = patcher, inputs, clock
@@ -142,8 +145,10 @@ class _Run:
         return steps + max((s * work / self._work(seen) for seen, s in self.compile_seconds), default=0.0)
 
     def _work(self, settings: CompileSettings) -> float:
-        """How long compiling takes, in no unit. It grows slower than the number of blocks in a region, since equal
-        kernels are built once."""
+        """Estimate the work of compiling, in no unit.
+
+        It grows slower than the number of blocks in a region, since equal kernels are built once.
+        """
 
         def kinds(blocks: list[BlockOfModel]) -> int:
             return len({block.kind for block in blocks})
@@ -158,7 +163,7 @@ class _Run:
         return math.sqrt(max(1.0, size)) * (AUTOTUNE if "max-autotune" in settings.mode else 1.0)
 
     def measure(self, settings: CompileSettings) -> None:
-        """Adds a row for these settings. Whatever goes wrong with them is their row, and no end of the tuning."""
+        """Add a row for these settings. An error with them is a row, and does not end the tuning."""
         try:
             found = self._measure(settings)
         except Exception as error:
@@ -223,7 +228,7 @@ class _Run:
         )
 
     def clear(self, keep: CompileSettings | None) -> None:
-        """Gives back the graphs, and their memory, of all settings that were compiled here but those to keep."""
+        """Free the graphs of all settings that were compiled here but those to keep."""
         self._forget(keep)
         gc.collect()
         comfy.model_management.soft_empty_cache()
