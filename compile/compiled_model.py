@@ -265,8 +265,8 @@ class CompiledModel:
         found = self.regions.get((key, how))
         if found is None:
             label = self._label(key.partition(":")[0], how)
-            # The number tells compiled models apart: torch remembers by name which sizes have varied, and would give a new
-            # one its graph for any size at once.
+            # The number tells compiled models apart: torch remembers by name which sizes have varied, and would give
+            # a new one its graph for any size at once.
             name = re.sub(r"\W", "_", f"run_{label}_{next(_numbers)}")
             found = self.regions[key, how] = Region(name, label, body, how, self.note, self.device)
         return found

@@ -164,7 +164,8 @@ def check_backend(name: str) -> None:
 def parse_overrides(text: str) -> tuple[Override, ...]:
     """Parse the lines of the overrides field.
 
-    A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern has wildcards and
+    A line is a pattern of blocks, then `eager` or any of backend=, mode=, dynamic=, fullgraph=. A pattern has wildcards
+    and
     ranges: double_blocks.*, single_blocks.0-9. Empty lines and what follows a # are left out. Raises ValueError, in a
     sentence, for a line that says nothing or two things.
     """
