@@ -1,4 +1,4 @@
-"""A run's name, as a user writes it, made one that every file system takes."""
+"""Name of a run, normalised to one that every file system takes."""
 
 import re
 from unicodedata import category, name, normalize
@@ -16,7 +16,7 @@ _FIX = "use a plain name such as 'my_lora' or 'styles/my_lora'"
 
 
 def plain_name(given: str) -> str:
-    """The name that a run of this output name has: composed letters (NFC), "/" between folders, no spaces around and no
+    """Normalise an output name to the run's name: composed letters (NFC), "/" between folders, no spaces around and no
     `.safetensors` at the end, which the file gets by itself.
 
     Raises ValueError, and names the character, where it is not a relative name that every file system takes.

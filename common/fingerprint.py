@@ -20,15 +20,17 @@ _patches_of: "WeakKeyDictionary[nn.Module, dict[Any, str]]" = WeakKeyDictionary(
 
 
 def fingerprint(*values: Any) -> str:
-    """A stable hex name (40 characters) for nested values: tensors, numbers, strings, bytes, lists, dicts, adapters."""
+    """Make a stable hex name (40 characters) for nested values: tensors, numbers, strings, bytes, lists, dicts,
+    adapters."""
     digest = blake2b(digest_size=20)
     _feed(digest, values)
     return digest.hexdigest()
 
 
 def changed_fields(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their default, with those of dataclasses in them likewise: a name that
-    is made of them stays when an option is added. A field without a default is always there."""
+    """Collect the fields of a dataclass that are not at their default, with those of dataclasses in them likewise.
+
+    A fingerprint that is made of them stays when an option is added. A field without a default is always there."""
     held = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
     return {name: _plain(value) for name, (value, default) in held.items() if default is MISSING or value != default}
 

@@ -6,7 +6,7 @@ import torch
 
 
 def generator(seed: int, *keys: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator for one purpose, such as `generator(seed, "noise", step, sample)`.
+    """Make a generator for one purpose, such as `generator(seed, "noise", step, sample)`.
 
     The same seed and keys give the same draws in any process and in any order of calls, which is what lets a resumed
     run repeat an uninterrupted one. The global generator is neither read nor moved: ComfyUI reseeds it as it samples.

@@ -1,4 +1,4 @@
-"""Encoded pictures and captions on disk, each named by what it was made from."""
+"""Cache of encoded images and captions on disk, each named by what it was made from, and the jobs that fill it."""
 
 import shutil
 import time
@@ -20,8 +20,8 @@ Shape = tuple[int | None, ...]
 class Cache:
     """A folder of safetensors files, one per key. A key names all that its tensors depend on, so files never go stale.
 
-    Files are written beside and renamed: what has its name is whole. One that is not (a disk that failed, a copy that
-    broke off) counts as absent.
+    Files are written under another name and renamed, so that one with its name is complete. A damaged one (a disk
+    that failed, a copy that broke off) counts as absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class Cache:
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def holds(self, key: str, shapes: Mapping[str, Shape]) -> bool:
-        """Whether a whole file with tensors of these names and shapes is there (None fits any length).
+        """Check for an intact file with tensors of these names and shapes (None fits any length).
 
         Reads the header only; safetensors compares it with the length of the file.
         """
@@ -39,7 +39,7 @@ class Cache:
         return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of the tensors in the file, none where there is no whole file."""
+        """Read the names and shapes of the tensors in the file; none where there is no intact file."""
         try:
             with safe_open(self.path(key), framework="pt") as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -47,14 +47,17 @@ class Cache:
             return {}
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Raises OSError with a sentence if the disk is full or may not be written to."""
+        """Write the tensors under the key.
+
+        Raises OSError with a sentence if the disk is full or may not be written to.
+        """
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_atomically(self.path(key), lambda beside: save_file(on_host, beside))
+        write_atomically(self.path(key), lambda file: save_file(on_host, file))
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """The tensors on the host, in the dtype in which they were made, fit to be saved for backward.
+        """Read the tensors to the host, in the dtype in which they were made, fit to be saved for backward.
 
-        Raises FileNotFoundError where there is no whole file.
+        Raises FileNotFoundError where there is no intact file.
         """
         try:
             return read_tensors(self.path(key))[0]
@@ -64,9 +67,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What may have to be encoded.
+    """One thing that may have to be encoded.
 
-    Its cache key, the shapes its file must hold, about how many bytes that takes, how to make it, what to call it.
+    key: in the cache.
+    shapes: of the tensors that its file must hold.
+    bytes: about how many these take.
+    encode: makes them.
+    name: for messages.
     """
 
     key: str
@@ -77,7 +84,7 @@ class EncodeJob:
 
 
 def missing_jobs(cache: Cache, jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
-    """What the cache does not hold, each key once."""
+    """List the jobs whose tensors the cache does not hold, each key once."""
     return [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
 
 

@@ -1,4 +1,4 @@
-"""What does not go together in a data set, its encoders and its options, told before anything is encoded."""
+"""Checks and notes on a data set, its encoders and its options, before anything is encoded."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

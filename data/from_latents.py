@@ -35,7 +35,7 @@ class _Latent:
         return self.tensor.shape[1] if self.tensor.ndim == 4 else 1
 
     def clean_frames(self, policy: LatentPolicy) -> int:
-        """How many of a clip's first latent frames its mask gives clean, as core's Wan22ImageToVideoLatent does."""
+        """Count a video's first latent frames that its mask gives clean, as core's Wan22ImageToVideoLatent does."""
         if policy is not WAN22 or self.mask is None or self.mask.ndim != 4 or self.mask.shape[1] != self.frames:
             return 0
         noisy = self.mask.flatten(2).amax(dim=(0, 2)) > 0

@@ -16,7 +16,7 @@ SampleRequest = tuple[int, SampleVariant]
 
 
 def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Endless batches of `batch_size` sample indices, the same for the same arguments.
+    """Infinite seeded batch sampler: batches of `batch_size` sample indices, the same for the same arguments.
 
     Every epoch is a new shuffle of all samples, each as often as its `repeats`. Samples that share a token count, the
     tokens of their references and a text length share batches, whatever their aspect ratio. What is left of an epoch
@@ -45,7 +45,7 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
 
 
 def _regularisation(samples: Sequence[Sample], seed: int) -> Iterator[int]:
-    """Regularisation samples for as long as anyone asks, none where there are none."""
+    """Yield indices of regularisation samples without end, none where there are none."""
     pool = _pool(samples, regularisation=True)
     for turn in count() if pool else ():
         shuffle = torch.randperm(len(pool), generator=generator(seed, "regularisation", turn))
@@ -96,7 +96,7 @@ class SampleReader:
         self._ahead: dict[SampleRequest, Future[SampleTensors]] = {}
 
     def prefetch(self, wanted: Iterable[SampleRequest]) -> None:
-        """Starts reading these, keeps those among them that are read already, and drops all others."""
+        """Start reading these, keep those among them that are read already, and drop all others."""
         ahead: dict[SampleRequest, Future[SampleTensors]] = {}
         for shown in dict.fromkeys(wanted):
             index, choice = shown
@@ -104,7 +104,7 @@ class SampleReader:
         self._ahead = ahead
 
     def read(self, shown: SampleRequest) -> SampleTensors:
-        """The sample's tensors; waits for the thread where it is at it, and raises what reading raised."""
+        """Return the sample's tensors; wait for the thread where it is reading them, and raise what reading raised."""
         future = self._ahead.get(shown)
         return self._samples[shown[0]].load(shown[1]) if future is None else future.result()
 

@@ -1,4 +1,4 @@
-"""From a data set to training data: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
+"""Prepare training data from a data set: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from .samples import (
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What Prepare Dataset gives. sizes: (height, width) in pixels of each picture or clip, in the order of the
+    """Result of Prepare Dataset. sizes: (height, width) in pixels of each image or video, in the order of the
     samples."""
 
     data: TrainingData
@@ -192,7 +192,8 @@ def _fingerprint(
 
 
 def summary(prepared: PreparedData) -> str:
-    """The preparation in a few lines: how much there is, what is cropped, which graphs training will compile."""
+    """Summarise the preparation in a few lines: how much there is, what is cropped, which graphs training will
+    compile."""
     samples, keys = prepared.data.samples, prepared.data.graph_keys()
     shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
     clips = sum(sample.grid[0] > 1 for sample in samples)

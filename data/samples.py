@@ -1,4 +1,4 @@
-"""What the trainer trains on: samples whose tensors are read when a batch needs them."""
+"""Training data: samples whose tensors are read when a batch needs them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +15,11 @@ GraphKey = tuple[int, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class SampleVariant:
-    """Which form of a sample is shown, where it has several: the number of its picture and of its caption. A caption of
-    None is the empty prompt. class_caption: the class caption of that caption is read too."""
+    """Variant of a sample that is shown.
+
+    image: number of the image variant. caption: number of the caption variant, None for the empty prompt.
+    class_caption: the class caption of that caption is read too.
+    """
 
     image: int = 0
     caption: int | None = 0
@@ -69,7 +72,7 @@ class Sample:
     image_variants, caption_variants: how many there are; all have the sample's grid and text length.
     loss_weight: what its loss is multiplied by. regularisation: it shows what the model is to keep; `repeats` counts
         among samples like it.
-    class_caption: whether there is a caption that names the class in place of the trigger words.
+    class_caption: there is a caption that names the class in place of the trigger words.
     file: the picture or film that it was taken from, where `name` says more than that.
     caption_weights: how likely each form of the caption is, 1 in sum; without them all are alike. caption_dropout: how
         likely the empty prompt takes the place of any of them.
@@ -123,12 +126,12 @@ class TrainingData:
     family: str = ""
 
     def graph_keys(self) -> list[GraphKey]:
-        """The keys that occur: one compiled graph of each block kind for each."""
+        """List the keys that occur: one compiled graph of each block kind for each."""
         return sorted({s.graph_key for s in self.samples})
 
 
 def shown_per_epoch(samples: Sequence[Sample]) -> int:
-    """How many showings an epoch has, repeats counted: beside each of a training sample there is one of a
+    """Count the showings of an epoch, repeats included: next to each of a training sample there is one of a
     regularisation sample, where there are any."""
     training = sum(sample.repeats for sample in samples if not sample.regularisation)
     return 2 * training if any(sample.regularisation for sample in samples) else training

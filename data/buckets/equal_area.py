@@ -1,4 +1,4 @@
-"""What the usual buckets of equal area would lose, for comparison with the plan."""
+"""Crop loss of the usual buckets of equal area, for comparison with the plan."""
 
 from collections.abc import Sequence
 

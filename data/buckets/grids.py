@@ -1,4 +1,4 @@
-"""Grids of tokens: which ones hold a token count, how much of a picture each of them loses, where it is cropped.
+"""Grids of tokens: those of one token count (a bucket), the crop loss of an image on each, and its crop box.
 
 A picture is scaled (never stretched) until it covers its grid and cropped in the middle. With a the picture's
 aspect (width / height) and b the grid's, the part that is kept is min(a / b, b / a); a ragged edge also leaves out
@@ -56,8 +56,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The grids of one frame that hold one token count, sorted by aspect, without those that never lose less than
-    another one."""
+    """Grids of one frame that hold one token count.
+
+    They are sorted by aspect, without those that never lose less than another one.
+    """
 
     tokens: int
     grids: tuple[Grid, ...]
@@ -68,7 +70,7 @@ class Bucket:
 
     @cached_property
     def _log_surplus(self) -> Floats:
-        """What the ragged edge costs every picture: log(grid tokens / kept tokens), 0 for whole grids."""
+        """Cost of the ragged edge for every image: log(grid tokens / kept tokens), 0 for whole grids."""
         return np.log([g.tokens / self.tokens for g in self.grids])
 
     @cached_property
@@ -83,17 +85,17 @@ class Bucket:
         return (rising[:-1] + falling[1:]) / 2
 
     def best(self, log_aspects: Floats) -> NDArray[np.intp]:
-        """The index of the grid that loses least, for each picture."""
+        """Find the index of the grid that loses least, for each image: (images,) → (images,)."""
         return np.searchsorted(self._turns, log_aspects)
 
     def crop(self, log_aspects: Floats) -> Floats:
-        """The part of each picture's area that its best grid loses."""
+        """Compute the part of each image's area that its best grid loses: (images,), 0 to 1."""
         index = self.best(log_aspects)
         return -np.expm1(-np.abs(log_aspects - self._log_aspect[index]) - self._log_surplus[index])
 
 
 def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
-    """All grids of a token count between 1 : max_aspect and max_aspect : 1, or None where there is none.
+    """Find all grids of a token count between 1 : max_aspect and max_aspect : 1, or None where there is none.
 
     Whole grids are the factor pairs. A ragged edge takes, for each width, the fewest rows that hold the tokens.
     """
@@ -114,8 +116,7 @@ def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
 
 
 def place(size: tuple[int, int], grid: Grid, tokens: int, pixels_per_token: int) -> Placement:
-    """The placement of a picture of `size` (height, width) in pixels, or of a clip of such frames, on a grid of which
-    `tokens` are kept."""
+    """Place an image or video of `size` (height, width) in pixels on a grid of which `tokens` are kept."""
     height, width = size
     picture, target = width / height, grid.width / grid.height
     kept = min(picture / target, target / picture) * tokens / grid.tokens
@@ -130,7 +131,7 @@ def crop_box(
     zoom: float = 1.0,
     at: tuple[float, float] = (0.5, 0.5),
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
-    """Where to crop a picture and how large to make the crop.
+    """Place the crop of an image on its grid.
 
     size: (height, width) of the picture in pixels.
     zoom: how much narrower the box is along a side than the largest with the grid's aspect, 1 or more.
@@ -148,6 +149,6 @@ def crop_box(
 
 
 def find_buckets(counts: Sequence[int], fit: str, max_aspect: float) -> list[Bucket]:
-    """The buckets of those counts that have any grid."""
+    """Find the buckets of those counts that have any grid."""
     found = (find_bucket(n, fit, max_aspect) for n in counts)
     return [bucket for bucket in found if bucket is not None]

@@ -36,7 +36,7 @@ def place_latents(grids: Sequence[Grid], max_graphs: int) -> list[Placement]:
 
 
 def crop_grid(grid: Grid, tokens: int) -> Grid:
-    """The part of a grid that holds the tokens, equally many in each frame, with less than a row of each to spare.
+    """Crop a grid to a part that holds the tokens, equally many in each frame, with less than a row of each to spare.
 
     Of several, the one that is nearest in aspect and has few tokens to spare, both in logs, as the planner weighs
     them; of equals the one with the fewest to spare.
@@ -54,7 +54,7 @@ def crop_grid(grid: Grid, tokens: int) -> Grid:
 
 
 def _targets(grids: Sequence[Grid], counts: Sequence[int], max_graphs: int) -> dict[int, int]:
-    """What each count is cut to: runs of neighbouring counts, each run cut to what all of it can take.
+    """Choose the count that each is cut to: runs of neighbouring counts, each run cut to what all of it can take.
 
     Exact by dynamic programming over the runs. One more run never loses more, so there are `max_graphs` runs, or as
     many more as it takes (a run for each count always works).

@@ -1,4 +1,4 @@
-"""The bucket planner: which token counts a data set is trained at, and which grid each picture or clip takes.
+"""Bucket planner: the token counts at which a data set is trained, and the grid of each image or video.
 
 Every picture of a bucket becomes exactly N tokens, so that one compiled graph and one batch serve all aspect ratios.
 The planner knows the pictures: it takes the N near the wanted size whose grids lose least of these pictures. A clip of
@@ -35,7 +35,7 @@ EXHAUSTIVE_LIMIT = 30_000_000
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What the planner decided.
+    """Result of the planner.
 
     token_counts: the N of each bucket that is used, sorted.
     placements: one for each size, in the order given.

@@ -1,4 +1,4 @@
-"""The bucket plan for people: a picture and a few lines of text. Drawn with Pillow, which ComfyUI always brings."""
+"""Plot and description of the bucket plan."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ GRIDS_PER_ROW, MOST_ROWS = 12, 3
 
 
 def describe_plan(plan: BucketPlan) -> str:
-    """The plan in a few lines: token counts, pixels, grids, crop, and what buckets of equal area would lose."""
+    """Describe the plan in a few lines: token counts, pixels, grids, crop, and what buckets of equal area would
+    lose."""
     lines = []
     for tokens in plan.token_counts:
         grids = [p.grid for p in plan.placements if p.tokens == tokens]
@@ -48,7 +49,7 @@ def describe_plan(plan: BucketPlan) -> str:
 
 
 def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image:
-    """The plan as an RGB picture: the aspects of the data set, what each picture loses, the grids and their use.
+    """Plot the plan as an RGB image: aspects of the data set, crop loss of each image, grids and their use.
 
     sizes: (height, width) in pixels, as they were given to `plan_buckets`.
     """
@@ -110,7 +111,7 @@ def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int,
 
 
 def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
-    """What each picture loses, from the most to the least, with the mean."""
+    """Crop loss by image, from the most to the least, with the mean."""
     left, top, right, bottom = CROPS
     canvas.text(left, top - 26, "Lost to cropping, by picture", 13)
     crops = sorted((placement.crop for placement in plan.placements), reverse=True)
@@ -179,7 +180,7 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
 
 
 def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:
-    """How many pictures go to each (grid, index of its token count)."""
+    """Count the images on each (grid, index of its token count)."""
     return Counter((placement.grid, plan.token_counts.index(placement.tokens)) for placement in plan.placements)
 
 
@@ -196,7 +197,7 @@ def _percent(part: float) -> str:
 
 
 def _megapixels(plan: BucketPlan, tokens: int, frames: int) -> float:
-    """Of one frame."""
+    """Megapixels of one frame."""
     return tokens // frames * plan.pixels_per_token**2 / MEGAPIXEL
 
 
@@ -205,7 +206,7 @@ def _frames(frames: int) -> str:
 
 
 def _contents(grids: Sequence[Grid]) -> str:
-    """How many pictures and clips go to these grids."""
+    """Count the images and videos on these grids."""
     pictures = sum(grid.frames == 1 for grid in grids)
     counts = {"picture": pictures, "clip": len(grids) - pictures}
     return " and ".join(_count(number, noun) for noun, number in counts.items() if number)

@@ -1,4 +1,4 @@
-"""What a user should know of the forms of a data set's captions."""
+"""Notes on a folder's captions: options without effect, captions that read as sentences, the cost of variants."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,10 @@ _SENTENCE = re.compile(r"\w\. \w|(\S+\s+){11}\S")
 def variant_notes(
     options: CaptionOptions, folder: str, texts: Sequence[str], variants: Mapping[str, CaptionVariants]
 ) -> tuple[str, ...]:
-    """What a user should know of the captions of a folder. texts: of the files; forms: by the names of the pictures."""
+    """Write the notes on the captions of a folder.
+
+    texts: of the caption files. variants: by the names of the images, in the same order.
+    """
     more = [
         f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_VARIANTS)})"
         for name, of in variants.items()
@@ -73,7 +76,10 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
 
 
 def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]) -> Iterator[str]:
-    """What encoding captions of several forms comes to. sizes: bytes of what is kept, by its key in the cache."""
+    """Note the cost of encoding captions of several variants.
+
+    sizes: bytes of each encoded text, by its key in the cache.
+    """
     if all(of.plain for of in variants):
         return
     rates = sorted({of.dropout for of in variants})

@@ -1,4 +1,4 @@
-"""What is made of the captions of a folder."""
+"""Caption options of a folder."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ MOST_VARIANTS = 1000
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """What is made of a folder's captions.
+    """Caption options of a folder.
 
     caption_per_line: each line of a caption file is a caption. wildcards: `{a|b}` stands for either.
     shuffle_tags, tag_dropout, keep_tokens, keep_tokens_separator: of captions that are tags, see TagRules.
@@ -59,6 +59,6 @@ class CaptionOptions:
         return TagRules(self.shuffle_tags, self.tag_dropout, self.keep_tokens, self.keep_tokens_separator.strip())
 
     def sampled(self) -> list[str]:
-        """The options that are on and make forms to draw from."""
+        """List the options that are on and make variants to sample from."""
         on = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
         return [name for name, value in on.items() if value]

@@ -1,4 +1,4 @@
-"""Captions of tags: which of them stay in their place, and the orders and selections of the others."""
+"""Captions of tags: fixed tags, and the orders and selections of the free ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class Tags:
         return ", ".join((*self.first, *free, *self.last))
 
     def count(self, rules: TagRules) -> int:
-        """How many forms there are, counted as if all tags differed."""
+        """Count the variants as if all tags differed."""
         free = len(self.free)
         kept = range(free + 1) if rules.dropout else (free,)
         return sum(comb(free, k) * (factorial(k) if rules.shuffle else 1) for k in kept)
 
     def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
-        """Every form's text, the caption as it stands first, with how likely it is."""
+        """Yield every variant's text with its probability, the caption as it stands first."""
         free = len(self.free)
         for kept in range(free, -1 if rules.dropout else free - 1, -1):
             likely = (1 - rules.dropout) ** kept * rules.dropout ** (free - kept)
@@ -53,7 +53,7 @@ class Tags:
                     yield self.text(order), share
 
     def sample(self, rules: TagRules, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
-        """One form, drawn: the numbers of the free tags in it, in their order, and its text."""
+        """Sample one variant: the numbers of the free tags in it, in their order, and its text."""
         free = len(self.free)
         order = torch.randperm(free, generator=generator).tolist() if rules.shuffle else range(free)
         drawn = torch.rand(free, generator=generator, dtype=torch.float64).tolist() if rules.dropout else [1.0] * free
@@ -62,7 +62,7 @@ class Tags:
 
 
 def split_tags(caption: str, rules: TagRules) -> Tags:
-    """The tags between the caption's commas, without empty ones."""
+    """Split a caption at its commas into tags, without empty ones."""
     if rules.separator and rules.separator in caption:
         first, free, *last = caption.split(rules.separator, 2)
         return Tags(_tags(first), _tags(free), _tags(last[0]) if last else ())

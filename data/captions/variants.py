@@ -1,7 +1,7 @@
-"""The forms that a picture's caption may take: its lines, wildcards, and the orders and selections of its tags.
+"""Caption variants of an image: its lines, wildcards, and the orders and selections of its tags.
 
-All forms that will ever be shown are chosen here, before anything is encoded, so that training needs no text encoder.
-"""
+All variants that will ever be shown are chosen here, before anything is encoded, so that training needs no text
+encoder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class _Caption:
 
 
 def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str, name: str) -> CaptionVariants:
-    """The forms of the caption whose file holds `text`; name: of that file, in messages.
+    """Make the variants of the caption whose file holds `text`; name: of that file, in messages.
 
     Where a caption has no more than `caption_variants` forms, those are all; of others as many are drawn, always the
     same ones for the same text, and more variants add to them. Where tags are drawn, the caption with all of them in
@@ -86,7 +86,7 @@ def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Captio
 
 
 def caption_lines(text: str, options: CaptionOptions) -> list[str]:
-    """The captions of a file as they stand in it, and lines without any."""
+    """Split a file into its captions as they stand, lines without any included."""
     return text.split("\n") if options.caption_per_line else [text]
 
 
@@ -100,7 +100,7 @@ def _read(text: str, name: str, lines_before: int) -> Wildcards:
 
 
 def _count(caption: Wildcards, rules: TagRules) -> int:
-    """How many forms a caption has; beyond MOST_FORMS any number above it."""
+    """Count the variants of a caption; beyond MOST_VARIANTS any number above it."""
     if caption.count > MOST_VARIANTS or not rules.on:
         return caption.count
     return sum(split_tags(text, rules).count(rules) for text, _ in caption.all())

@@ -20,7 +20,7 @@ _ESCAPED = ("\\{", "\\}", "\\|")
 
 
 class WildcardError(ValueError):
-    """What is wrong with a text's braces, and at which place in it, counted from 0."""
+    """Error in a text's braces; place: its index in the text, from 0."""
 
     def __init__(self, place: int, wrong: str) -> None:
         super().__init__(wrong)
@@ -36,17 +36,17 @@ class Wildcards:
 
     @cached_property
     def count(self) -> int:
-        """How many ways there are to choose, equal texts counted as often as they can be chosen."""
+        """Count the ways to choose, equal texts counted as often as they can be chosen."""
         return prod(sum(one.count for one in part) for part in self.parts if not isinstance(part, str))
 
     @cached_property
     def even(self) -> bool:
-        """Whether each way is as likely as the others: not so for `{a|{b|c}}`, where a is half of all."""
+        """Tell if each way is as likely as the others: not so for `{a|{b|c}}`, where a is half of all."""
         choices = [part for part in self.parts if not isinstance(part, str)]
         return all(len({one.count for one in part}) == 1 and all(one.even for one in part) for part in choices)
 
     def all(self) -> Iterator[tuple[str, float]]:
-        """Every way's text, with how likely it is."""
+        """Yield every way's text with its probability."""
         options = [
             [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for one in part for t, p in one.all()]
             for part in self.parts
@@ -55,7 +55,7 @@ class Wildcards:
             yield "".join(text for text, _ in way), prod(likely for _, likely in way)
 
     def sample(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
-        """One way, drawn: the numbers of the alternatives that were taken, and the text."""
+        """Sample one way: the numbers of the alternatives that were taken, and the text."""
         taken: list[int] = []
         text = ""
         for part in self.parts:
@@ -70,7 +70,10 @@ class Wildcards:
 
 
 def parse_wildcards(text: str) -> Wildcards:
-    """Raises WildcardError for a brace without its partner."""
+    """Parse the braces of a text.
+
+    Raises WildcardError for a brace without its partner.
+    """
     levels: list[list[list[str | tuple[Wildcards, ...]]]] = [[[]]]  # of each open brace its alternatives so far
     opened: list[int] = []
     for match in _SIGN.finditer(text):

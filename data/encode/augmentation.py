@@ -1,4 +1,4 @@
-"""Which parts of a picture are shown, and whether they are mirrored."""
+"""Crop and flip augmentation: the views of an image."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class View:
-    """One way to show a picture on its grid.
+    """One way to show an image on its grid.
 
     zoom: how much narrower its window is along a side than the largest that has the grid's aspect.
     at: where the window stands in the room that it has, (0, 0) at the left and the top, (1, 1) at the right and the
@@ -37,8 +37,9 @@ PLAIN_VIEW = View()
 def make_views(
     key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
-    """The forms that a picture of `size` is shown in; the first is not mirrored. key: names its content, by which
-    windows are drawn: the same picture is cropped alike in every run.
+    """Make the views of an image of `size` (height, width) in pixels; the first is not mirrored.
+
+    key: names its content, which seeds the windows, so that the same image is cropped alike in every run.
 
     With crop_zoom 1 the windows are the largest of the grid's aspect, spread evenly over what has to be cropped, no two
     nearer than a token, first the one in the middle (of an even number the one before it): a picture that loses nothing
@@ -75,7 +76,7 @@ def _windows(
 
 
 def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Sequence[Sequence[View]]) -> Iterator[str]:
-    """What a user may not expect of the forms. kept: those of which a mask leaves something."""
+    """Note effects of the views that a user may not expect; kept: the views of which a mask leaves something."""
     several = [len(of) for of in kept if len(of) > 1]
     if several:
         yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")

@@ -1,4 +1,4 @@
-"""What CLIP vision saw of a picture, as ComfyUI's conditioning holds it."""
+"""CLIP vision output of an image, as ComfyUI's conditioning holds it."""
 
 from typing import Any
 
@@ -29,5 +29,5 @@ def vision_output(seen: Tensor) -> comfy.clip_vision.Output:
 
 
 def hidden_states(output: Any) -> Tensor:
-    """The inverse, of an output of any node."""
+    """Take the hidden states out of the output of any node."""
     return getattr(output, HIDDEN_STATES)

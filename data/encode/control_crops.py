@@ -1,4 +1,4 @@
-"""Where control pictures are cropped: as their results are, so that what the edit left alone stays in its place."""
+"""Crops of control images: as their results are cropped, so that what the edit left alone stays in its place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class _Control:
 
     @property
     def fits(self) -> bool:
-        """Whether it has the shape of its result."""
+        """Tell if it has the aspect of its result."""
         return abs(_shape(*self.pixels.size) - _shape(*self.item.pixels.size)) <= SAME_SHAPE
 
     @property
@@ -48,7 +48,7 @@ def place_controls(
     control_megapixels: float,
     max_graphs: int,
 ) -> ControlPlan:
-    """A whole grid for each control picture.
+    """Place each control image on a whole grid.
 
     plan: of the results, at `megapixels`. A control picture with the shape of its result takes its result's grid, and
     so loses the same edges, if both are wanted at one size and that makes no more than MOST_COUNTS token counts (or

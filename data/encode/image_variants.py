@@ -1,4 +1,4 @@
-"""What is encoded of each picture or clip: for each variant in which it is shown a set of tensors of its own."""
+"""Crop and flip variants: each variant of an image or video is encoded and cached separately."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ImageVariant:
 
 @dataclass(frozen=True)
 class ImageKeys:
-    """Where the tensors of one variant are in the cache."""
+    """Cache keys of one variant. Fingerprints of data hold the field names, which therefore stay."""
 
     latent: str
     references: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class ImageKeys:
 
 @dataclass(frozen=True)
 class VariantJobs:
-    """What the VAE and CLIP vision encode of one variant."""
+    """Jobs of the VAE and CLIP vision for one variant."""
 
     variant: ImageVariant
     latent: EncodeJob
@@ -51,7 +51,7 @@ class VariantJobs:
 
     @property
     def encoded_crops(self) -> tuple[tuple[EncodeJob, Crop], ...]:
-        """What is encoded of files in whole, with the part that it shows."""
+        """Latent and reference jobs, each with the crop that it encodes."""
         return tuple(zip((self.latent, *self.references), (self.variant.crop, *self.variant.controls), strict=True))
 
     def keys(self) -> ImageKeys:
@@ -65,7 +65,10 @@ def make_variants(
     controls: Sequence[tuple[Placement, ...]],
     encoder: VaeEncoder,
 ) -> list[tuple[ImageVariant, ...]]:
-    """The variants of each item. controls: where its control pictures lie, which are cropped and mirrored along."""
+    """Make the variants of each item.
+
+    controls: the placements of its control images, which are cropped and mirrored along.
+    """
     made = []
     for item, placement, of in zip(items, placements, controls, strict=True):
         size, pixels_per_token = item.pixels.size, encoder.policy.pixels_per_token
@@ -86,7 +89,7 @@ def read_masks(
     progress: Progress,
     interrupted: Interrupted,
 ) -> tuple[list[tuple[ImageVariant, ...]], list[float]]:
-    """The variants of each item of which something counts, and for each masked item how much of its first one does.
+    """Keep the variants of each item of which something counts, and measure the part that counts of each first one.
 
     ValueError names masks that leave nothing of any variant, and those that are nowhere bright. Of the files only those
     are read again of which no token is bright.
@@ -130,7 +133,7 @@ def variant_jobs(
 
 
 def images_to_encode(jobs: Sequence[VariantJobs], keys: Collection[str]) -> list[ImagePixels]:
-    """The pictures, each once, of which something under these keys is encoded."""
+    """List the images, each once, of which something under these keys is encoded."""
     shown = (crop.pixels for one in jobs for job, crop in one.encoded_crops if job.key in keys)
     return list({pixels.path: pixels for pixels in shown if isinstance(pixels, ImagePixels)}.values())
 

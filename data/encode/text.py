@@ -31,22 +31,24 @@ class TokenizedCaption:
 
 @dataclass(frozen=True)
 class CaptionKeys:
-    """Where the forms of a caption are in the cache, and the empty prompt; of_class: the class caption of each form
-    that has one."""
+    """Cache keys of the captions of an item. Fingerprints of data hold the field names, which therefore stay.
+
+    forms: of each variant. empty: of the empty prompt. of_class: of the class caption of each variant that has one.
+    """
 
     forms: tuple[str, ...]
     empty: str | None = None
     of_class: tuple[str | None, ...] = ()
 
     def key(self, caption: int | None) -> str:
-        """Of the form that a Choice names."""
+        """Key of the variant with this number, of the empty prompt for None."""
         if caption is not None:
             return self.forms[caption]
         assert self.empty is not None
         return self.empty
 
     def class_key(self, caption: int | None) -> str | None:
-        """Of the class caption of that form; the empty prompt has none."""
+        """Key of the class caption of that variant; the empty prompt has none."""
         return None if caption is None or not self.of_class else self.of_class[caption]
 
     @property
@@ -78,12 +80,12 @@ class ItemCaptions:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a variant, as far as that is known."""
+        """Most tokens of a variant, as far as that is known."""
         return max((caption.tokens.length or 0 for caption in self.all if caption.tokens), default=0)
 
     @property
     def dropped(self) -> int:
-        """How many tokens were cut at the end of the longest variant."""
+        """Count the tokens cut at the end of the longest variant."""
         return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
 
 
@@ -97,10 +99,10 @@ def tokenize_captions(
     progress: Progress,
     interrupted: Interrupted,
 ) -> list[ItemCaptions]:
-    """The captions of each item; those that are encoded alike are tokenised once and share a job.
+    """Tokenize the captions of each item; those that are encoded alike are tokenised once and share a job.
 
     controls: of each item. Encoders that see them are shown them in the template `style`. Where a family has several
-    lengths, all forms of an item take that of its longest one, so that they share its graphs.
+    lengths, all variants of an item take that of its longest one, so that they share its graphs.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)

@@ -1,4 +1,4 @@
-"""What the VAE and the CLIP vision model encode of a picture or clip, exactly as ComfyUI's own nodes encode it."""
+"""VAE and CLIP vision encoding of an image or video, exactly as ComfyUI's own nodes encode it."""
 
 import copy
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class VaeEncoder:
         return self._job(key, {"latent": shape}, partial(_encode_latent, self._whole, crop), crop)
 
     def start(self, crop: Crop) -> EncodeJob:
-        """What an image-to-video model is told of a clip's first frame, {"concat_latent_image": (1, C, T, h, w),
+        """Job of a video's first frame as an image-to-video model takes it, {"concat_latent_image": (1, C, T, h, w),
         "concat_mask": (1, 1, T, h, w)}, as core's WanImageToVideo makes it of that frame alone."""
         key = fingerprint("start", VERSION, crop.first().key, crop.pixels.frames, self._key)
         cells = self._cells(crop)

@@ -1,4 +1,4 @@
-"""A data set as the user keeps it: folders of pictures and of clips, with a caption file beside each."""
+"""Data set as the user keeps it: folders of images and of videos, with a caption file next to each."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -71,8 +71,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a folder is read for. noun: what messages call one of its files. read, unread: endings; format: what
-    unread files are to be saved as."""
+    """Kind of files for which a folder is read.
+
+    noun: for one of its files, in messages.
+    read, unread: endings that are read, and known ones that are not.
+    format: the one in which unread files are to be saved.
+    """
 
     noun: str
     read: frozenset[str]
@@ -160,7 +164,7 @@ def _described(
 
 
 def caption_file(picture: Path, extension: str) -> Path:
-    """Where the caption of a picture is looked for."""
+    """Path at which the caption of an image is expected."""
     return picture.with_name(picture.stem + extension)
 
 
@@ -171,8 +175,8 @@ def folder_fingerprint(
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
 ) -> str:
-    """Changes when a file of this kind, a caption, a control picture or a mask is added, removed, renamed or written
-    to.
+    """Fingerprint a folder: it changes when a file of this kind, a caption, a control picture or a mask is added,
+    removed, renamed or written to.
 
     Files of kinds that are not read count by their names, as a note lists them.
     """

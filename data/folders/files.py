@@ -1,4 +1,4 @@
-"""The files of a folder and its subfolders, and what messages call them."""
+"""Files of a folder and its subfolders, and their names in messages."""
 
 import os
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ VIDEO_EXTENSIONS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".gif"})
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The picture files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
+    """List the image files in a folder and its subfolders, without hidden ones, sorted by their path below it."""
     return files_in(folder, EXTENSIONS)
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of this name belongs to a data set of pictures."""
+    """Tell if a file of this name belongs to a data set of images."""
     return has_ending(name, EXTENSIONS)
 
 
 def is_video(name: str) -> bool:
-    """Whether a file of this name belongs to a data set of clips."""
+    """Tell if a file of this name belongs to a data set of videos."""
     return has_ending(name, VIDEO_EXTENSIONS)
 
 
 def has_ending(name: str, endings: frozenset[str]) -> bool:
-    """Whether a file of this name is not hidden and ends in one of these."""
+    """Tell if a file of this name is not hidden and ends in one of these."""
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
 
 
 def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()) -> list[Path]:
-    """The files with one of these endings, without hidden ones and those in the folders `without`, sorted by their path
-    below the folder. Links to folders are followed after all else, unless they lead to one that was read already or to
-    one that they lie in."""
+    """List the files with one of these endings, without hidden ones and those in the folders `without`, sorted by their
+    path below the folder. Links to folders are followed after all else, unless they lead to one that was read already
+    or to one that they lie in."""
     seen = {os.path.realpath(other) for other in without}
     found: list[Path] = []
     starts = [folder]
@@ -56,32 +56,32 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
 
 
 def _leads_back(link: Path) -> bool:
-    """Whether a link leads to a folder that it lies in."""
+    """Tell if a link leads to a folder that it lies in."""
     return Path(os.path.realpath(link.parent)).is_relative_to(os.path.realpath(link))
 
 
 def same_folder(folder: Path, other: Path) -> bool:
-    """Whether both are one place, links followed."""
+    """Tell if both are one place, links followed."""
     return os.path.realpath(folder) == os.path.realpath(other)
 
 
 def relative_name(folder: Path, file: Path) -> str:
-    """What messages call a file: its path below the folder."""
+    """Name of a file in messages: its path below the folder."""
     return file.relative_to(folder).as_posix()
 
 
 def stem_of(name: str) -> str:
-    """The name without its ending."""
+    """Remove the ending of a name."""
     return os.path.splitext(name)[0]
 
 
 def list_files(folder: Path, files: Sequence[Path]) -> str:
-    """Up to five of the files, by their names."""
+    """Name up to five of the files."""
     return shortlist([relative_name(folder, file) for file in files])
 
 
 def file_state(file: Path) -> str:
-    """Changes when the file is written to."""
+    """State of a file, which changes when the file is written to."""
     try:
         stat = file.stat()
     except OSError:

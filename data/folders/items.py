@@ -1,4 +1,4 @@
-"""From files to what is trained on: each picture, and each clip that a film gives, with its size and its frames."""
+"""Items to train on: each image, and each clip taken out of a video, with its size and its frames."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Item:
 def find_items(
     dataset: Dataset, progress: Progress, interrupted: Interrupted
 ) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """The items of a data set in its order, and notes; every file is looked at, none is decoded whole.
+    """Find the items of a data set in its order, and notes; every file is inspected, none is decoded to its end.
 
     Raises ValueError for files that can't be read, and for films too short for any clip that is asked of them.
     """

@@ -10,7 +10,7 @@ FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What is set for a whole folder.
+    """Options of a folder.
 
     alpha_mask: the pictures' own alpha channel is their mask.
     unmasked_weight: how much what a mask leaves out counts, 0 to 1.
@@ -70,7 +70,7 @@ _READ_WITH = {"frame_stride": "slide", "frame_sample": "uniform", "max_frames": 
 
 
 def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked: bool) -> Iterator[str]:
-    """masked: whether its pictures have masks."""
+    """Note options of a folder that have no effect or contradict each other; masked: its images have masks."""
     if masked and options.unmasked_weight == 1:
         yield f"The masks of {folder!r} have no effect: unmasked_weight 1 has what they leave out count whole."
     if trigger_words.strip() and options.regularisation:

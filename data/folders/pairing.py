@@ -1,4 +1,4 @@
-"""Pictures that belong to others by their names: control pictures and masks."""
+"""Pairing of images with their control images and masks, by file name."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from .files import image_files, list_files, relative_name, same_folder, stem_of
 
 
 def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path, ...]], tuple[str, ...]]:
-    """The control pictures of each picture, and a note on those that belong to none.
+    """Match the control images of each image, and note those that belong to none.
 
     names: of pictures, as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the control folder, whatever its
     ending, then `sub/a_0.png`, `sub/a_1.png`, … in the order of their numbers, as musubi-tuner names them; a file that
@@ -36,7 +36,7 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
 
 
 def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """The mask of each picture or clip, and a note on those that belong to none.
+    """Match the mask of each image or video, and note those that belong to none.
 
     names: as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the mask folder, whatever its ending.
     ValueError names up to five that have none.

@@ -1,4 +1,4 @@
-"""Which frames of a film become clips to train on: the ways and the names that musubi-tuner's users know."""
+"""Windows of frames that are taken out of a video as clips, by the methods and names of musubi-tuner."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ FRAMES_PER_LATENT = 4
 
 @dataclass(frozen=True)
 class Extraction:
-    """How clips are taken out of a film.
+    """Method by which clips are taken out of a video.
 
     target_frames: how many frames a clip has, each 4n + 1; a film gives clips of every one of them.
     fps: frames per second of the clips, by dropping or repeating frames; 0 takes the film's own.
@@ -46,7 +46,7 @@ class Extraction:
         return [(start, count) for count in self.target_frames for start in self._starts(frames, count)]
 
     def too_long(self, frames: int) -> list[int]:
-        """The target_frames that a film of `frames` frames has no clip of."""
+        """List the target_frames of which a video of `frames` frames has no clip."""
         return [] if self.method == FULL else [count for count in self.target_frames if count > frames]
 
     def _starts(self, frames: int, count: int) -> Sequence[int]:
@@ -63,7 +63,7 @@ class Extraction:
 
 
 def round_down_frames(count: int) -> int:
-    """The most frames, 4n + 1, that `count` frames hold."""
+    """Round a number of frames down to 4n + 1."""
     return (count - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
 
 

@@ -1,4 +1,4 @@
-"""What a file shows: its frames, and the part of them that is trained on."""
+"""Frames of an image or video file, and the crop of them that is trained on."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ Box = tuple[float, float, float, float]
 
 
 class Pixels(Protocol):
-    """What can be encoded: a file's frames. size: (height, width) in pixels. key: names the content."""
+    """Frames of a file that can be encoded. size: (height, width) in pixels. key: names the content."""
 
     @property
     def name(self) -> str: ...
@@ -103,7 +103,7 @@ class Crop:
 
     @property
     def region(self) -> tuple[Any, ...]:
-        """What of the frames is shown, in keys."""
+        """Part of a key: the box, the size and the flip."""
         return (self.box, self.height, self.width, *(("flipped",) if self.flip else ()))
 
     def load(self) -> Tensor:

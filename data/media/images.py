@@ -1,4 +1,4 @@
-"""From a picture file to pixels: colours as they are meant to be seen, upright, cropped and scaled in one pass."""
+"""Read image files to pixels: colours as they are meant to be seen, upright, cropped and scaled in one pass."""
 
 import logging
 import os
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What planning needs of a picture file: a name for its bytes, (height, width) in pixels when upright, and whether
-    it may be transparent somewhere. wide: whether it holds 32-bit numbers, whose white their range tells."""
+    """Facts of an image file for planning: a name for its bytes, (height, width) in pixels when upright, and whether
+    it may be transparent somewhere. wide: it holds 32-bit numbers, whose white their range tells."""
 
     digest: str
     size: tuple[int, int]

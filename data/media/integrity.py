@@ -1,4 +1,4 @@
-"""Whether pictures can be decoded to their end, found out before an encoder is loaded."""
+"""Check that images can be decoded to their end, before an encoder is loaded."""
 
 import os
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupte
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a picture is whole, by the cheapest reading that goes to its end: the checksums of a PNG, a JPEG at an
+    """Tell if an image is intact, by the cheapest reading that goes to its end: the checksums of a PNG, a JPEG at an
     eighth of its size, others decoded."""
     try:
         with Image.open(path) as image:

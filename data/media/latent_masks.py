@@ -13,7 +13,7 @@ from .masks import area_mean
 def noise_mask_weights(
     mask: Tensor, name: str, cells: tuple[int, int], grid: Grid, placement: Placement, patch: int
 ) -> Tensor:
-    """How much each kept token counts, (tokens,): the mean of the mask over its square of the latent.
+    """Compute the weight of each kept token, (tokens,): the mean of the mask over its square of the latent.
 
     mask: (1, H, W), (H, W) or (1, T, H, W), which core stretches over the latent whatever H and W are. cells: (height,
     width) of the latent; grid: all of its tokens, placement: the part in their middle that is kept.

@@ -1,4 +1,4 @@
-"""Which tokens of a picture count in the loss: a mask picture, or an alpha channel, as the mean over each token."""
+"""Masks of the loss: a mask image or an alpha channel as the mean over each token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ FAINT = 0.02
 
 @dataclass(frozen=True)
 class Mask:
-    """What of a picture counts. path: of the mask picture, or of the picture whose alpha channel it is; size: its own
-    (height, width) in pixels; wide: as of its PictureFacts."""
+    """Mask of an image or video. path: of the mask picture, or of the picture whose alpha channel it is; size: its own
+    (height, width) in pixels; wide: as of its ImageFacts."""
 
     path: Path
     name: str
@@ -55,7 +55,7 @@ class Mask:
 
     @property
     def faint(self) -> bool:
-        """Whether its brightest pixel is all but black; a mask that is black whole is not meant."""
+        """Tell if its brightest pixel is all but black; an entirely black mask is not meant."""
         brightest = load_mask(self.path, alpha=self.alpha, digest=self.digest, name=self.name).max()
         return bool(0 < brightest < FAINT)
 
@@ -66,7 +66,7 @@ class Mask:
 
 
 def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]) -> Mask:
-    """The mask of a picture or clip of `size`: a picture of its own, or without one the picture's alpha channel.
+    """Find the mask of an image or video of `size`: a picture of its own, or without one the picture's alpha channel.
 
     Raises ValueError for a mask of another shape than its picture.
     """
@@ -84,7 +84,7 @@ def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]
 
 
 def area_mean(mask: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:
-    """The mean of `mask`, (H, W), over each of height x width equal parts of `box` (left, top, right, bottom): fp32,
+    """Average `mask`, (H, W), over each of height x width equal parts of `box` (left, top, right, bottom): fp32,
     (height, width). A pixel that lies in a part by a fraction counts by that fraction."""
     left, top, right, bottom = box
     rows, columns = _shares(top, bottom, height, mask.shape[0]), _shares(left, right, width, mask.shape[1])
@@ -101,8 +101,8 @@ def _shares(start: float, end: float, parts: int, pixels: int) -> np.ndarray:
 
 
 def token_weights(mask: Tensor, placement: Placement, unmasked_weight: float) -> Tensor:
-    """How much each kept token counts, (tokens,): unmasked_weight + (1 − unmasked_weight) · mask, the same in every
-    frame of a clip. mask: (rows, columns) of the grid."""
+    """Compute the weight of each kept token, (tokens,): unmasked_weight + (1 − unmasked_weight) · mask, the same in
+    every frame of a clip. mask: (rows, columns) of the grid."""
     kept = placement.tokens // placement.grid.frames
     weights = unmasked_weight + (1.0 - unmasked_weight) * mask.flatten()[:kept]
     return weights.repeat(placement.grid.frames)

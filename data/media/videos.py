@@ -43,11 +43,11 @@ _CONVERSION = (
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """What planning needs of a video file.
+    """Facts of a video file for planning.
 
     digest: a name for its bytes. size: (height, width) in pixels when upright and with square pixels.
     stamps: the time stamp of each frame, ascending, in units of `time_base` seconds. end: when the last frame ends.
-    hdr: whether its curve is one of high dynamic range, which is read as if it were an ordinary one.
+    hdr: its curve is one of high dynamic range, which is read as if it were an ordinary one.
     """
 
     digest: str
@@ -63,7 +63,7 @@ class VideoFacts:
         return len(self.stamps) / float((self.end - self.stamps[0]) * self.time_base)
 
     def frames_at(self, fps: float) -> list[int]:
-        """The stamps of the frames that are shown at `fps` frames per second, from the first one on; 0 takes all.
+        """List the stamps of the frames that are shown at `fps` frames per second, from the first one on; 0 takes all.
 
         At a higher rate than the file's own, frames come more than once.
         """
@@ -148,7 +148,8 @@ def load_frames(
     *,
     name: str | None = None,
 ) -> Tensor:
-    """The frames with these stamps, each cut to `box` and scaled to `height` by `width`: float32, (T, H, W, 3), 0 to 1.
+    """Decode the frames with these stamps, each cut to `box` and scaled to `height` by `width`: float32, (T, H, W, 3),
+    0 to 1.
 
     box: (left, top, right, bottom) in pixels of `facts.size`, fractions allowed. The filter is that of pictures
     (Lanczos, antialiased); transparent parts show white.
