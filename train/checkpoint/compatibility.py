@@ -1,4 +1,4 @@
-"""Whether a saved state fits what is to be trained, told from its header alone, before a model is loaded."""
+"""Compatibility of a saved state with the run's options, checked from its header before a model is loaded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +27,11 @@ _MADE_WITH = ("algorithm", "init", "rank", "factor")
 def check_state(
     path: Path, network: NetworkOptions, optimizer: OptimizerOptions, model: Any, targets: Sequence[str]
 ) -> None:
-    """Raises ValueError, a sentence that names the input, where a run with these options on these layers of `model`
-    cannot go on from the state, or would silently make something else of what it has learnt."""
+    """Check that a run with these options on the layers `targets` of `model` can resume from the state.
+
+    Raises ValueError, naming the input, where it cannot, or where the saved weights would silently mean something else
+    under these options (another alpha, for example).
+    """
     plain = read_header(path)
     shapes = linear_shapes(model)
     own = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
@@ -46,7 +49,7 @@ def check_state(
 
 
 def _bare(spec: AdapterSpec, size: tuple[int, int]) -> Adapter:
-    """An adapter without memory for its weights."""
+    """Build an adapter on the meta device, for its shapes only. size: (out, in) of the layer."""
     with torch.device("meta"):
         return adapter_kind(spec)(spec, *size)
 
@@ -60,7 +63,14 @@ def _master_shapes(path: Path) -> Shapes:
 def _check_network(
     there: Shapes, saved: Mapping[str, AdapterSpec], own: Mapping[str, Adapter], network: NetworkOptions
 ) -> None:
-    """there: the shapes of the state's masters. saved: empty for a state from before they were kept."""
+    """Compare the adapters of a state with those of this run.
+
+    there: shapes of the state's fp32 weights by name.
+    saved: adapter specs of the state by layer; empty for old states, which do not hold them.
+    own: adapters of this run by layer.
+
+    Raises ValueError at the first difference.
+    """
     layers = dict.fromkeys(name.rpartition(".")[0] for name in there)
     if layers.keys() != own.keys():
         raise ValueError(

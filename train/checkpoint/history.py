@@ -1,6 +1,6 @@
-"""The parts of a run that went on from a state under other settings, and what each was made with.
+"""Resume history: the segments of a run that was resumed with changed settings.
 
-A state holds all of them, the last one without an end; a LoRA's metadata and the summary say what was otherwise.
+A state holds all segments; the last one has no `to_step`. A LoRA's metadata and the summary list the changed settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,23 @@ _FIELDS = (
 
 
 def made_with(facts: RunFacts, data: str, weights: str) -> Plain:
-    """What decides what a part learns, as plain JSON. data and weights: the fingerprints, which tell that they were
-    others and nothing of them."""
+    """Return the settings that decide what a segment learns, as plain JSON.
+
+    data, weights: fingerprints of training data and model; they reveal a change, not its content.
+    """
     told = plain_facts(facts)
     names = {"data_fingerprint": fingerprint(data)[:8], "model_fingerprint": fingerprint(weights)[:8]}
     return {name: told[name] for name in _FIELDS} | names
 
 
 def parts_of(state: Path | None, lineage: str, now: Plain, asked: str) -> list[Plain]:
-    """The parts of a run of this lineage that goes on from `state`. One of a state from before they were kept has no
-    `made_with`. asked: the lineage of its settings, by which it is found again; see `states.continued_lineage`."""
+    """List the segments of a run of this lineage that resumes from `state`, the one that begins now last.
+
+    now: settings of this segment, see `made_with`.
+    asked: lineage of its settings, by which `resume.continued_lineage` finds the run again.
+
+    A segment of an old state, which did not hold them, has no `made_with`.
+    """
     last = {"made_with": now, "asked": asked}
     if state is None:
         return [last]
@@ -40,8 +47,11 @@ def parts_of(state: Path | None, lineage: str, now: Plain, asked: str) -> list[P
 
 
 def continued_from(parts: Sequence[Plain]) -> list[Plain]:
-    """Each earlier part: `from_step` (exclusive) to `to_step`, and the `settings` that were others than those of now,
-    as they were; without `settings` where that is not known."""
+    """List the earlier segments that had other settings.
+
+    An entry is `{"from_step" (exclusive), "to_step", "settings"}`. `settings` holds the earlier values of what has
+    changed; it is missing where they are unknown.
+    """
     *earlier, now = parts
     told, begin = [], 0
     for part in earlier:
@@ -55,7 +65,7 @@ def continued_from(parts: Sequence[Plain]) -> list[Plain]:
 
 
 def _otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> Plain:
-    """What of `before` is not so in `now`."""
+    """Return the entries of `before` that differ in `now`, nested mappings entry by entry."""
     found: Plain = {}
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)

@@ -1,7 +1,7 @@
-"""What a LoRA file says about itself, in its safetensors header.
+"""Metadata of a LoRA file, in its safetensors header.
 
 `modelspec.*`: Stability AI's ModelSpec (github.com/Stability-AI/ModelSpec), version 1.0.1 as kohya's scripts write it.
-`ss_*`: kohya's keys that model managers read, only those that are true of our run.
+`ss_*`: kohya's keys that model managers read, only those that apply to our run.
 `tessera`: all settings of the run as JSON.
 """
 
@@ -35,14 +35,34 @@ Describe = Callable[[int, float | None, LoraModel], dict[str, str]]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a training run when its LoRA is written.
+    """Facts of a training run for the metadata of its LoRA.
 
-    family and variant: such as `flux` and `dev`. origin: what other tools call the model. base_model: the checkpoint's
-    file name, empty where it is not known. steps: optimizer steps done. samples: pictures per epoch, repeats counted.
-    resolution: `<width>x<height>` of a picture of the planned size. started and finished: ISO 8601 with an offset.
-    final_loss: None before the first step. data: see `data_facts`. validation: its options, None without it.
-    saving: when LoRAs are saved. compile: whether compiling was asked for. continued_from: the parts before this one
-    that had other settings, see `parts.continued_from`.
+    output_name: path of the LoRA below the LoRA folder.
+    family: name of the model family, such as `flux`.
+    variant: variant in the family, such as `dev`.
+    origin: names of the model in other tools.
+    base_model: file name of the checkpoint, empty where unknown.
+    steps: optimizer steps done.
+    batch_size: samples of a micro-batch.
+    gradient_accumulation: micro-batches of an optimizer step.
+    seed: seed of the run.
+    network: options of the LoRA.
+    optimizer: options of the optimizer.
+    objective: options of the objective.
+    memory: options of memory use.
+    resolution: `<width>x<height>` in pixels of the first sample.
+    samples: samples per epoch, repeats counted.
+    started: ISO 8601 with an offset.
+    finished: ISO 8601 with an offset.
+    final_loss: last loss, None before the first step.
+    tessera_version: version of this pack.
+    comfyui_version: version of ComfyUI.
+    torch_version: version of torch.
+    data: facts of the training data, see `data_facts`.
+    validation: options of validation, None without it.
+    saving: save intervals and number of retained LoRAs.
+    compile: 'auto' or 'off'.
+    continued_from: earlier segments with other settings, see `history.continued_from`.
     """
 
     output_name: str
@@ -74,14 +94,14 @@ class RunFacts:
 
 
 def plain_facts(facts: RunFacts) -> dict[str, Any]:
-    """The facts as plain JSON, without paths of a disk."""
+    """Return the facts as plain JSON, with absolute paths removed."""
     return without_paths(asdict(facts))
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The header of a LoRA file of this run in kohya's keys; `for_file` fits it to another format.
+    """Make the header of a LoRA file of this run for kohya's keys; `for_file` adapts it to another format.
 
-    Every value is a string. Absolute paths, also inside of text, are cut to their last part.
+    Every value is a string. Absolute paths are cut to their last part, inside texts too.
     """
     settings = plain_facts(facts)
     network, optimizer = facts.network, facts.optimizer
@@ -124,7 +144,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
 
 
 def _network_args(network: NetworkOptions) -> str:
-    """What the network's module was given, as kohya's scripts write it: JSON of texts, empty where that is nothing."""
+    """Format the network module's arguments as kohya's scripts do: JSON of strings, empty without arguments."""
     own: dict[str, dict[str, Any]] = {
         "lora": {},
         "loha": {"algo": "loha"},
@@ -141,18 +161,19 @@ def _network_args(network: NetworkOptions) -> str:
 
 
 def _unix(moment: str) -> str:
-    """Seconds since 1970, as kohya's scripts write times."""
+    """Convert ISO 8601 to seconds since 1970, the format of kohya's scripts."""
     return str(datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()) if moment else ""
 
 
 def now() -> str:
+    """Return the current time in UTC, ISO 8601 with an offset."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def facts_of(
     settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
 ) -> RunFacts:
-    """What is known of the run before its first step."""
+    """Collect the facts of a run before its first step."""
     _, height, width = data.samples[0].grid
     pixels = family.latents(patcher.model).pixels_per_token
     return RunFacts(
@@ -185,7 +206,7 @@ def facts_of(
 
 
 def describer(facts: RunFacts) -> Describe:
-    """What a LoRA file of this run says of itself."""
+    """Return the function that makes the metadata of this run's LoRA files."""
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:
         return metadata_for(replace(facts, steps=step, final_loss=loss, finished=now()), lora)

@@ -1,8 +1,8 @@
-"""The average of a run's LoRAs over its steps, made afterwards from those that were saved on the way.
+"""Post-hoc averaging of the LoRAs that a run saved.
 
-An average over every step needs every step, or running averages kept while it trains (Karras et al. 2023, arXiv
-2312.02696, section 3, rebuilds any profile from two of them). Here each saved LoRA stands for the steps since the one
-before it: with a save at every step that is the average itself, with few saves a coarse one.
+An exact average needs the weights of every step, or running averages kept during training (Karras et al. 2023, arXiv
+2312.02696, section 3, rebuilds any profile from two of them). Here each saved LoRA represents the steps since the
+previous one: exact with a save at every step, an approximation with fewer.
 """
 
 import json
@@ -28,7 +28,11 @@ AVERAGE = "tessera_average"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A LoRA of a run after that many steps."""
+    """LoRA file of a run.
+
+    step: optimizer steps it was trained for.
+    path: its file.
+    """
 
     step: int
     path: Path
@@ -36,8 +40,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Profile:
-    """How much each step counts. decay belongs to exponential, width to power; last_part: of the steps, counted from
-    the end, that are averaged over."""
+    """Averaging profile: the weight of each step.
+
+    kind: one of PROFILES.
+    decay: decay per step, above 0 and below 1; exponential only.
+    width: relative width, above 0 and up to WIDEST; power only.
+    last_part: fraction of the steps to average, counted from the end.
+    """
 
     kind: str = EXPONENTIAL
     decay: float = 0.999
@@ -56,13 +65,13 @@ class Profile:
 
 
 def list_runs(root: Path) -> list[str]:
-    """The runs below the LoRA folder of which two LoRAs or more are there, by their folder."""
+    """List the run folders below the LoRA folder that hold at least two LoRAs, relative to it."""
     folders = sorted({path.parent for path in root.rglob("*-step*.safetensors")}) if root.is_dir() else []
     return [folder.relative_to(root).as_posix() for folder in folders if len(snapshots(folder)) > 1]
 
 
 def snapshots(folder: Path) -> list[Snapshot]:
-    """The LoRAs of the run in this folder, which is named after it, the first one first."""
+    """List the LoRAs of the run in this folder by step. The folder's name begins with the run's name."""
     name = next((name for name in _names(folder) if folder.name.startswith(f"{name}-")), None)
     if name is None:
         return []
@@ -78,7 +87,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _steps_of(path: Path) -> int | None:
-    """How many steps a LoRA of ours had, by its metadata."""
+    """Read the number of steps from a LoRA's metadata; None where it is not ours or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return int((file.metadata() or {})["ss_steps"])
@@ -87,8 +96,10 @@ def _steps_of(path: Path) -> int | None:
 
 
 def find_snapshots(root: Path, run: str, profile: Profile) -> tuple[list[Snapshot], int]:
-    """Those that the profile counts, and the step of the last one before them (0 where there is none). Raises
-    ValueError where the run is not below the LoRA folder, and where fewer than two LoRAs are left."""
+    """Return the LoRAs that the profile averages, and the step of the LoRA before them (0 without one).
+
+    Raises ValueError where the run is not below the LoRA folder, or fewer than two LoRAs are left.
+    """
     folder = (root / run).resolve()
     every = snapshots(folder) if folder.is_relative_to(root.resolve()) else []
     if not every:
@@ -108,13 +119,15 @@ def find_snapshots(root: Path, run: str, profile: Profile) -> tuple[list[Snapsho
 
 
 def weights_of(steps: Sequence[int], profile: Profile, before: int = 0) -> list[float]:
-    """How much the LoRA after each of these steps counts, 1 in sum. before: the step that the first of them follows.
+    """Compute the weight of the LoRA after each of these steps; the weights add up to 1.
+
+    before: step of the last LoRA before the first of them, 0 without one.
 
     exponential: ema ← D·ema + (1 − D)·LoRA from the first LoRA on, where D is the product of the live average's decays
     d(t) = min(decay, (1 + t) / (10 + t)) over the steps t since the LoRA before (`LoraAverage`).
     power: each LoRA counts as t^gamma over the steps that it stands for, hence t_i^(gamma + 1) − t_(i−1)^(gamma + 1)
     (Karras et al. 2023, arXiv 2312.02696, section 3.1), with gamma by the profile's relative width, see `gamma_of`.
-    equal: all alike.
+    equal: the same weight for all.
     """
     if profile.kind == EXPONENTIAL:
         weights = [1.0]
@@ -130,18 +143,21 @@ def weights_of(steps: Sequence[int], profile: Profile, before: int = 0) -> list[
 
 
 def gamma_of(width: float) -> float:
-    """gamma of the power profile whose standard deviation is `width` of the training time: the positive root of width =
-    sqrt(gamma + 1) / ((gamma + 2)·sqrt(gamma + 3)) (arXiv 2312.02696, appendix C)."""
+    """Solve for gamma of the power profile whose standard deviation is `width` of the training time.
+
+    Positive root of width = sqrt(gamma + 1) / ((gamma + 2)·sqrt(gamma + 3)) (arXiv 2312.02696, appendix C).
+    """
     t = width**-2
     return float(np.roots([1.0, 7.0, 16.0 - t, 12.0 - t]).real.max())
 
 
 def average(root: Path, run: str, profile: Profile) -> tuple[LoraModel, str]:
-    """The average of a run's saved LoRAs, and what it was made of, a line each.
+    """Average a run's saved LoRAs. Returns the LoRA and a report with one line per file.
 
-    The numbers of the file are averaged, of a LoRA down and up each by itself, as the live average does: the update of
-    the result is not the mean of the updates. fp64 sums, fp32 result. Raises ValueError for LoRAs that do not fit
-    together and files that cannot be read.
+    The tensors of the files are averaged, down and up separately, as the live EMA does. The delta W of the result is
+    therefore not the mean of the deltas. Sums are fp64, the result is fp32.
+
+    Raises ValueError where the files have different shapes or cannot be read.
     """
     counted, before = find_snapshots(root, run, profile)
     weights = weights_of([one.step for one in counted], profile, before)

@@ -1,4 +1,4 @@
-"""Which saved state a run goes on from, and which others the user is told of."""
+"""Choice of the state to resume from, and of the other states to mention to the user."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,10 @@ from .state import STATE_SUFFIX, read_header
 
 
 def named_state(root: Path, settings: TrainSettings) -> Path | None:
-    """The state that `resume` names, or None where it names none. Raises ValueError where that is missing or lies
-    outside the LoRA folder."""
+    """Return the state that `resume` names, None where it is 'off' or 'latest'.
+
+    Raises ValueError where the state is missing or lies outside the LoRA folder.
+    """
     if not settings.names_state:
         return None
     path = (root / settings.resume).resolve()
@@ -22,10 +24,11 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
 
 
 def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None:
-    """The state to resume from, or None where the run starts at step 0.
+    """Return the state to resume from, None where the run starts at step 0.
 
-    'latest' takes the furthest whole state of this lineage that is not past `steps`. Raises ValueError where a named
-    state is missing, or is past `steps`.
+    'latest' takes the furthest intact state of this lineage up to `steps`.
+
+    Raises ValueError where a named state is missing or is past `steps`.
     """
     if settings.resume == "off":
         return None
@@ -39,10 +42,16 @@ def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None
 
 
 def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """The lineage of what these settings make: a named state of other settings founds a new one, which is known by
-    both, so that it is never taken for a run that went through these settings from its start. A state of a run that was
-    founded so by these same settings goes on with that one. Raises ValueError where a named state is missing or not
-    whole."""
+    """Return the lineage of a run that may resume from a state of other settings.
+
+    A named state of another lineage starts a new lineage, fingerprinted from both. So the run is never mistaken for one
+    that had these settings from step 0. A state that was already reached this way with the same settings keeps its
+    lineage.
+
+    lineage: lineage of the settings alone.
+
+    Raises ValueError where a named state is missing or damaged.
+    """
     named = named_state(root, settings)
     if named is None:
         return _continued(root, settings, lineage) if settings.continued and settings.resume == "latest" else lineage
@@ -53,8 +62,10 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
 
 
 def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
-    """This lineage, or where it has no run, that of a run which came to these settings from others: a finished one
-    before others, then the furthest, then the newest."""
+    """Return this lineage, or where it has no run, the lineage of a run that reached these settings from others.
+
+    Of several, prefer a finished run, then the furthest, then the newest.
+    """
     if find_finished(root, settings.output_name, settings.key(lineage)) or _furthest(root, settings, lineage):
         return lineage
     found = []
@@ -66,34 +77,33 @@ def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
 
 
 def _asked(header: dict[str, Any]) -> str | None:
-    """The lineage of the settings that a state was reached with, where it is known."""
+    """Return the lineage of the settings of a state's last segment, None where unknown."""
     asked: str | None = (header.get("parts") or [{}])[-1].get("asked")
     return asked
 
 
 def other_state(root: Path, settings: TrainSettings) -> str | None:
-    """The newest whole state of this output name that is not past `steps`, whatever it was made with, as `resume`
-    names it."""
+    """Return the newest intact state of this output name up to `steps`, of any settings, as `resume` names it."""
     paths = [path for header, path in _whole_states(root, settings) if header["step"] <= settings.steps]
-    # The further one of two that were written within a tick of the file system's clock.
+    # Two states written within one tick of the file system's clock: the name decides for the further one.
     newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
 
 
 def step_past(root: Path, settings: TrainSettings, lineage: str) -> int | None:
-    """The step of the first whole state of this lineage that is past `steps`."""
+    """Return the step of the first intact state of this lineage past `steps`, None without one."""
     headers = [header for header, _ in _whole_states(root, settings) if header["lineage"] == lineage]
     return min((header["step"] for header in headers if header["step"] > settings.steps), default=None)
 
 
 def further_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
-    """The furthest whole state of this lineage after `step`, as `resume` names it."""
+    """Return the furthest intact state of this lineage after `step`, as `resume` names it; None without one."""
     found = _furthest(root, settings, lineage)
     return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None
 
 
 def _furthest(root: Path, settings: TrainSettings, lineage: str) -> tuple[int, Path] | None:
-    """The furthest whole state of this lineage that is not past `steps`, with its step."""
+    """Return (step, path) of the furthest intact state of this lineage up to `steps`."""
     found = [
         (header["step"], path)
         for header, path in _whole_states(root, settings)
@@ -103,8 +113,7 @@ def _furthest(root: Path, settings: TrainSettings, lineage: str) -> tuple[int, P
 
 
 def _whole_states(root: Path, settings: TrainSettings) -> Iterator[tuple[dict[str, Any], Path]]:
-    """The states of this output name with their headers. One that is not whole is no reason not to go on from
-    another."""
+    """Yield (header, path) of the intact states of this output name; damaged ones are skipped."""
     for folder in run_folders(root, settings.output_name):
         for path in folder.states():
             try:
@@ -114,7 +123,7 @@ def _whole_states(root: Path, settings: TrainSettings) -> Iterator[tuple[dict[st
 
 
 def list_states(root: Path) -> list[str]:
-    """Every state below the LoRA folder, as `resume` names it."""
+    """List every state below the LoRA folder, as `resume` names it."""
     if not root.is_dir():
         return []
     return sorted(path.relative_to(root).as_posix() for path in root.rglob(f"state-*{STATE_SUFFIX}"))

@@ -1,6 +1,6 @@
-"""The folder of a run.
+"""Folder of a run: its file names, retention of old files, and the search for runs.
 
-It lies where ComfyUI lists LoRAs, so that each saved LoRA can be picked in any LoRA loader:
+It lies in ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any LoRA loader:
 `<output name>-<key>/<output name>.safetensors`, `<output name>-step000100.safetensors`, states, `summary.json`.
 """
 
@@ -19,13 +19,17 @@ STATES_KEPT = 2
 
 
 def place_of(output_name: str) -> PurePosixPath:
-    """Where a run's name stands below the LoRA folder."""
+    """Convert an output name to a path below the LoRA folder."""
     return PurePosixPath(output_name.replace("\\", "/"))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """path: the run's folder; name: the last part of the output name."""
+    """Folder of one run.
+
+    path: the folder.
+    name: last part of the output name; every LoRA's file name begins with it.
+    """
 
     path: Path
     name: str
@@ -42,29 +46,34 @@ class RunFolder:
         return self.path / f"{self.name}-best.safetensors"
 
     def step_loras(self) -> dict[int, Path]:
-        """The LoRAs that were saved on the way, by their step, the first one first."""
+        """Map the step of each intermediate LoRA to its path, in ascending order."""
         return step_loras(self.path, self.name)
 
     def forget_old_loras(self, step: int, keep: int) -> None:
-        """Keeps the newest of those up to `step`, `keep` of them. Later ones are of a run that went on from there
-        before: they stay."""
+        """Delete intermediate LoRAs up to `step` except the newest `keep`.
+
+        LoRAs past `step` belong to an earlier continuation of the run and are retained.
+        """
         until = [path for at, path in self.step_loras().items() if at <= step]
         for path in until[:-keep]:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
 
     def states(self) -> list[Path]:
-        """Saved states, oldest first."""
+        """List the saved states by ascending step."""
         return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
     def states_but(self, begun_from: Path | None) -> list[Path]:
-        """Saved states without that which the run was told to go on from, oldest first."""
+        """List the saved states by ascending step, without the state that the run was resumed from."""
         return [path for path in self.states() if begun_from is None or not _same(path, begun_from)]
 
     def forget_old_states(self, step: int, begun_from: Path | None = None) -> None:
-        """Keeps the newest of those up to `step`, which was saved just now. Later ones are of a run that went on from
-        there before: they stay. begun_from: what the run was told to go on from; it stays beside them, for the run to
-        be queued so again."""
+        """Delete states up to `step` except the newest STATES_KEPT. Call it after the state of `step` was saved.
+
+        States past `step` belong to an earlier continuation of the run and are retained.
+
+        begun_from: named state that the run resumed from; retained too, so that the same workflow can be queued again.
+        """
         last = f"state-{step:06d}{STATE_SUFFIX}"
         until = [path for path in self.states_but(begun_from) if (len(path.name), path.name) <= (len(last), last)]
         for path in until[:-STATES_KEPT]:
@@ -72,7 +81,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def check_writable(self) -> None:
-        """Raises ValueError, before anything is trained, where the run could not be saved."""
+        """Write and delete a trial file. Raises ValueError where the folder is not writable."""
         trial, is_new = self.path / "trial", not self.path.exists()
         try:
             write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
@@ -83,7 +92,7 @@ class RunFolder:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
 
     def write_beside(self, ending: str, text: str) -> None:
-        """A text file beside the LoRA: `<name>.<ending>`."""
+        """Write a companion text file of the LoRA: `<name>.<ending>`."""
         write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -99,7 +108,7 @@ class RunFolder:
 
 
 def step_loras(folder: Path, name: str) -> dict[int, Path]:
-    """`<name>-step<number>.safetensors` in a folder by their number, the least first."""
+    """Map the number of each `<name>-step<number>.safetensors` in a folder to its path, in ascending order."""
     pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
     found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return dict(sorted((int(match[1]), path) for match, path in found if match))
@@ -110,14 +119,14 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def is_of_run(folder: str, name: str, key: str = "") -> bool:
-    """Whether a folder of this name holds a run of the output name `name`, of this key or of any."""
+    """Test whether a folder's name belongs to the output name `name`, and to `key` where one is given."""
     ending = re.escape(key[:8]) or "[0-9a-f]{8}"
-    # macOS may list a name in another form than it was given in.
+    # macOS may list a name in another Unicode normal form than it was created with.
     return re.fullmatch(rf"{re.escape(name)}-{ending}(-\d{{1,6}})?", normalize("NFC", folder)) is not None
 
 
 def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
-    """The folders of all runs of this output name, or of those with this key."""
+    """List the run folders of this output name, with `key` only those of this key."""
     place = root / place_of(output_name)
     if not place.parent.is_dir():
         return []
@@ -126,7 +135,7 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
 
 
 def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
-    """The folder of a finished run with this key, if its LoRA is still there."""
+    """Find the folder of a finished run with this key whose LoRA still exists."""
     for folder in run_folders(root, output_name, key):
         summary = folder.read_summary()
         if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
@@ -135,11 +144,14 @@ def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
 
 
 def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> RunFolder:
-    """The folder to write to: that of an unfinished run which is resumed, else a new one."""
+    """Return the folder to write to: the folder of `state` if it belongs to the same run, else a new one.
+
+    Deletes partial files that a killed process left in a resumed folder.
+    """
     place = root / place_of(output_name)
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
     if state is not None and _same(state.parent.parent, place.parent) and is_of_run(state.parent.name, place.name, key):
-        for unfinished in state.parent.glob(".*.part"):  # what a killed process was writing
+        for unfinished in state.parent.glob(".*.part"):  # partial file of a killed process
             unfinished.unlink(missing_ok=True)
         return RunFolder(state.parent, place.name)
     folder, number = first, 1

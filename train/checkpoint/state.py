@@ -1,7 +1,7 @@
-"""A run's whole state in one file: LoRA masters, optimizer, schedule, data position, losses.
+"""Training state in one file: fp32 LoRA weights, optimizer, schedule, data position and losses.
 
-The container is safetensors under a name of its own (`.tessera`), so that no LoRA loader lists it. Nothing is pickled.
-Random numbers need no state: every draw is a function of (seed, purpose, step, sample).
+The container is safetensors with the ending `.tessera`, so that no LoRA loader lists it. Nothing is pickled.
+Random generators have no state to save: every number is a function of (seed, purpose, step, sample).
 """
 
 import json
@@ -19,16 +19,28 @@ from ..optim.state_dict import pack_state, unpack_state
 STATE_SUFFIX = ".tessera"
 MASTERS = "masters."
 _FORMAT = 1
-# Plain fields that a state may lack.
+# Fields added after the first release: older states lack them.
 _LATER = ("validation", "adapters", "parts")
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """step: optimizer steps done. batches: batches drawn. machine: what bits may depend on. lineage: what the run is,
-    apart from its length. average: the LoRA's moving average, empty where the run keeps none. validation: the points
-    so far (`validation.Validation`) and the name of what they were measured on, empty without. adapters: what the
-    masters are of, see `LoraNetwork.specs`; empty in states from before it was kept. parts: see `parts`, likewise."""
+    """State of a run after an optimizer step.
+
+    step: optimizer steps done.
+    batches: micro-batches done.
+    masters: fp32 LoRA weights by name.
+    optimizer: state of the optimizer with the name of its class.
+    scheduler: state of the learning rate scheduler.
+    scaler: state of the gradient scaler.
+    loss: loss of each step.
+    lineage: fingerprint of everything but the run's length, see `TrainSettings.lineage`.
+    machine: hardware and software that the last bits of a result may depend on.
+    average: EMA of the LoRA, empty without one.
+    validation: points (`validation.Validation`) and the validation key, empty without validation.
+    adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
+    parts: segments of the run, see `checkpoint.history`; empty in old states.
+    """
 
     step: int
     batches: int
@@ -46,11 +58,12 @@ class TrainingState:
 
 
 def state_path(folder: Path, step: int) -> Path:
+    """Return the path of the state of this step."""
     return folder / f"state-{step:06d}{STATE_SUFFIX}"
 
 
 def save_state(path: Path, state: TrainingState) -> None:
-    """Writes the whole state at once or not at all. Raises ValueError where the disk is full."""
+    """Write a state atomically. Raises OSError where the disk refuses."""
     moving = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
     if state.average:
         moving["average"] = state.average
@@ -71,7 +84,7 @@ def save_state(path: Path, state: TrainingState) -> None:
 
 
 def load_state(path: Path) -> TrainingState:
-    """Raises ValueError where the file is no state of ours or is damaged."""
+    """Read a state with its tensors on the CPU. Raises ValueError where the file is damaged or is not a state."""
     plain = read_header(path)
     try:
         tensors, _ = read_tensors(path)
@@ -95,7 +108,10 @@ def load_state(path: Path) -> TrainingState:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The plain part of a state, without its tensors. Raises ValueError where the file is no whole state."""
+    """Read the plain fields of a state, without its tensors.
+
+    Raises ValueError where the file is damaged or is not a state of this version.
+    """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             plain = json.loads((file.metadata() or {})["tessera"])

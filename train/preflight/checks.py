@@ -1,4 +1,4 @@
-"""Whether a MODEL, data and settings fit together, before anything is loaded."""
+"""Preflight checks: MODEL, data and settings are checked against each other before any weight is loaded."""
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,17 @@ from .notes import guidance_notes, memory_notes, saving_notes, weight_notes
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a run needs, found to fit together. whole: the fingerprint of the data before any of it was held out."""
+    """Result of the preflight checks.
+
+    family: family of the model.
+    patcher: clone of the MODEL to train on.
+    data: training samples, without the held-out ones.
+    targets: names of the Linears that get an adapter.
+    notes: sentences for the user.
+    start: LoRA to initialise from, None without one.
+    validation: validation samples, None without validation.
+    whole: fingerprint of the data before the split.
+    """
 
     family: Family
     patcher: ModelPatcher
@@ -40,7 +50,7 @@ class CheckedRun:
 
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
-    """Raises ValueError, in one sentence, for whatever would end the run later; loads no weights."""
+    """Check a run without loading weights. Raises ValueError, in one sentence, for what would make it fail later."""
     family = family_of(model)
     patcher, patch_notes = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
@@ -85,16 +95,21 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
 
 
 def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:
-    """The data with the text lengths that captions take in this model's sequence."""
+    """Replace the caption lengths by the text lengths of this model's sequence, padding included."""
     samples = (replace(s, text_length=family.text_length(patcher.model, s.text_length)) for s in data.samples)
     return replace(data, samples=tuple(samples))
 
 
 def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> None:
-    """One sample is read, so that data of another family's CLIP or VAE ends here and not in the first step."""
+    """Check the data's family, sizes, channels and widths against the model.
+
+    Reads one sample, so that data of other text encoders or another VAE fails here and not in the first step.
+
+    Raises ValueError where they do not match.
+    """
     if not data.samples:
         raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
-    if not family.fits_data(data.family):  # FLUX.1's and Wan's have the same channels and widths
+    if not family.fits_data(data.family):  # by name: FLUX.1 and Wan share channels and widths
         raise ValueError(
             f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
             f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."

@@ -30,14 +30,14 @@ class RunContext:
     settings: all settings of the run.
     folder: the folder that the run writes to.
     lineage: fingerprint of what the run learns from (`TrainSettings.lineage`).
-    describe: makes the metadata of a LoRA file.
-    compile_settings: None trains eager.
+    describe: function that makes the metadata of a LoRA file.
+    compile_settings: None trains eagerly.
     validation: held-out samples, None without validation.
     companion_files: texts to write next to the first LoRA, by the ending that follows its name.
     parts: the segments of the run with their settings, the one that begins now last (`checkpoint.history`).
     continued_from: the earlier segments that had other settings.
     started: ISO 8601 with an offset.
-    notes: sentences for the user that only a context can tell.
+    notes: sentences for the user.
     """
 
     patcher: ModelPatcher
@@ -58,7 +58,7 @@ class RunContext:
 
     @property
     def all_data(self) -> TrainingData:
-        """The training samples together with the held-out ones: every graph that the run needs."""
+        """Training and held-out samples together; their sizes decide which graphs the run needs."""
         if self.validation is None:
             return self.data
         return replace(self.data, samples=self.data.samples + self.validation.samples)
@@ -82,9 +82,10 @@ def make_context(
     compile_settings: CompileSettings | None,
     companion_files: Mapping[str, str],
 ) -> RunContext:
-    """Make the context of a run that is to be trained from where it begins.
+    """Make the context of a run from its checks and its start.
 
-    compile_settings: taken where `settings.compile` is 'auto'; None is inductor's default then.
+    compile_settings: compile settings where `settings.compile` is 'auto'; None takes inductor's defaults.
+    companion_files: texts to write next to the LoRA, by ending.
     """
     started = now()
     facts = facts_of(settings, checked.family, checked.patcher, checked.data, started)

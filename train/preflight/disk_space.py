@@ -1,4 +1,4 @@
-"""Whether the disk has room for what a run or two write at least, before they train."""
+"""Disk space check: the least that one or two runs will write, compared with the free space before training."""
 
 import contextlib
 import shutil
@@ -17,8 +17,13 @@ from .run_start import Beginning
 
 @dataclass(frozen=True)
 class Room:
-    """What a run writes at least, in bytes: a LoRA, and states. count: how many more of these lie there at once than at
-    its start, that which is written beside the newest among them; stay: how many more are there at its end."""
+    """Least disk space of a run: one LoRA and some states.
+
+    lora: bytes of a LoRA.
+    state: bytes of a state.
+    count: largest number of additional states at any moment; a new state is written before the oldest is deleted.
+    stay: number of additional states at the end.
+    """
 
     lora: int
     state: int
@@ -27,10 +32,12 @@ class Room:
 
     @property
     def most(self) -> int:
+        """Bytes needed at the peak."""
         return self.lora + self.count * self.state
 
     @property
     def left(self) -> int:
+        """Bytes occupied at the end."""
         return self.lora + self.stay * self.state
 
     def __str__(self) -> str:
@@ -39,7 +46,7 @@ class Room:
 
 
 def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> Room:
-    """What the run writes from where it begins."""
+    """Compute the disk space of a run from its first step or the state it resumes from."""
     shapes = linear_shapes(checked.patcher.model)
     specs = adapter_specs(settings.network, checked.targets)
     numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
@@ -56,7 +63,7 @@ def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> 
 
 
 def check_room(folder: RunFolder, need: Room) -> None:
-    """Raises ValueError where the disk has less room than the run takes."""
+    """Raise ValueError where the disk has less free space than the run needs."""
     free = _free(folder.path)
     if free is not None and free < need.most:
         raise ValueError(
@@ -66,7 +73,10 @@ def check_room(folder: RunFolder, need: Room) -> None:
 
 
 def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
-    """The same of two runs of which the second begins when the first has ended, and whose folders lie side by side."""
+    """Raise ValueError where the disk cannot hold two runs, the second of which starts after the first has ended.
+
+    Both write to the same disk; `folder` is the folder of one of them.
+    """
     free, most = _free(folder.path), max(first.most, first.left + second.most)
     if free is not None and free < most:
         raise ValueError(
@@ -76,7 +86,7 @@ def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
 
 
 def saves_to_come(settings: TrainSettings, strata: Strata, step: int) -> int:
-    """How often a run saves after `step`, with the last time."""
+    """Count the saves of a run after `step`, the final one included."""
     before, shown = max(step, settings.steps - 1), 1
     every = settings.save_every
     if settings.save_every_epochs:
@@ -85,7 +95,7 @@ def saves_to_come(settings: TrainSettings, strata: Strata, step: int) -> int:
 
 
 def _free(folder: Path) -> int | None:
-    """Bytes that may be written below `folder`, which need not be there yet; None where the disk does not say."""
+    """Return the free bytes of the disk of `folder`, which need not exist yet; None where they are unknown."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
         return usage.free if usage.total else None

@@ -1,4 +1,4 @@
-"""Where a run begins: what it is known by, whether it was finished before, the state that it goes on from."""
+"""Start of a run: its key and lineage, an earlier finished run of the same key, and the state to resume from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,18 @@ from .checks import CheckedRun
 
 @dataclass(frozen=True)
 class Beginning:
-    """weights: the fingerprint of the MODEL. asked: the lineage of the run's settings; lineage: what it is known by,
-    another where it goes on from a state of other settings. folder: what it writes to, or has written if `finished`.
-    step: how many are done in `state`, 0 without one. further: the state, as `resume` names it, at which a run that
-    went on from the same state in the same way was left, where there is one."""
+    """Start of a run.
+
+    weights: fingerprint of the MODEL.
+    asked: lineage of the run's settings.
+    lineage: lineage of the run; differs from `asked` where it resumes from a state of other settings.
+    key: key of the run, see `TrainSettings.key`.
+    folder: folder to write to; the existing one where `finished`.
+    finished: True where a run of this key was completed before.
+    state: state to resume from, None to start at step 0.
+    step: optimizer steps done in `state`, 0 without one.
+    further: last state of an earlier continuation of `state` with these settings, as `resume` names it.
+    """
 
     weights: str
     asked: str
@@ -34,8 +42,14 @@ class Beginning:
 
 
 def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> Beginning:
-    """root: the folder that runs are kept in. Reads the model's weights once in its life. Raises ValueError where the
-    state to go on from is missing or does not fit."""
+    """Find where a run starts.
+
+    root: folder of all runs.
+
+    The first call for a MODEL reads all its weights to fingerprint them.
+
+    Raises ValueError where the state to resume from is missing or incompatible.
+    """
     weights = weights_fingerprint(model)
     asked = settings.lineage(checked.data.fingerprint, weights)
     lineage = continued_lineage(root, settings, asked)
@@ -53,7 +67,7 @@ def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, roo
 
 
 def notes_of(begun: Beginning, settings: TrainSettings, root: Path) -> Iterator[str]:
-    """What a run does not go on from, or goes on from unasked, and how to have it otherwise, a sentence each."""
+    """Explain the choice of the start: a run resumed unasked, or states that were not used, and how to change it."""
     if settings.resume == "latest" and begun.lineage != begun.asked:
         folder = begun.folder.path if begun.state is None else begun.state.parent
         yield (
