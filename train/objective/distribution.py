@@ -1,4 +1,4 @@
-"""The distributions that noise levels are drawn from, before they are shifted: each with its inverse."""
+"""Distributions of noise levels before the shift, each with its cumulative distribution function and quantiles."""
 
 import math
 from dataclasses import dataclass
@@ -14,15 +14,21 @@ from .sigma_curve import parse_curve
 
 
 class Distribution(Protocol):
-    """below: the part of the draws below a sigma. quantile: the sigma below which a part of the draws lies."""
+    """Distribution of sigma on [0, 1]."""
 
-    def below(self, sigma: float) -> float: ...
+    def below(self, sigma: float) -> float:
+        """Return the probability of a sample below `sigma` (cumulative distribution function)."""
+        ...
 
-    def quantile(self, part: float) -> float: ...
+    def quantile(self, part: float) -> float:
+        """Return the sigma below which a sample lies with probability `part` (inverse of `below`)."""
+        ...
 
 
 @dataclass(frozen=True)
 class Uniform:
+    """Uniform distribution on [0, 1]."""
+
     def below(self, sigma: float) -> float:
         return min(max(sigma, 0.0), 1.0)
 
@@ -32,7 +38,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogitNormal:
-    """sigmoid(mean + std·n), n from the normal distribution (Esser et al. 2024, arXiv 2403.03206, sec. 3.1)."""
+    """Logit-normal distribution: sigmoid(mean + std·n), n normal (Esser et al. 2024, arXiv 2403.03206, sec. 3.1).
+
+    mean: mean of the logit.
+    std: standard deviation of the logit.
+    """
 
     mean: float
     std: float
@@ -51,9 +61,9 @@ class LogitNormal:
 
 @dataclass(frozen=True)
 class Mode:
-    """f(u) = 1 − u − s·(cos²(πu/2) − 1 + u), u uniform (arXiv 2403.03206, sec. 3.1, mode sampling with heavy tails).
+    """Mode sampling with heavy tails: f(u) = 1 − u − s·(cos²(πu/2) − 1 + u), u uniform (arXiv 2403.03206, sec. 3.1).
 
-    f falls from 1 to 0 for −1 ≤ s ≤ 2/(π − 2): for s above 0 the middle is drawn more, below 0 the ends.
+    scale: s. f falls from 1 to 0 for −1 ≤ s ≤ 2/(π − 2). s > 0 favours the middle, s < 0 the ends.
     """
 
     scale: float
@@ -66,7 +76,7 @@ class Mode:
         if not 0.0 < sigma < 1.0:
             return float(sigma > 0.5)
         low, high = 0.0, 1.0
-        for _ in range(60):  # by halving; f has no inverse in closed form
+        for _ in range(60):  # bisection: f has no closed inverse; 2^−60 is below float64's resolution
             middle = 0.5 * (low + high)
             low, high = (middle, high) if self.quantile(middle) < sigma else (low, middle)
         return 0.5 * (low + high)
@@ -74,7 +84,11 @@ class Mode:
 
 @dataclass(frozen=True)
 class Beta:
-    """Density sigma^(alpha − 1)·(1 − sigma)^(beta − 1) / B(alpha, beta), on [0, 1]."""
+    """Beta distribution: density sigma^(alpha − 1)·(1 − sigma)^(beta − 1) / B(alpha, beta) on [0, 1].
+
+    alpha: exponent of sigma plus 1, above 0.
+    beta: exponent of 1 − sigma plus 1, above 0.
+    """
 
     alpha: float
     beta: float
@@ -88,13 +102,13 @@ class Beta:
 
 @lru_cache(maxsize=8)
 def distribution_of(options: ObjectiveOptions) -> Distribution:
-    """What `timestep_sampling` draws from.
+    """Return the distribution of `timestep_sampling`.
 
     logit_normal and the resolution_… ones: LogitNormal(logit_mean, logit_std).
     sigmoid: LogitNormal(0, sigmoid_scale) (kohya-ss/sd-scripts, `--timestep_sampling sigmoid --sigmoid_scale`).
     logsnr: log SNR = 2·log((1 − sigma)/sigma) is normal, so that logit(sigma) = −logSNR/2 is too (Choi et al. 2024,
     arXiv 2411.14793, which takes mean −6 and std 2 to learn styles).
-    uniform, mode, beta, custom: as their classes say.
+    uniform, mode, beta, custom: see their classes.
     """
     match options.timestep_sampling:
         case "uniform":
@@ -113,7 +127,7 @@ def distribution_of(options: ObjectiveOptions) -> Distribution:
 
 
 def draw_from(distribution: Distribution, generator: torch.Generator) -> float:
-    """One sigma, computed in float64: normal distributions from a normal number, others through their inverse."""
+    """Sample one sigma in float64: logit-normal from a normal number, others by inverse transform sampling."""
     if isinstance(distribution, LogitNormal):
         n = torch.randn((), generator=generator, dtype=torch.float64)
         return torch.sigmoid(distribution.mean + distribution.std * n).item()

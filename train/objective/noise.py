@@ -1,4 +1,4 @@
-"""What the model is shown and what it is to say, of one clean latent, its noise and its noise level."""
+"""Flow matching inputs: noise sampling, the noised latent x_t and the velocity target."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,12 @@ from .options import ObjectiveOptions
 
 
 def draw_noise(shape: Sequence[int], generator: torch.Generator, offset: float = 0.0) -> Tensor:
-    """Normal noise of one sample, fp32 on the host. shape: (C, …).
+    """Sample the normal noise of one sample, fp32 on the host.
 
-    offset: n + offset·m, with one normal number m per channel, the same at every place and frame, so that the mean of
-    a channel is learnt too (Guttenberg 2023, "Diffusion with Offset Noise"; `--noise_offset` of kohya-ss/sd-scripts).
+    shape: (C, …).
+    offset: gives n + offset·m with one normal number m per channel, equal at all positions and frames, so that the mean
+        of a channel is learnt too (Guttenberg 2023, "Diffusion with Offset Noise"; `--noise_offset` of
+        kohya-ss/sd-scripts).
     """
     noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
     if not offset:
@@ -21,11 +23,13 @@ def draw_noise(shape: Sequence[int], generator: torch.Generator, offset: float =
 
 
 def perturbed(noise: Tensor, options: ObjectiveOptions, generator: torch.Generator) -> Tensor:
-    """The noise that the model is shown: noise + gamma·xi, xi normal, while the target keeps `noise` (input
-    perturbation: Ning et al. 2023, arXiv 2301.11706, algorithm 1).
+    """Perturb the noise of the model's input: noise + gamma·xi, xi normal; the target retains `noise`.
 
-    gamma is `ip_noise_gamma`, or with `ip_noise_gamma_random_strength` that times a number from [0, 1), one per sample
-    (kohya-ss/sd-scripts, which draws one per batch). noise: fp32 on the host, as the result.
+    noise: fp32 on the host, like the result.
+
+    This is input perturbation (Ning et al. 2023, arXiv 2301.11706, algorithm 1). gamma is `ip_noise_gamma`. With
+    `ip_noise_gamma_random_strength` it is multiplied by a uniform number from [0, 1), one per sample
+    (kohya-ss/sd-scripts samples one per batch).
     """
     gamma = options.ip_noise_gamma
     if not gamma:
@@ -36,11 +40,11 @@ def perturbed(noise: Tensor, options: ObjectiveOptions, generator: torch.Generat
 
 
 def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_t = (1 − sigma)·x0 + sigma·noise in fp32. x0, noise: (B, …); sigma: (B,)."""
+    """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32. x0, noise: (B, …); sigma: (B,)."""
     sigma = sigma.float().reshape(-1, *[1] * (x0.ndim - 1))
     return (1.0 - sigma) * x0.float() + sigma * noise.float()
 
 
 def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
-    """noise − x0 in fp32, the velocity along the path from the picture to noise."""
+    """Compute the velocity noise − x0 in fp32: the derivative of x_t with respect to sigma."""
     return noise.float() - x0.float()

@@ -1,4 +1,4 @@
-"""Which noise levels are trained, and what the loss is."""
+"""Options of timestep sampling, noise and loss."""
 
 import math
 from dataclasses import dataclass
@@ -22,23 +22,39 @@ STRATIFIED = ("off", "batch", "epoch")
 LOSSES = ("mse", "huber", "pseudo_huber", "l1")
 HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
-MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it, mode's formula turns back on itself
+MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
 
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """Which noise levels are drawn and what the loss is (TESSERA_OBJECTIVE).
+    """Objective options (TESSERA_OBJECTIVE). Formulas stand in `distribution`, `loss`, `noise` and `preservation`.
 
-    `shift` moves the drawn sigmas towards noise: s·sigma / (1 + (s − 1)·sigma); 0 takes the family's own shift.
-    `guidance` is what a guidance-distilled model is told while it trains.
-    Sigmas lie between `min_sigma` and `max_sigma`: `sigma_range` 'cut' draws from the part of the distribution that
-    does, 'squeeze' draws from all of it and maps it onto the range, shape and all. `expert_boundary` is the sigma where
-    Wan 2.2's high noise expert hands over to the low noise one; 0 takes the model's own.
-    `stratified` spreads the draws of a batch or of an epoch evenly over the distribution. `weighting` is how much a
-    noise level counts in the loss. The formulas stand in `objective`: the parameters of a sampling in `distribution`
-    (`sigma_curve` as in `sigma_curve.parse_curve`), `weighting`, `loss` and `huber_…` in `loss`, `ip_noise_…` and
-    `noise_offset` in `noise`. `preservation_weight` is how much the class captions' preservation counts, 0 for not at
-    all (`preservation.preservation_loss`).
+    timestep_sampling: one of TIMESTEP_SAMPLING, see `distribution.distribution_of`.
+    shift: shift of the sampled sigmas towards noise, s·sigma / (1 + (s − 1)·sigma); 0 takes the family's shift.
+    loss: one of LOSSES, see `loss.velocity_loss`.
+    guidance: guidance input of a guidance-distilled model during training.
+    logit_mean: mean of logit_normal and the resolution_… samplings.
+    logit_std: standard deviation of the same.
+    min_sigma: lower end of the sigma range.
+    max_sigma: upper end of the sigma range.
+    sigma_range: 'cut' samples the distribution conditioned on the range; 'squeeze' maps all of it onto the range.
+    expert_boundary: sigma between the experts of Wan 2.2; 0 takes the model's value.
+    sigmoid_scale: scale of sigmoid.
+    mode_scale: s of mode, -1 to MOST_MODE_SCALE.
+    logsnr_mean: mean of logsnr.
+    logsnr_std: standard deviation of logsnr.
+    beta_alpha: alpha of beta.
+    beta_beta: beta of beta.
+    sigma_curve: points of custom, see `sigma_curve.parse_curve`.
+    stratified: stratify the samples of a step ('batch') or of an epoch ('epoch'), or 'off'.
+    weighting: one of WEIGHTINGS, see `loss.sigma_weight`.
+    min_snr_gamma: gamma of min_snr.
+    huber_c: threshold of the Huber losses.
+    huber_schedule: one of HUBER_SCHEDULES, see `loss.huber_threshold`.
+    ip_noise_gamma: strength of input perturbation, 0 to 1.
+    ip_noise_gamma_random_strength: sample the strength for each sample.
+    noise_offset: strength of offset noise, 0 to 1.
+    preservation_weight: weight of the preservation loss, 0 is off.
     """
 
     timestep_sampling: str = "logit_normal"

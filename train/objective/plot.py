@@ -1,5 +1,7 @@
-"""The noise levels that an objective draws, as a picture: draws against their density. Drawn with Pillow, which ComfyUI
-always brings."""
+"""Plot of an objective's noise levels: a histogram of samples against the density.
+
+Rendered with Pillow, which ComfyUI always installs.
+"""
 
 from collections.abc import Sequence
 
@@ -20,10 +22,12 @@ _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
 
 
 def plot_distribution(options: ObjectiveOptions) -> Image.Image:
-    """An RGB picture: `DRAWS` noise levels as the trainer draws them (bars), their density by the formula (line), and
-    with a weighting the density times the weight, which is how much each level counts (second line).
+    """Plot the noise levels of an objective. Returns an RGB image.
 
-    No model is known here: with `shift` 0 its own shift is left out, and a resolution's is that of 1024 x 1024.
+    Bars show a histogram of `DRAWS` samples, taken as the trainer takes them. A line shows the density. With a
+    weighting a second line shows density times weight.
+
+    No model is known here: with `shift` 0 the family's shift is left out, and a resolution's is that of 1024 x 1024.
     """
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(40, 20, f"Noise levels: {options.timestep_sampling}", 22)
@@ -43,7 +47,7 @@ def plot_distribution(options: ObjectiveOptions) -> Image.Image:
 
 
 def drawn_bars(options: ObjectiveOptions) -> list[float]:
-    """The density of the draws in each of `BARS` equal parts of [0, 1]."""
+    """Compute the histogram of `DRAWS` samples as a density, in `BARS` equal bins of [0, 1]."""
     stream, counts = generator(0, "picture"), [0] * BARS
     for _ in range(DRAWS):
         sigma = draw_sigma(options, stream, MEGAPIXEL_TOKENS)
@@ -52,13 +56,13 @@ def drawn_bars(options: ObjectiveOptions) -> list[float]:
 
 
 def density(options: ObjectiveOptions) -> list[float]:
-    """The mean density of the formula in each of `POINTS` equal parts of [0, 1]."""
+    """Compute the mean of the exact density in each of `POINTS` equal bins of [0, 1]."""
     parts = [part_below(options, MEGAPIXEL_TOKENS, 1.0, i / POINTS) for i in range(POINTS + 1)]
     return [(after - before) * POINTS for before, after in zip(parts, parts[1:], strict=False)]
 
 
 def weighted_density(options: ObjectiveOptions) -> list[float]:
-    """`density` times the weight of its noise levels, scaled to an area of 1."""
+    """Compute `density` times the loss weight, normalised to an area of 1."""
     weights = sigma_weight(options, (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS).tolist()
     products = [height * weight for height, weight in zip(density(options), weights, strict=True)]
     area = sum(products) / POINTS
@@ -68,7 +72,7 @@ def weighted_density(options: ObjectiveOptions) -> list[float]:
 def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
     bars, exact = drawn_bars(options), density(options)
     weighted = weighted_density(options) if options.weighting != "none" else []
-    # A density may be infinite at an end (beta), and a weight too: the bars say how high is high.
+    # Density and weight may be infinite at an end (beta, sigma_sqrt): the finite bars set the scale.
     ceiling = 1.15 * max(*bars, *_means(exact), min(max(_means(weighted), default=0.0), 2 * max(bars)))
     for i, height in enumerate(bars):
         if height:
@@ -89,13 +93,13 @@ def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
 
 
 def _means(heights: Sequence[float]) -> list[float]:
-    """The mean height over each bar."""
+    """Average the heights over the width of each bar."""
     size = POINTS // BARS
     return [sum(heights[i : i + size]) / size for i in range(0, len(heights), size)]
 
 
 def _told(options: ObjectiveOptions) -> str:
-    """Which shift and range the picture shows."""
+    """Describe the shift, range and stratification of the plot."""
     parts = []
     if options.shift > 0:
         parts.append(f"shift {options.shift:g}")

@@ -1,4 +1,4 @@
-"""Differential output preservation: what the class's own word calls stays as it was while a trigger word is learnt."""
+"""Differential output preservation: the output for a class word stays unchanged while a trigger word is learnt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,34 +16,45 @@ from .options import ObjectiveOptions
 
 @dataclass(frozen=True)
 class Preserved:
-    """What a batch is to keep. inputs: of the batch, noise and all, with class captions in place of its own; samples:
-    (B,), 1 where a sample has a class caption, 0 where it has none and is no part of it; weights: (B, N), 0 for the
-    tokens of clean frames, which no sampler reads, or None where all count."""
+    """Inputs of the preservation loss of a batch.
+
+    inputs: the batch's model inputs (same latents, noise and sigma) with class captions.
+    samples: (B,), 1 for a sample with a class caption, 0 for one without, which does not count.
+    weights: weights of the tokens, (B, N), 0 for clean frames, which samplers do not read; None where all are 1.
+    """
 
     inputs: ModelInputs
     samples: Tensor
     weights: Tensor | None
 
     def to(self, device: torch.device) -> "Preserved":
+        """Copy every tensor to `device`."""
         weights = None if self.weights is None else to_device(self.weights, device)
         return replace(self, inputs=self.inputs.to(device), samples=to_device(self.samples, device), weights=weights)
 
 
 def preservation_loss(velocity: Tensor, without: Tensor, kept: Preserved) -> Tensor:
-    """mean over the batch of mean over tokens and channels of (velocity − without)², 0 for samples that are no part of
-    it: what the model says of the class caption with the adapter, against what it says without (ostris/ai-toolkit,
-    SDTrainer.py, `diff_output_preservation`, whose multiplier is preservation_weight). Both are (B, N, C·patch)."""
+    """Compute the preservation loss, a scalar: the mean square of velocity − without, 0 for samples without a class.
+
+    velocity: output for the class caption with the adapter, (B, N, C·patch).
+    without: output for the class caption without the adapter, (B, N, C·patch).
+
+    Source: ostris/ai-toolkit, SDTrainer.py, `diff_output_preservation`; its multiplier is preservation_weight here.
+    """
     return (velocity_loss(velocity, without, weights=kept.weights) * kept.samples).mean()
 
 
 def with_class_caption(choice: SampleVariant, sample: Sample, options: ObjectiveOptions) -> SampleVariant:
-    """The choice, with the class caption where it is asked for and there is one."""
+    """Request the class caption of a sample, if preservation is on and the sample has one."""
     wanted = options.preservation_weight > 0 and sample.class_caption
     return replace(choice, class_caption=True) if wanted else choice
 
 
 def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> tuple[str, ...]:
-    """What of it has no effect, a sentence each. ValueError where it is asked for and no sample has a class caption."""
+    """Make notes on preservation settings or samples without effect.
+
+    Raises ValueError where preservation is on and no sample has a class caption.
+    """
     there = any(sample.class_caption for sample in samples)
     if not options.preservation_weight:
         told = "class_word (or blank_prompt_preservation) has no effect: Training Objective has preservation_weight 0."

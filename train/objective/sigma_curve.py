@@ -1,4 +1,4 @@
-"""A distribution of noise levels that a user writes down as points, such as "0:1, 0.5:3, 1:0"."""
+"""Custom distribution of noise levels: a piecewise linear density through points such as "0:1, 0.5:3, 1:0"."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -10,9 +10,11 @@ EXAMPLE = "0:1, 0.5:3, 1:0"
 
 @dataclass(frozen=True)
 class SigmaCurve:
-    """A density that is linear between its points and 0 outside them.
+    """Density that is linear between its points and 0 outside them.
 
-    sigmas: rising. weights: the density's height at each, the highest 1. parts: of the draws, what lies below each.
+    sigmas: positions of the points, increasing.
+    weights: height of the density at each point, scaled to a maximum of 1.
+    parts: cumulative probability at each point.
     """
 
     sigmas: tuple[float, ...]
@@ -20,7 +22,7 @@ class SigmaCurve:
     parts: tuple[float, ...]
 
     def below(self, sigma: float) -> float:
-        """The part of the draws that lies below `sigma`: the trapezoids up to it."""
+        """Return the cumulative probability at `sigma`: the area of the trapezoids up to it."""
         if not self.sigmas[0] < sigma < self.sigmas[-1]:
             return float(sigma >= self.sigmas[-1])
         i = bisect_right(self.sigmas, sigma) - 1
@@ -32,13 +34,13 @@ class SigmaCurve:
         return self.parts[i] + (self.parts[i + 1] - self.parts[i]) * (covered / whole if whole else 0.0)
 
     def quantile(self, part: float) -> float:
-        """The sigma below which `part` of the draws lies: the root of a quadratic between two points."""
+        """Return the sigma with cumulative probability `part`: the root of a quadratic between two points."""
         if part <= 0.0:
             return self.sigmas[max(bisect_right(self.parts, 0.0) - 1, 0)]
         i = min(max(bisect_left(self.parts, part) - 1, 0), len(self.sigmas) - 2)
         width, low, high = self.sigmas[i + 1] - self.sigmas[i], self.weights[i], self.weights[i + 1]
         share = min((part - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
-        # low·t + (high − low)·t²/2 = share·(low + high)/2, t in widths, in the form that holds for high = low too
+        # Solve low·t + (high − low)·t²/2 = share·(low + high)/2 for t in widths, in the form valid for high = low too.
         area = share * 0.5 * (low + high)
         root = math.sqrt(max(low * low + 2 * (high - low) * area, 0.0))
         return self.sigmas[i] + width * min(2 * area / (low + root), 1.0)
@@ -46,10 +48,10 @@ class SigmaCurve:
 
 @lru_cache(maxsize=8)
 def parse_curve(text: str) -> SigmaCurve:
-    """The curve of `sigma:weight` points, separated by commas, spaces or lines.
+    """Parse `sigma:weight` points, separated by commas, semicolons, spaces or lines.
 
-    Raises ValueError for what is not such a list, with fewer than two points, sigmas that do not rise from 0 to 1,
-    a weight below 0, and weights that are all 0.
+    Raises ValueError for a malformed point, fewer than two points, sigmas that do not increase or lie outside 0 to 1,
+    a negative weight, or weights that are all 0.
     """
     points: list[tuple[float, float]] = []
     for entry in text.replace(",", " ").replace(";", " ").split():

@@ -1,4 +1,4 @@
-"""Which noise levels are drawn."""
+"""Sampling of noise levels: distribution, shift, sigma range and stratification."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,14 +10,14 @@ from ...models.registry import resolution_shifts
 from .distribution import Distribution, distribution_of, draw_from
 from .options import ObjectiveOptions
 
-LEAST_PART = 1e-4  # of the draws, that a range has to hold
+LEAST_PART = 1e-4  # least probability that a sigma range must have under the distribution
 RESOLUTION_SHIFTS = resolution_shifts()
-# These say themselves where the noise levels lie, so that the model's own shift would move them away from there.
+# Not shifted by the family's shift: the user states the distribution of the final sigmas.
 AS_WRITTEN = ("logsnr", "custom")
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
-    """s·sigma / (1 + (s − 1)·sigma): moves sigmas towards noise for s > 1 and leaves 0 and 1 in place.
+    """Compute s·sigma / (1 + (s − 1)·sigma), which moves sigma towards noise for s > 1 and leaves 0 and 1 in place.
 
     Esser et al. 2024, arXiv 2403.03206, sec. 5.3.2, with s = sqrt(m / n). FLUX's `time_shift`,
     exp(mu) / (exp(mu) + 1/sigma − 1), is the same with s = exp(mu).
@@ -27,19 +27,26 @@ def shift_sigma(sigma: float, shift: float) -> float:
 
 @dataclass(frozen=True)
 class Strata:
-    """How many draws there are in an optimizer step and in an epoch."""
+    """Numbers of samples that stratification groups.
+
+    step: samples of an optimizer step.
+    epoch: samples of an epoch, repeats counted.
+    """
 
     step: int
     epoch: int
 
 
 def stratum_of(options: ObjectiveOptions, seed: int, step: int, number: int, strata: Strata) -> tuple[int, int] | None:
-    """(k, n): this draw comes from the k-th of n equally likely parts of the distribution. None where `stratified` is
-    off. number: of the draw in its optimizer step, from 0.
+    """Return the stratum (k, n) of a sample: the k-th of n equally likely parts. None where `stratified` is off.
 
-    Of n draws that belong together each comes from another part, in an order that depends on the seed and on what they
-    belong to only (stratified sampling; for noise levels Kingma et al. 2021, arXiv 2107.00630, appendix I.1).
-    batch: the samples of an optimizer step belong together. epoch: as many draws one after another as an epoch has.
+    step: optimizer step, from 0.
+    number: index of the sample in its optimizer step, from 0.
+    strata: group sizes.
+
+    The n samples of a group take each stratum once, in a random order that depends on the seed and the group only
+    (stratified sampling; for noise levels Kingma et al. 2021, arXiv 2107.00630, appendix I.1). A group is an optimizer
+    step ('batch') or as many consecutive samples as an epoch has ('epoch').
     """
     if options.stratified == "off":
         return None
@@ -63,14 +70,14 @@ def draw_sigma(
     shift: float = 1.0,
     stratum: tuple[int, int] | None = None,
 ) -> float:
-    """One noise level, 0 to 1, computed in float64 on the host: drawn from `distribution_of(options)`, then shifted.
+    """Sample one sigma, 0 to 1, in float64 on the host: from `distribution_of(options)`, then shifted.
 
-    tokens: of the sample's picture, read by the resolution_… samplings only.
-    shift: the family's own for training (1 leaves the draw as it is); `shift_of` says what takes its place.
-    stratum: (k, n) as `stratum_of` gives it.
+    tokens: image tokens of one frame, read by the resolution_… samplings only.
+    shift: the family's shift for training, 1 is none; `shift_of` decides whether it applies.
+    stratum: (k, n) of `stratum_of`, None samples the whole distribution.
 
-    Where `min_sigma` or `max_sigma` narrow the range: `cut` draws from the distribution on condition that sigma lies in
-    it, by the inverse of its distribution function; `squeeze` maps the drawn sigma to min + (max − min)·sigma.
+    In a narrower range, `cut` samples the distribution conditioned on the range by inverse transform sampling, and
+    `squeeze` maps the sampled sigma to min + (max − min)·sigma.
     """
     distribution, shift = distribution_of(options), shift_of(options, tokens, shift)
     low, high = options.min_sigma, options.max_sigma
@@ -86,7 +93,7 @@ def draw_sigma(
 
 
 def part_below(options: ObjectiveOptions, tokens: int, shift: float, sigma: float) -> float:
-    """The part of the draws of `draw_sigma` that lies below `sigma`."""
+    """Return the probability that `draw_sigma` gives a value below `sigma`."""
     distribution, shift = distribution_of(options), shift_of(options, tokens, shift)
     if _is_cut(options):
         least, most = _ends(options, distribution, shift)
@@ -97,7 +104,7 @@ def part_below(options: ObjectiveOptions, tokens: int, shift: float, sigma: floa
 
 
 def distribution_part(options: ObjectiveOptions, tokens: int, shift: float) -> float:
-    """The part of the distribution that the range leaves to be drawn, 0 to 1."""
+    """Return the probability of the sigma range under the distribution, 0 to 1; 1 unless the range is cut."""
     if not _is_cut(options):
         return 1.0
     least, most = _ends(options, distribution_of(options), shift_of(options, tokens, shift))
@@ -105,7 +112,7 @@ def distribution_part(options: ObjectiveOptions, tokens: int, shift: float) -> f
 
 
 def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
-    """Raises ValueError where hardly any sigma of the distribution lies in the range, so that none can be drawn."""
+    """Raise ValueError where the distribution has next to no probability in the sigma range."""
     if distribution_part(options, tokens, shift) < LEAST_PART:
         raise ValueError(
             f"Less than {LEAST_PART:g} of what timestep_sampling '{options.timestep_sampling}' draws lies between "
@@ -115,8 +122,11 @@ def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
 
 
 def shift_of(options: ObjectiveOptions, tokens: int, shift: float) -> float:
-    """By how much the drawn sigmas are shifted: by `options.shift` where it is above 0, else by the resolution's shift
-    for the samplings of that name, not at all for `logsnr` and `custom`, and else by `shift`, the family's own."""
+    """Return the shift to apply.
+
+    That is `options.shift` where it is above 0. Else it is the resolution's shift for the resolution_… samplings,
+    1 (none) for `logsnr` and `custom`, and `shift`, the family's shift, for all others.
+    """
     if options.shift > 0:
         return options.shift
     if options.timestep_sampling in RESOLUTION_SHIFTS:
@@ -129,12 +139,12 @@ def _is_cut(options: ObjectiveOptions) -> bool:
 
 
 def _ends(options: ObjectiveOptions, distribution: Distribution, shift: float) -> tuple[float, float]:
-    """The parts of the draws that lie below `min_sigma` and below `max_sigma`."""
+    """Return the cumulative probabilities of `min_sigma` and `max_sigma` before the shift."""
     least, most = (distribution.below(shift_sigma(end, 1.0 / shift)) for end in (options.min_sigma, options.max_sigma))
     return least, most
 
 
 def _part(generator: torch.Generator, stratum: tuple[int, int] | None) -> float:
-    """From [0, 1), or from the stratum's part of it."""
+    """Sample uniformly from [0, 1), or from the stratum's interval of it."""
     part = torch.rand((), generator=generator, dtype=torch.float64).item()
     return part if stratum is None else (stratum[0] + part) / stratum[1]

@@ -1,4 +1,4 @@
-"""Which weights a LoRA is saved with, where they are not those that are trained: averages over the steps."""
+"""Averages of the weights over the steps: EMA, and the evaluation weights of schedule-free optimizers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,15 +10,16 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 def decay_at(update: int, decay: float) -> float:
-    """d of `LoraAverage` at this update, counted from 1."""
+    """Return the decay d of `LoraAverage` at an update, counted from 1."""
     return min(decay, (1 + update) / (10 + update))
 
 
 class LoraAverage:
-    """The exponential moving average of a LoRA's masters.
+    """Exponential moving average (EMA) of a LoRA's fp32 weights w.
 
-    After update t (counted from 1) ema ← d·ema + (1 − d)·master with d = min(decay, (1 + t) / (10 + t)), so that a
-    short run is not held at its start: the rule of TensorFlow's ExponentialMovingAverage and of diffusers' EMAModel.
+    Update t, counted from 1: ema ← d·ema + (1 − d)·w with d = min(decay, (1 + t) / (10 + t)). The smaller d of the
+    first updates keeps the initial weights from dominating a short run. TensorFlow's ExponentialMovingAverage and
+    diffusers' EMAModel use the same rule.
     """
 
     def __init__(self, decay: float, masters: Mapping[str, Tensor]):
@@ -28,25 +29,28 @@ class LoraAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the masters in as they are after a step."""
+        """Update the average. Call it after each optimizer step."""
         self.updates += 1
         decay = decay_at(self.updates, self.decay)
         get_ema_multi_avg_fn(decay)(list(self.masters.values()), list(self.sources.values()), None)
 
     def state(self) -> dict[str, Any]:
+        """Return the number of updates and the averages, for a training state."""
         return {"updates": self.updates, "masters": dict(self.masters)}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state; from an empty one, of a run without the average, it starts at the masters."""
+        """Restore a saved state. An empty one, of a run without EMA, restarts from the current weights."""
         self.updates = int(state.get("updates", 0))
         for name, tensor in self.masters.items():
             tensor.copy_(state["masters"][name] if state else self.sources[name])
 
 
 def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it steps other weights than those that are meant to be used, with `train` and `eval` to change between
-    them (Defazio et al. 2024, arXiv 2405.15682)."""
+    """Test for a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682).
+
+    It trains other weights than those it evaluates with; its methods `train` and `eval` swap the two.
+    """
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
@@ -54,10 +58,10 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
 def saved_weights(
     masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, average: LoraAverage | None
 ) -> Iterator[None]:
-    """Inside, the masters are what is to be saved: the average, or what a schedule-free optimizer evaluates with.
+    """Context in which `masters` hold the weights to save: the EMA, or a schedule-free optimizer's evaluation weights.
 
-    After it they are bit for bit as they were: `eval` and `train` alone would leave rounding behind, and a run that is
-    saved more often would learn something else.
+    On exit the trained weights are restored from copies, bit for bit. `eval` followed by `train` leaves rounding
+    errors, so that a run saved more often would give another result.
     """
     free = is_schedule_free(optimizer)
     if average is None and not free:

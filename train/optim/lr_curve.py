@@ -1,4 +1,4 @@
-"""A learning rate over the steps that a user writes down as points, such as "0:1, 50:1, 100:0.1"."""
+"""Learning rate curve: piecewise linear through points written by the user, such as "0:1, 50:1, 100:0.1"."""
 
 import math
 
@@ -6,9 +6,9 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def parse_curve(text: str) -> Curve:
-    """The points of `lr_curve`: `0:1, 50%:1, 100:0.1` as ((0, 1), (0.5, 1), (1, 0.1)), in progress and factor.
+    """Parse `lr_curve`: `0:1, 50%:1, 100:0.1` gives (progress, factor) pairs ((0, 1), (0.5, 1), (1, 0.1)).
 
-    Raises ValueError where a point is none, the points do not rise, or the rate is 0 everywhere.
+    Raises ValueError where a point is malformed, progress does not increase, or every factor is 0.
     """
     points: list[tuple[float, float]] = []
     for part in text.replace("\n", ",").split(","):
@@ -33,7 +33,7 @@ def parse_curve(text: str) -> Curve:
 
 
 def on_curve(curve: Curve, progress: float) -> float:
-    """The factor there, straight between two points and level outside them."""
+    """Interpolate the factor at `progress`: linear between two points, constant outside them."""
     for (left, start), (right, end) in zip(curve, curve[1:], strict=False):
         if left <= progress <= right:
             return start + (end - start) * (progress - left) / (right - left)

@@ -1,4 +1,4 @@
-"""Max-norm regularisation: after each step, updates that have grown too large are scaled down."""
+"""Max-norm regularisation: limit the norm of each layer's delta W after each step."""
 
 from collections.abc import Iterable
 
@@ -9,13 +9,13 @@ from ...models.adapters.base import Adapter
 
 
 class MaxNorm:
-    """Keeps the Frobenius norm of each layer's delta W at `limit` or below.
+    """Limits the Frobenius norm of each layer's delta W to `limit`.
 
-    After a step, with n = ‖delta W‖ and q = min(1, limit / n), each of the k matrices whose product delta W is, is
-    multiplied by q^(1/k), and delta W so by q: down and up by √q, as kohya's `scale_weight_norms` (sd-scripts,
-    networks/lora.py, apply_max_norm_regularization), the four of LoHa and the two or three of LoKr by that root, as
-    LyCORIS (modules/loha.py and modules/lokr.py, apply_max_norm); after the max-norm constraint of Srivastava et al.
-    2014 (JMLR 15, section 5.1).
+    With n = ‖delta W‖ and q = min(1, limit / n), each of the k factors of delta W is multiplied by q^(1/k), which
+    multiplies delta W by q. For LoRA this scales down and up by √q, as kohya's `scale_weight_norms` (sd-scripts,
+    networks/lora.py, apply_max_norm_regularization). LoHa has four factors and LoKr two or three, as in LyCORIS
+    (modules/loha.py and modules/lokr.py, apply_max_norm). The constraint is that of Srivastava et al. 2014 (JMLR 15,
+    section 5.1).
     """
 
     def __init__(self, limit: float, adapters: Iterable[Adapter]):
@@ -25,7 +25,7 @@ class MaxNorm:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Scales what is over the limit; nothing is waited for."""
+        """Scale the layers above the limit, without a device synchronisation."""
         self.quotients = []
         for adapter in self.adapters:
             quotient = (self.limit / adapter.norm()).clamp(max=1.0)
@@ -36,6 +36,6 @@ class MaxNorm:
             self.quotients.append(quotient)
 
     def facts(self) -> dict[str, object]:
-        """How many layers were scaled down after the last step."""
+        """Count the layers that were scaled after the last step, for the run's summary."""
         scaled = sum(int(quotient < 1) for quotient in self.quotients)
         return {"modules_scaled": scaled}

@@ -1,4 +1,4 @@
-"""The optimizers, all from libraries, and the schedule on top of them."""
+"""Construction and restoring of optimizers (all from libraries) and of the learning rate schedule."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,9 +17,11 @@ from .schedule import lr_factor
 def build_optimizer(
     options: OptimizerOptions, params: Iterable[nn.Parameter | dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The chosen optimizer over `params`, or over groups of them with rates of their own, ready to step.
+    """Build the chosen optimizer.
 
-    Raises ValueError where the library is missing, does not take an argument, or does not run on this machine.
+    params: parameters, or parameter groups with their own learning rates.
+
+    Raises ValueError where the library is missing, rejects an argument, or does not run on this machine.
     """
     params = list(params)
     values = check_arguments(options)
@@ -38,9 +40,9 @@ def build_optimizer(
 
 
 def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
-    """Check and return the keyword arguments that the chosen class is made with, besides the rate.
+    """Check and return the keyword arguments of the chosen class, without the learning rate.
 
-    Raises ValueError where its library is missing or does not take an argument.
+    Raises ValueError where its library is missing or rejects an argument.
     """
     inputs = {
         "betas": (options.beta1, options.beta2),
@@ -54,21 +56,22 @@ def check_arguments(options: OptimizerOptions) -> dict[str, Any]:
 
 
 def chosen_class(options: OptimizerOptions) -> type[torch.optim.Optimizer]:
-    """Class of the chosen optimizer. Raises ValueError where its library is missing."""
+    """Import the class of the chosen optimizer. Raises ValueError where its library is missing."""
     return optimizer_class(options.display_name, options.spec.class_path)
 
 
 def build_scheduler(options: OptimizerOptions, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
-    """The schedule of the learning rate; call its `step` once after each step of the optimizer.
+    """Build the learning rate schedule. Call its `step` once after each optimizer step.
 
-    total_steps: steps of the optimizer in the whole run, not of this session.
+    total_steps: optimizer steps of the run, earlier sessions included.
+
     The rate is a closed formula of the step, so that a resumed run has the same rates bit for bit.
     """
     return LambdaLR(optimizer, lr_factor(options, total_steps))
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, with what it is of."""
+    """Return the optimizer's state dict with the name of its class."""
     return {**optimizer.state_dict(), "class": _class_name(type(optimizer))}
 
 
@@ -78,15 +81,16 @@ def restore_optimizer(
     optimizer_state: dict[str, Any],
     scheduler_state: dict[str, Any],
 ) -> None:
-    """Puts a saved state back under the settings that the optimizer was built with now.
+    """Restore a saved state but retain the current hyperparameters.
 
-    torch's own loading brings the saved rates, betas and weight decay along, so that a change of them would be accepted
-    and ignored. What an optimizer has learnt (moments, Prodigy's estimate) is kept; what it is made with is that of
-    now, and the rate is that of the schedule as it is now, at the step of the state. Raises ValueError where the state
-    is of another optimizer.
+    torch's `load_state_dict` also restores learning rates, betas and weight decay, and a changed setting would be
+    ignored without a word. Here only the learnt state (moments, Prodigy's estimate) is restored. Constructor arguments
+    stay as they are now, and the rate is that of the current schedule at the state's step.
+
+    Raises ValueError where the state belongs to another optimizer or to other parameter groups.
     """
     check_class(optimizer_state.get("class"), type(optimizer))
-    # What a class is made with is a setting; what else it keeps in a group (step counts, estimates) it has learnt.
+    # Constructor arguments in a group are settings. Other entries (step counts, estimates) are learnt state.
     made_with = {"initial_lr", *arguments(type(optimizer))}
     settings = [
         {name: value for name, value in g.items() if name in made_with - {"params"}} for g in optimizer.param_groups
@@ -99,11 +103,16 @@ def restore_optimizer(
     for group, kept, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
         group.update(kept)
         group["lr"] = base * factor(scheduler.last_epoch)
+    # Private, but `get_last_lr` reads it, and load_state_dict has set it to the saved rates.
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def check_class(saved: str | None, own: type[torch.optim.Optimizer]) -> None:
-    """Raises ValueError where a saved state, by the name of its class, is of another optimizer."""
+    """Raise ValueError where a saved state belongs to another optimizer.
+
+    saved: class name in the state, None in old states, which pass.
+    own: class of this run's optimizer.
+    """
     if saved not in (None, _class_name(own)):
         raise ValueError(
             f"resume: that state is of the optimizer {saved} and this run has {_class_name(own)}; set the optimizer as "
@@ -121,7 +130,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def _try_a_step(adamw8bit: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:
-    """One step on a small tensor: a build without a kernel for the device says so now, not after encoding."""
+    """Run one step on a small tensor, so that a build without a kernel for the device fails before training.
+
+    Raises ValueError where the step fails or changes nothing.
+    """
+    # 4096 elements: bitsandbytes quantises the moments of tensors from that size on.
     probe = nn.Parameter(torch.zeros(4096, device=device))
     probe.grad = torch.ones_like(probe)
     try:

@@ -1,4 +1,4 @@
-"""How the weights of a LoRA are stepped."""
+"""Options of optimizer, learning rate schedule, clipping and EMA."""
 
 from dataclasses import dataclass, replace
 
@@ -14,12 +14,25 @@ LR_SCHEDULERS = (
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """How the LoRA's weights are stepped (TESSERA_OPTIMIZER). `max_grad_norm` of 0 turns clipping off.
+    """Optimizer options (TESSERA_OPTIMIZER).
 
-    `optimizer_class` is the dotted name that 'custom' takes, `optimizer_args` has a `key=value` a line for any of
-    them (see `optimizer_class.py`). `lr_cycles`, `lr_power`, `lr_decay_part` and `lr_curve` belong to a schedule each
-    (see `schedule.lr_factor`). `ema_decay` above 0 saves a moving average of the LoRA
-    (`optimizer_weights.LoraAverage`).
+    optimizer: key of `registry.OPTIMIZERS`.
+    learning_rate: peak learning rate, above 0.
+    lr_scheduler: one of LR_SCHEDULERS, see `schedule.lr_factor`.
+    warmup_steps: optimizer steps of linear warm-up, 0 is none.
+    max_grad_norm: gradient norm limit, 0 turns clipping off.
+    weight_decay: decoupled weight decay.
+    beta1: decay of the first moment, below 1.
+    beta2: decay of the second moment, below 1.
+    eps: term in the denominator, above 0.
+    min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1.
+    lr_cycles: cycles of cosine_with_restarts.
+    lr_power: exponent of polynomial.
+    lr_decay_part: fraction of the steps in which warmup_stable_decay decays.
+    lr_curve: points of curve, see `lr_curve.parse_curve`.
+    ema_decay: decay of the LoRA's EMA (`averaging.LoraAverage`), 0 is off.
+    optimizer_class: dotted class name for optimizer 'custom'.
+    optimizer_args: additional constructor arguments, one `key=value` per line (`registry.parse_args`).
     """
 
     optimizer: str = "adamw"
@@ -83,11 +96,11 @@ class OptimizerOptions:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """Row of the chosen optimizer, with the user's class in the custom one."""
+        """Row of the chosen optimizer; for 'custom' with the user's class."""
         row = OPTIMIZERS[self.optimizer]
         return replace(row, class_path=self.optimizer_class) if self.optimizer == CUSTOM else row
 
     @property
     def display_name(self) -> str:
-        """Name of the optimizer for messages and metadata: what the user chose, or the class behind 'custom'."""
+        """Name of the optimizer in messages and metadata: the chosen key, or the class name for 'custom'."""
         return self.optimizer_class if self.optimizer == CUSTOM else self.optimizer

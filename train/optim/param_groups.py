@@ -1,4 +1,4 @@
-"""LoRA+: the second matrix of each update learns at another rate than the first (arXiv 2402.12354)."""
+"""Parameter groups for LoRA+: a separate learning rate for the up matrices (arXiv 2402.12354)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,12 @@ Params = list[nn.Parameter | dict[str, Any]]
 
 
 def parameter_groups(named: Mapping[str, nn.Parameter], learning_rate: float, ratio: float) -> Params:
-    """What an optimizer is made over. named: the trained weights by `<module>.down`, `<module>.up` and so on.
+    """Make the parameter groups of an optimizer.
 
-    With λ = `ratio` the matrices B (`up`) step at λ·learning_rate and all else at learning_rate (Hayou et al. 2024,
-    arXiv 2402.12354, section 4.1); a schedule scales both. At λ = 1 there is one group.
+    named: trained weights by `<module>.down`, `<module>.up` and so on.
+
+    With λ = `ratio` the matrices B (`up`) train at λ·learning_rate and all others at learning_rate (Hayou et al. 2024,
+    arXiv 2402.12354, section 4.1). The schedule scales both. λ = 1 gives a plain list of parameters.
     """
     if ratio == 1:
         return list(named.values())
@@ -25,12 +27,12 @@ def parameter_groups(named: Mapping[str, nn.Parameter], learning_rate: float, ra
 
 
 def flat(params: Sequence[nn.Parameter | dict[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of groups, or of a plain list."""
+    """Flatten parameter groups, or a plain list, to a list of parameters."""
     return [p for one in params for p in (one["params"] if isinstance(one, dict) else (one,))]
 
 
 def check_ratio(ratio: float, options: OptimizerOptions) -> None:
-    """Raises ValueError for an optimizer that knows one rate only."""
+    """Raise ValueError where LoRA+ is set for an optimizer that supports one learning rate only."""
     if ratio != 1 and options.optimizer == "prodigy":
         raise ValueError(
             f"lora_plus_ratio is {ratio:g} and prodigy has one rate for all weights; set lora_plus_ratio to 1, or "
@@ -39,13 +41,16 @@ def check_ratio(ratio: float, options: OptimizerOptions) -> None:
 
 
 def group_sizes(params: Sequence[nn.Parameter | dict[str, Any]]) -> list[int]:
-    """How many weights are in each group of what an optimizer is made over; a plain list is one group."""
+    """Count the parameters of each group; a plain list is one group."""
     groups = [one for one in params if isinstance(one, dict)]
     return [len(group["params"]) for group in groups] if groups else [len(params)]
 
 
 def check_groups(now: Sequence[int], saved: Sequence[int]) -> None:
-    """Raises ValueError where a saved optimizer state has its weights grouped otherwise, by the groups' sizes."""
+    """Raise ValueError where a saved optimizer state has other parameter groups.
+
+    now, saved: number of parameters of each group.
+    """
     if list(now) != list(saved):
         raise ValueError(
             f"resume: that state was trained {'without' if len(saved) == 1 else 'with'} LoRA+; set lora_plus_ratio "

@@ -1,6 +1,6 @@
-"""Table of the optimizers, and optimizer classes by dotted name with arguments as text.
+"""Table of optimizers, and custom optimizers by dotted class name with arguments as text.
 
-Libraries on a list, literals and nothing else.
+Security: a class is imported only from the packages listed here, and arguments are literals, never evaluated code.
 """
 
 import ast
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-# Where a class may come from, and what pip calls it. A workflow is a stranger's: it names a class on this list and
-# literals for it, and nothing of it is evaluated.
+# Packages that a class may be imported from, with their names on PyPI. A workflow is untrusted input.
 PACKAGES = {
     "torch.optim": "torch",
     "transformers.optimization": "transformers",
@@ -31,14 +30,14 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: its class, what it reads and what it takes of memory.
+    """One optimizer: its class, its inputs and its memory.
 
     class_path: dotted name of the class.
-    takes: inputs of Optimizer that it reads besides the rate.
-    fixed: arguments that it is always made with.
-    state_bytes: of state for each trained number (fp32, with an fp32 gradient), the most that its arguments allow.
-    least_state_bytes: the same, the least. Factors, whose size depends on the rank, count as nothing here.
-    step_bytes: that a step allocates for each trained number while it runs.
+    takes: inputs of the node Optimizer that it reads besides learning_rate.
+    state_bytes: largest state per trained parameter, in bytes (fp32 parameter and gradient), over all its arguments.
+    least_state_bytes: smallest state per trained parameter, in bytes; factored moments count as 0.
+    step_bytes: temporary memory of a step per trained parameter, in bytes.
+    fixed: arguments that it is always constructed with.
     """
 
     class_path: str
@@ -55,29 +54,29 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec("torch.optim.AdamW", _ADAM, 8, 8, 4),
     # Moments in 8 bits by blocks of 256; tensors under 4096 elements stay fp32.
     "adamw8bit": OptimizerSpec("bitsandbytes.optim.AdamW8bit", _ADAM, 2, 2, 4),
-    # With bias correction and the guard for warm-up, as its authors advise for diffusion models.
+    # Bias correction and safeguard_warmup are its authors' advice for diffusion models.
     "prodigy": OptimizerSpec(
         "prodigyopt.Prodigy", _ADAM, 16, 8, 4, {"use_bias_correction": True, "safeguard_warmup": True}
     ),
-    # torch's own always scales its steps by the weights' size, which is 0 where a LoRA starts; here that is off.
-    # Its factors are as large as the matrix at rank 1 and less above it, as CAME's are.
+    # Not torch's Adafactor: that always scales a step by the weight's RMS, which is 0 for the up matrix at the start.
+    # The factored moments are as large as the matrix at rank 1 and smaller above it; the same holds for CAME.
     "adafactor": OptimizerSpec(
         *("transformers.optimization.Adafactor", _DECAY, 4, 0, 4), {"scale_parameter": False, "relative_step": False}
     ),
-    # Its step holds the updates of all tensors at once, as that of every row above 4 does.
+    # Its step holds the updates of all tensors at once, like that of every row with step_bytes above 4.
     "came": OptimizerSpec("pytorch_optimizer.CAME", _DECAY, 12, 4, 12),
     "adamw_schedulefree": OptimizerSpec("schedulefree.AdamWScheduleFree", _ADAM, 8, 8, 8),
     "lion": OptimizerSpec("pytorch_optimizer.Lion", _DECAY, 4, 4, 8),
-    # Steps of AdamW's size, so that a rate means the same (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+    # Updates with AdamW's RMS, so that the same learning rates apply (Liu et al. 2025, arXiv 2502.16982, eq. 4).
     "muon": OptimizerSpec("torch.optim.Muon", _DECAY, 4, 4, 4, {"adjust_lr_fn": "match_rms_adamw"}),
-    # The class that the user names: as much as the hungriest, and surely nothing.
+    # A class named by the user: the largest memory of this table as upper bound, 0 as lower bound.
     CUSTOM: OptimizerSpec("", (), 16, 0, 12),
 }
 _OWN_INPUTS = {"params": "the LoRA's weights", "lr": "learning_rate"}
 
 
 def package_of(dotted: str) -> str:
-    """The package on the list that a class's name begins with. Raises ValueError where there is none."""
+    """Return the listed package that a dotted class name begins with. Raises ValueError where there is none."""
     for package in PACKAGES:
         rest = dotted.removeprefix(package + ".")
         if rest != dotted and all(part.isidentifier() and not part.startswith("_") for part in rest.split(".")):
@@ -89,7 +88,10 @@ def package_of(dotted: str) -> str:
 
 
 def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
-    """The class behind a dotted name of a package on the list. name: what the user chose, for the sentences.
+    """Import an optimizer class from a listed package.
+
+    name: the user's choice, for the error texts.
+    dotted: dotted name of the class.
 
     Raises ValueError where the package cannot be imported or has no such optimizer.
     """
@@ -117,9 +119,9 @@ def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
 
 
 def parse_args(text: str) -> dict[str, Any]:
-    """`key=value` lines as a dict. Values are Python literals: numbers, True, False, None, strings, tuples, lists.
+    """Parse `key=value` lines. Values are Python literals: numbers, True, False, None, strings, tuples, lists.
 
-    Raises ValueError where a line is none, or sets what another input sets.
+    Raises ValueError where a line is malformed, a key occurs twice, a float is not finite, or a key has its own input.
     """
     args: dict[str, Any] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -145,17 +147,16 @@ def parse_args(text: str) -> dict[str, Any]:
 
 
 def arguments(kind: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a class takes by name when it is made."""
+    """Return the constructor parameters of a class that can be given by name."""
     shown = inspect.signature(kind).parameters
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: parameter for name, parameter in shown.items() if parameter.kind in named}
 
 
 def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    """Raises ValueError where the class does not take an argument, cannot do without one that is not given, or would
-    set its own rate.
+    """Raise ValueError for an unknown argument, a missing required one, or a class that sets its own learning rate.
 
-    A class that takes **kwargs mostly drops what it does not know, so only what it names counts.
+    A class with **kwargs usually ignores unknown names, so only named parameters are accepted.
     """
     taken = arguments(kind)
     unknown = [key for key in args if key not in taken]

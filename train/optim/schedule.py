@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run, as a factor that is a closed formula of the step."""
+"""Learning rate schedules: the factor on the learning rate as a closed formula of the step."""
 
 import math
 from collections.abc import Callable
@@ -6,30 +6,35 @@ from collections.abc import Callable
 from .lr_curve import on_curve, parse_curve
 from .options import OptimizerOptions
 
-# Their factors depend on the step only, so that a run can be lengthened and go on.
+# These factors do not depend on the run's length, so that a finished run can be resumed with more steps.
 ENDLESS_SCHEDULERS = ("constant", "inverse_sqrt")
-INVERSE_SQRT_STEPS = 10_000  # its time scale without a warm-up, as transformers sets it
+INVERSE_SQRT_STEPS = 10_000  # time scale without a warm-up, the default of transformers
 
 
 def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
-    """What the learning rate is multiplied by at a step, counted from 0. total_steps: of the whole run.
+    """Make the function from a step, counted from 0, to the factor on the learning rate.
 
-    Warm-up of w steps: (step + 1) / w of what the schedule begins at, so that the first step moves already. After it,
-    with p from 0 to 1, (step − w) / (total − w), the factor is r + (1 − r)·f(p), where r = `min_lr_ratio` and f is
+    total_steps: optimizer steps of the run, earlier sessions included.
+
+    Warm-up of w steps: (step + 1) / w times the schedule's first factor, so that the first step is not lost. After it,
+    with p = (step − w) / (total − w) from 0 to 1, the factor is r + (1 − r)·f(p), where r = `min_lr_ratio` and f is
 
     - linear: 1 − p
     - cosine: (1 + cos(π·p)) / 2 (Loshchilov & Hutter 2017, arXiv 1608.03983, eq. 5)
-    - cosine_with_restarts: the same of p' = p·`lr_cycles` mod 1, and 0 at p = 1
+    - cosine_with_restarts: cosine of p' = p·`lr_cycles` mod 1, and 0 at p = 1
     - polynomial: (1 − p)^`lr_power` (transformers' get_polynomial_decay_schedule_with_warmup)
     - warmup_stable_decay: 1, then 1 − √q, q from 0 to 1 over the last `lr_decay_part` of p (Hägele et al. 2024,
-      arXiv 2405.18392, section 3; the name is of Hu et al. 2024, arXiv 2404.06395)
+      arXiv 2405.18392, section 3; named by Hu et al. 2024, arXiv 2404.06395)
     - rex: (1 − p) / (1 − p / 2) (Chen et al. 2021, arXiv 2107.04197)
 
-    and otherwise: constant 1; inverse_sqrt max(r, √(t / (t + step − w))) with t = w, or 10 000 where w is 0
-    (transformers' get_inverse_sqrt_schedule, after Vaswani et al. 2017, arXiv 1706.03762, eq. 3); curve: the points of
-    `lr_curve`, straight lines between them.
+    Three schedules have other formulas:
 
-    Raises ValueError where the warm-up is as long as the run, or leads to a curve's 0.
+    - constant: 1
+    - inverse_sqrt: max(r, √(t / (t + step − w))) with t = w, or 10 000 where w is 0 (transformers'
+      get_inverse_sqrt_schedule, after Vaswani et al. 2017, arXiv 1706.03762, eq. 3)
+    - curve: linear interpolation of the points of `lr_curve`
+
+    Raises ValueError where the warm-up is as long as the run, or the curve begins at 0 after a warm-up.
     """
     warmup, low, kind = options.warmup_steps, options.min_lr_ratio, options.lr_scheduler
     if warmup >= total_steps:
@@ -56,7 +61,8 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
         progress = min(1.0, (step - warmup) / (total_steps - warmup))
         if kind == "curve":
             return on_curve(curve, progress)
-        # As it was first written, so that the rates of these two keep their last bits.
+        # Not through `falling`: another order of operations would change the last bits of these rates, and resumed
+        # runs have to continue exactly.
         if kind == "linear":
             return 1.0 - (1.0 - low) * progress
         if kind == "cosine":
@@ -67,7 +73,7 @@ def lr_factor(options: OptimizerOptions, total_steps: int) -> Callable[[int], fl
 
 
 def _falling(options: OptimizerOptions) -> dict[str, Callable[[float], float]]:
-    """Each f(p) of `lr_factor` but those of linear and cosine."""
+    """Return f(p) of `lr_factor` by schedule, without linear and cosine."""
 
     def restarts(p: float) -> float:
         return 0.0 if p >= 1 else 0.5 * (1.0 + math.cos(math.pi * (p * options.lr_cycles % 1.0)))

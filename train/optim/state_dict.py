@@ -1,7 +1,7 @@
-"""A nested state, such as an optimizer's `state_dict`, as tensors and plain JSON, and back without a difference.
+"""Lossless conversion of a nested state, such as an optimizer's `state_dict`, to named tensors and plain JSON.
 
-safetensors holds named tensors only, and a state file is untrusted input, so nothing is pickled: the tree goes to JSON,
-in which a tensor stands as its name, and what JSON does not know (tuples, keys that are numbers, infinity) is tagged.
+safetensors holds named tensors only, and a state file is untrusted input, so nothing is pickled. The tree goes to JSON:
+a tensor is replaced by its name, and types unknown to JSON (tuples, numeric keys, infinity) are tagged.
 """
 
 import math
@@ -14,10 +14,12 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
-    """(tensors, tree) of a state made of dicts, lists, tuples, tensors, numbers, strings, booleans and None.
+    """Pack a state of dicts, lists, tuples, tensors, numbers, strings, booleans and None into (tensors, tree).
 
-    The tensors are contiguous copies on the CPU, named by their path below `prefix`; one that occurs several times (the
-    code table of 8-bit moments) is stored once. `json.dumps(tree, allow_nan=False)` holds the tree exactly.
+    The tensors are contiguous copies on the CPU, named by their path below `prefix`. A tensor that occurs several times
+    (the code table of 8-bit moments) is stored once. `json.dumps(tree, allow_nan=False)` is exact.
+
+    Raises TypeError for any other type.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
@@ -45,7 +47,7 @@ def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
 
 
 def part_of(tree: Json, *keys: str) -> Any:
-    """What stands under these keys of a packed tree, still packed; None where nothing does."""
+    """Look up nested keys in a packed tree. Returns the value still packed, None where a key is missing."""
     for key in keys:
         items = tree.get("dict", ()) if isinstance(tree, dict) else ()
         tree = next((value for name, value in items if name == key), None)
@@ -53,9 +55,9 @@ def part_of(tree: Json, *keys: str) -> Any:
 
 
 def unpack_state(tensors: Mapping[str, Tensor], tree: Json) -> Any:
-    """The state that `pack_state` was given; mappings come back as dicts, tensors on the device that they are given on.
+    """Restore the state that `pack_state` packed. Mappings become dicts; tensors are returned without a copy.
 
-    Raises ValueError where a tensor is missing or the tree is not one of `pack_state`.
+    Raises ValueError where a tensor is missing or the tree was not made by `pack_state`.
     """
     if isinstance(tree, list):
         return [unpack_state(tensors, item) for item in tree]
