@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.text import finite, one_of
+from ..common.unread import Unread, option
 from ..models.adapters.base import DROPOUTS, INITS
 from ..models.adapters.registry import ADAPTERS
 from .patterns import parse_rank_patterns
@@ -19,6 +20,12 @@ _WITHOUT_NORM = {
     "oft": "oft turns what a layer gives, which leaves its size as it is; set scale_weight_norms to 0 (constraint "
     "limits the turn)",
 }
+
+_OF_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
+
+
+def _of_algorithm(algorithm: str) -> Unread:
+    return Unread(lambda options: options.algorithm != algorithm, f" by {{algorithm}}; {algorithm} reads it.")
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,12 @@ class NetworkOptions:
     scale_weight_norms: float = 0.0
     start_from: LoraSource | None = None
     base_lora: LoraSource | None = None
-    base_strength: float = 1.0
+    base_strength: float = option(1.0, _OF_BASE)
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
     rank_patterns: str = ""
-    factor: int = -1
-    constraint: float = 0.0
+    factor: int = option(-1, _of_algorithm("lokr"))
+    constraint: float = option(0.0, _of_algorithm("oft"))
     init: str = "kaiming"
     start_from_low_noise: LoraSource | str = SAME
     base_lora_low_noise: LoraSource | str = SAME

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+from ..common.unread import unread_notes
 from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
@@ -80,7 +81,11 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
         notes.append(
             f"{' and '.join(kinds)} {works} within the blocks; {len(outside)} trained layers outside of them have none."
         )
-    notes += _without_effect(options, targets)
+    notes += unread_notes(options)
+    alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
+    if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
+        notes.append("alpha is not used by oft, whose update is a turn and is not scaled.")
+    notes += _lines_without_effect(options, targets)
     notes += _too_large(specs, shapes)
     if options.rank_patterns.strip():
         before = _block_kinds(family, model, dict.fromkeys(targets))
@@ -99,21 +104,6 @@ def one_expert_notes(options: NetworkOptions) -> list[str]:
         return []
     are, belong = ("is", "it belongs") if len(set_) == 1 else ("are", "they belong")
     return [f"{' and '.join(set_)} {are} not used: {belong} to two experts, and model_low_noise is not connected."]
-
-
-def _without_effect(options: NetworkOptions, targets: Sequence[str]) -> list[str]:
-    """The inputs that were changed and are not read."""
-    notes = []
-    if options.factor != -1 and options.algorithm != "lokr":
-        notes.append(f"factor is not used by {options.algorithm}; lokr reads it.")
-    if options.constraint and options.algorithm != "oft":
-        notes.append(f"constraint is not used by {options.algorithm}; oft reads it.")
-    alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
-    if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
-        notes.append("alpha is not used by oft, whose update is a turn and is not scaled.")
-    if options.base_strength != NetworkOptions.base_strength and options.base_lora is None:
-        notes.append("base_strength is not used: base_lora is none.")
-    return [*notes, *_lines_without_effect(options, targets)]
 
 
 def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 from ..common.file_names import plain_name
 from ..common.fingerprint import changed_fields, fingerprint
 from ..common.text import finite, one_of, within
+from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
@@ -16,6 +17,12 @@ from .optim.schedule import ENDLESS_SCHEDULERS
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn")
 MOST_HELD_OUT = 0.9
+
+_OF_SELECTIVE = Unread(
+    lambda options: options.checkpointing in ("none", "full"),
+    ": it belongs to checkpointing selective, which is {checkpointing}.",
+)
+_OF_SWAP = Unread(lambda options: options.blocks_to_swap == 0, ": blocks_to_swap is 0.", joined=True)
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,10 @@ class MemoryOptions:
 
     checkpointing: str = "full"
     attention: str = "auto"
-    activation_budget: float = 0.5
+    activation_budget: float = option(0.5, _OF_SELECTIVE)
     blocks_to_swap: int = 0
-    prefetch_blocks: int = 1
-    pin_memory: str = "auto"
+    prefetch_blocks: int = option(1, _OF_SWAP)
+    pin_memory: str = option("auto", _OF_SWAP)
     offload_activations: bool = False
 
     def __post_init__(self) -> None:

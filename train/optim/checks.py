@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.rng import generator
+from ...common.unread import unread_notes
 from ...lora.options import NetworkOptions
 from ...models.adapters.base import AdapterSpec, Shape
 from ...models.adapters.registry import ADAPTERS
@@ -14,7 +15,6 @@ from .averaging import is_schedule_free
 from .optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .options import OptimizerOptions
 from .param_groups import Params, check_ratio, flat, parameter_groups
-from .registry import parse_args
 from .schedule import INVERSE_SQRT_STEPS
 from .state_dict import pack_state, unpack_state
 
@@ -22,12 +22,6 @@ PRODIGY_USUAL_RATE = 0.1
 # What is no matrix.
 _NO_MATRIX = {"dora": "a vector of lengths for each layer too", "oft": "stacks of blocks"}
 _Running = tuple[torch.optim.Optimizer, LambdaLR]
-_SCHEDULE_INPUTS = {
-    "lr_cycles": "cosine_with_restarts",
-    "lr_power": "polynomial",
-    "lr_decay_part": "warmup_stable_decay",
-    "lr_curve": "curve",
-}
 
 
 def check_optimizer(
@@ -154,38 +148,10 @@ def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
         notes.append("warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.")
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
-    return (*notes, *_without_effect(options))
+    if options.min_lr_ratio == 1 and options.lr_scheduler not in ("constant", "curve"):
+        notes.append(f"lr_scheduler {options.lr_scheduler} has no effect: min_lr_ratio 1 keeps the rate where it is.")
+    return (*notes, *unread_notes(options))
 
 
 def _needs_no_schedule(name: str, scheduler: str) -> str:
     return f"{name} needs no schedule; constant is usual, and {scheduler} slows it."
-
-
-def _without_effect(options: OptimizerOptions) -> list[str]:
-    """The inputs that were changed and are not read."""
-    defaults, scheduler, name = OptimizerOptions(), options.lr_scheduler, options.optimizer
-
-    def changed(*inputs: str) -> bool:
-        return any(getattr(options, key) != getattr(defaults, key) for key in inputs)
-
-    notes = []
-    if scheduler in ("constant", "curve") and options.min_lr_ratio > 0:
-        notes.append(f"min_lr_ratio is not used by the {scheduler} schedule.")
-    elif options.min_lr_ratio == 1:
-        notes.append(f"lr_scheduler {scheduler} has no effect: min_lr_ratio 1 keeps the rate where it is.")
-    for key, reader in _SCHEDULE_INPUTS.items():
-        if scheduler != reader and changed(key):
-            notes.append(f"{key} is not used by the {scheduler} schedule; {reader} reads it.")
-    if name != "custom" and options.optimizer_class:
-        notes.append(f"optimizer_class is not used by {name}; choose custom for it.")
-    takes = options.spec.takes
-    given = parse_args(options.optimizer_args)
-    for key, inputs in {"betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}.items():
-        if not changed(*inputs):
-            continue
-        told = f"{' and '.join(inputs)} {'are' if len(inputs) > 1 else 'is'} not used"
-        if key in given:
-            notes.append(f"{told}: optimizer_args sets {key}.")
-        elif key not in takes:
-            notes.append(f"{told} by {name}; it has its own defaults, which optimizer_args changes.")
-    return notes

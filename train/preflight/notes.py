@@ -1,11 +1,11 @@
 """What of a run's settings has no effect on it, a sentence each, before anything is loaded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
+from ...common.unread import unread_notes
 from ...data.samples import Sample
 from ...memory.swap.plan import all_on_device
 from ...models.family import Family
@@ -13,19 +13,10 @@ from ..objective.options import ObjectiveOptions
 from ..objective.timestep_sampling import Strata
 from ..settings import MemoryOptions, TrainSettings
 
-_MEMORY = {field.name: field.default for field in fields(MemoryOptions)}
-
 
 def memory_notes(options: MemoryOptions) -> Iterator[str]:
-    if options.activation_budget != _MEMORY["activation_budget"] and options.checkpointing in ("none", "full"):
-        yield (
-            f"activation_budget is not used: it belongs to checkpointing selective, which is {options.checkpointing}."
-        )
-    if options.blocks_to_swap == 0:
-        unread = [name for name in ("prefetch_blocks", "pin_memory") if getattr(options, name) != _MEMORY[name]]
-        if unread:
-            yield f"{' and '.join(unread)} {'is' if len(unread) == 1 else 'are'} not used: blocks_to_swap is 0."
-    elif options.blocks_to_swap > 0 and (told := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
+    yield from unread_notes(options)
+    if options.blocks_to_swap > 0 and (told := all_on_device(options.prefetch_blocks, options.blocks_to_swap)):
         yield told
 
 
