@@ -171,7 +171,7 @@ def _fingerprint(
     keys: Sequence[tuple[ImageKeys, ...]],
     texts: Sequence[tuple[CaptionKeys, ...]],
 ) -> str:
-    """What is left at its default is left out, so that a data set keeps its name when more can be set."""
+    """Fingerprint the data, without what is at its default: a data set keeps its name when more can be set."""
     plain = [
         {"latent": of[0].latent, "text": words[0].forms[0], "references": of[0].references, "start": of[0].start}
         | {"vision": of[0].vision}

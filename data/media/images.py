@@ -160,7 +160,7 @@ def _read(path: Path, name: str, digest: str | None) -> bytes:
 
 
 def _is_wide(image: Image.Image) -> bool:
-    """Whether an opened file holds floats or 32-bit integers; older Pillow opens 16-bit PNG as "I" too."""
+    """Tell if an opened file holds floats or 32-bit integers; older Pillow opens 16-bit PNG as "I" too."""
     return image.mode == "F" or (image.mode == "I" and image.format != "PNG")
 
 
