@@ -1,7 +1,7 @@
-"""Fits a run into the free memory: one block of each kind is run and measured, and the planner chooses.
+"""Automatic memory plan: measure one block of each structure, and choose checkpointing and block swap to fit.
 
-A block is brought to the device through the slots of block swap, so measuring takes no more memory than the smallest
-plan. It runs eager, which keeps at least as much for backward as the compiled block does.
+A measured block reaches the device through the slots of block swap, so measuring needs no more memory than the smallest
+plan. It runs eagerly, which saves at least as much for backward as the compiled block does.
 """
 
 import copy
@@ -33,6 +33,7 @@ from ..settings import MemoryOptions, TrainSettings
 
 
 def is_asked(memory: MemoryOptions) -> bool:
+    """Return True where the options leave block swap or checkpointing to the plan."""
     return memory.blocks_to_swap == -1 or memory.checkpointing == "auto"
 
 
@@ -41,7 +42,7 @@ class StepCost:
     """Measured cost of one training step, from which a swap plan is made (`memory.swap.plan.plan`).
 
     blocks: one cost for each block.
-    other_bytes: memory for all that is not in a block: outer weights, LoRA, optimizer state.
+    other_bytes: bytes outside the blocks: other weights, LoRA, optimizer state.
     machine: free memory and bandwidths.
     """
 
@@ -51,7 +52,7 @@ class StepCost:
 
 
 class AutomaticMemory:
-    """The plan of a run, and the next smaller one when it proves too large."""
+    """Memory plan of a run, and the sequence of smaller plans for an OOM."""
 
     def __init__(self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...]):
         self.asked, self.measured, self.order = asked, measured, order
@@ -59,7 +60,7 @@ class AutomaticMemory:
         self.plan = plan(measured.blocks, measured.other_bytes, measured.machine, order, self.choices)
 
     def options(self) -> MemoryOptions:
-        """The options with the plan in place of what was left open."""
+        """Return the memory options with the plan's values for the automatic ones."""
         return replace(
             self.asked,
             blocks_to_swap=len(self.plan.swapped),
@@ -68,7 +69,7 @@ class AutomaticMemory:
         )
 
     def step_down(self) -> SwapPlan | None:
-        """The next plan that takes less, which is in force from here on; None where there is none."""
+        """Switch to the next smaller plan and return it; None where there is none."""
         measured = self.measured
         less = step_down(self.plan, measured.blocks, measured.other_bytes, measured.machine, self.order, self.choices)
         if less is not None:
@@ -77,7 +78,7 @@ class AutomaticMemory:
 
 
 def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
-    """What the user left open."""
+    """Return the search space: all values of the automatic options, the user's value of the others."""
     counts: tuple[int, ...] = (asked.blocks_to_swap,)
     prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
     if asked.blocks_to_swap == -1:
@@ -93,16 +94,18 @@ def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a run may use: what ComfyUI leaves to other programs is kept back, and a twentieth for the pieces that
-    an allocator cannot join."""
+    """Return the bytes that a run may use: the free memory without ComfyUI's reserve and 5 % for fragmentation."""
     return max(0, usable_memory(device) * 19 // 20)
 
 
 def make_room_to_step(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Takes the memory that the optimizer's step will take, and lets it go again. Where there is too little it is found
-    out here: the step itself would break off amid moving the weights, and could be made neither again nor undone."""
+    """Allocate and free the memory that the optimizer step will need.
+
+    An OOM is raised here, where the step can be retried. Inside the optimizer it would leave some weights updated and
+    others not, which can be neither repeated nor undone.
+    """
     begun = any(optimizer.state.values())
     per_number = spec.step_bytes + (0 if begun else spec.state_bytes)
     _ = [torch.empty(p.numel() * per_number, dtype=torch.uint8, device=p.device) for p in parameters]
@@ -111,7 +114,10 @@ def make_room_to_step(
 def measure(
     patcher: ModelPatcher, family: Family, data: TrainingData, targets: list[str], settings: TrainSettings
 ) -> StepCost:
-    """Runs one block of each kind forward and back on the largest batch of the data. Everything is let go after."""
+    """Measure a training step: run one block of each structure forward and backward on the largest batch.
+
+    Frees everything that it has allocated.
+    """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
     available = psutil.virtual_memory().available
     machine = Hardware(free_memory(device), link_bandwidth(device), available)
@@ -140,9 +146,9 @@ def measure(
         cost = probe.costs[block.structure()]
         costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))
     trained = sum(p.numel() for p in network.parameters())
-    # A number, its gradient, what the optimizer keeps of it, and its average.
+    # Bytes per trained parameter: the fp32 weight, its gradient, the optimizer's state and the EMA.
     average = 4 if settings.optimizer.ema_decay else 0
-    # While the adapters are switched off, what they hold is kept beside.
+    # Preservation switches the adapters off for one forward and holds a copy of their weights meanwhile.
     kept = 4 if settings.objective.preservation_weight else 0
     lora = trained * (4 + 4 + settings.optimizer.spec.state_bytes + average + kept) + network.buffer_bytes()
     other = sum(module.held_bytes() for module in outer) + lora + _total(probe.outside)
@@ -152,13 +158,13 @@ def measure(
 
 
 class _Probe:
-    """Runs the first block of each structure for real, and for the others gives back what that one gave."""
+    """Block runner for measuring: runs the first block of each structure and returns its outputs for the others."""
 
     def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
         self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
         self.costs: dict[str, BlockCost] = {}
         self._outputs: dict[str, Any] = {}
-        self.outside: dict[int, Tensor] = {}  # what the model keeps outside of its blocks, by its memory
+        self.outside: dict[int, Tensor] = {}  # tensors saved outside the blocks, by address
 
     def run(self, block: Block, *args: Any) -> Any:
         structure = block.structure()
@@ -176,7 +182,7 @@ class _Probe:
         tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
-        # What is there anyway: weights in their slot, the LoRA, and what all blocks share.
+        # Tensors that exist anyway do not count: weights in their slot, the LoRA, and inputs shared by all blocks.
         shared = [a for a in tensors if not a.requires_grad]
         own = {_storage(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *shared)}
         saved: dict[int, Tensor] = {}
@@ -191,6 +197,7 @@ class _Probe:
         saved.clear()
         _backward(outputs)
         peak = _peak(self.device)
+        # The second run is timed: the first one includes one-time costs such as kernel selection.
         again, forward_seconds = _timed(self.device, forward)
         _, backward_seconds = _timed(self.device, lambda: _backward(again))
         cost = BlockCost(
@@ -198,7 +205,7 @@ class _Probe:
             weights=0,
             inputs=sum(a.numel() * a.element_size() for a in tensors if a.requires_grad),
             saved=kept,
-            # Where nothing counts the peak: the gradients of all that was kept, which is more than there ever are.
+            # Without a peak counter: gradients of all saved tensors, an upper bound.
             working=kept if peak is None else max(0, peak - before - kept),
             forward=forward_seconds,
             backward=backward_seconds,
@@ -220,8 +227,10 @@ def _total(held: dict[int, Tensor]) -> int:
 
 
 def _count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
-    """Notes every memory that autograd keeps for backward, but for those in `own` and for single numbers. The tensors
-    are held on to: an address that is free again would be counted as the same memory."""
+    """Record the storages that autograd saves for backward, without those in `own` and scalars.
+
+    into: receives the tensors by address. It holds them, as a freed address would be reused and not counted again.
+    """
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.dim() and _storage(tensor) not in own:
@@ -237,7 +246,7 @@ def _backward(outputs: Any) -> None:
 
 
 def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
-    """(what it returned, seconds)"""
+    """Run `call` and return (its result, seconds), with the device synchronised before and after."""
     _synchronize(device)
     started = time.perf_counter()
     result = call()
@@ -251,7 +260,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _used(device: torch.device) -> int:
-    """Bytes in use; `_peak` counts from here on."""
+    """Return the bytes in use and reset the counter of `_peak`."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Runs one block as the run's settings ask: compiled or eager, with its activations kept or computed again."""
+"""Block runner: runs a block compiled or eagerly, with the checkpointing of the memory options."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +16,11 @@ from ..settings import MemoryOptions
 
 
 class BlockRunner:
-    """Call it with a block and its inputs. `graphs` is how many (token count, text length) pairs are planned;
-    `not_compiled` says why nothing could be compiled, where that is so."""
+    """Callable that runs a block on its inputs.
+
+    graphs: number of planned (token count, text length) pairs; each compiles one graph per region.
+    not_compiled: reason why nothing could be compiled, None otherwise.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class BlockRunner:
         self.backward: RegionReport | None = None
         if compile_settings is None:
             return
-        # Training is always static in shape and whole: what a step may meet was planned.
+        # Static shapes and full graphs: every shape of the data is known before training.
         how = HowToCompile(compile_settings.backend, compile_settings.mode, "false", True, graphs)
         self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
         try:
@@ -52,7 +55,7 @@ class BlockRunner:
                 self._run[region] = self._with_checkpointing(_watched(compiled, report, device))
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
-        # A backward is compiled when it first runs, with no word on whose it is.
+        # AOTAutograd compiles a backward at its first run and does not tell to which region it belongs.
         self.backward = RegionReport("backward", "backward of all", how)
         self.report.regions.append(self.backward)
 
@@ -74,24 +77,24 @@ class BlockRunner:
         return checkpointing.full(run) if self.offload is None else self.offload.wrap(checkpointing.full(run))
 
     def take_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
-        """Runs these blocks from here on, which have the structures of those before."""
+        """Replace the blocks by others with the same structures, for which the graphs stay valid."""
         self._structure = {id(block): block.structure() for _, block in blocks}
         assert set(self._structure.values()) == set(self.regions)
         if self.offload is not None:
             self.offload.keep_on_device(blocks[-1][1])
 
     def let_go(self) -> None:
-        """After a step that broke off."""
+        """Drop offloaded activations. Call it where no backward follows a forward."""
         if self.offload is not None:
             self.offload.forget()
 
     def fall_back_to_eager(self) -> None:
-        """From here on every block runs uncompiled."""
+        """Run every block uncompiled from now on."""
         self.planned_graphs = 0
         self._run = {region: self._eager() for region in self.regions}
 
     def watch_backward(self) -> AbstractContextManager[Any]:
-        """Around each backward."""
+        """Return a context for each backward, which reports the graphs that it compiles."""
         return nullcontext() if self.backward is None else self.backward.watch()
 
     def __call__(self, block: Block, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a result's last bits, and a run's memory, depend on."""
+"""Facts of the machine: hardware and software that the last bits of a result depend on, and the memory peak."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ...compile.settings import CompileSettings
 
 
 def machine_facts(device: torch.device, compile_settings: CompileSettings | None) -> dict[str, str]:
-    """Threads, torch, device, backend and mode: with the same ones, a resumed run equals an uninterrupted one."""
+    """Return threads, torch, device, backend and mode. With the same, a resumed run equals an uninterrupted one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "torch": torch.__version__,
@@ -21,13 +21,13 @@ def machine_facts(device: torch.device, compile_settings: CompileSettings | None
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Lets `memory_peak` count from here on, where the device can."""
+    """Reset the counter of `memory_peak`, where the device has one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_peak(device: torch.device) -> dict[str, Any]:
-    """The most memory in use so far, MiB: what torch reserved on a GPU, else the process's resident memory."""
+    """Return the memory peak in MiB: memory reserved by torch on a GPU, else the process's resident memory."""
     if device.type == "cuda":
         return {"peak_memory_mib": torch.cuda.max_memory_reserved(device) // 2**20, "peak_memory_of": "GPU"}
     memory = psutil.Process().memory_info()
@@ -35,12 +35,13 @@ def memory_peak(device: torch.device) -> dict[str, Any]:
 
 
 def _peak_resident() -> int:
-    """Bytes; on Windows psutil has the figure itself."""
+    """Return the peak resident memory in bytes. Windows has no `resource`; there psutil gives the peak itself."""
     try:
         import resource
     except ImportError:
         return psutil.Process().memory_info().rss
     import sys
 
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

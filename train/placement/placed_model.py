@@ -1,4 +1,4 @@
-"""The model of a run with its weights where the memory options say, and what runs its blocks."""
+"""Model of a run: its weights placed on device and host by the memory options, its LoRA and its block runner."""
 
 import comfy.model_management
 import psutil
@@ -21,9 +21,9 @@ from .block_runner import BlockRunner
 
 
 class PlacedModel:
-    """Takes the memory of a run when it is made: the frozen weights, the LoRA on them, and the graphs to be.
+    """Frozen weights, LoRA and block runner of a run, allocated by the constructor.
 
-    Where memory was to be chosen automatically and does not suffice, it steps down to a smaller plan and says so.
+    With an automatic memory plan, an OOM while the weights are loaded switches to the next smaller plan and reports it.
     """
 
     def __init__(self, context: RunContext, observer: Observer):
@@ -52,10 +52,8 @@ class PlacedModel:
             self.forget()
             raise
 
-    # Where the weights lie.
-
     def _choose_memory(self, data: TrainingData, targets: list[str]) -> None:
-        """Measures one step and takes the fastest way through it that fits."""
+        """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
         measured = auto.measure(self.patcher, self.family, data, targets, self.settings)
         self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order)
@@ -63,7 +61,7 @@ class PlacedModel:
         self.observer.note(self.automatic.plan.text)
 
     def _build_what_fits(self, step: int) -> None:
-        """`_build`, with a smaller plan for as long as the memory does not suffice and there is one."""
+        """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM where there is none."""
         while True:
             try:
                 self.transformer, self.swap = self._build()
@@ -71,12 +69,13 @@ class PlacedModel:
             except Exception as error:
                 if not comfy.model_management.is_oom(error) or not self.step_down(step):
                     raise
+            # Outside the handler: inside it the exception's frames still hold the tensors.
             comfy.model_management.soft_empty_cache()
         self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
         self.resident = ResidentWeights(self._holders(), self.device, self.patcher.offload_device)
 
     def _build(self) -> tuple[Transformer, BlockSwap | None]:
-        """The transformer with its weights on the device, and those of the swapped blocks on the host."""
+        """Build the transformer with its weights on the device, those of swapped blocks on the host."""
         memory, model = self.memory, self.patcher.model
         self.host: HostPlacement | None = None
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
@@ -92,7 +91,7 @@ class PlacedModel:
         return transformer, BlockSwap(blocks, self.device, memory.prefetch_blocks, host.pinned, host.from_file)
 
     def _holders(self) -> list[Holder]:
-        """What holds the frozen weights on the device."""
+        """List the holders of device memory for frozen weights: modules, and the block swap for its blocks."""
         if self.swap is None:
             return list(self.transformer.frozen_modules())
         swapped = {id(m) for block in self.swap.blocks for m in frozen_modules(block).values()}
@@ -102,8 +101,10 @@ class PlacedModel:
         return BlockRunner(self.transformer.blocks(), self.memory, self.compile_settings, self.graphs, self.device)
 
     def step_down(self, step: int) -> bool:
-        """Takes the next smaller plan, which is said, where one was chosen automatically and there is one. step: how
-        many are done."""
+        """Switch to the next smaller plan and report it. Returns False without an automatic plan or a smaller one.
+
+        step: optimizer steps done.
+        """
         less = self.automatic.step_down() if self.automatic else None
         if self.automatic is None or less is None:
             return False
@@ -112,11 +113,11 @@ class PlacedModel:
         return True
 
     def build_again(self, step: int) -> None:
-        """Puts the weights where `memory` says; the LoRA, the optimizer and the graphs stay."""
+        """Place the weights anew by `memory`; LoRA and optimizer are retained, graphs unless checkpointing changes."""
         assert self.resident is not None
         self.runner.let_go()
         self.resident.forget()
-        # The masters are held by ComfyUI's modules alone from here on, so that each is let go when it moves.
+        # Drop our references to the host weights: then only ComfyUI's modules hold them, and moving one frees it.
         self.resident.modules, self.swap = (), None
         comfy.model_management.soft_empty_cache()
         self._build_what_fits(step)
@@ -127,6 +128,7 @@ class PlacedModel:
             self.runner = self._build_runner()
 
     def tell_how_memory_is_used(self) -> None:
+        """Report ignored memory options and host memory that could not be page-locked."""
         if self.memory.offload_activations and self.runner.offload is None:
             self.observer.note(
                 "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
@@ -139,30 +141,29 @@ class PlacedModel:
                 self.observer.note(told)
 
     def told(self) -> str | None:
-        """What only a step shows of how memory is used: one sentence, once."""
+        """Return one sentence, once, on a problem with offloaded activations that only a step shows."""
         return None if self.runner.offload is None else self.runner.offload.message()
 
-    # What runs.
-
     def ensure(self) -> None:
-        """Makes the weights resident, whatever took their place since the last step."""
+        """Load the weights again if another model has taken their place since the last step."""
         assert self.resident is not None
         self.resident.ensure()
 
     def velocity(self, inputs: ModelInputs, draw: tuple[int | str, ...] | None) -> torch.Tensor:
-        """(B, N, C·patch) from the transformer with the LoRA on it. draw: (step, micro-batch, …), for dropout; with
-        None nothing is dropped, in the same graphs."""
+        """Predict the velocity with the LoRA, (B, N, C·patch).
+
+        draw: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
+        """
         return self.transformer.forward(self._run_block(inputs, draw), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:
-        """The same of the model as it came, without a gradient.
+        """Predict the velocity without the LoRA, detached, (B, N, C·patch).
 
-        It runs as a training step does, by the same graphs, which it could not under `no_grad`; what was kept for a
-        backward is let go at the end.
+        Runs with autograd on, to use the graphs of a training step: `no_grad` would compile others.
         """
         with self.network.switched_off():
             velocity = self.velocity(inputs, None).detach()
-        self.runner.let_go()
+        self.runner.let_go()  # no backward follows
         return velocity
 
     def _run_block(self, inputs: ModelInputs, draw: tuple[int | str, ...] | None) -> RunBlock:
@@ -178,23 +179,23 @@ class PlacedModel:
         return run
 
     def forget(self) -> None:
-        """Takes the weights off the device and out of ComfyUI's list."""
+        """Free the weights on the device and remove them from ComfyUI's list of loaded models."""
         if self.resident is not None:
             self.resident.forget()
 
     def close(self) -> None:
-        """Gives all memory back."""
-        self.runner.let_go()  # copies of a step that broke off may be under way
+        """Free all memory of the model."""
+        self.runner.let_go()  # first: waits for copies of an interrupted step that may still be running
         self.forget()
         del self.resident, self.runner, self.swap, self.transformer, self.network
-        give_back()  # what activations and batches took on the host
+        give_back()  # page-locked memory of activations and batches
 
     def copies(self) -> int:
-        """How many times a block was copied to the device since the blocks have their present place."""
+        """Count the block copies to the device since the weights were last placed."""
         return self.swap.ring.copies if self.swap else 0
 
     def facts(self) -> dict[str, object]:
-        """Numbers for the summary: graphs, swap, what was chosen."""
+        """Return entries for the summary: graphs, block swap, checkpointing, memory plan."""
         counts = self.runner.report.counts()
         return {
             "graphs_planned": self.runner.planned_graphs,

@@ -1,4 +1,4 @@
-"""Pictures and clips of several LoRAs side by side, from the same noise."""
+"""Comparison of LoRAs: images or videos of several LoRAs from the same noise, on one contact sheet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,12 @@ from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_l
 
 @dataclass(frozen=True)
 class AppliedLora:
-    """A LoRA at a strength. read: its tensors, read anew each time, as those of one column at a time are in memory;
-    name: what messages call it."""
+    """LoRA at a strength.
+
+    name: name in messages.
+    strength: strength of the patches.
+    read: reads the tensors from disk; called again for each use, so that one column's LoRA is in memory at a time.
+    """
 
     name: str
     strength: float
@@ -29,7 +33,12 @@ class AppliedLora:
 
 @dataclass(frozen=True)
 class Column:
-    """What is put on the model, and on the low noise expert where there are two; None leaves it as it is."""
+    """Column of the sheet.
+
+    title: its heading.
+    lora: LoRA on the model, None for the bare model.
+    low_noise: LoRA on the low noise expert, None for the bare one.
+    """
 
     title: str
     lora: AppliedLora | None = None
@@ -38,8 +47,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Comparison:
-    """pictures: row by row, each (frames, H, W, 3), 0 to 1; grid: all of them with their names, more than one picture
-    where it moves."""
+    """Result of a comparison.
+
+    grid: the contact sheet; one image per moment where it is animated.
+    pictures: samples row by row, each (frames, H, W, 3), 0 to 1.
+    """
 
     grid: list[Image.Image]
     pictures: list[Tensor]
@@ -53,13 +65,16 @@ def compare(
     check: Callable[[], None],
     frames_shown: int = 1,
 ) -> Comparison:
-    """Samples every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do; with two experts
-    as two KSampler (Advanced) that share the steps.
+    """Sample every prompt and seed with every LoRA, as core's Load LoRA, KSampler and VAE Decode do.
 
-    frames_shown: of each clip, see `contact_sheet.shown`.
-    tell: called after each step of the sampler, check: between pictures; both may raise. Raises ValueError, before
-    anything is sampled, for what cannot be sampled and for a LoRA that changes nothing of its model. However it ends,
-    the models are off their devices with their own weights. Call it under inference mode.
+    Two experts are sampled like two KSampler (Advanced) that share the steps. On return and on error the models are
+    unloaded with their own weights. Call it under inference mode.
+
+    tell: called after each sampler step; may raise.
+    check: called between images; may raise.
+    frames_shown: frames of a video on the sheet, see `contact_sheet.shown`.
+
+    Raises ValueError, before anything is sampled, for invalid sampling settings and a LoRA that changes no weight.
     """
     _check(stages, samplings)
     models = [model for model in (stages.model, stages.low_noise) if model is not None]
@@ -71,7 +86,7 @@ def compare(
         check()
         _with_loras(stages, column)
     rows = titled(samplings)
-    # All of one LoRA first, so that it is patched once; then the VAE, so that it is loaded once.
+    # Column by column, so that each LoRA is patched once; the VAE last, so that it is loaded once.
     latents: dict[Cell, Tensor] = {}
     try:
         for number, column in enumerate(columns):
@@ -88,8 +103,13 @@ def compare(
 
 
 def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, switch_step: int = 0) -> Stages:
-    """Wan 2.2's two experts, which change hands at this sigma or after these steps, with both at 0 at the model's own
-    sigma. Raises ValueError where the two MODELs are no pair."""
+    """Make the stages of Wan 2.2's two experts.
+
+    boundary: sigma where the low noise expert takes over.
+    switch_step: number of steps of the high noise expert. With both at 0 the model's own boundary applies.
+
+    Raises ValueError where the MODELs are not a pair of experts, or no boundary is known.
+    """
     if not 0 <= boundary < 1:
         raise ValueError(f"expert_boundary is {boundary:g}; set it to 0 (the model's own) or below 1.")
     if switch_step < 0:
@@ -118,7 +138,7 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
 
 
 def _family(model: ModelPatcher) -> Family | None:
-    """None where it is none that is trained."""
+    """Return the family of a MODEL; None for a model that this pack does not train."""
     return next((family for family in FAMILIES if family.matches(model.model)), None)
 
 

@@ -1,4 +1,4 @@
-"""Contact sheets: images in rows and columns with their names, and the frames that a video has on one."""
+"""Contact sheets: images in titled rows and columns, and the choice of video frames to show."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from ...common.canvas import FAINT, PAPER, Canvas, Font, load_font
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_PIXELS = 8192  # a side of a sheet
+MOST_PIXELS = 8192  # largest side of a sheet
 _GAP = (244, 245, 246)
 _SPACE, _BETWEEN = 8, 4
 _MOST_LINES = 3
-_PICTURE, _MOVING = 1024, 512  # pixels a side of a picture, and of one on a sheet that moves
-_MOST_MOVING = 2048  # of such a sheet, as all its frames are in memory at once
-# One name of a row stands over it, of a column over it in the head.
+_PICTURE, _MOVING = 1024, 512  # largest side of an image, and of one on an animated sheet
+_MOST_MOVING = 2048  # largest side of an animated sheet, all frames of which are in memory at once
+# (row, column).
 Cell = tuple[int, int]
 Item = TypeVar("Item")
 
 
 def to_picture(pixels: Tensor) -> Image.Image:
-    """(H, W, 3), 0 to 1 → 8 bits, rounded as core's Save Image does."""
+    """Convert (H, W, 3), 0 to 1, to an 8-bit image, truncated like core's Save Image."""
     return Image.fromarray(np.clip(255.0 * pixels.float().cpu().numpy(), 0, 255).astype(np.uint8))
 
 
 def middle(clip: Tensor) -> Tensor:
-    """The frame of a clip (frames, H, W, 3) that stands for it on a sheet: the middle one, of a picture itself."""
+    """Return the middle frame of a video (frames, H, W, 3); of an image its only frame."""
     return clip[len(clip) // 2]
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """The first, the last and those that lie evenly between, `most` (at least 2) in all; all where there are fewer."""
+    """Select up to `most` (at least 2) items, evenly spaced from the first to the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
-    """One picture of several of one size, from the top down."""
+    """Stack images of one size in a column, from top to bottom."""
     width, height = pictures[0].size
     column = Image.new("RGB", (width, len(pictures) * (height + _BETWEEN) - _BETWEEN), PAPER)
     for number, picture in enumerate(pictures):
@@ -53,8 +53,13 @@ def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
 def render_sheet(
     rows: Sequence[str], columns: Sequence[str], cells: Mapping[Cell, Image.Image], most_side: int = MOST_PIXELS
 ) -> Image.Image:
-    """cells: by (row, column); where there is none the place stays empty. most_side: of a picture on the sheet, in
-    pixels; all are made smaller by one factor where they or the sheet would be larger."""
+    """Render a contact sheet.
+
+    rows, columns: titles.
+    cells: images by (row, column); a missing one leaves a blank cell.
+    most_side: largest side of an image on the sheet, in pixels. All images are scaled down by one factor where an image
+        or the sheet would be larger.
+    """
     sizes = [_largest(cells[at].size for at in cells if at[0] == row) for row in range(len(rows))]
     factor = _factor(sizes, len(columns), most_side)
     heights = [max(1, int(height * factor)) for _, height in sizes]
@@ -105,7 +110,7 @@ def _factor(sizes: Sequence[tuple[int, int]], columns: int, most_side: int) -> f
 
 
 def _wrapped(text: str, font: Font, width: float) -> list[str]:
-    """The text in lines of at most this width, broken where it has to be; what is too long loses its middle."""
+    """Wrap the text to lines of at most `width` pixels; the middle of a too long text is replaced by an ellipsis."""
     lines: list[str] = []
     rest = " ".join(text.split()) or " "
     while rest and len(lines) < _MOST_LINES:
@@ -123,10 +128,11 @@ def _wrapped(text: str, font: Font, width: float) -> list[str]:
 
 
 def shown(clips: Mapping[Cell, Tensor], frames: int) -> Iterator[tuple[dict[Cell, Image.Image], int]]:
-    """(what stands in each cell, its most pixels a side), for each sheet. clips: (frames, H, W, 3), a picture has one.
+    """Yield (images by cell, largest side of an image in pixels) for each sheet.
 
-    frames: 1 is the middle one; more stand under each other, evenly from the first to the last; 0 is a sheet for each
-    moment, where shorter clips stay at their end.
+    clips: videos by cell, (frames, H, W, 3); an image has one frame.
+    frames: 1 shows the middle frame. More are stacked, evenly spaced from first to last. 0 yields one sheet per frame
+        of the longest video, where shorter ones stay at their last frame.
     """
     if frames == 1:
         yield {at: to_picture(middle(clip)) for at, clip in clips.items()}, _PICTURE

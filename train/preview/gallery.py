@@ -1,7 +1,7 @@
-"""The pictures of a run's previews on disk, and the sheet over its steps that is made of them.
+"""Preview files of a run and the contact sheet over its steps.
 
-They lie in `previews` in the run's folder: `step000100_0.png`, clips as `.webp`, `sheet.png` and `previews.json`, which
-says what each is.
+The folder `previews` in the run's folder holds images (`step000100_0.png`), videos (`.webp`), the contact sheet
+`sheet.png` and the index `previews.json` with the settings of each file.
 """
 
 import json
@@ -25,7 +25,14 @@ _CELL = 384
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: when it was made, its row on the sheet, what the row is called, and its seed and settings."""
+    """One preview image or video.
+
+    step: optimizer step it was made at.
+    row: row on the sheet.
+    title: title of the row.
+    settings: seed and sampling settings.
+    frames: number of frames, 1 for an image.
+    """
 
     step: int
     row: int
@@ -38,7 +45,7 @@ class Shot:
         return f"step{self.step:06d}_{self.row}.{'png' if self.frames == 1 else 'webp'}"
 
     def same_row(self, other: "Shot") -> bool:
-        """True where the other shot stands in the same row of the sheet, so that one replaces the other."""
+        """Return True where the other shot has the same row, title and settings, so that one replaces the other."""
         return self._place() == other._place()
 
     def _place(self) -> tuple[Any, ...]:
@@ -46,8 +53,12 @@ class Shot:
 
 
 def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
-    """frames: (frames, H, W, 3), 0 to 1. A picture as PNG, a clip as animated WEBP; both say how they were made, less
-    with ComfyUI's --disable-metadata."""
+    """Save an image as PNG or a video as animated WEBP, with its settings as metadata. Returns its path.
+
+    frames: (frames, H, W, 3), 0 to 1.
+
+    ComfyUI's --disable-metadata leaves the metadata out.
+    """
     path, pictures = folder / shot.file, [to_picture(frame) for frame in frames]
     said = "" if args.disable_metadata else json.dumps(asdict(shot), allow_nan=False)
 
@@ -74,7 +85,7 @@ def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
 
 
 def read_index(folder: Path) -> list[Shot]:
-    """What an earlier part of the run has left, in order of steps; nothing where it can't be read."""
+    """Read the shots of an earlier session whose files exist; empty where the index cannot be read."""
     try:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in found]
@@ -84,6 +95,7 @@ def read_index(folder: Path) -> list[Shot]:
 
 
 def write_index(folder: Path, shots: Sequence[Shot]) -> None:
+    """Write the index of the shots."""
     text = json.dumps([asdict(shot) for shot in shots], indent=1, allow_nan=False)
 
     def write(beside: Path) -> None:
@@ -93,8 +105,10 @@ def write_index(folder: Path, shots: Sequence[Shot]) -> None:
 
 
 def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Path:
-    """The sheet: a row for each prompt and seed, a column for each step. Of more steps than fit, the first, the last
-    and those that lie evenly between are drawn."""
+    """Write the contact sheet, with a row per prompt and seed and a column per step. Returns its path.
+
+    Of more than MOST_COLUMNS steps, evenly spaced ones from first to last are shown.
+    """
     steps = spread(sorted({shot.step for shot in shots}), MOST_COLUMNS)
     cells = {}
     for shot in shots:

@@ -14,10 +14,10 @@ _SIZE, _TITLE_SIZE = 15, 19  # of text
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
-    """The exponential moving average of the loss, one value per step.
+    """Compute the exponential moving average of the loss, one value per step.
 
-    m_t = s·m_(t−1) + (1 − s)·x_t, divided by 1 − s^t against the zero start (Adam, arXiv 1412.6980, section 3).
-    A value that is not finite is left out of the average and gives NaN at its place.
+    m_t = s·m_(t−1) + (1 − s)·x_t, divided by 1 − s^t to correct the bias of m_0 = 0 (Adam, arXiv 1412.6980, section 3).
+    A value that is not finite is left out of the average and gives NaN at its step.
     """
     average, weight = 0.0, 0.0
     result = np.full(len(loss), np.nan)
@@ -38,11 +38,15 @@ def plot_loss(
     title: str = "Training loss",
     validation: Sequence[tuple[int, float]] = (),
 ) -> Image.Image:
-    """Plot the loss of each step faint and its moving average strong, over steps 1 to n. Returns an RGB image.
+    """Plot the loss of each step (light) and its moving average (dark) over steps 1 to n. Returns an RGB image.
 
-    Values that are not finite, and on a log scale those of 0 or less, are left out and marked at the foot.
-    validation: (steps done, loss) of each measurement, a line with a dot at each in a colour of its own; one before the
-    first step stands at 0. Raises ValueError where nothing is left to draw.
+    Values that are not finite, and on a log scale those of 0 or less, are left out and marked at the bottom.
+
+    smoothing: s of `smoothed`, 0 to below 1.
+    validation: (steps done, loss) of each validation, plotted as a line with dots; a measurement before the first step
+        is at 0.
+
+    Raises ValueError where nothing is left to plot.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}; set it to 0 or more and below 1.")
@@ -73,7 +77,7 @@ def plot_loss(
 
 
 def _value_range(values: np.ndarray, log_scale: bool) -> tuple[float, float]:
-    """The ends of the value axis, in its own units (log10 on a log scale), with a little room."""
+    """Compute the ends of the value axis with a margin, in log10 on a log scale."""
     ends = np.log10([values.min(), values.max()]) if log_scale else np.array([values.min(), values.max()])
     low, high = float(ends[0]), float(ends[1])
     least = 0.1 if log_scale else max(abs(high) * 0.02, 1e-12)
@@ -83,7 +87,7 @@ def _value_range(values: np.ndarray, log_scale: bool) -> tuple[float, float]:
 
 
 def _round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between low and high, `most` of them at most."""
+    """Return at most `most` ticks between low and high: multiples of 1, 2 or 5 times a power of ten."""
     if high <= low:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -92,7 +96,7 @@ def _round_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values for an axis of log10: 1, 2, 5 per decade where they fit, else whole decades, else linear ones."""
+    """Return ticks of a log10 axis: 1, 2, 5 per decade where they fit, else whole decades, else linear ticks."""
     for factors in ((1, 2, 5), (1,)):
         ticks = [f * 10.0**d for d in range(math.floor(low), math.ceil(high) + 1) for f in factors]
         ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
@@ -105,7 +109,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
-    """The shortest labels of one style that give the ticks exactly."""
+    """Format the ticks in one style, with the fewest digits that are exact."""
     for digits in range(1, 8):
         texts = [f"{tick:.{digits}g}" for tick in ticks]
         if all(math.isclose(float(t), tick, rel_tol=1e-6, abs_tol=1e-15) for t, tick in zip(texts, ticks, strict=True)):
@@ -117,10 +121,10 @@ def _labels(ticks: Sequence[float]) -> list[str]:
 
 
 class _Plot:
-    """The plot's area and scales; positions are in pixels of the finished image."""
+    """Plot area and axis scales; positions are in pixels of the finished image."""
 
     def __init__(self, width: int, height: int, first: int, steps: int, ends: tuple[float, float], log_scale: bool):
-        """first: the step at the left end, 1 or 0."""
+        """Set up the canvas and margins. first: step at the left end, 1 or 0. ends: see `_value_range`."""
         self.canvas = Canvas(width, height, _BACKGROUND, 3)
         self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
         self.unit = unit = height / 512  # of margins, text and line widths
@@ -129,7 +133,7 @@ class _Plot:
         self.foot = height - 10 * unit
 
     def x(self, step: float) -> float:
-        """step: counted from 0. A single step stands in the middle."""
+        """Convert a step, counted from 0, to a horizontal position. A single step is centred."""
         part = (step + 1 - self.first) / (self.steps - self.first) if self.steps > self.first else 0.5
         return self.left + part * (self.right - self.left)
 
@@ -173,7 +177,7 @@ class _Plot:
         return sorted({*first, *inner})
 
     def curve(self, values: np.ndarray, colour: Colour, width: float) -> None:
-        """A line through the values, broken where one is missing; a value without neighbours is a dot."""
+        """Draw a line through the values, with gaps at NaN; an isolated value is a dot."""
         for run in np.split(np.arange(len(values)), np.flatnonzero(np.diff(np.isnan(values))) + 1):
             if np.isnan(values[run[0]]):
                 continue
@@ -183,7 +187,7 @@ class _Plot:
                 self.line([(self.x(step), self.y(values[step])) for step in self._thinned(run, values)], colour, width)
 
     def _thinned(self, run: np.ndarray, values: np.ndarray) -> list[int]:
-        """The steps to draw: all, or for long runs the lowest and the highest of each half pixel column."""
+        """Select the steps to draw: all, or in a long run the minimum and maximum of each half pixel column."""
         columns = int(self.right - self.left) * 2
         if len(run) <= 2 * columns:
             return run.tolist()
@@ -193,7 +197,7 @@ class _Plot:
         return kept
 
     def points(self, points: Sequence[tuple[int, float]]) -> None:
-        """Validation: (steps done, loss)."""
+        """Draw validation losses, (steps done, loss)."""
         places = [(self.x(step - 1), self.y(loss)) for step, loss in points]
         if len(places) > 1:
             self.line(places, _VALIDATION, 2.2)

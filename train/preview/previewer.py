@@ -1,4 +1,4 @@
-"""Previews: what the LoRA makes of some prompts while it is trained, sampled as ComfyUI's own nodes would."""
+"""Previews: sample prompts with the LoRA during training, as ComfyUI's own nodes would."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -41,12 +41,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 2  # in a row
+MOST_FAILURES = 2  # consecutive failures after which no more previews are made
 
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """One prompt, how it is sampled and when. use_ema: the LoRA as it would be saved, else as it is stepped."""
+    """Preview of one prompt.
+
+    sampling: prompt and sampling settings.
+    every_n_steps: optimizer steps between two previews, 0 previews at the end only.
+    at_start: preview before the first step too.
+    use_ema: sample with the weights that would be saved (EMA), else with the trained weights.
+    """
 
     sampling: Sampling
     every_n_steps: int = 250
@@ -58,6 +64,7 @@ class Preview:
             raise ValueError(f"every_n_steps is {self.every_n_steps}; set it to 0 (at the end only) or more.")
 
     def is_due(self, step: int, steps: int) -> bool:
+        """Return True where a preview is due after `step` of `steps` steps."""
         if step == 0:
             return self.at_start
         return step == steps or bool(self.every_n_steps) and step % self.every_n_steps == 0
@@ -65,8 +72,13 @@ class Preview:
 
 @dataclass(frozen=True, eq=False)
 class Partner:
-    """Wan 2.2's other expert. side: which of the two it is; lora: what was trained for it, if it was
-    trained before; boundary: the sigma where the two meet, None for the model's own."""
+    """Other expert of Wan 2.2, for previews with both.
+
+    model: its MODEL.
+    side: `high_noise` or `low_noise`.
+    lora: its trained LoRA, None before it is trained.
+    boundary: sigma between the experts, None takes the model's own.
+    """
 
     model: ModelPatcher
     side: str
@@ -76,7 +88,13 @@ class Partner:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row of the sheet."""
+    """Row of the contact sheet.
+
+    number: index from 0.
+    title: title on the sheet.
+    preview: its prompt.
+    seed: its seed.
+    """
 
     number: int
     title: str
@@ -84,18 +102,19 @@ class Row:
     seed: int
 
     def shot(self, step: int, frames: int = 1) -> Shot:
+        """Return the shot of this row at a step."""
         return Shot(step, self.number, self.title, {"seed": self.seed, **self.preview.sampling.facts()}, frames)
 
 
 def rows_of(previews: Sequence[Preview]) -> list[Row]:
-    """A row for each prompt and each of its seeds."""
+    """Make one row for each prompt and seed."""
     of = {id(preview.sampling): preview for preview in previews}
     rows = enumerate(titled([preview.sampling for preview in previews]))
     return [Row(number, title, of[id(sampling)], seed) for number, (title, sampling, seed) in rows]
 
 
 def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatcher) -> None:
-    """Raises ValueError for what could not be sampled."""
+    """Raise ValueError where a preview's text, VAE, latent or size does not match the model."""
     width = family.text_width(model.model)
     for number, preview in enumerate(previews, 1):
         try:
@@ -106,18 +125,22 @@ def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatc
 
 
 def preview_notes(previews: Sequence[Preview], model: ModelPatcher) -> list[str]:
-    """What is set for a prompt and has no effect, a sentence each."""
+    """Make notes on sampling inputs without effect."""
     numbered = [(n, preview.sampling) for n, preview in enumerate(previews, 1)]
     told = [(f"preview: prompt {n}: ", note) for n, sampling in numbered for note in sampling_notes(sampling, model)]
     return [f"{where}{note}" for where, note in told]
 
 
 class Previewer:
-    """Makes the previews of one run: the watcher of its steps that samples.
+    """Watcher that makes the previews of one run.
 
-    model: the MODEL as it came in, with its own patches, block swap and compiling. While it samples, the weights that
-    are trained on are off the device; afterwards everything is off it, and the next step takes them again. Raises
-    ValueError for what could not be sampled.
+    model: the user's MODEL with its patches, block swap and compile settings.
+    partner: the other expert of Wan 2.2, None for a single model.
+
+    The trained weights are off the device while it samples. Afterwards all models are unloaded, and the next training
+    step loads the trained weights again.
+
+    Raises ValueError where a preview does not match the model.
     """
 
     def __init__(self, previews: Sequence[Preview], model: ModelPatcher, partner: Partner | None = None):
@@ -143,7 +166,7 @@ class Previewer:
             self.failures = 0
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
-            if any(map(is_patched, self.models)):  # weights with a LoRA in them are not to be trained on
+            if any(map(is_patched, self.models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
             self.failures += 1
             trainer.observer.note(self._failed(step, error))
@@ -151,7 +174,7 @@ class Previewer:
             trainer.observer.phase(trainer.doing())
 
     def _begin(self, trainer: "Trainer") -> None:
-        """Finds the shots of the part of the run that this one goes on from."""
+        """Report sampling notes once, and read the shots of the session that this one resumes."""
         if not all(row.preview.use_ema for row in self.rows) and not trainer.learner.saves_other_weights:
             trainer.observer.note(
                 "use_ema off has no effect on the previews: this optimizer saves the weights that it steps; set "
@@ -179,11 +202,12 @@ class Previewer:
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
         trainer.observer.phase(f"Preview at step {step}")
         stages = {ema: self._stages(lora) for ema, lora in loras.items()}
-        unload()
+        unload()  # the trained weights and the sampled model may not fit on the device together
         with ExitStack() as stack:
             for model in self.models:
                 restore_inference_mode(model.model)
                 stack.enter_context(host_copies_retained(model))
+            # Left in reverse order: the models are unloaded outside inference mode, then the host copies put back.
             stack.callback(unload)
             stack.enter_context(random_state_kept(trainer.device))
             stack.enter_context(torch.inference_mode())
@@ -210,7 +234,7 @@ class Previewer:
         return Stages(high, low, self.boundary)
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
-        """For the summary: the files, by their names in the run's folder, and what sampling them compiled."""
+        """Return the preview files, relative to the run's folder, and the graphs that sampling compiled."""
         if not self.shots:
             return {}
         files = [f"{FOLDER}/{shot.file}" for shot in self.shots]
@@ -219,6 +243,6 @@ class Previewer:
 
 
 def _graphs(model: ModelPatcher) -> int:
-    """What Compile Model on this MODEL has compiled so far."""
+    """Count the graphs that Compile Model has compiled for this MODEL so far."""
     compiled_model = compiled_model_of(model)
     return compiled_model.report().counts().graphs if compiled_model is not None else 0

@@ -1,4 +1,4 @@
-"""Pictures and clips as ComfyUI's own nodes make them: Load LoRA, KSampler, VAE Decode."""
+"""Sampling of images and videos, equal to ComfyUI's nodes Load LoRA, KSampler and VAE Decode."""
 
 import math
 import random
@@ -30,10 +30,23 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """One prompt and how it is sampled, once for each seed. label: what sheets call it, empty: by its number.
+    """Prompt and sampling settings; sampled once for each seed.
 
-    negative: None is the positive one with zeros for its text. width, height: pixels; frames: of a clip, 1 is a
-    picture; latent_image: core's LATENT, which stands in place of the three. fps: of a clip's file.
+    vae: VAE to decode with.
+    positive: positive conditioning.
+    negative: negative conditioning; None takes the positive one with its text zeroed.
+    width: pixels.
+    height: pixels.
+    frames: frames of a video, 1 is an image.
+    steps: sampler steps.
+    cfg: guidance scale.
+    sampler_name: name of a KSampler sampler.
+    scheduler: name of a KSampler scheduler.
+    seed: first seed.
+    seeds: number of consecutive seeds.
+    latent_image: core's LATENT of batch size 1; replaces width, height and frames.
+    label: title on sheets, empty for the prompt's number.
+    fps: frames per second of a video file.
     """
 
     vae: Any
@@ -66,10 +79,11 @@ class Sampling:
             _check_latent(self.latent_image)
 
     def all_seeds(self) -> list[int]:
+        """List the seeds to sample; they wrap around after MOST_SEED."""
         return [(self.seed + i) % (MOST_SEED + 1) for i in range(self.seeds)]
 
     def facts(self) -> dict[str, Any]:
-        """The settings in plain numbers and texts, without the seed."""
+        """Return the settings as plain numbers and strings, without the seed."""
         size = None if self.latent_image is None else list(self.latent_image["samples"].shape)
         return {
             **({"width": self.width, "height": self.height, "frames": self.frames} if size is None else {}),
@@ -82,7 +96,7 @@ class Sampling:
 
 
 def titled(samplings: Sequence[Sampling]) -> list[tuple[str, Sampling, int]]:
-    """(title, prompt, seed) of each row of a sheet: every prompt with each of its seeds."""
+    """List (title, prompt, seed) for every prompt with each of its seeds: the rows of a sheet."""
     labels = [sampling.label or f"prompt {number}" for number, sampling in enumerate(samplings, 1)]
     pairs = zip(labels, samplings, strict=True)
     return [(f"{label}, seed {seed}", sampling, seed) for label, sampling in pairs for seed in sampling.all_seeds()]
@@ -98,8 +112,13 @@ def _check_latent(latent: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The model that samples, or Wan 2.2's two: `model` down to the sigma `boundary`, `low_noise` below it. Where
-    `switch_step` is set, `model` makes that many steps in place of those that begin at or above the boundary."""
+    """Model to sample with, or the two experts of Wan 2.2.
+
+    model: the only model, or the high noise expert, which makes the steps that begin at or above the boundary.
+    low_noise: the low noise expert, None for a single model.
+    boundary: sigma between the experts.
+    switch_step: number of steps of the high noise expert, in place of the boundary; 0 is off.
+    """
 
     model: ModelPatcher
     low_noise: ModelPatcher | None = None
@@ -107,7 +126,7 @@ class Stages:
     switch_step: int = 0
 
     def first_steps(self, sampling: Sampling) -> int:
-        """How many of the steps `model` makes."""
+        """Count the steps that `model` makes."""
         if self.low_noise is None:
             return sampling.steps
         if self.switch_step:
@@ -119,7 +138,7 @@ class Stages:
 
 
 def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
-    """A clone of the MODEL with the LoRA on it, as Load LoRA makes it, and how many of its weights it changes."""
+    """Clone the MODEL with the LoRA on it, like Load LoRA. Returns the clone and the number of weights it changes."""
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(dict(lora)), keys)
     clone = model.clone()
@@ -127,7 +146,7 @@ def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float =
 
 
 def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
-    """Raises ValueError where the VAE or the latent is of another model, or the size is none that the model takes."""
+    """Raise ValueError where the VAE or the latent belongs to another model, or the model does not take the size."""
     format, vae = model.get_model_object("latent_format"), sampling.vae
     if (channels := getattr(vae, "latent_channels", None)) not in (None, format.latent_channels):
         raise ValueError(
@@ -159,7 +178,7 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
 
 
 def check_text(sampling: Sampling, width: int, number: int) -> None:
-    """Raises ValueError where the text of this prompt is of another width than the model takes."""
+    """Raise ValueError where the prompt's text embedding does not have the width `width` of the model."""
     for name, conditioning in (("positive", sampling.positive), ("negative", sampling.negative or [])):
         if other := next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None):
             raise ValueError(
@@ -169,13 +188,14 @@ def check_text(sampling: Sampling, width: int, number: int) -> None:
 
 
 def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
-    """The inputs that are set and not read, a sentence each."""
+    """Yield notes on inputs that are set but not used."""
     defaults = {name: getattr(Sampling, name) for name in ("width", "height", "frames")}
     unread = [name for name, default in defaults.items() if getattr(sampling, name) != default]
     latent = sampling.latent_image
     if latent is not None and unread:
         yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image says the size."
-    # Samplers of CFG++ take the negative prompt's part at any cfg; so does what other nodes put on the MODEL.
+    # CFG++ samplers evaluate the negative prompt at any cfg; so do MODELs on which a node has turned this optimisation
+    # of core off.
     both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
     if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not both:
         yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
@@ -185,16 +205,26 @@ def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
 
 
 def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[[], None]) -> Tensor:
-    """The latent that KSampler gives, or two KSampler (Advanced) that share the steps. tell: called after each step,
-    may raise. Call it under inference mode, as the nodes run."""
+    """Sample a latent like KSampler, or like two KSampler (Advanced) that share the steps.
+
+    tell: called after each step; may raise.
+
+    Call it under inference mode, as nodes run.
+    """
     return sample_latents(stages, [(sampling, seed)], tell)[0]
 
 
 def sample_latents(
     stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
 ) -> list[Tensor]:
-    """`sample_latent` of each (prompt, seed). Of two experts the first makes its steps of all rows before the second is
-    loaded. check: called before each part of a row, may raise."""
+    """Sample a latent for each (prompt, seed).
+
+    The high noise expert makes its steps for all rows before the low noise expert is loaded, so that each is loaded
+    once.
+
+    tell: called after each step; may raise.
+    check: called before each row of each expert; may raise.
+    """
     met = [stages.first_steps(sampling) for sampling, _ in rows]
     latents: list[Tensor] = []
     for (sampling, seed), steps in zip(rows, met, strict=True):
@@ -221,7 +251,11 @@ def _sampled(
     tell: Callable[[], None],
     part: Mapping[str, Any],
 ) -> Tensor:
-    """half: what the steps before have left, None at the first. part: which steps, as core's sampler takes them."""
+    """Run core's sampler.
+
+    half: latent after the first expert's steps, None to start from noise.
+    part: range of steps, as keyword arguments of core's sampler.
+    """
     latent = dict(sampling.latent_image or _empty_latent(model, sampling))
     if half is None:
         samples = comfy.sample.fix_empty_latent_channels(
@@ -249,7 +283,7 @@ def _sampled(
 
 
 def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
-    """What core's empty latent node of the model gives."""
+    """Make the latent of core's empty latent node for the model: zeros, (1, C, H, W) or (1, C, T, H, W)."""
     format = model.get_model_object("latent_format")
     time = ((sampling.frames - 1) // format.temporal_downscale_ratio + 1,) if format.latent_dimensions == 3 else ()
     cell = format.spacial_downscale_ratio
@@ -257,7 +291,7 @@ def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
 
 
 def zeroed(conditioning: Conditioning) -> Conditioning:
-    """Zeros for the text and what is pooled of it, as Conditioning Zero Out gives."""
+    """Zero the text and the pooled output, like Conditioning Zero Out."""
     return [
         [
             torch.zeros_like(text),
@@ -268,14 +302,14 @@ def zeroed(conditioning: Conditioning) -> Conditioning:
 
 
 def decode(vae: Any, latent: Tensor) -> Tensor:
-    """(frames, H, W, 3), 0 to 1: what VAE Decode gives."""
+    """Decode a latent like VAE Decode: (frames, H, W, 3), 0 to 1."""
     pictures = vae.decode(latent)
     return pictures.reshape(-1, *pictures.shape[-3:])
 
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """ComfyUI's sampler seeds the global generators; after it they are as they were."""
+    """Context that restores the global random states of Python, NumPy and torch, which ComfyUI's sampler seeds."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
