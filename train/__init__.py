@@ -1,1 +1,1 @@
-"""Training: data, buckets, LoRA networks, objective, optimizer and the loop."""
+"""LoRA training: preflight checks, objective, optimizer, training loop, checkpoints, validation and previews."""

@@ -21,7 +21,7 @@ from .settings import TrainSettings
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch with both sides of its loss.
+    """Micro-batch with both sides of its loss.
 
     inputs: arguments of the transformer's forward.
     target: velocity, (B, N, C·patch), fp32.
@@ -106,7 +106,7 @@ def fixed_batch(
 
 
 class _Drawn(NamedTuple):
-    """A sample with its sampled noise level.
+    """Sample with its random noise and noise level.
 
     latent: clean latent in the model's space.
     noise: noise of the velocity target.

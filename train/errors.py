@@ -6,7 +6,7 @@ from ..compile.region import over_the_limit
 
 
 class TrainingStopped(RuntimeError):
-    """A run that cannot continue. The message is for the user; earlier saves are on disk."""
+    """Error of a run that cannot continue. The message is for the user; earlier saves are on disk."""
 
 
 def kept(step: int, state: str) -> str:
@@ -30,6 +30,7 @@ def broken_off(saved: int, state: str) -> str:
 
 
 def out_of_memory_while_loading() -> TrainingStopped:
+    """Make the error of an OOM before the first step."""
     return TrainingStopped(
         "Out of memory while the model was loaded; set blocks_to_swap to -1 on Load Diffusion Model (Block Swap) or "
         "Training Memory, or load the model with weight_dtype fp8_e4m3fn, or close other programs on this GPU, and "
@@ -38,7 +39,7 @@ def out_of_memory_while_loading() -> TrainingStopped:
 
 
 class CannotGoOn(RuntimeError):
-    """A known reason to end the run. The message is the reason only: `explained` adds the saved state to it."""
+    """Known reason to end a run. The message is the reason only: `explained` adds the saved state to it."""
 
 
 def not_finite(what: str, step: int) -> CannotGoOn:
@@ -51,6 +52,7 @@ def not_finite(what: str, step: int) -> CannotGoOn:
 
 
 def not_unloaded(step: int) -> CannotGoOn:
+    """Make the error of a model whose LoRA patches could not be removed after the preview at `step`."""
     return CannotGoOn(
         f"ComfyUI could not take the model off the device after the preview at step {step}, so its weights can't be "
         "trained on any more; restart ComfyUI."

@@ -23,7 +23,7 @@ from .settings import TrainSettings, ValidationOptions
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert and the settings of its run.
+    """Expert with the settings of its run.
 
     side: `high_noise` or `low_noise`.
     model: its MODEL.
@@ -36,6 +36,7 @@ class Expert:
 
     @property
     def title(self) -> str:
+        """Name in messages, such as `High noise expert`."""
         return f"{self.side.replace('_', ' ').capitalize()} expert"
 
 

@@ -48,12 +48,15 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
+        """Learning rate of the next step, of the first parameter group."""
         return float(self.scheduler.get_last_lr()[0])
 
     def zero_grad(self) -> None:
+        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a loss, scaled in fp16."""
         self.scaler.scale(loss).backward()
 
     def clip(self) -> Tensor:

@@ -94,9 +94,9 @@ class Saver:
         self.validation_key = context.validation_key
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
-        self.begun_from: Path | None = None  # where `resume` names it
+        self.begun_from: Path | None = None  # state that `resume` names
         self.best: Best | None = None
-        self._companion_files = dict(context.companion_files)  # those that are still to be written
+        self._companion_files = dict(context.companion_files)  # files not yet written
 
     def state_name(self, step: int) -> str:
         """Name the state of this step as the `resume` input does."""

@@ -67,7 +67,7 @@ class Trainer:
         self.patcher, self.family, self.data = context.patcher, context.family, context.data
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
         self.seconds: deque[float] = deque(maxlen=50)
-        self.preserved: deque[Tensor] = deque(maxlen=50)  # preservation's part of the loss
+        self.preserved: deque[Tensor] = deque(maxlen=50)  # preservation losses, on the device: reading would wait
         self.strata = strata_of(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
@@ -75,7 +75,7 @@ class Trainer:
         unload()  # before the peak is reset: the models of earlier nodes are not part of this run
         forget_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
-        self.copies = 0  # of swapped blocks, in the last step
+        self.copies = 0  # block copies to the device in the last step
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
@@ -97,6 +97,7 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
+        """Progress of the run, owned by the saver."""
         return self.saver.progress
 
     def resume(self, path: Path) -> None:
@@ -154,6 +155,7 @@ class Trainer:
             raise told from error
 
     def between_steps(self) -> None:
+        """Call the watchers."""
         for watcher in self.watchers:
             watcher.between_steps(self)
 
@@ -281,6 +283,7 @@ class Trainer:
         return "Training; the first step compiles and takes longer" if compiles else "Training"
 
     def report(self, loss: float, learning_rate: float) -> StepReport:
+        """Make the progress report of the step just done."""
         pace = median(self.seconds) if self.seconds else None
         left = None if pace is None else pace * (self.settings.steps - self.progress.step)
         return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, left)

@@ -36,6 +36,7 @@ class Validation:
         self.options, self.samples, self.sigmas = options, data.samples, options.sigmas
 
     def between_steps(self, trainer: "Trainer") -> None:
+        """Measure the loss where due, unless this step was already measured before a resume."""
         progress = trainer.progress
         if not self._is_due(progress.step, trainer.settings.steps):
             return

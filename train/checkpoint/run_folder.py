@@ -36,13 +36,16 @@ class RunFolder:
 
     @property
     def lora_path(self) -> Path:
+        """Path of the final LoRA."""
         return self.path / f"{self.name}.safetensors"
 
     def step_lora_path(self, step: int) -> Path:
+        """Return the path of the intermediate LoRA of a step."""
         return self.path / f"{self.name}-step{step:06d}.safetensors"
 
     @property
     def best_path(self) -> Path:
+        """Path of the LoRA with the lowest validation loss."""
         return self.path / f"{self.name}-best.safetensors"
 
     def step_loras(self) -> dict[int, Path]:
@@ -96,10 +99,12 @@ class RunFolder:
         write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json atomically. Raises OSError where the disk refuses."""
         text = json.dumps(summary, indent=1, allow_nan=False)
         write_atomically(self.path / "summary.json", lambda beside: _write_text(beside, text))
 
     def read_summary(self) -> dict[str, Any] | None:
+        """Read summary.json; None where it is missing or damaged."""
         try:
             found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -19,7 +19,7 @@ from ..optim.state_dict import pack_state, unpack_state
 STATE_SUFFIX = ".tessera"
 MASTERS = "masters."
 _FORMAT = 1
-# Fields added after the first release: older states lack them.
+# Optional fields: not in every state.
 _LATER = ("validation", "adapters", "parts")
 
 

@@ -16,7 +16,7 @@ from .timestep_sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_s
 
 WIDTH, HEIGHT = 1024, 512
 DRAWS, BARS, POINTS = 5000, 50, 400
-MEGAPIXEL_TOKENS = 4096  # of a picture of 1024 x 1024, where the resolution decides
+MEGAPIXEL_TOKENS = 4096  # tokens of a 1024 x 1024 image, for shifts that depend on the resolution
 _BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
 _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
 

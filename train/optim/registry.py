@@ -30,7 +30,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: its class, its inputs and its memory.
+    """Row of the table of optimizers: class, inputs and memory.
 
     class_path: dotted name of the class.
     takes: inputs of the node Optimizer that it reads besides learning_rate.

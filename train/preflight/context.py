@@ -1,4 +1,4 @@
-"""The context of a run: what preflight checked and decided, before anything is loaded."""
+"""Run context: the results of preflight that trainer and saver are built from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from .run_start import Beginning
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that the trainer of a run and its saver are made from.
+    """Inputs of the trainer and the saver of a run.
 
     patcher: the MODEL to train on, a clone of the one that came in.
     family: the family of that model.

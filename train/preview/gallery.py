@@ -25,7 +25,7 @@ _CELL = 384
 
 @dataclass(frozen=True)
 class Shot:
-    """One preview image or video.
+    """Preview image or video.
 
     step: optimizer step it was made at.
     row: row on the sheet.
@@ -42,6 +42,7 @@ class Shot:
 
     @property
     def file(self) -> str:
+        """File name in the folder of previews."""
         return f"step{self.step:06d}_{self.row}.{'png' if self.frames == 1 else 'webp'}"
 
     def same_row(self, other: "Shot") -> bool:

@@ -10,7 +10,7 @@ from ...common.canvas import Canvas, Colour
 
 _BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
 _RAW, _SMOOTH, _BAD, _VALIDATION = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
-_SIZE, _TITLE_SIZE = 15, 19  # of text
+_SIZE, _TITLE_SIZE = 15, 19  # pixels of text at a height of 512
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
@@ -127,7 +127,7 @@ class _Plot:
         """Set up the canvas and margins. first: step at the left end, 1 or 0. ends: see `_value_range`."""
         self.canvas = Canvas(width, height, _BACKGROUND, 3)
         self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
-        self.unit = unit = height / 512  # of margins, text and line widths
+        self.unit = unit = height / 512  # scales margins, text and line widths
         self.left, self.right = 84 * unit, width - 28 * unit
         self.top, self.bottom = 56 * unit, height - 58 * unit
         self.foot = height - 10 * unit

@@ -155,6 +155,10 @@ class Previewer:
         self.seen = _graphs(model)
 
     def between_steps(self, trainer: "Trainer") -> None:
+        """Make the previews that are due. A failure is a note; an error only where the model stays patched.
+
+        Raises CannotGoOn where ComfyUI could not remove the LoRA from the model.
+        """
         step, steps = trainer.progress.step, trainer.settings.steps
         due = [row for row in self.rows if row.preview.is_due(step, steps)]
         if not due or self.failures == MOST_FAILURES:
