@@ -4,7 +4,6 @@ Copies from page-locked memory overlap with computation, copies from pageable me
 themselves are not page-locked, a small page-locked stage is filled by a thread of its own, block after block.
 """
 
-import contextlib
 import functools
 import threading
 import time
@@ -110,7 +109,8 @@ class StagedStream:
         self._stage_bytes, self._pinned = stage_bytes, pinned
         self._leaving: list[Any] = [None] * stages  # the event of the last copy out of each stage
         self._turn = 0
-        self._busy = self._ended = False
+        self._ended = False
+        self._behind: Future[int] | None = None  # done when the worker has let go of the last copy
         self._thread: int | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tessera-stage")
 
@@ -120,8 +120,11 @@ class StagedStream:
         mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         if not self.stages and not host.is_pinned():
             self.stages = [host_bytes(self._stage_bytes, self._pinned) for _ in self._leaving]
-        self._busy = True
-        return self._worker.submit(self._send, slot, host, self.link.mark(), then, mode)
+        copied = self._worker.submit(self._send, slot, host, self.link.mark(), then, mode)
+        # Submitted here and not in `settle`, which a finaliser may call wherever the collector runs: `submit` takes
+        # a lock that all executors share, and one that waits for it inside another's `submit` waits for ever.
+        self._behind = self._worker.submit(int)
+        return copied
 
     def _send(
         self,
@@ -171,10 +174,9 @@ class StagedStream:
         if threading.get_ident() == self._thread:
             # What holds the slots was collected on this thread, which can't wait for itself. Nothing is sent any more.
             self._ended = True
-        elif self._busy:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends, and has waited for the thread
-                self._worker.submit(int).result()  # behind all others
-            self._busy = False
+        elif self._behind is not None:
+            behind, self._behind = self._behind, None
+            behind.result()
         self.link.settle()
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from concurrent.futures.thread import _global_shutdown_lock
 from typing import Any
 
 import pytest
@@ -194,6 +195,17 @@ def test_what_holds_the_slots_may_be_collected_on_the_thread_that_fills_them() -
     copied = [stream.copy(slots[0], torch.ones(8, dtype=torch.uint8), holders.clear)]
     assert let_go.wait(10)
     assert copied[0].result(10) is not None and slots[0].all()
+
+
+def test_a_finaliser_settles_while_another_executor_takes_work() -> None:
+    """The collector may run inside `submit`, which holds a lock that all executors share."""
+    stream = StagedStream(PromptLink(), 8, pinned=False)
+    stream.wait(stream.copy(torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8), None))
+    with _global_shutdown_lock:
+        settled = threading.Thread(target=stream.settle, daemon=True)
+        settled.start()
+        settled.join(10)
+        assert not settled.is_alive()
 
 
 def test_stages_are_made_for_pageable_masters_alone_and_given_back() -> None:
