@@ -1,4 +1,4 @@
-"""Cache of encoded images and captions on disk, each named by what it was made from, and the jobs that fill it."""
+"""Disk cache of encoded images and captions, and the jobs that fill it."""
 
 import shutil
 import time
@@ -18,28 +18,30 @@ Shape = tuple[int | None, ...]
 
 
 class Cache:
-    """A folder of safetensors files, one per key. A key names all that its tensors depend on, so files never go stale.
+    """Folder of safetensors files, one per key.
 
-    Files are written under another name and renamed, so that one with its name is complete. A damaged one (a disk
-    that failed, a copy that broke off) counts as absent.
+    A key is a fingerprint of everything that its tensors depend on, so a file never goes stale.
+    A file is written under a temporary name and then renamed, so a file under its final name is complete.
+    A damaged file (disk failure, interrupted copy) counts as absent.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, key: str) -> Path:
+        """Return the path of a key's file; the first two characters of the key name its subfolder."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def holds(self, key: str, shapes: Mapping[str, Shape]) -> bool:
-        """Check for an intact file with tensors of these names and shapes (None fits any length).
+        """Check for an intact file with tensors of exactly these names and shapes (None matches any length).
 
-        Reads the header only; safetensors compares it with the length of the file.
+        Reads only the header; safetensors validates it against the length of the file.
         """
         found = self.shapes(key)
         return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Read the names and shapes of the tensors in the file; none where there is no intact file."""
+        """Read names and shapes of the tensors in the file; an empty dict where there is no intact file."""
         try:
             with safe_open(self.path(key), framework="pt") as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -49,14 +51,15 @@ class Cache:
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors under the key.
 
-        Raises OSError with a sentence if the disk is full or may not be written to.
+        Raises OSError with a message for the user where the disk is full or not writable.
         """
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_atomically(self.path(key), lambda file: save_file(on_host, file))
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """Read the tensors to the host, in the dtype in which they were made, fit to be saved for backward.
+        """Read the tensors to the host in their stored dtype.
 
+        The tensors are ordinary ones (no inference tensors), so autograd can save them for backward.
         Raises FileNotFoundError where there is no intact file.
         """
         try:
@@ -67,13 +70,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """One thing that may have to be encoded.
+    """One tensor file to be encoded where the cache lacks it.
 
-    key: in the cache.
-    shapes: of the tensors that its file must hold.
-    bytes: about how many these take.
-    encode: makes them.
-    name: for messages.
+    key: cache key.
+    shapes: name and shape of each tensor in the file; None for a length that is known only after encoding.
+    bytes: approximate size on disk.
+    encode: computes the tensors.
+    name: the encoded file or caption, for messages.
     """
 
     key: str
@@ -84,13 +87,17 @@ class EncodeJob:
 
 
 def missing_jobs(cache: Cache, jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
-    """List the jobs whose tensors the cache does not hold, each key once."""
+    """List the jobs whose tensors the cache lacks, each key once."""
     return [job for job in {job.key: job for job in jobs}.values() if not cache.holds(job.key, job.shapes)]
 
 
 def check_space(folder: Path, jobs: Iterable[EncodeJob]) -> None:
-    """ValueError if the disk of the cache folder is too small for what the jobs will write."""
+    """Check that the disk of the cache folder has room for the output of the jobs.
+
+    Raises ValueError where it has not.
+    """
     wanted = sum(job.bytes for job in jobs)
+    # The cache folder itself may not exist yet; disk_usage needs a path that does.
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if wanted > free:
@@ -102,7 +109,11 @@ def check_space(folder: Path, jobs: Iterable[EncodeJob]) -> None:
 
 
 def run_jobs(cache: Cache, jobs: list[EncodeJob], what: str, progress: Progress, interrupted: Interrupted) -> None:
-    """Encode one at a time and write it at once."""
+    """Run the jobs one by one and write each result at once, so that an interrupted run continues where it stopped.
+
+    what: plural noun of the encoded things, for the progress text.
+    Raises ValueError where an encoder returns NaN or infinity.
+    """
     start = time.monotonic()
     for done, job in enumerate(jobs):
         interrupted()

@@ -1,4 +1,4 @@
-"""Checks and notes on a data set, its encoders and its options, before anything is encoded."""
+"""Checks and notes on items, encoders and options; they run before anything is encoded."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +21,10 @@ def check_options(
     image_to_video: bool,
     edit_prompt: str,
 ) -> None:
+    """Check the options of Prepare Dataset against the connected VAE and text encoders.
+
+    Raises ValueError for a value out of its list and for options that contradict the model family.
+    """
     if text.lengths and max_text_length not in text.lengths:
         raise ValueError(f"max_text_length is {max_text_length}; choose one of {', '.join(map(str, text.lengths))}.")
     if edit_prompt not in EDIT_PROMPTS:
@@ -42,6 +46,10 @@ def check_options(
 def check_items(
     items: Sequence[Item], text: TextPolicy, latents: LatentPolicy, image_to_video: bool, edit_prompt: str
 ) -> None:
+    """Check that the model family can train on the items: videos, control images, and start images.
+
+    Raises ValueError that names up to five items which it can't take.
+    """
     clips = [item.name for item in items if item.pixels.frames > 1]
     if clips and text.pictures_only:
         raise ValueError(
@@ -79,6 +87,10 @@ def plan_notes(
     control_megapixels: float,
     edit_prompt: str,
 ) -> Iterator[str]:
+    """Yield notes on the bucket plan, on options without effect, and on truncated captions.
+
+    captions: one for each item, of its first variant.
+    """
     frames = sorted({placement.grid.frames for placement in plan.placements})
     if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
         yield (
@@ -103,6 +115,7 @@ def plan_notes(
 
 
 def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bool, clip_vision: Any) -> Iterator[str]:
+    """Yield notes on image-to-video training with Wan 2.2 5B."""
     if not image_to_video or latents is not WAN22:
         return
     if clip_vision is not None:
@@ -113,6 +126,7 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
 
 
 def regularisation_notes(items: Sequence[Item]) -> Iterator[str]:
+    """Yield a note on the ratio at which regularisation samples are shown."""
     kept = [item for item in items if item.options.regularisation]
     if not kept:
         return

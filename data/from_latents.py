@@ -1,4 +1,4 @@
-"""Latents and conditionings that core's nodes encoded, as training data."""
+"""Training data from latents and conditionings that core's nodes encoded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from .media.latent_masks import noise_mask_notes, noise_mask_weights
 from .samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
 
 Conditioning = list[Any]  # ComfyUI's: [[cond, {"pooled_output": …}], …]
-# What of a conditioning lies on the latent's own grid, and is cut with it.
+# Entries of a conditioning that have the latent's own height and width; they are cropped with it.
 ON_THE_GRID = ("concat_latent_image", "concat_mask")
 
 
 @dataclass(frozen=True)
 class _Latent:
-    """One picture, (C, H, W), or clip, (C, T, H, W), with its noise mask, (1, T, h, w), (1, H, W) or None."""
+    """One image latent (C, H, W) or video latent (C, T, H, W) with its noise mask: (1, T, h, w), (1, H, W) or None."""
 
     name: str
     tensor: Tensor
@@ -35,7 +35,10 @@ class _Latent:
         return self.tensor.shape[1] if self.tensor.ndim == 4 else 1
 
     def clean_frames(self, policy: LatentPolicy) -> int:
-        """Count a video's first latent frames that its mask gives clean, as core's Wan22ImageToVideoLatent does."""
+        """Count the leading latent frames of a video that its noise mask marks as clean.
+
+        Recognises the mask of core's Wan22ImageToVideoLatent: 0 on the first frames, 1 on all frames after them.
+        """
         if policy is not WAN22 or self.mask is None or self.mask.ndim != 4 or self.mask.shape[1] != self.frames:
             return 0
         noisy = self.mask.flatten(2).amax(dim=(0, 2)) > 0
@@ -50,17 +53,19 @@ def latents_to_data(
     max_graphs: int,
     masked_loss: bool = False,
 ) -> TrainingData:
-    """Training data from lists of ComfyUI's LATENT and CONDITIONING, as core's dataset nodes give them.
+    """Make training data from lists of ComfyUI's LATENT and CONDITIONING, as core's dataset nodes output them.
 
-    latents: dicts whose "samples" are (C, H, W), (B, C, H, W) or (B, C, T, H, W); each picture of a batch is a sample.
-    positive: one conditioning for each latent of the list (for a batch: one entry per picture, or one for all of it),
-        or as many entries as there are pictures in all, or a single one for all. Reference latents, start pictures
-        (core's WanImageToVideo) and what CLIP vision saw of them are kept.
-    Latents of more than `max_graphs` token counts are cut in the middle to few counts, and an odd side loses one row or
-    column of cells; notes say so. A noise mask that gives the first frames of a Wan 2.2 5B clip clean makes them so;
-    others are how much each token counts with `masked_loss`, else left out, with a note. Tensors are copied to the host
-    so that they can be saved for backward.
-    Raises ValueError where counts or shapes do not fit, and for values that are not finite.
+    latents: dicts whose "samples" are (C, H, W), (B, C, H, W) or (B, C, T, H, W); each latent of a batch is a sample.
+    positive: conditionings in one of three layouts: one list per latent dict (with one entry per sample of the batch,
+        or one entry for the whole batch), one entry per sample in total, or a single entry for all samples. Reference
+        latents, start images (core's WanImageToVideo) and CLIP vision outputs are retained.
+    max_graphs: limit of token counts. Latents of more counts are center-cropped to few counts, and notes name them.
+    masked_loss: use noise masks as token weights of the loss; without it they are ignored, with a note.
+
+    An odd side loses one row or column of latent cells, with a note. A noise mask that marks the first frames of a
+    Wan 2.2 5B video as clean sets the sample's `clean_frames` instead. Tensors are copied to the host, so that
+    autograd can save them for backward.
+    Raises ValueError where counts or shapes do not match, and for values that are not finite.
     """
     batches = [_split(latent, index) for index, latent in enumerate(latents)]
     given = [
@@ -109,11 +114,12 @@ def latents_to_data(
 
 
 def _given(tensors: SampleTensors, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
+    """Return the tensors: encoded latents have one variant."""
     return tensors
 
 
 def _split(latent: Mapping[str, Any], index: int) -> list[tuple[Tensor, Tensor | None]]:
-    """A latent as its pictures, (C, H, W), or clips, (C, T, H, W), with their masks; a single frame is a picture."""
+    """Split a LATENT into pairs of latent and noise mask: (C, H, W) for one frame, (C, T, H, W) for a video."""
     samples, mask = latent["samples"], latent.get("noise_mask")
     if samples.ndim not in (3, 4, 5):
         raise ValueError(
@@ -121,13 +127,14 @@ def _split(latent: Mapping[str, Any], index: int) -> list[tuple[Tensor, Tensor |
             f"(B, C, T, H, W)."
         )
     batch = samples[None] if samples.ndim == 3 else samples
+    # A batch of masks that is shorter than the latents repeats its last mask.
     masks = [None] * len(batch) if mask is None else [mask[min(one, len(mask) - 1)] for one in range(len(batch))]
     pictures = [one.squeeze(1) if one.ndim == 4 and one.shape[1] == 1 else one for one in batch]
     return list(zip(pictures, masks, strict=True))
 
 
 def _match(positive: Sequence[Conditioning], batches: list[int]) -> list[Any]:
-    """One conditioning entry for each picture."""
+    """Assign one conditioning entry to each latent."""
     pictures = sum(batches)
     if len(positive) == len(batches) and all(len(p) in (1, size) for p, size in zip(positive, batches, strict=True)):
         return [
@@ -147,7 +154,7 @@ def _match(positive: Sequence[Conditioning], batches: list[int]) -> list[Any]:
 
 
 def _check_channels(pictures: list[Tensor]) -> LatentPolicy:
-    """The policy of latents of these channels, which are the same for all."""
+    """Return the latent policy by the number of channels, which must be the same for all latents."""
     channels = [picture.shape[0] for picture in pictures]
     other = next((index for index, count in enumerate(channels) if count != channels[0]), None)
     if other is not None:
@@ -176,7 +183,7 @@ def _grid(picture: Tensor, index: int, patch: int) -> Grid:
 
 
 def _cut(picture: Tensor, grid: Grid, target: Grid, patch: int) -> Tensor:
-    """The middle of a latent, in whole tokens of its own grid."""
+    """Center-crop a latent (..., H, W) from `grid` to `target`, in whole tokens."""
     top = (grid.height - target.height) // 2 * patch
     left = (grid.width - target.width) // 2 * patch
     return picture[..., top : top + target.height * patch, left : left + target.width * patch]
@@ -217,8 +224,12 @@ def _sides(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class _References:
-    """tokens: of each reference. odd: whether one lost an odd row or column of cells. whole: whether one of another
-    size was left whole while the latent was cropped."""
+    """Reference latents of one sample.
+
+    tokens: tokens of each reference.
+    odd: a reference lost an odd row or column of cells.
+    whole: a reference of another size stays uncropped while the latent is cropped.
+    """
 
     tokens: tuple[int, ...]
     odd: bool
@@ -228,7 +239,7 @@ class _References:
 def _references(
     conditioning: Mapping[str, Any], latent: _Latent, grid: Grid, placement: Placement, policy: LatentPolicy
 ) -> _References:
-    """The reference latents, cut to whole tokens in place, and cropped as the latent where they have its sides."""
+    """Crop the reference latents in place to whole tokens, and along with the latent where both have the same size."""
     references = conditioning.get("reference_latents") or []
     tokens, odd, whole = [], False, False
     for index, reference in enumerate(references):
@@ -256,7 +267,7 @@ def _references(
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy on the host that autograd accepts: ComfyUI runs nodes in inference mode."""
+    """Copy a tensor to the host as an ordinary tensor: autograd rejects those of inference mode, in which nodes run."""
     with torch.inference_mode(False):
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
@@ -268,7 +279,7 @@ def _own_all(value: Any) -> Any:
 
 
 def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
-    """A conditioning as a fingerprint reads it: what CLIP vision saw is the tensor."""
+    """Prepare a conditioning for the fingerprint: the CLIP vision output is replaced by its hidden states."""
     return {
         key: hidden_states(value) if key == "clip_vision_output" and value is not None else value
         for key, value in conditioning.items()
@@ -320,7 +331,7 @@ def _notes(
             f"each is compiled."
         )
     lengths = sorted({sample.text_length for sample in samples})
-    # FLUX.1, which alone has pooled captions, takes each length as it is; other models pad to lengths of their own.
+    # Only FLUX.1 has pooled captions and uses each text length as it is; the other models pad to fixed lengths.
     if len(lengths) > 1 and all("pooled_output" in sample.conditioning for sample in samples):
         listed = ", ".join(map(str, lengths))
         yield f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."

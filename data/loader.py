@@ -1,4 +1,4 @@
-"""Load training samples: the order of batches, the variant of a sample that a step shows, and reading ahead."""
+"""Sample loader: order of batches, variant choice at each step, and reading ahead."""
 
 from bisect import bisect
 from collections import defaultdict, deque
@@ -12,19 +12,20 @@ from ..common.rng import generator
 from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant
 
 SampleRequest = tuple[int, SampleVariant]
-"""A sample by its index, and the form of it that is shown."""
+"""(index of the sample, variant of it)"""
 
 
 def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Infinite seeded batch sampler: batches of `batch_size` sample indices, the same for the same arguments.
+    """Infinite seeded batch sampler; yields batches of `batch_size` sample indices that share one `graph_key`.
 
-    Every epoch is a new shuffle of all samples, each as often as its `repeats`. Samples that share a token count, the
-    tokens of their references and a text length share batches, whatever their aspect ratio. What is left of an epoch
-    waits for the next one, so that no sample is ever dropped and no batch is short.
+    Each epoch is a new shuffle of all samples, each repeated `repeats` times. Samples of different aspect ratio share a
+    batch where their token count, reference tokens and text length agree. Incomplete batches carry over to the next
+    epoch, so no sample is dropped and no batch is short. The same arguments give the same order.
 
-    Regularisation samples are shown as often as all others together, as kohya-ss/sd-scripts shows them: an epoch takes
-    as many of them, in a shuffle of their own that goes on from one epoch to the next, in which each comes as often as
-    its repeats. (sd-scripts takes the first of them in every epoch; where they are more, it never shows the rest.)
+    Regularisation samples are shown as often as all training samples together, as in kohya-ss/sd-scripts. An epoch
+    takes as many of them as it has training samples, from a shuffle of their own that continues across epochs, each
+    repeated `repeats` times. (sd-scripts restarts with the first ones in each epoch; where there are more, the rest is
+    never shown.)
     """
     training = _pool(samples, regularisation=False)
     assert training
@@ -45,7 +46,7 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
 
 
 def _regularisation(samples: Sequence[Sample], seed: int) -> Iterator[int]:
-    """Yield indices of regularisation samples without end, none where there are none."""
+    """Yield indices of regularisation samples without end; none where there are no such samples."""
     pool = _pool(samples, regularisation=True)
     for turn in count() if pool else ():
         shuffle = torch.randperm(len(pool), generator=generator(seed, "regularisation", turn))
@@ -53,14 +54,19 @@ def _regularisation(samples: Sequence[Sample], seed: int) -> Iterator[int]:
 
 
 def _pool(samples: Sequence[Sample], regularisation: bool) -> list[int]:
-    """The indices of either kind, each as often as its repeats."""
+    """List the indices of training or of regularisation samples, each repeated `repeats` times."""
     of_kind = [(index, one.repeats) for index, one in enumerate(samples) if one.regularisation == regularisation]
     return [index for index, repeats in of_kind for _ in range(repeats)]
 
 
 def choose_variant(sample: Sample, seed: int, step: tuple[int, int], place: int) -> SampleVariant:
-    """Draws the picture, each form as likely as the others, and the caption, each form as likely as the sample says.
-    step: (step, micro-batch); place: in the batch. The same arguments give the same choice, after a resume too."""
+    """Choose the image variant uniformly and the caption variant by the sample's weights.
+
+    The choice depends on the arguments only, so a resumed run makes the same one.
+
+    step: (step, micro-batch).
+    place: position in the batch.
+    """
     if sample.image_variants == sample.caption_variants == 1 and not sample.caption_dropout:
         return FIRST_VARIANT
     return SampleVariant(
@@ -69,34 +75,37 @@ def choose_variant(sample: Sample, seed: int, step: tuple[int, int], place: int)
 
 
 def _caption(sample: Sample, seed: int, *keys: int) -> int | None:
+    """Choose the number of a caption variant; None is the empty prompt."""
     if sample.caption_dropout and _number(seed, "caption dropout", *keys) < sample.caption_dropout:
         return None
     if not sample.caption_weights:
         return _one_of(sample.caption_variants, seed, "caption", *keys)
-    # The last sum may be a little below 1.
+    # The last sum is left out: by rounding it may be below 1, and a number above it would find no caption.
     bounds = list(accumulate(sample.caption_weights))[:-1]
     return bisect(bounds, _number(seed, "caption", *keys))
 
 
 def _one_of(count: int, seed: int, *keys: int | str) -> int:
+    """Sample a number from 0 to count - 1 uniformly."""
     return 0 if count == 1 else int(torch.randint(count, (), generator=generator(seed, *keys)))
 
 
 def _number(seed: int, *keys: int | str) -> float:
-    """Between 0 and 1, 1 left out."""
+    """Sample a number uniformly from [0, 1)."""
     return float(torch.rand((), dtype=torch.float64, generator=generator(seed, *keys)))
 
 
 class SampleReader:
-    """A thread that reads ahead. The GPU would otherwise wait for the disk between two steps."""
+    """Background reader of samples: the GPU would otherwise wait for the disk between two steps."""
 
     def __init__(self, samples: Sequence[Sample]):
         self._samples = samples
+        # One worker reads in the order of the requests, which is the order in which the steps need them.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tessera-reader")
         self._ahead: dict[SampleRequest, Future[SampleTensors]] = {}
 
     def prefetch(self, wanted: Iterable[SampleRequest]) -> None:
-        """Start reading these, keep those among them that are read already, and drop all others."""
+        """Start to read these samples, retain those that an earlier call requested, and drop all others."""
         ahead: dict[SampleRequest, Future[SampleTensors]] = {}
         for shown in dict.fromkeys(wanted):
             index, choice = shown
@@ -104,10 +113,14 @@ class SampleReader:
         self._ahead = ahead
 
     def read(self, shown: SampleRequest) -> SampleTensors:
-        """Return the sample's tensors; wait for the thread where it is reading them, and raise what reading raised."""
+        """Return the tensors of a sample, if need be after waiting for the worker.
+
+        Raises the error of the load where it failed.
+        """
         future = self._ahead.get(shown)
         return self._samples[shown[0]].load(shown[1]) if future is None else future.result()
 
     def close(self) -> None:
+        """Cancel pending reads and drop all tensors; waits for the read in progress."""
         self._pool.shutdown(cancel_futures=True)
         self._ahead.clear()

@@ -1,4 +1,4 @@
-"""Prepare training data from a data set: plan the grids, encode what is not in the cache yet, hand out lazy samples."""
+"""Prepare Dataset: plan the buckets, encode what the cache lacks, and return samples that load lazily."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +44,13 @@ from .samples import (
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Result of Prepare Dataset. sizes: (height, width) in pixels of each image or video, in the order of the
-    samples."""
+    """Result of Prepare Dataset.
+
+    data: samples for training.
+    plan: buckets of the samples.
+    sizes: (height, width) in pixels of each image or video, in the order of the samples.
+    notes: hints to the user.
+    """
 
     data: TrainingData
     plan: BucketPlan
@@ -72,17 +77,21 @@ def prepare(
 ) -> PreparedData:
     """Encode a data set with a ComfyUI VAE and CLIP.
 
-    The encoders and all files are checked before anything is encoded, to their end those pictures that will be; an
-    encoder is loaded only if the cache lacks something of it: the VAE for all pictures, clips, start frames and control
-    pictures first, then the CLIP vision model, then the CLIP for all captions. `interrupted` is called before each and
-    may raise; what is encoded by then stays in the cache.
-    image_to_video: each clip's first frame is its start picture, in the way of the Wan model of that VAE; with
-        clip_vision (Wan 2.1) it is seen by that as well.
-    control_megapixels: the size of control pictures, which take whole grids: at `megapixels` the grids of the results
-        whose shape they have, else those of one token count (see place_controls).
-    edit_prompt: how Qwen-Image-Edit's text encoder is told of the control pictures, one of EDIT_PROMPTS.
-    Raises ValueError for encoders of another family, unreadable files, what does not go together, values out of range
-    and a disk that is too small, and core's out-of-memory error where something does not fit through the VAE whole.
+    Encoders and files are checked before anything is encoded; images that have to be encoded are decoded to their end.
+    An encoder is loaded only if the cache lacks something of it. The order is: VAE (images, videos, start frames,
+    control images), CLIP vision model, text encoders. `interrupted` is called before each job and may raise; finished
+    jobs stay in the cache.
+
+    megapixels, max_graphs, fit: as of `plan_buckets`.
+    max_text_length: text length in tokens of families that let the user choose it.
+    cache_dir: folder of the cache.
+    image_to_video: use each video's first frame as its start image, as the Wan model of this VAE does; with clip_vision
+        (Wan 2.1) that frame is encoded by the CLIP vision model as well.
+    control_megapixels: area of control images, see `place_controls`.
+    edit_prompt: prompt template of Qwen-Image-Edit's text encoder for control images, one of EDIT_PROMPTS.
+    Raises ValueError for encoders of different families, unreadable files, contradicting options, values out of range
+    and a disk that is too small.
+    Raises core's out-of-memory error where something does not fit through the VAE untiled.
     """
     text, latents = text_policy(clip), latent_policy(vae)
     check_pair(text, latents)
@@ -109,6 +118,7 @@ def prepare(
     placed = control_plan.placements
     cache = Cache(cache_dir)
     wanted = make_variants(items, plan.placements, placed, encoder)
+    # Masks come before captions: a variant that its mask leaves empty is dropped, and its captions with it.
     variants, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
     # A caption is encoded for each variant of its control pictures where the text encoder sees those.
     shown = [(item, variant.controls) for item, of in zip(items, variants, strict=True) for variant in of]
@@ -134,6 +144,7 @@ def prepare(
         (missing_jobs(cache, [one.vision for one in every if one.vision]), "start frames for CLIP vision"),
         (missing_jobs(cache, caption_jobs), "captions"),
     ]
+    # Both checks come before the first encoder is loaded, so that a full disk or a damaged file fails early.
     check_space(cache_dir, [job for jobs, _ in work for job in jobs])
     check_images(images_to_encode(every, {job.key for job in work[0][0]}), progress, interrupted)
     for lacked, what in work:
@@ -171,7 +182,7 @@ def _fingerprint(
     keys: Sequence[tuple[ImageKeys, ...]],
     texts: Sequence[tuple[CaptionKeys, ...]],
 ) -> str:
-    """Fingerprint the data, without what is at its default: a data set keeps its name when more can be set."""
+    """Fingerprint the data set; options at their default are left out, so a new option renames no existing data set."""
     plain = [
         {"latent": of[0].latent, "text": words[0].forms[0], "references": of[0].references, "start": of[0].start}
         | {"vision": of[0].vision}
@@ -192,8 +203,7 @@ def _fingerprint(
 
 
 def summary(prepared: PreparedData) -> str:
-    """Summarise the preparation in a few lines: how much there is, what is cropped, which graphs training will
-    compile."""
+    """Summarise the preparation in a few lines: number of samples, crop loss, graphs to be compiled, and notes."""
     samples, keys = prepared.data.samples, prepared.data.graph_keys()
     shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
     clips = sum(sample.grid[0] > 1 for sample in samples)
@@ -211,6 +221,7 @@ def summary(prepared: PreparedData) -> str:
 
 
 def _what(items: Sequence[Item]) -> str:
+    """Return the plural noun of the items, for progress texts."""
     clips = sum(item.pixels.frames > 1 for item in items)
     return "pictures" if not clips else "clips" if clips == len(items) else "pictures and clips"
 
@@ -225,6 +236,7 @@ def _sample(
     text: TextPolicy,
     clean: bool,
 ) -> Sample:
+    """Make the lazy sample of one item; text length and conditioning are read from the headers of the cached files."""
     grid = placement.grid
     encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in texts for key in one.all)]
     carried = {*(encoded[0].keys() - {"cond"})}
@@ -260,6 +272,10 @@ def _load(
     texts: tuple[CaptionKeys, ...],
     variant: SampleVariant = FIRST_VARIANT,
 ) -> SampleTensors:
+    """Read the tensors of one variant of a sample from the cache.
+
+    Raises ValueError where a cached file was deleted since Prepare Dataset ran.
+    """
     keys, words = variants[variant.image], texts[variant.image]
     try:
         latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(variant.caption))
@@ -284,5 +300,5 @@ def _load(
 
 
 def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:
-    """A caption with what a picture puts beside it."""
+    """Join an encoded caption with the conditioning that comes from the images."""
     return Prompt(encoded["cond"], {part: tensor for part, tensor in encoded.items() if part != "cond"} | shown)

@@ -10,15 +10,16 @@ from torch import Tensor
 from ..models.family import SampleFacts
 
 GraphKey = tuple[int, tuple[int, ...], int]
-"""(token count, tokens of each reference picture, text length): what the shapes of a step depend on."""
+"""(token count, tokens of each reference image, text length): all that the shapes of a step depend on."""
 
 
 @dataclass(frozen=True)
 class SampleVariant:
-    """Variant of a sample that is shown.
+    """Variant of a sample.
 
-    image: number of the image variant. caption: number of the caption variant, None for the empty prompt.
-    class_caption: the class caption of that caption is read too.
+    image: number of the image variant.
+    caption: number of the caption variant; None for the empty prompt.
+    class_caption: also read the class caption of that caption variant.
     """
 
     image: int = 0
@@ -31,7 +32,11 @@ FIRST_VARIANT = SampleVariant()
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption as it was encoded, with all that goes with it: see `SampleTensors`."""
+    """Encoded caption.
+
+    text: (1, L, D), the `cond` of ComfyUI's conditioning.
+    conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
+    """
 
     text: Tensor
     conditioning: Mapping[str, Any]
@@ -39,13 +44,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SampleTensors:
-    """One sample on the host.
+    """Tensors of one sample on the host.
 
-    latent: (C, H, W) or (C, T, H, W), as the VAE gives it, before the model's `process_latent_in`.
+    latent: (C, H, W) or (C, T, H, W), as the VAE outputs it, before the model's `process_latent_in`.
     text: (1, L, D), the `cond` of ComfyUI's conditioning.
     conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
-    weights: (tokens,) fp32, how much each kept token counts in the loss; None where all count alike.
-    class_prompt: the class caption, where the choice asked for it.
+    weights: (tokens,) fp32, weight of each kept token in the loss; None for equal weights.
+    class_prompt: the class caption, where the requested variant asks for it.
     """
 
     latent: Tensor
@@ -57,25 +62,26 @@ class SampleTensors:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture or clip with its caption.
+    """One image or video with its caption.
 
-    name: what messages call it (a file name, with the folders below the one that was chosen).
-    grid: (frames, height, width) in tokens; frames are those of the latent.
-    tokens: how many of the grid's tokens are kept, equally many of each frame, counted from the frame's start (a ragged
-        edge keeps fewer than all).
-    text_length: L, the tokens of the caption as the model will see them.
-    repeats: how often it is seen per epoch.
-    references: the tokens of each reference picture.
-    clean_frames: latent frames at the start that are given without noise and are no part of the loss.
-    conditioning: what `SampleTensors.conditioning` carries.
+    name: name in messages, a file's path below the chosen folder.
+    grid: (frames, height, width) in tokens; frames are latent frames.
+    tokens: tokens of the grid that are kept, equally many of each frame, counted from the frame's start; a ragged edge
+        keeps fewer than all.
+    text_length: L, tokens of the caption after the model's padding.
     load: reads the tensors of a SampleVariant, by default of the first image and the first caption.
-    image_variants, caption_variants: how many there are; all have the sample's grid and text length.
-    loss_weight: what its loss is multiplied by. regularisation: it shows what the model is to keep; `repeats` counts
-        among samples like it.
-    class_caption: there is a caption that names the class in place of the trigger words.
-    file: the picture or film that it was taken from, where `name` says more than that.
-    caption_weights: how likely each form of the caption is, 1 in sum; without them all are alike. caption_dropout: how
-        likely the empty prompt takes the place of any of them.
+    repeats: showings per epoch, among samples with the same `regularisation`.
+    references: tokens of each reference image.
+    clean_frames: leading latent frames that stay without noise and are excluded from the loss.
+    conditioning: keys of `SampleTensors.conditioning`.
+    image_variants: number of image variants; all share the grid.
+    caption_variants: number of caption variants; all share the text length.
+    loss_weight: factor of the sample's loss.
+    regularisation: the sample shows what the model is to preserve.
+    class_caption: there is a caption with the class word in place of the trigger words.
+    file: image or video file that the sample was taken from, where `name` says more than that.
+    caption_weights: probability of each caption variant, 1 in sum; empty for equal probabilities.
+    caption_dropout: probability that the empty prompt replaces the caption.
     """
 
     name: str
@@ -108,6 +114,7 @@ class Sample:
         return self.tokens, self.references, self.text_length
 
     def facts(self) -> SampleFacts:
+        """Return the facts by which a model family checks whether it can train on the sample."""
         return SampleFacts(
             self.name, self.grid[0], self.references, self.clean_frames, self.conditioning, self.text_length
         )
@@ -115,9 +122,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Prepared data (TESSERA_TRAINING_DATA). `fingerprint` changes whenever a tensor, an order or a repeat changes.
-    made_with: what was set to make it, as plain values, for the LoRA's metadata. family: the `TextPolicy.family` whose
-    encoders made it, which the family's title begins with; empty where that is not known."""
+    """Prepared data (TESSERA_TRAINING_DATA).
+
+    samples: all samples, in the order of the data set.
+    fingerprint: changes whenever a tensor, the order or a repeat count changes.
+    notes: hints to the user.
+    made_with: options of the preparation as plain values, for the LoRA's metadata.
+    family: the `TextPolicy.family` of the encoders, with which the model family's title begins; empty if unknown.
+    """
 
     samples: tuple[Sample, ...]
     fingerprint: str
@@ -126,19 +138,21 @@ class TrainingData:
     family: str = ""
 
     def graph_keys(self) -> list[GraphKey]:
-        """List the keys that occur: one compiled graph of each block kind for each."""
+        """List the distinct graph keys; each kind of block is compiled once for each."""
         return sorted({s.graph_key for s in self.samples})
 
 
 def shown_per_epoch(samples: Sequence[Sample]) -> int:
-    """Count the showings of an epoch, repeats included: next to each of a training sample there is one of a
-    regularisation sample, where there are any."""
+    """Count the showings of an epoch, repeats included.
+
+    Where there are regularisation samples, the epoch shows as many of them as training samples.
+    """
     training = sum(sample.repeats for sample in samples if not sample.regularisation)
     return 2 * training if any(sample.regularisation for sample in samples) else training
 
 
 def check_training_samples(regularisation: Iterable[bool]) -> None:
-    """ValueError where all samples are regularisation."""
+    """Check that the data has a sample to learn from; raises ValueError where all are regularisation samples."""
     if all(regularisation):
         raise ValueError(
             "Every picture of the data set is a regularisation picture, which leaves nothing to learn; chain a folder "
@@ -147,9 +161,15 @@ def check_training_samples(regularisation: Iterable[bool]) -> None:
 
 
 def data_facts(data: TrainingData) -> dict[str, Any]:
-    """fingerprint: of the data. made_with: what was set on the nodes that made it. buckets: each size that a step may
-    have, in the order of their tokens: (frames, height, width) of the grid in tokens, the tokens kept, those of each
-    reference, the text length, and how many samples there are."""
+    """Describe the data as plain values for metadata and reports.
+
+    Returns a dict with:
+    fingerprint: of the data.
+    samples, regularisation, shown_per_epoch, pictures_per_sample, captions_per_sample: counts.
+    made_with: options of the nodes that made the data.
+    buckets: for each size of a step, sorted by tokens: grid (frames, height, width) in tokens, kept tokens, tokens of
+        each reference, text length, and number of samples.
+    """
     sizes = Counter(map(_size, data.samples))
     names = ("grid", "tokens", "references", "text_length")
     buckets = sorted(sizes.items(), key=lambda item: (item[0][1], item[0]))

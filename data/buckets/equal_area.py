@@ -1,4 +1,4 @@
-"""Crop loss of the usual buckets of equal area, for comparison with the plan."""
+"""Crop loss of the usual equal-area buckets, to compare the plan with."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,16 @@ def equal_area_crop(
     weights: Sequence[float] | None = None,
     frames: Sequence[int] | None = None,
 ) -> tuple[float, int]:
-    """Mean crop and number of token counts of the usual buckets: sides in steps of `step` pixels, area near the wanted.
+    """Compute the mean crop (0 to 1) and the number of token counts of the usual equal-area buckets.
 
-    Widths run from a quarter to twice the side of the square of that area, each with the largest height that keeps
-    within the area; each grid also turned. A picture takes the one nearest to its aspect, a clip of `frames` that many
-    times its tokens.
+    Bucket sides are multiples of `step` pixels. Widths run from a quarter of to twice the side of a square of the
+    wanted area; each has the largest height that stays within the area. Each grid exists in both orientations. An image
+    goes to the bucket of the nearest aspect; a video of `frames` latent frames takes that many times its tokens.
+
+    sizes: (height, width) in pixels.
+    pixels_per_token: along a side.
+    weights: showings of each image per epoch.
+    frames: latent frames of each; 1 for all by default.
     """
     area = megapixels * MEGAPIXEL
     side = area**0.5

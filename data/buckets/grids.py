@@ -1,9 +1,8 @@
-"""Grids of tokens: those of one token count (a bucket), the crop loss of an image on each, and its crop box.
+"""Token grids: the grids of one token count (a bucket), the crop loss of an image on each, and its crop box.
 
-A picture is scaled (never stretched) until it covers its grid and cropped in the middle. With a the picture's
-aspect (width / height) and b the grid's, the part that is kept is min(a / b, b / a); a ragged edge also leaves out
-the last tokens of the last row, so that tokens / (height · width) of that is seen. In a clip the same tokens are left
-out of every frame.
+An image is scaled uniformly until it covers its grid, then center-cropped. With a the aspect (width / height) of the
+image and b that of the grid, the retained part is min(a / b, b / a). A ragged edge also drops the last tokens of the
+last row, so that only tokens / (height · width) of it is seen. In a video the same tokens of each frame are dropped.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of tokens, in tokens. Rows run along the width; a clip's frames follow one another."""
+    """Grid of tokens in row-major order, frame after frame.
+
+    height, width: sides in tokens.
+    frames: latent frames.
+    """
 
     height: int
     width: int
@@ -35,12 +38,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Placement:
-    """One picture's or clip's place in the plan.
+    """Place of one image or video in the plan.
 
-    tokens: how many of the grid's tokens are kept, equally many of each frame, counted from the frame's start; a ragged
-        edge keeps up to width - 1 fewer of each.
-    crop: the part of the picture's area that is lost, 0 to 1, to the grid's aspect and to the ragged edge together.
-    scale: target pixels per source pixel along a side; above 1 the picture is enlarged.
+    grid: its grid.
+    tokens: tokens of the grid that are kept, equally many of each frame, counted from the frame's start; a ragged edge
+        keeps up to width - 1 fewer of each frame.
+    crop: part of the image's area that is lost to the grid's aspect and to the ragged edge together, 0 to 1.
+    scale: target pixels per source pixel along a side; above 1 the image is enlarged.
     """
 
     grid: Grid
@@ -56,9 +60,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Grids of one frame that hold one token count.
+    """Grids of one frame and one token count.
 
-    They are sorted by aspect, without those that never lose less than another one.
+    tokens: token count.
+    grids: sorted by aspect, without dominated ones (those that never lose less than another grid).
     """
 
     tokens: int
@@ -75,10 +80,10 @@ class Bucket:
 
     @cached_property
     def _turns(self) -> Floats:
-        """Log aspects at which the next grid becomes the better one.
+        """Log aspects at which the next grid becomes the better one: (grids - 1,).
 
-        A grid's loss in logs is |picture - grid| + surplus: cones of one slope, of which none lies inside another, so
-        the best cone changes only between neighbours, where their flanks meet.
+        In logs a grid's loss is |image - grid| + surplus: cones of one slope, none of which lies inside another. The
+        best cone therefore changes only between neighbours, where their flanks meet.
         """
         rising = self._log_aspect - self._log_surplus
         falling = self._log_aspect + self._log_surplus
@@ -95,19 +100,21 @@ class Bucket:
 
 
 def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
-    """Find all grids of a token count between 1 : max_aspect and max_aspect : 1, or None where there is none.
+    """Find all grids of a token count between 1 : max_aspect and max_aspect : 1; None where there is none.
 
-    Whole grids are the factor pairs. A ragged edge takes, for each width, the fewest rows that hold the tokens.
+    Whole grids are the factor pairs. With a ragged edge there is one grid for each width, with the fewest rows that
+    hold the tokens.
     """
     widest = int(np.sqrt(tokens * max_aspect)) + 1
     width = np.arange(1, min(widest, tokens) + 1)
     if fit == WHOLE_GRIDS:
         width = width[tokens % width == 0]
     height = -(-tokens // width)
+    # The tolerances here and below allow for rounding, so that equal aspects and equal losses compare as equal.
     within = np.maximum(width / height, height / width) <= max_aspect * (1 + 1e-9)
     width, height = width[within], height[within]
     aspect, surplus = np.log(width / height), np.log(width * height / tokens)
-    # A grid that never loses less than another one goes, even where it never loses more: fewer rows are then ragged.
+    # Drop each grid that another one never loses to, ties included: fewer ragged rows remain.
     beaten = np.abs(aspect[:, None] - aspect) + surplus <= surplus[:, None] + 1e-12
     np.fill_diagonal(beaten, False)
     keep = ~beaten.any(axis=1)
@@ -131,14 +138,15 @@ def crop_box(
     zoom: float = 1.0,
     at: tuple[float, float] = (0.5, 0.5),
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
-    """Place the crop of an image on its grid.
+    """Compute the crop of an image for its grid.
 
-    size: (height, width) of the picture in pixels.
-    zoom: how much narrower the box is along a side than the largest with the grid's aspect, 1 or more.
-    at: where it stands in the room that it has, (across, down): 0 at the left and the top, 1 at the right and bottom.
-    Returns the box (left, top, right, bottom) in source pixels, as Pillow's `resize(box=…)` takes it: by default the
-    largest rectangle in the middle of the picture with the grid's exact aspect. It is fractional, since rounding it to
-    whole pixels would stretch the picture a little. And the (height, width) in pixels of the grid.
+    size: (height, width) of the image in pixels.
+    zoom: ratio, 1 or more, of the side of the largest box with the grid's aspect to the side of this box.
+    at: position of the box within the free space, (across, down): 0 is left or top, 1 is right or bottom.
+
+    Returns the box and the grid's (height, width) in pixels. The box is (left, top, right, bottom) in source pixels, as
+    Pillow's `resize(box=…)` takes it; by default the largest centered rectangle of the grid's exact aspect. It is
+    fractional, because rounding it to whole pixels would stretch the image a little.
     """
     height, width = size
     target_height, target_width = grid.height * pixels_per_token, grid.width * pixels_per_token
@@ -149,6 +157,6 @@ def crop_box(
 
 
 def find_buckets(counts: Sequence[int], fit: str, max_aspect: float) -> list[Bucket]:
-    """Find the buckets of those counts that have any grid."""
+    """Find the buckets of these token counts, without counts that have no grid."""
     found = (find_bucket(n, fit, max_aspect) for n in counts)
     return [bucket for bucket in found if bucket is not None]

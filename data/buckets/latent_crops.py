@@ -1,4 +1,4 @@
-"""Latents that are encoded already: cut to few token counts, since they can no longer be resized."""
+"""Crops of encoded latents to few token counts: a latent can be cropped, but no longer resized."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -8,18 +8,19 @@ import numpy as np
 from .grids import Grid, Placement
 
 # Latents of different frame counts share a token count only where none of them loses more than this part to it:
-# a clip cut to the tokens of a picture would be no clip of anything.
+# a video cropped to the token count of one image would show next to nothing in each frame.
 MOST_LOST_TO_OTHER_LENGTHS = 0.5
 
 
 def place_latents(grids: Sequence[Grid], max_graphs: int) -> list[Placement]:
-    """Place each latent, which has the given grid, so that at most `max_graphs` token counts remain.
+    """Place latents of the given grids so that at most `max_graphs` token counts remain.
 
-    Where there are no more than that already, every latent keeps all its tokens. Else the counts are those that lose
-    the least part of the latents' tokens in the mean, and each latent is cut (never enlarged) to the sub-grid that its
-    placement names, to be taken from the middle of the picture, with less than a row of surplus tokens at the end of
-    each frame. All frames of a clip stay, so a count is a multiple of its frames; where the frame counts at hand need
-    more token counts than `max_graphs`, there are as few as they need.
+    Where there are no more than that already, each latent keeps all its tokens. Otherwise the counts minimise the mean
+    part of the tokens that is lost. Each latent is center-cropped (never enlarged) to the grid of its placement, with
+    less than a row of surplus tokens at the end of each frame. All frames of a video remain, so its count is a multiple
+    of its frames. Where the given frame counts need more token counts than `max_graphs`, the fewest that they need are
+    used.
+    Raises ValueError where max_graphs is below 1.
     """
     if max_graphs < 1:
         raise ValueError(f"max_graphs is {max_graphs}; set it to 1 or more.")
@@ -36,10 +37,10 @@ def place_latents(grids: Sequence[Grid], max_graphs: int) -> list[Placement]:
 
 
 def crop_grid(grid: Grid, tokens: int) -> Grid:
-    """Crop a grid to a part that holds the tokens, equally many in each frame, with less than a row of each to spare.
+    """Crop a grid to a smaller one that holds the tokens, equally many in each frame, with less than a row to spare.
 
-    Of several, the one that is nearest in aspect and has few tokens to spare, both in logs, as the planner weighs
-    them; of equals the one with the fewest to spare.
+    Chooses the least sum of log aspect change and log surplus, the cost of the bucket planner; on a tie the one with
+    fewer tokens to spare.
     """
     kept, rest = divmod(tokens, grid.frames)
     assert rest == 0 and 0 < kept <= grid.height * grid.width, (grid, tokens)
@@ -49,15 +50,16 @@ def crop_grid(grid: Grid, tokens: int) -> Grid:
         if height <= grid.height:
             reshaped = abs(np.log(width * grid.height / (height * grid.width)))
             spare = height * width - kept
+            # Rounded, so that costs which differ only by rounding tie and the fewest spare tokens decide.
             found.append((round(reshaped + np.log1p(spare / kept), 9), spare, Grid(height, width, grid.frames)))
     return min(found, key=lambda entry: entry[:2])[2]
 
 
 def _targets(grids: Sequence[Grid], counts: Sequence[int], max_graphs: int) -> dict[int, int]:
-    """Choose the count that each is cut to: runs of neighbouring counts, each run cut to what all of it can take.
+    """Choose the target of each count: a run of neighbouring counts is cropped to the largest count that all can hold.
 
-    Exact by dynamic programming over the runs. One more run never loses more, so there are `max_graphs` runs, or as
-    many more as it takes (a run for each count always works).
+    Exact dynamic programming over the runs. One more run never loses more, so there are `max_graphs` runs, or the
+    fewest that work where that is more (one run for each count always works).
     """
     tokens, loss = _runs(grids, counts)
     best = np.append(0.0, np.full(len(counts), np.inf))
@@ -76,7 +78,11 @@ def _targets(grids: Sequence[Grid], counts: Sequence[int], max_graphs: int) -> d
 
 
 def _runs(grids: Sequence[Grid], counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """For each run of counts [first, end): the largest count to which all of its latents can be cut, and the loss."""
+    """Compute for each run of counts [first, end) the largest common target count and the loss.
+
+    Returns two arrays (counts, counts + 1), indexed by first and end; the loss is infinite where a run can't be cropped
+    to one count.
+    """
     groups: dict[int, list[Grid]] = {count: [] for count in counts}
     for grid in grids:
         groups[grid.tokens].append(grid)

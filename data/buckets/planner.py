@@ -1,13 +1,13 @@
-"""Bucket planner: the token counts at which a data set is trained, and the grid of each image or video.
+"""Bucket planner: token counts for a data set, and the grid of each image or video.
 
-Every picture of a bucket becomes exactly N tokens, so that one compiled graph and one batch serve all aspect ratios.
-The planner knows the pictures: it takes the N near the wanted size whose grids lose least of these pictures. A clip of
-T latent frames takes T times the tokens of one frame, N = T · n, so clips of different length share an N where it is a
-multiple of both lengths and both n are near the wanted size.
+Every image of a bucket becomes exactly N tokens, so one compiled graph and one batch serve all aspect ratios. The
+planner knows the images: of all N near the wanted size it chooses those whose grids lose least of these images. A
+video of T latent frames takes T times the tokens of one frame, N = T · n. Videos of different lengths therefore share
+an N that is a multiple of both lengths if both n are near the wanted size.
 
-What it minimises, in parts of a picture's area: the mean crop, plus 0.005 for each further graph (a second N has to
-save half a percentage point to be worth its compilation), plus 0.01 · |ln(n / wanted)| (among counts that crop alike
-the nearest to the wanted size wins).
+The cost, in parts of an image's area, is the mean crop
++ 0.005 for each further graph (a second N has to save half a percentage point to be worth its compilation)
++ 0.01 · |ln(n / wanted)| (of counts that crop alike, the one nearest to the wanted size wins).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ MOST_MEGAPIXELS = 64
 LEAST, MOST = 7 / 8, 17 / 16
 PRICE_OF_A_GRAPH = 0.005
 PRICE_OF_ANOTHER_SIZE = 0.01
-# What a search may cost: ragged counts that are tried, entries of the (pictures, counts) table for one count and for
-# several, and pictures weighed over all subsets of counts.
+# Limits of the search: ragged counts that are tried, entries of the (images, counts) table for one count and for
+# several, and rows of images evaluated over all subsets of counts.
 RAGGED_LIMIT = 1500
 TABLE_LIMIT = 10_000_000
 SUBSET_TABLE_LIMIT = 3_000_000
@@ -37,14 +37,17 @@ EXHAUSTIVE_LIMIT = 30_000_000
 class BucketPlan:
     """Result of the planner.
 
-    token_counts: the N of each bucket that is used, sorted.
-    placements: one for each size, in the order given.
-    mean_crop, worst_crop: parts of a picture's area, 0 to 1; the mean counts repeats.
-    wanted_tokens: what the megapixels asked for, in one frame.
-    upscaled: how many pictures are smaller than their grid and get enlarged (their placement's `scale` is above 1).
-    equal_area_crop, equal_area_counts: what the usual buckets of equal area in steps of 64 pixels would lose on the
-        same pictures, and how many token counts, so graphs, they would take.
-    least_graphs: the fewest token counts that the frame counts at hand can do with; 1 for pictures alone.
+    fit: one of FITS.
+    pixels_per_token: along a side.
+    token_counts: the N of each bucket in use, sorted.
+    placements: one for each size, in the given order.
+    mean_crop: mean part of an image's area that is lost, weighted by repeats, 0 to 1.
+    worst_crop: largest such part.
+    wanted_tokens: tokens of one frame at the requested megapixels.
+    upscaled: number of images smaller than their grid (`scale` of their placement above 1).
+    equal_area_crop: mean crop of the same images in the usual equal-area buckets, in steps of 64 pixels.
+    equal_area_counts: token counts of those buckets, each of which is a graph.
+    least_graphs: fewest token counts that the frame counts of the data can share; 1 for images alone.
     """
 
     fit: str
@@ -62,7 +65,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A token count, and for each frame count that can have it the grids of one frame."""
+    """Token count with its bucket of one frame for each frame count that can have it.
+
+    tokens: N.
+    buckets: bucket of n = N / T tokens, by T.
+    """
 
     tokens: int
     buckets: Mapping[int, Bucket]
@@ -79,16 +86,18 @@ def plan_buckets(
     max_aspect: float = 4.0,
     frames: Sequence[int] | None = None,
 ) -> BucketPlan:
-    """Choose the token counts for a data set and place each picture or clip on a grid.
+    """Choose the token counts of a data set and place each image or video on a grid.
 
     sizes: (height, width) in pixels, after EXIF orientation.
-    megapixels: the wanted area of one frame; 1 is 1024 · 1024 pixels. A frame's counts lie between 7/8 and 17/16 of it.
+    megapixels: wanted area of one frame; 1 is 1024 · 1024 pixels. The n of a frame lie between 7/8 and 17/16 of it.
     pixels_per_token: along a side (16 for FLUX: 8 by the VAE, 2 by the patches).
     max_graphs: at most that many token counts, or `least_graphs` if that is more. A ragged edge serves every aspect
-        with one, and uses as few as the frame counts allow.
-    weights: how often each picture is seen per epoch (its repeats); all alike without it.
-    max_aspect: grids lie between 1 : max_aspect and max_aspect : 1; a picture beyond that is cropped to it.
-    frames: the latent frames of each; 1 for all without it.
+        with one count, and uses as few as the frame counts allow.
+    fit: one of FITS.
+    weights: showings of each image per epoch (its repeats); equal by default.
+    max_aspect: grids lie between 1 : max_aspect and max_aspect : 1; a more extreme image is cropped to it.
+    frames: latent frames of each; 1 for all by default.
+    Raises ValueError for values out of range, and where sizes is empty or holds an empty image.
     """
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; choose one of {', '.join(FITS)}.")
@@ -150,10 +159,10 @@ def plan_buckets(
 
 
 def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int], kinds: int) -> list[_Candidate]:
-    """The token counts whose frames lie in the window around the wanted size, for clips of these frame counts.
+    """List the token counts whose frames lie in the window around the wanted size, for these frame counts.
 
-    Where kinds of pictures and counts are many, those of most grids. Ragged counts of a large window, which all have
-    about as many grids, are tried at even steps.
+    Where the table of kinds and counts would grow too large, the counts with the most grids are kept. Ragged counts of
+    a large window all have about as many grids, so they are tried at even steps.
     """
     least, most = max(1, ceil(wanted * LEAST)), max(wanted, int(wanted * MOST))
     step = ceil((most - least) / RAGGED_LIMIT) if fit == RAGGED_EDGE and most > least and len(counts) == 1 else 1
@@ -180,7 +189,7 @@ def _candidates(wanted: int, fit: str, max_aspect: float, counts: Sequence[int],
 
 
 def _least_cover(candidates: Sequence[_Candidate], counts: Sequence[int]) -> list[frozenset[int]]:
-    """The fewest groups of frame counts such that each group has a token count in common."""
+    """Find the fewest groups of frame counts such that the counts of each group share a token count."""
     groups = {frozenset(candidate.buckets) for candidate in candidates}
     groups = {group for group in groups if not any(group < other for other in groups)}
 
@@ -198,7 +207,10 @@ def _least_cover(candidates: Sequence[_Candidate], counts: Sequence[int]) -> lis
 def _table(
     candidates: Sequence[_Candidate], frames_of: NDArray[np.int_], log_aspects: Floats, wanted: int, unserved: float
 ) -> Floats:
-    """(kinds of pictures, counts): what each loses with each, with the price of the size; `unserved` where it can't."""
+    """Compute the cost of each kind of image with each count, price of the size included: (kinds, counts).
+
+    unserved: cost of a count that can't hold the frames of the kind.
+    """
     table = np.full((len(log_aspects), len(candidates)), unserved)
     for frames in np.unique(frames_of).tolist():
         rows = np.flatnonzero(frames_of == frames)
@@ -210,6 +222,7 @@ def _table(
 
 
 def _price_of_size(bucket: Bucket, wanted: int) -> float:
+    """Compute the price of a token count that differs from the wanted one."""
     return PRICE_OF_ANOTHER_SIZE * abs(np.log(bucket.tokens / wanted))
 
 
@@ -220,7 +233,7 @@ def _start(
     frames_of: NDArray[np.int_],
     cover: Sequence[frozenset[int]],
 ) -> list[int]:
-    """The best column for each group of frame counts by itself."""
+    """Choose the best column for each group of frame counts by itself."""
     start = []
     for group in cover:
         rows = np.isin(frames_of, list(group))
@@ -230,9 +243,9 @@ def _start(
 
 
 def _choose(table: Floats, shares: Floats, start: list[int], frames_of: NDArray[np.int_], max_graphs: int) -> list[int]:
-    """The columns of the (pictures, counts) table to use: the least mean cost, with the price of each further one.
+    """Choose the columns of the (kinds, counts) table with the least mean cost, price of further graphs included.
 
-    start: as few columns as can serve all.
+    start: the fewest columns that serve all kinds.
     """
     counts = np.unique(frames_of)
     room = max(64, SUBSET_TABLE_LIMIT // len(table) // len(counts))
@@ -247,7 +260,7 @@ def _choose(table: Floats, shares: Floats, start: list[int], frames_of: NDArray[
     least = _cost(small, shares, subset)
     best = subset
     for graphs in range(len(start) + 1, min(max_graphs, len(pool)) + 1):
-        # No subset of this size or above can pay any more, not even one that loses nothing.
+        # The price of the graphs alone exceeds the best cost: no subset of this size or above can win.
         if PRICE_OF_A_GRAPH * (graphs - 1) >= least:
             break
         subset = _best_subset(small, shares, subset, graphs)
@@ -257,14 +270,15 @@ def _choose(table: Floats, shares: Floats, start: list[int], frames_of: NDArray[
 
 
 def _cost(table: Floats, shares: Floats, columns: list[int]) -> float:
+    """Compute the mean cost of a choice of columns, price of further graphs included."""
     return float(shares @ table[:, columns].min(axis=1)) + PRICE_OF_A_GRAPH * (len(columns) - 1)
 
 
 def _best_subset(table: Floats, shares: Floats, start: list[int], size: int) -> list[int]:
-    """The `size` columns whose minimum over each row has the least mean.
+    """Choose the `size` columns whose row minimum has the least mean.
 
-    Exact where there are few subsets; else `start` (with the best one added where it is one short), then single columns
-    exchanged as long as that helps.
+    Exact where there are few subsets. Otherwise a local search: it begins with `start` (and the best addition where
+    that is one short) and exchanges single columns as long as the cost falls.
     """
     pictures, counts = table.shape
     if comb(counts, size - 1) <= 3000 and comb(counts, size) * pictures <= EXHAUSTIVE_LIMIT:
@@ -277,12 +291,14 @@ def _best_subset(table: Floats, shares: Floats, start: list[int], size: int) -> 
         for position in range(size):
             others = subset[:position] + subset[position + 1 :]
             other_cost, column = _best_addition(table, shares, others)
+            # The margin keeps rounding from exchanging equal columns forever.
             if other_cost < cost - 1e-9:
                 subset, cost, improved = [*others, column], other_cost, True
     return subset
 
 
 def _best_addition(table: Floats, shares: Floats, columns: list[int]) -> tuple[float, int]:
+    """Find the column that lowers the mean cost of `columns` most; returns the cost and the column."""
     costs = shares @ np.minimum(table, table[:, columns].min(axis=1, keepdims=True))
     return float(costs.min()), int(costs.argmin())
 
@@ -290,7 +306,10 @@ def _best_addition(table: Floats, shares: Floats, columns: list[int]) -> tuple[f
 def _try_all(
     table: Floats, shares: Floats, so_far: NDArray[np.float64], first: int, size: int
 ) -> tuple[float, list[int]]:
-    """The best `size` columns from `first` on, added to what earlier columns give each row (`so_far`)."""
+    """Find the best `size` columns from `first` on by trying all; returns the cost and the columns.
+
+    so_far: (rows,), row minimum of the columns chosen already.
+    """
     if size == 1:
         costs = shares @ np.minimum(table[:, first:], so_far[:, None])
         return float(costs.min()), [first + int(costs.argmin())]

@@ -1,4 +1,4 @@
-"""Plot and description of the bucket plan."""
+"""Plot and text description of the bucket plan."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ GRIDS_PER_ROW, MOST_ROWS = 12, 3
 
 
 def describe_plan(plan: BucketPlan) -> str:
-    """Describe the plan in a few lines: token counts, pixels, grids, crop, and what buckets of equal area would
-    lose."""
+    """Describe the plan in a few lines: token counts, pixels, grids, crop, and comparison with equal-area buckets."""
     lines = []
     for tokens in plan.token_counts:
         grids = [p.grid for p in plan.placements if p.tokens == tokens]
@@ -51,7 +50,7 @@ def describe_plan(plan: BucketPlan) -> str:
 def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image:
     """Plot the plan as an RGB image: aspects of the data set, crop loss of each image, grids and their use.
 
-    sizes: (height, width) in pixels, as they were given to `plan_buckets`.
+    sizes: (height, width) in pixels, as given to `plan_buckets`.
     """
     assert len(sizes) == len(plan.placements)
     canvas = Canvas(WIDTH, HEIGHT)
@@ -77,7 +76,7 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
 
 
 def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> None:
-    """Aspect ratios on a log axis, coloured by bucket, with the grids as marks under the axis."""
+    """Plot the aspect ratios on a log axis, coloured by bucket, with the grids as marks under the axis."""
     left, top, right, bottom = HISTOGRAM
     canvas.text(left, top - 26, "Aspect ratios of the pictures, and the grids they go to", 13)
     aspects = [log(width / height) for height, width in sizes]
@@ -111,7 +110,7 @@ def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int,
 
 
 def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
-    """Crop loss by image, from the most to the least, with the mean."""
+    """Plot the crop loss of all images in descending order, with the mean."""
     left, top, right, bottom = CROPS
     canvas.text(left, top - 26, "Lost to cropping, by picture", 13)
     crops = sorted((placement.crop for placement in plan.placements), reverse=True)
@@ -137,7 +136,7 @@ def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
 
 
 def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
-    """Each grid in its proportions, with its size in pixels, how many pictures go there, and what those lose."""
+    """Plot each grid in its proportions, with its size in pixels, its number of images, and their mean crop."""
     left, top, right, bottom = GRIDS
     use = _use(plan)
     lost: dict[tuple[Grid, int], float] = dict.fromkeys(use, 0.0)
@@ -197,7 +196,7 @@ def _percent(part: float) -> str:
 
 
 def _megapixels(plan: BucketPlan, tokens: int, frames: int) -> float:
-    """Megapixels of one frame."""
+    """Compute the megapixels of one frame."""
     return tokens // frames * plan.pixels_per_token**2 / MEGAPIXEL
 
 
