@@ -149,7 +149,7 @@ class Lowering:
 
     @staticmethod
     def _move(graph: torch.fx.GraphModule) -> None:
-        """What the graph makes or moves by itself goes to the pretended GPU, too."""
+        """Move to the pretended GPU what the graph makes or moves by itself."""
         for node in graph.graph.nodes:
             if node.kwargs.get("device") is not None:
                 node.kwargs = {**node.kwargs, "device": CUDA}

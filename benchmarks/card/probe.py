@@ -77,7 +77,7 @@ def products():
 
 
 def thin():
-    """What a LoRA of rank 16 adds to linear1: parts of it, beside the frozen product."""
+    """Time the parts of a rank-16 LoRA on linear1, and the frozen product."""
     x, w, down, up, g = normal(T, D), normal(7 * D, D), normal(16, D), normal(7 * D, 16), normal(T, 7 * D)
     h, y, gh = linear(x, down), linear(x, w), normal(T, 16)
     calls = {

@@ -25,8 +25,7 @@ def prefetches(least: int) -> tuple[int, ...]:
 def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
     """Choose the names of `count` blocks to swap, such as single_blocks.3.
 
-    lists: the model's lists of blocks with their lengths.
-    order: the lists in the order in which they are to be used.
+    lists: the model's lists of blocks with their lengths; order: the lists in the order in which they are to be used.
     Raises ValueError for more blocks than there are.
     """
     check_count(count, sum(lists.values()))
@@ -63,15 +62,13 @@ def evenly_spaced(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of one block. In inference only weights, working, forward and in_file count.
+    """Cost of one block, in bytes and seconds. In inference only weights, working, forward and in_file count.
 
     name: as it is to be chosen by, such as single_blocks.3.
-    weights: bytes.
-    inputs: bytes that full checkpointing saves.
-    saved: bytes that are saved without checkpointing.
-    working: bytes, the most it takes besides those while it runs forward or back.
-    forward, backward: seconds of computing, 0 where that is not known.
-    in_file: bytes of its weights that lie in the mapped file.
+    inputs, saved: what is saved for backward with full checkpointing, and without checkpointing.
+    working: the most it takes besides those while it runs forward or back.
+    forward, backward: of computing, 0 where that is not known.
+    in_file: the part of its weights that lies in the mapped file.
     """
 
     name: str
@@ -88,10 +85,8 @@ class BlockCost:
 class Hardware:
     """Budget of a plan.
 
-    free: bytes of device memory that may be used.
-    link: bytes per second from the host.
-    host: free bytes there, in which weights already have their place.
-    file: rates of the file that weights lie in.
+    free: bytes of device memory that may be used; link: bytes per second from the host.
+    host: free bytes there, in which weights already have their place; file: rates of the file that weights lie in.
     """
 
     free: int
@@ -104,10 +99,8 @@ class Hardware:
 class SearchSpace:
     """Choices of a plan.
 
-    counts: numbers of blocks to swap.
-    prefetch: numbers of blocks to copy ahead.
-    checkpointing: modes, () in inference.
-    budget: the part that selective checkpointing saves.
+    counts, prefetch: numbers of blocks to swap, and to copy ahead.
+    checkpointing: modes, () in inference; budget: the part that selective checkpointing saves.
     offload: what full checkpointing saves goes to the host.
     """
 
@@ -123,7 +116,6 @@ class SwapPlan:
     """Chosen plan.
 
     swapped: names of blocks.
-    prefetch: blocks copied ahead.
     checkpointing: None in inference.
     device_bytes: at most in use.
     seconds: of one step (in inference of one pass), 0 where no block's time is known.
@@ -161,8 +153,7 @@ def plan(
     Of equally fast ones the one that swaps least, then the one that takes least memory. Where no block's time is known,
     the one that is least behind the fastest at worst. Where none fits, the one that takes least, with `fits` False.
 
-    blocks: in the order of the forward.
-    other_bytes: everything else that lies on the device while the model runs.
+    blocks: in the order of the forward; other_bytes: everything else that lies on the device while the model runs.
     order: the lists of blocks in the order in which they are to be used, () where all are alike.
     """
     fitting = []
@@ -197,7 +188,6 @@ def step_down(
     choices: SearchSpace,
 ) -> SwapPlan | None:
     """Choose the fastest plan that takes at least a tenth less than `made`, whose memory did not suffice.
-
     Else the one that takes least; None where `made` was that one.
     """
     less = plan(blocks, other_bytes, replace(machine, free=made.device_bytes * 9 // 10), order, choices)
