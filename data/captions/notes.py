@@ -8,16 +8,18 @@ from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .variants import CaptionVariants, caption_lines
 
-# A full stop within a part between commas, or a part of many words, which no tag is.
+# A part between commas that can't be a tag: it has a full stop inside, or a dozen words.
 _SENTENCE = re.compile(r"\w\. \w|(\S+\s+){11}\S")
 
 
 def variant_notes(
     options: CaptionOptions, folder: str, texts: Sequence[str], variants: Mapping[str, CaptionVariants]
 ) -> tuple[str, ...]:
-    """Write the notes on the captions of a folder.
+    """List the notes on the captions of a folder.
 
-    texts: of the caption files. variants: by the names of the images, in the same order.
+    folder: its name.
+    texts: contents of the caption files.
+    variants: caption variants by image name, in the same order.
     """
     more = [
         f"{name} ({sum(map(bool, of.weights))} of {of.possible}{' or more' * (of.possible == MOST_VARIANTS)})"
@@ -30,6 +32,7 @@ def variant_notes(
 
 
 def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yield notes on caption options that change nothing for these captions."""
     rules = options.tags
     if not rules.on:
         tags = {"keep_tokens": options.keep_tokens, "keep_tokens_separator": rules.separator != TagRules().separator}
@@ -64,7 +67,10 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
 
 
 def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """A note on captions that read as sentences and are taken as tags. texts: by the names of the pictures."""
+    """Yield a note on captions that read as sentences and would be treated as tags.
+
+    texts: contents of the caption files by image name.
+    """
     rules = options.tags
     named = [name for name, text in texts.items() if any(map(_SENTENCE.search, split_tags(text, rules).free))]
     if rules.on and options.caption_dropout < 1 and named:
@@ -76,9 +82,9 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
 
 
 def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Note the cost of encoding captions of several variants.
+    """Yield a note on the number and size of the encoded texts where captions have variants.
 
-    sizes: bytes of each encoded text, by its key in the cache.
+    sizes: bytes of each encoded text, by its cache key.
     """
     if all(of.plain for of in variants):
         return

@@ -6,17 +6,22 @@ from ...common.text import finite, joined
 from .tags import TagRules
 
 MOST_VARIANTS = 1000
-"""Of one caption. More are neither encoded nor counted."""
+"""Limit of the variants of one caption; more are neither encoded nor counted."""
 
 
 @dataclass(frozen=True)
 class CaptionOptions:
     """Caption options of a folder.
 
-    caption_per_line: each line of a caption file is a caption. wildcards: `{a|b}` stands for either.
-    shuffle_tags, tag_dropout, keep_tokens, keep_tokens_separator: of captions that are tags, see TagRules.
-    caption_variants: how many forms of a caption are drawn, where there are more.
-    caption_dropout: how likely a showing has the empty prompt for its caption.
+    caption_dropout: probability that a showing has the empty prompt in place of its caption.
+    shuffle_tags: sample the order of the tags.
+    keep_tokens: number of leading tags that stay in place, see TagRules.
+    tag_dropout: probability that a tag is left out.
+    caption_per_line: each line of a caption file is a caption of its own.
+    wildcards: expand `{a|b}` to either alternative.
+    caption_variants: number of variants to sample of a caption that has more.
+    keep_tokens_separator: mark that ends the fixed tags of a caption, see TagRules.
+    Raises ValueError for values out of range and for options that contradict each other.
     """
 
     caption_dropout: float = 0.0
@@ -56,9 +61,10 @@ class CaptionOptions:
 
     @property
     def tags(self) -> TagRules:
+        """Rules for captions of tags."""
         return TagRules(self.shuffle_tags, self.tag_dropout, self.keep_tokens, self.keep_tokens_separator.strip())
 
     def sampled(self) -> list[str]:
-        """List the options that are on and make variants to sample from."""
+        """List the names of the options that are on and make variants to sample from."""
         on = {"shuffle_tags": self.shuffle_tags, "tag_dropout": self.tag_dropout, "wildcards": self.wildcards}
         return [name for name, value in on.items() if value]

@@ -10,9 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class TagRules:
-    """shuffle: free tags come in any order. dropout: how likely each of them is left out. keep: how many tags at the
-    start stay there; separator: stands in captions between the tags that stay first, the free ones and, where it stands
-    a second time, those that stay last. Such captions have no need of `keep`."""
+    """Rules for the tags of a caption.
+
+    shuffle: free tags come in any order.
+    dropout: probability that a free tag is left out.
+    keep: number of tags at the start that stay there, in captions without the separator.
+    separator: mark between the leading fixed tags and the free ones; a second one precedes the trailing fixed tags.
+    """
 
     shuffle: bool = False
     dropout: float = 0.0
@@ -21,28 +25,35 @@ class TagRules:
 
     @property
     def on(self) -> bool:
+        """True where the rules make variants."""
         return self.shuffle or self.dropout > 0
 
 
 @dataclass(frozen=True)
 class Tags:
-    """A caption's tags: those that stay first, the free ones, those that stay last."""
+    """Tags of one caption.
+
+    first: fixed tags at the start.
+    free: tags that may be shuffled or dropped.
+    last: fixed tags at the end.
+    """
 
     first: tuple[str, ...]
     free: tuple[str, ...]
     last: tuple[str, ...] = ()
 
     def text(self, free: tuple[str, ...]) -> str:
+        """Join the fixed tags with this selection of free ones."""
         return ", ".join((*self.first, *free, *self.last))
 
     def count(self, rules: TagRules) -> int:
-        """Count the variants as if all tags differed."""
+        """Count the variants, taking all tags as different."""
         free = len(self.free)
         kept = range(free + 1) if rules.dropout else (free,)
         return sum(comb(free, k) * (factorial(k) if rules.shuffle else 1) for k in kept)
 
     def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
-        """Yield every variant's text with its probability, the caption as it stands first."""
+        """Yield the text of each variant with its probability; the caption as written comes first."""
         free = len(self.free)
         for kept in range(free, -1 if rules.dropout else free - 1, -1):
             likely = (1 - rules.dropout) ** kept * rules.dropout ** (free - kept)
@@ -53,7 +64,7 @@ class Tags:
                     yield self.text(order), share
 
     def sample(self, rules: TagRules, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
-        """Sample one variant: the numbers of the free tags in it, in their order, and its text."""
+        """Sample one variant; returns the indices of its free tags in their order, and its text."""
         free = len(self.free)
         order = torch.randperm(free, generator=generator).tolist() if rules.shuffle else range(free)
         drawn = torch.rand(free, generator=generator, dtype=torch.float64).tolist() if rules.dropout else [1.0] * free

@@ -1,7 +1,7 @@
 """Caption variants of an image: its lines, wildcards, and the orders and selections of its tags.
 
-All variants that will ever be shown are chosen here, before anything is encoded, so that training needs no text
-encoder."""
+All variants that training will show are sampled before anything is encoded, so training needs no text encoder.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from .wildcards import WildcardError, Wildcards, parse_wildcards
 
 @dataclass(frozen=True)
 class CaptionVariants:
-    """The variants of one image's caption.
+    """Variants of one image's caption.
 
-    texts: all different. The first is the one that validation measures: of tags, the caption as it is written.
-    weights: the probability of each text in training, 1 in sum; 0 for the first where it was not sampled.
-    dropout: the probability of the empty prompt in place of any of them.
-    possible: how many variants there were to sample from, MOST_VARIANTS where there are more, 0 where all are taken.
-    class_texts: each text with the class word in place of the trigger words, None for one without them; empty where
-        no class caption is asked for.
+    texts: distinct texts. Validation uses the first; of tags it is the caption as written.
+    weights: probability of each text in training, 1 in sum; 0 for the first text where it was not sampled.
+    dropout: probability of the empty prompt in place of any text.
+    possible: number of variants to sample from, at most MOST_VARIANTS; 0 where all are taken.
+    class_texts: each text with the class word in place of the trigger words, None for a text without trigger words;
+        empty where no class captions are requested.
     """
 
     texts: tuple[str, ...]
@@ -34,25 +34,29 @@ class CaptionVariants:
 
     @property
     def plain(self) -> bool:
+        """True for a single text without caption dropout and class caption."""
         return len(self.texts) == 1 and not self.dropout and not self.class_texts
 
 
 @dataclass(frozen=True)
 class _Caption:
-    """One caption of a file: as it is written, and read."""
+    """One caption of a file: its text, and the same text with parsed wildcards."""
 
     written: str
     read: Wildcards
 
 
 def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str, name: str) -> CaptionVariants:
-    """Make the variants of the caption whose file holds `text`; name: of that file, in messages.
+    """Make the caption variants of a caption file.
 
-    Where a caption has no more than `caption_variants` forms, those are all; of others as many are drawn, always the
-    same ones for the same text, and more variants add to them. Where tags are drawn, the caption with all of them in
-    their order comes first, as likely as it was drawn. Each caption of a file is as likely as its others. The trigger
-    words come first in each form. Raises ValueError for braces without their partners, with their place, and for
-    trigger words that would never be shown.
+    text: content of the file.
+    trigger_words: put before each variant, with a comma.
+    name: file name in messages.
+
+    A caption with at most `caption_variants` variants gets all of them. Of others that many are sampled; the sample
+    depends on the text only, and a larger number extends it. Where tags are sampled, the caption with all tags in their
+    written order comes first, with the probability at which it was sampled. All captions of a file are equally likely.
+    Raises ValueError for unmatched braces, with their position, and for trigger words that would never be shown.
     """
     words = trigger_words.strip().rstrip(",").rstrip()
     if options.caption_dropout == 1:
@@ -80,17 +84,19 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
 
 
 def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Caption]:
+    """Yield the captions of a file, without blank ones."""
     for number, line in enumerate(caption_lines(text, options)):
         if written := line.strip():
             yield _Caption(written, _read(line, name, number) if options.wildcards else Wildcards((written,)))
 
 
 def caption_lines(text: str, options: CaptionOptions) -> list[str]:
-    """Split a file into its captions as they stand, lines without any included."""
+    """Split the content of a file into its captions, blank lines included."""
     return text.split("\n") if options.caption_per_line else [text]
 
 
 def _read(text: str, name: str, lines_before: int) -> Wildcards:
+    """Parse the wildcards of a caption; raises ValueError with line and column in the file."""
     try:
         return parse_wildcards(text)
     except WildcardError as error:
@@ -100,14 +106,14 @@ def _read(text: str, name: str, lines_before: int) -> Wildcards:
 
 
 def _count(caption: Wildcards, rules: TagRules) -> int:
-    """Count the variants of a caption; beyond MOST_VARIANTS any number above it."""
+    """Count the variants of a caption; above MOST_VARIANTS the count need not be exact."""
     if caption.count > MOST_VARIANTS or not rules.on:
         return caption.count
     return sum(split_tags(text, rules).count(rules) for text, _ in caption.all())
 
 
 def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
-    """Every form of a caption, with how likely it is."""
+    """Yield each variant of a caption with its probability."""
     rules = options.tags
     for text, likely in caption.read.all():
         for form, share in split_tags(text, rules).all(rules) if rules.on else [(text, 1.0)]:
@@ -115,19 +121,21 @@ def _all(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, floa
 
 
 def _written(caption: _Caption, rules: TagRules) -> str:
-    """With every tag, in the order of the file; of wildcards as the first draw takes them."""
+    """Return the caption with all its tags in written order; its wildcards are those of the first sample."""
     tags = split_tags(caption.read.sample(_draws_of(caption))[1], rules)
     return tags.text(tags.free)
 
 
 def _draws_of(caption: _Caption) -> torch.Generator:
+    """Generator seeded by the caption's text, so that each run samples the same variants."""
     return generator(0, "caption form", caption.written)
 
 
 def _drawn(caption: _Caption, options: CaptionOptions) -> Iterator[tuple[str, float]]:
-    """As many forms as there may be, each drawn in its share of all draws."""
+    """Sample as many variants as allowed, each with the same probability."""
     rules, most = options.tags, options.caption_variants
-    # Where all ways are alike, none is drawn twice. Elsewhere one that comes twice has to count twice.
+    # Equally likely variants are sampled without replacement. Otherwise with replacement: a variant that comes twice
+    # has to count twice, or the sample would distort the probabilities.
     alike = caption.read.even and not rules.dropout and (caption.read.count == 1 or not rules.shuffle)
     draws = _draws_of(caption)
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()

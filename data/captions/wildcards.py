@@ -1,6 +1,6 @@
 """Wildcards in captions, by ComfyUI's rule for prompts: `a {red|blue} fox` is `a red fox` or `a blue fox`.
 
-Braces may stand within braces, an alternative may be empty, and `\\{`, `\\}` and `\\|` are the signs themselves
+Braces may be nested and alternatives may be empty. `\\{`, `\\}` and `\\|` are literal characters
 (Comfy-Org/ComfyUI_frontend, formatUtil.ts: processDynamicPrompt).
 """
 
@@ -13,14 +13,17 @@ from math import prod
 
 import torch
 
-DEEPEST = 50  # braces within braces
+DEEPEST = 50  # nested braces
 
 _SIGN = re.compile(r"\\.|[{}|]|[^\\{}|]+|\\", re.DOTALL)
 _ESCAPED = ("\\{", "\\}", "\\|")
 
 
 class WildcardError(ValueError):
-    """Error in a text's braces; place: its index in the text, from 0."""
+    """Unmatched or too deeply nested brace.
+
+    place: index of the brace in the text, from 0.
+    """
 
     def __init__(self, place: int, wrong: str) -> None:
         super().__init__(wrong)
@@ -29,24 +32,26 @@ class WildcardError(ValueError):
 
 @dataclass(frozen=True)
 class Wildcards:
-    """A text with wildcards. parts: plain text, and the alternatives of a pair of braces, each as likely as the
-    others."""
+    """Text with wildcards.
+
+    parts: plain text, or the equally likely alternatives of a pair of braces.
+    """
 
     parts: tuple["str | tuple[Wildcards, ...]", ...]
 
     @cached_property
     def count(self) -> int:
-        """Count the ways to choose, equal texts counted as often as they can be chosen."""
+        """Number of ways to choose the alternatives; ways that give the same text count separately."""
         return prod(sum(one.count for one in part) for part in self.parts if not isinstance(part, str))
 
     @cached_property
     def even(self) -> bool:
-        """Tell if each way is as likely as the others: not so for `{a|{b|c}}`, where a is half of all."""
+        """True where all ways are equally likely, unlike in `{a|{b|c}}`, where a has one half."""
         choices = [part for part in self.parts if not isinstance(part, str)]
         return all(len({one.count for one in part}) == 1 and all(one.even for one in part) for part in choices)
 
     def all(self) -> Iterator[tuple[str, float]]:
-        """Yield every way's text with its probability."""
+        """Yield the text of each way with its probability."""
         options = [
             [(part, 1.0)] if isinstance(part, str) else [(t, p / len(part)) for one in part for t, p in one.all()]
             for part in self.parts
@@ -55,7 +60,7 @@ class Wildcards:
             yield "".join(text for text, _ in way), prod(likely for _, likely in way)
 
     def sample(self, generator: torch.Generator) -> tuple[tuple[int, ...], str]:
-        """Sample one way: the numbers of the alternatives that were taken, and the text."""
+        """Sample one way; returns the indices of the chosen alternatives, and the text."""
         taken: list[int] = []
         text = ""
         for part in self.parts:
@@ -72,9 +77,9 @@ class Wildcards:
 def parse_wildcards(text: str) -> Wildcards:
     """Parse the braces of a text.
 
-    Raises WildcardError for a brace without its partner.
+    Raises WildcardError for an unmatched brace and for more than DEEPEST nested ones.
     """
-    levels: list[list[list[str | tuple[Wildcards, ...]]]] = [[[]]]  # of each open brace its alternatives so far
+    levels: list[list[list[str | tuple[Wildcards, ...]]]] = [[[]]]  # alternatives so far, for each open brace
     opened: list[int] = []
     for match in _SIGN.finditer(text):
         sign, place = match.group(), match.start()

@@ -19,11 +19,11 @@ _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class View:
-    """One way to show an image on its grid.
+    """Crop window and flip of an image on its grid.
 
-    zoom: how much narrower its window is along a side than the largest that has the grid's aspect.
-    at: where the window stands in the room that it has, (0, 0) at the left and the top, (1, 1) at the right and the
-        bottom. flip: mirrored left to right.
+    zoom: ratio of the side of the largest window with the grid's aspect to the side of this window.
+    at: position of the window within the free space, (across, down): 0 is left or top, 1 is right or bottom.
+    flip: mirrored left to right.
     """
 
     zoom: float = 1.0
@@ -37,15 +37,19 @@ PLAIN_VIEW = View()
 def make_views(
     key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
-    """Make the views of an image of `size` (height, width) in pixels; the first is not mirrored.
+    """Make the views of an image; the first one is not mirrored.
 
-    key: names its content, which seeds the windows, so that the same image is cropped alike in every run.
+    key: content key, which seeds the windows, so that the same image is cropped alike in every run.
+    size: (height, width) in pixels.
+    placement: grid of the image.
+    pixels_per_token: along a side.
 
-    With crop_zoom 1 the windows are the largest of the grid's aspect, spread evenly over what has to be cropped, no two
-    nearer than a token, first the one in the middle (of an even number the one before it): a picture that loses nothing
-    has one. Above it, the first is the largest in the middle; of each
-    other the zoom is drawn evenly from 1 to crop_zoom, but for what would enlarge the picture beyond its own pixels,
-    and its place evenly from the room that it has.
+    With crop_zoom 1 the windows are the largest of the grid's aspect. They are spread evenly over the side that is
+    cropped, no two nearer than a token, and the middle one (of an even number the one before the middle) comes first.
+    An image that loses nothing has one window.
+    With crop_zoom above 1 the first window is the largest one in the middle. Each other one has a zoom sampled
+    uniformly from 1 to crop_zoom, limited so that the image is not enlarged beyond its own pixels, and a uniformly
+    sampled position.
     """
     windows = _windows(key, size, placement, pixels_per_token, options)
     if options.flip != HORIZONTAL:
@@ -56,6 +60,7 @@ def make_views(
 def _windows(
     key: Any, size: tuple[int, int], placement: Placement, pixels_per_token: int, options: FolderOptions
 ) -> tuple[View, ...]:
+    """Make the views without flips."""
     most = min(options.crop_zoom, 1 / placement.scale)
     if options.crops > 1 and most > 1:
         name = fingerprint(key)
@@ -66,17 +71,22 @@ def _windows(
         return (PLAIN_VIEW, *(View(1 + (most - 1) * zoom, (x, y)) for zoom, x, y in drawn))
     (left, top, right, bottom), _ = crop_box(size, placement.grid, pixels_per_token)
     room = max(size[1] - (right - left), size[0] - (bottom - top)) * placement.scale / pixels_per_token
+    # The margin keeps rounding from losing a window where the room is a whole number of tokens.
     count = min(options.crops, 1 + int(room + 1e-9))
     if count == 1:
         return (PLAIN_VIEW,)
-    # Only along one side is there room; along the other the place is of no effect.
+    # There is room along one side only; along the other the position has no effect.
     spread = [View(at=(index / (count - 1),) * 2) for index in range(count)]
     first = spread.pop((count - 1) // 2)
     return (first, *spread)
 
 
 def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Sequence[Sequence[View]]) -> Iterator[str]:
-    """Note effects of the views that a user may not expect; kept: the views of which a mask leaves something."""
+    """Yield notes on effects of crops and flips that a user may not expect.
+
+    views: requested views of each item.
+    kept: those of them that are not entirely masked out.
+    """
     several = [len(of) for of in kept if len(of) > 1]
     if several:
         yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")

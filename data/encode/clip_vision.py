@@ -6,14 +6,17 @@ import comfy.clip_vision
 from torch import Tensor
 
 HIDDEN_STATES = "penultimate_hidden_states"
-"""The part of it that Wan 2.1 takes: (1, tokens, width)."""
+"""Attribute of the output that Wan 2.1 uses: (1, tokens, width)."""
 
 CLIP_H_WIDTH = 1280
-"""What Wan 2.1 takes, CLIP ViT-H's (Wan-Video/Wan2.1, wan/modules/model.py: MLPProj(1280, dim))."""
+"""Width of CLIP ViT-H, the input of Wan 2.1 (Wan-Video/Wan2.1, wan/modules/model.py: MLPProj(1280, dim))."""
 
 
 def check_vision(clip_vision: Any) -> None:
-    """ValueError for a CLIP vision model, as ComfyUI loads it, that is known to be of another width."""
+    """Check that a CLIP vision model has the width that Wan 2.1 takes.
+
+    Raises ValueError for another width; a model whose width is unknown passes.
+    """
     width = getattr(clip_vision, "config", {}).get("hidden_size")
     if width not in (None, CLIP_H_WIDTH):
         raise ValueError(
@@ -23,11 +26,12 @@ def check_vision(clip_vision: Any) -> None:
 
 
 def vision_output(seen: Tensor) -> comfy.clip_vision.Output:
+    """Build core's CLIP vision output from hidden states (1, tokens, width)."""
     output = comfy.clip_vision.Output()
     output[HIDDEN_STATES] = seen
     return output
 
 
 def hidden_states(output: Any) -> Tensor:
-    """Take the hidden states out of the output of any node."""
+    """Return the hidden states, (1, tokens, width), of a CLIP vision output."""
     return getattr(output, HIDDEN_STATES)

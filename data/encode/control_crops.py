@@ -1,4 +1,4 @@
-"""Crops of control images: as their results are cropped, so that what the edit left alone stays in its place."""
+"""Crops of control images, aligned with the crops of their targets so that unedited parts stay in place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +9,20 @@ from ..buckets.planner import BucketPlan, plan_buckets
 from ..folders.items import Item
 from ..media.frames import Pixels
 
-# Shapes (width / height) that differ by no more are one.
+# Log aspects (width / height) that differ by no more than this count as equal: resizing rounds sides to pixels.
 SAME_SHAPE = 0.01
-# References are whole grids, of as many token counts as results have grids; beyond this many (or max_graphs, if that
-# is more) a ragged edge, which is there to compile little, would compile too much.
+# A control image on the grid of its target has that grid's whole token count. With a ragged edge each grid has its own,
+# so beyond this many counts (or max_graphs, if that is more) there would be too many graphs to compile.
 MOST_COUNTS = 4
 
 
 @dataclass(frozen=True)
 class ControlPlan:
-    """placements: a whole grid for each control picture of each item. notes: what is lost, and why if it need not."""
+    """Result of `place_controls`.
+
+    placements: a whole grid for each control image of each item.
+    notes: crop loss, and how to avoid crops that differ from those of the targets.
+    """
 
     placements: tuple[tuple[Placement, ...], ...]
     notes: tuple[str, ...] = ()
@@ -26,17 +30,20 @@ class ControlPlan:
 
 @dataclass(frozen=True)
 class _Control:
+    """One control image with its item and the placement of the item's target image."""
+
     item: Item
     pixels: Pixels
     result: Placement
 
     @property
     def fits(self) -> bool:
-        """Tell if it has the aspect of its result."""
+        """True where the control image has the aspect of its target."""
         return abs(_shape(*self.pixels.size) - _shape(*self.item.pixels.size)) <= SAME_SHAPE
 
     @property
     def own_grid(self) -> Grid:
+        """Grid of the target, with one frame."""
         return replace(self.result.grid, frames=1)
 
 
@@ -50,9 +57,12 @@ def place_controls(
 ) -> ControlPlan:
     """Place each control image on a whole grid.
 
-    plan: of the results, at `megapixels`. A control picture with the shape of its result takes its result's grid, and
-    so loses the same edges, if both are wanted at one size and that makes no more than MOST_COUNTS token counts (or
-    max_graphs; with whole grids there are no more than the results have). All others share grids of one token count.
+    plan: plan of the target images, at `megapixels`.
+    control_megapixels: wanted area of control images.
+
+    A control image with the aspect of its target takes the target's grid, and so loses the same edges, if both sizes
+    are equal and that makes at most MOST_COUNTS token counts (or max_graphs; with whole grids there are no more than
+    the targets have). All others share grids of one token count.
     """
     controls = [
         _Control(item, pixels, placement)
@@ -81,6 +91,7 @@ def place_controls(
 
 
 def _plan(controls: Sequence[_Control], megapixels: float, pixels_per_token: int) -> Sequence[Placement]:
+    """Plan control images of their own, on whole grids of one token count."""
     if not controls:
         return ()
     return plan_buckets(
@@ -93,6 +104,7 @@ def _plan(controls: Sequence[_Control], megapixels: float, pixels_per_token: int
 
 
 def _shape(height: int, width: int) -> float:
+    """Compute the log aspect."""
     return log(width / height)
 
 

@@ -16,7 +16,13 @@ from .vae import VaeEncoder, vision_job
 
 @dataclass(frozen=True)
 class ImageVariant:
-    """One variant of an item: the part of it that is shown, the same of its control pictures, and what is encoded."""
+    """One variant of an item.
+
+    view: crop window and flip.
+    crop: the visible part of the item.
+    controls: the same part of its control images.
+    mask: job of the token means of its mask, None without a mask.
+    """
 
     view: View
     crop: Crop
@@ -26,7 +32,14 @@ class ImageVariant:
 
 @dataclass(frozen=True)
 class ImageKeys:
-    """Cache keys of one variant. Fingerprints of data hold the field names, which therefore stay."""
+    """Cache keys of one variant. Fingerprints of data contain the field names, which must therefore not change.
+
+    latent: of the image or video.
+    references: of the control images.
+    start: of the start frame.
+    vision: of the CLIP vision output.
+    mask: of the token means of the mask.
+    """
 
     latent: str
     references: tuple[str, ...] = ()
@@ -37,7 +50,14 @@ class ImageKeys:
 
 @dataclass(frozen=True)
 class VariantJobs:
-    """Jobs of the VAE and CLIP vision for one variant."""
+    """VAE and CLIP vision jobs of one variant.
+
+    variant: the variant.
+    latent: job of the image or video.
+    references: jobs of the control images.
+    start: job of the start frame, None without one.
+    vision: job of the CLIP vision output, None without one.
+    """
 
     variant: ImageVariant
     latent: EncodeJob
@@ -47,6 +67,7 @@ class VariantJobs:
 
     @property
     def vae_jobs(self) -> tuple[EncodeJob, ...]:
+        """All jobs of the VAE."""
         return (self.latent, *self.references, *([self.start] if self.start else []))
 
     @property
@@ -67,7 +88,7 @@ def make_variants(
 ) -> list[tuple[ImageVariant, ...]]:
     """Make the variants of each item.
 
-    controls: the placements of its control images, which are cropped and mirrored along.
+    controls: placements of its control images, which are cropped and mirrored along.
     """
     made = []
     for item, placement, of in zip(items, placements, controls, strict=True):
@@ -89,10 +110,10 @@ def read_masks(
     progress: Progress,
     interrupted: Interrupted,
 ) -> tuple[list[tuple[ImageVariant, ...]], list[float]]:
-    """Keep the variants of each item of which something counts, and measure the part that counts of each first one.
+    """Drop the variants that are entirely masked out.
 
-    ValueError names masks that leave nothing of any variant, and those that are nowhere bright. Of the files only those
-    are read again of which no token is bright.
+    Returns the remaining variants of each item, and for each masked item the mean token weight of its first variant.
+    Raises ValueError that names masks which leave nothing of any variant, and masks that are nowhere bright.
     """
     jobs = missing_jobs(cache, [variant.mask for of in variants for variant in of if variant.mask])
     run_jobs(cache, jobs, "masks", progress, interrupted)
@@ -104,6 +125,7 @@ def read_masks(
             kept.append(of)
             continue
         masks = [cache.read(variant.mask.key)[TOKENS] for variant in of if variant.mask]
+        # `faint` decodes the mask file again, so the cached token means are asked first.
         if all(mask.max() < FAINT for mask in masks) and item.mask.faint:
             faint.append(item.mask.name)
         means = [float(token_weights(mask, placement, item.options.unmasked_weight).mean()) for mask in masks]
@@ -120,7 +142,7 @@ def variant_jobs(
 ) -> list[tuple[VariantJobs, ...]]:
     """Make the jobs of each variant.
 
-    start: each video has its first frame as start image, which `clip_vision` sees if given.
+    start: encode the first frame of each video as its start image, also by `clip_vision` if given.
     """
 
     def jobs(variant: ImageVariant) -> VariantJobs:
@@ -133,7 +155,7 @@ def variant_jobs(
 
 
 def images_to_encode(jobs: Sequence[VariantJobs], keys: Collection[str]) -> list[ImagePixels]:
-    """List the images, each once, of which something under these keys is encoded."""
+    """List the image files, each once, that jobs under these cache keys encode."""
     shown = (crop.pixels for one in jobs for job, crop in one.encoded_crops if job.key in keys)
     return list({pixels.path: pixels for pixels in shown if isinstance(pixels, ImagePixels)}.values())
 

@@ -1,4 +1,4 @@
-"""Captions encoded with the CLIP of the graph, by themselves or together with control pictures."""
+"""Caption encoding with ComfyUI's CLIP, alone or together with control images."""
 
 import json
 from collections.abc import Sequence
@@ -22,8 +22,11 @@ from .vae import BYTES, VERSION
 
 @dataclass(frozen=True)
 class TokenizedCaption:
-    """A caption that may have to be encoded. tokens: None where it is encoded together with control pictures, and has
-    its length once it is encoded."""
+    """Caption that may have to be encoded.
+
+    job: its job.
+    tokens: None where it is encoded together with control images; its length is then known only after encoding.
+    """
 
     job: EncodeJob
     tokens: CaptionTokens | None
@@ -31,9 +34,11 @@ class TokenizedCaption:
 
 @dataclass(frozen=True)
 class CaptionKeys:
-    """Cache keys of the captions of an item. Fingerprints of data hold the field names, which therefore stay.
+    """Cache keys of an item's captions. Fingerprints of data contain the field names, which must therefore not change.
 
-    forms: of each variant. empty: of the empty prompt. of_class: of the class caption of each variant that has one.
+    forms: of each variant.
+    empty: of the empty prompt, where there is caption dropout.
+    of_class: of the class caption of each variant, None for a variant without one.
     """
 
     forms: tuple[str, ...]
@@ -41,18 +46,19 @@ class CaptionKeys:
     of_class: tuple[str | None, ...] = ()
 
     def key(self, caption: int | None) -> str:
-        """Key of the variant with this number, of the empty prompt for None."""
+        """Return the key of the variant with this number, or of the empty prompt for None."""
         if caption is not None:
             return self.forms[caption]
         assert self.empty is not None
         return self.empty
 
     def class_key(self, caption: int | None) -> str | None:
-        """Key of the class caption of that variant; the empty prompt has none."""
+        """Return the key of the class caption of that variant; the empty prompt has none."""
         return None if caption is None or not self.of_class else self.of_class[caption]
 
     @property
     def all(self) -> tuple[str, ...]:
+        """All keys."""
         return tuple(key for key in (*self.forms, *self.of_class, self.empty) if key)
 
 
@@ -60,9 +66,9 @@ class CaptionKeys:
 class ItemCaptions:
     """All captions of an item.
 
-    variants: of its caption.
-    empty: the empty prompt, where caption dropout puts it in their place.
-    class_captions: the class caption of each variant, None for one without the trigger words.
+    variants: caption variants.
+    empty: empty prompt, where there is caption dropout.
+    class_captions: class caption of each variant, None for a variant without trigger words.
     """
 
     variants: tuple[TokenizedCaption, ...]
@@ -71,6 +77,7 @@ class ItemCaptions:
 
     @property
     def all(self) -> tuple[TokenizedCaption, ...]:
+        """All captions, without missing ones."""
         return tuple(caption for caption in (*self.variants, *self.class_captions, self.empty) if caption)
 
     def keys(self) -> CaptionKeys:
@@ -80,12 +87,12 @@ class ItemCaptions:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a variant, as far as that is known."""
+        """Tokens of the longest caption; captions of unknown length count as 0."""
         return max((caption.tokens.length or 0 for caption in self.all if caption.tokens), default=0)
 
     @property
     def dropped(self) -> int:
-        """Count the tokens cut at the end of the longest variant."""
+        """Tokens cut off at the end of a caption, the most of any."""
         return max((caption.tokens.dropped for caption in self.all if caption.tokens), default=0)
 
 
@@ -99,10 +106,14 @@ def tokenize_captions(
     progress: Progress,
     interrupted: Interrupted,
 ) -> list[ItemCaptions]:
-    """Tokenize the captions of each item; those that are encoded alike are tokenised once and share a job.
+    """Tokenize the captions of each item; identical ones are tokenized once and share a job.
 
-    controls: of each item. Encoders that see them are shown them in the template `style`. Where a family has several
-    lengths, all variants of an item take that of its longest one, so that they share its graphs.
+    controls: control crops of each item, for text encoders that see them.
+    max_length: text length of families that let the user choose it.
+    style: prompt template for control images, one of EDIT_PROMPTS.
+
+    Where a family has several text lengths, all captions of an item take the length of the longest, so that they share
+    a graph.
     Raises ValueError for captions with a text at which the encoder stops.
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
@@ -142,12 +153,13 @@ def tokenize_captions(
 
 
 def _texts(forms: CaptionVariants) -> tuple[str, ...]:
-    """All that is encoded of a caption, each once."""
+    """List the distinct texts to encode for a caption."""
     of_class = (text for text in forms.class_texts if text is not None)
     return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout else []))))
 
 
 def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
+    """Make the job of a tokenized caption."""
     length = tokens.length or _tokens(tokens)
     job = EncodeJob(
         fingerprint("caption", VERSION, json.dumps(tokens.tokens), encoder),
@@ -162,7 +174,7 @@ def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encod
 def _of_one_length(
     clip: Any, policy: TextPolicy, texts: Sequence[str], captions: Sequence[TokenizedCaption], encoder: Any
 ) -> list[TokenizedCaption]:
-    """The captions of one item, all as long as the longest of them."""
+    """Pad the captions of one item to the length of the longest."""
     tokens = [caption.tokens for caption in captions if caption.tokens]
     assert len(tokens) == len(captions), texts
     length = max(of.length or 0 for of in tokens)
@@ -174,11 +186,12 @@ def _of_one_length(
 
 @torch.inference_mode()
 def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dict[str, Tensor]:
-    """Encode one caption with a ComfyUI CLIP: {"cond": (1, L, D), "pooled_output": (1, P), …}, as many as the family
-    has, on core's device.
+    """Encode one caption with a ComfyUI CLIP.
 
-    Equal to `clip.encode_from_tokens_scheduled(clip.tokenize(text))` bit for bit where the tokens are. Hooks on the
-    CLIP are not honoured: they follow a sampling schedule, which training does not have.
+    Returns {"cond": (1, L, D), "pooled_output": (1, P), …} on core's device, with the outputs of the family.
+
+    Bitwise equal to `clip.encode_from_tokens_scheduled(clip.tokenize(text))` for the same tokens. Hooks of the CLIP are
+    ignored: they follow a sampling schedule, which training does not have.
     """
     encoded = clip.encode_from_tokens(caption.tokens, return_dict=True)
     assert encoded.get("attention_mask") is None or "attention_mask" in policy.outputs(caption.length)
@@ -190,8 +203,10 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
 def _seeing(
     clip: Any, policy: TextPolicy, text: str, controls: tuple[Crop, ...], style: str, encoder: Any
 ) -> TokenizedCaption:
+    """Make the job of a caption that is encoded together with its control images."""
     tokens = policy.tokenize_edit(clip, text, len(controls), style)
     keys = [crop.key for crop in controls]
+    # An estimate for the disk space only: the encoder replaces the image placeholders by image tokens.
     length = _tokens(tokens) + len(controls) * policy.control_tokens(style)
 
     def encode() -> dict[str, Tensor]:

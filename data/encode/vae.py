@@ -23,32 +23,39 @@ from .clip_vision import CLIP_H_WIDTH, HIDDEN_STATES, hidden_states
 VERSION = 2
 BYTES = 4  # of a number in the cache: core's encoders give float32
 
-# What CLIP-H gives of a picture for Wan 2.1: 257 tokens of its width.
+# Numbers in CLIP-H's hidden states of one image for Wan 2.1: 257 tokens of its width.
 _VISION_NUMBERS = 257 * CLIP_H_WIDTH
 
 
 @dataclass(frozen=True)
 class VaeEncoder:
-    """Jobs for one VAE. policy: of its latents."""
+    """Encode jobs of one VAE.
+
+    vae: ComfyUI's VAE.
+    policy: layout of its latents.
+    """
 
     vae: Any
     policy: LatentPolicy
 
     def crop(self, pixels: Pixels, placement: Placement, view: View = PLAIN_VIEW) -> Crop:
+        """Crop an image or video to its grid, at the grid's size in pixels."""
         pixels_per_token = self.policy.pixels_per_token
         box, (height, width) = crop_box(pixels.size, placement.grid, pixels_per_token, view.zoom, view.at)
         return Crop(pixels, box, height, width, view.flip)
 
     def latent(self, crop: Crop) -> EncodeJob:
-        """{"latent": (C, h, w)}, or (C, T, h, w) of a VAE for video, which takes a picture as one frame."""
+        """Job of a latent: {"latent": (C, h, w)}, or (C, T, h, w) of a video VAE, which takes an image as one frame."""
         kind = "picture" if crop.pixels.frames == 1 else "clip"
         key = fingerprint(kind, VERSION, crop.pixels.key, *crop.region, self._key)
         shape = (self.policy.channels, *self._cells(crop))
         return self._job(key, {"latent": shape}, partial(_encode_latent, self._whole, crop), crop)
 
     def start(self, crop: Crop) -> EncodeJob:
-        """Job of a video's first frame as an image-to-video model takes it, {"concat_latent_image": (1, C, T, h, w),
-        "concat_mask": (1, 1, T, h, w)}, as core's WanImageToVideo makes it of that frame alone."""
+        """Job of a video's first frame as the start image, as core's WanImageToVideo encodes it.
+
+        Its tensors are {"concat_latent_image": (1, C, T, h, w), "concat_mask": (1, 1, T, h, w)}.
+        """
         key = fingerprint("start", VERSION, crop.first().key, crop.pixels.frames, self._key)
         cells = self._cells(crop)
         shapes = {"concat_latent_image": (1, self.policy.channels, *cells), "concat_mask": (1, 1, *cells)}
@@ -58,6 +65,7 @@ class VaeEncoder:
         return EncodeJob(key, shapes, BYTES * sum(map(prod, shapes.values())), encode, crop.pixels.name)
 
     def _cells(self, crop: Crop) -> tuple[int, ...]:
+        """Shape of the latent without channels: (h, w), or (T, h, w) of a video VAE."""
         cells = (crop.height // self.policy.pixels_per_latent, crop.width // self.policy.pixels_per_latent)
         return (self.policy.latent_frames(crop.pixels.frames), *cells) if self.policy.frames_per_latent else cells
 
@@ -71,8 +79,10 @@ class VaeEncoder:
 
 
 def vision_job(clip_vision: Any, crop: Crop) -> EncodeJob:
-    """{SEEN: (1, tokens, width)} of a clip's first frame, as core's CLIPVisionEncode gives them
-    with crop center."""
+    """Job of the CLIP vision output of a video's first frame: {HIDDEN_STATES: (1, tokens, width)}.
+
+    Equal to core's CLIPVisionEncode with crop center.
+    """
     encoder = weights_fingerprint(clip_vision.patcher)
     key = fingerprint("vision", VERSION, crop.first().key, encoder)
     return EncodeJob(
@@ -85,15 +95,17 @@ def vision_job(clip_vision: Any, crop: Crop) -> EncodeJob:
 
 
 class _NoTiles(Exception):
-    """The VAE ran out of memory, where core would encode in tiles."""
+    """The VAE ran out of memory, upon which core would encode in tiles."""
 
 
 def _without_tiles(vae: Any) -> Any:
-    """The VAE as a shallow copy that raises where core goes on in tiles: their seams would stay in the cache."""
+    """Copy the VAE shallowly and disable its fallback to tiles, whose seams would stay in the cache."""
 
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise _NoTiles
 
+    # Core has no public switch for its fallback: `VAE.encode` calls one of these methods upon an out-of-memory error.
+    # They are replaced on the copy only, so the user's VAE still tiles.
     whole = copy.copy(vae)
     for name in ("encode_tiled_", "encode_tiled_1d", "encode_tiled_3d", "_encode_tiled_owned"):
         setattr(whole, name, refuse)
@@ -107,7 +119,7 @@ def _encode_latent(vae: Any, crop: Crop) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _encode_start(vae: Any, crop: Crop) -> dict[str, Tensor]:
-    """The first frame and grey (0.5) after it; the mask is 0 where a frame is given."""
+    """Encode the first frame followed by grey (0.5) frames; the mask is 0 where a frame is given."""
     frames = torch.full((crop.pixels.frames, crop.height, crop.width, 3), 0.5)
     frames[:1] = crop.first().load()
     latent = _encode(vae, frames, crop)
@@ -122,10 +134,14 @@ def _encode_vision(clip_vision: Any, crop: Crop) -> dict[str, Tensor]:
 
 
 def _encode(vae: Any, pixels: Tensor, crop: Crop) -> Tensor:
+    """Encode pixels (frames, H, W, 3) untiled.
+
+    Raises core's out-of-memory error with a hint to the user where they don't fit.
+    """
     try:
         return vae.encode(pixels)
     except _NoTiles:
-        # Of core's own kind, upon which core unloads all models.
+        # Core's own exception class: core unloads all models when a node raises it.
         frames = "" if len(pixels) == 1 else f" and {len(pixels)} frames"
         fix = "lower megapixels" if len(pixels) == 1 else "lower megapixels or target_frames"
         raise comfy.model_management.OOM_EXCEPTION(
