@@ -235,3 +235,15 @@ def test_only_a_family_knows_which_family_a_model_is():
             if each.own and any(f"{each.module}.".startswith(f"models.{family}.") for family in families()):
                 wrong.append(f"{file.relative_to(ROOT)} imports {each.module}, which is a family's own")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@until_folded
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = [
+        f"{file.relative_to(ROOT)}: {doc.splitlines()[0]}"
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (doc := ast.get_docstring(node)) and doc.split()[0] in {"What", "Whether", "How", "Which", "Where"}
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,48 @@
+"""The pages for developers name what is there: every path exists, every folder of the pack has its line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACK = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
+PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/?)`")
+
+
+def named_paths(page: str) -> set[str]:
+    """What stands in code marks and is a path: it ends with a slash or a suffix, or has a slash within."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return {found for found in PATH.findall(text) if "/" in found or re.search(r"\.(py|md|toml|json)$", found)}
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_path_that_a_page_names_exists(page):
+    paths = named_paths(page)
+    assert len(paths) > 15
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, missing
+
+
+def test_the_architecture_names_every_folder():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    folders = {
+        f"{folder.relative_to(ROOT).as_posix()}/"
+        for top in PACK
+        for folder in [ROOT / top, *(ROOT / top).rglob("*")]
+        if folder.is_dir() and list(folder.glob("*.py"))
+    }
+    assert len(folders) > 30
+    listed = set(re.findall(r"^\| `([\w/]+/)` \|", text, re.MULTILINE))
+    assert folders <= listed, folders - listed
+
+
+def test_the_architecture_is_short():
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_moving_commits_are_named_whole():
+    lines = (ROOT / ".git-blame-ignore-revs").read_text(encoding="utf-8").splitlines()
+    commits = [line for line in lines if line and not line.startswith("#")]
+    assert len(commits) > 8
+    assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits)
