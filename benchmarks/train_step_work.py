@@ -97,11 +97,11 @@ class CountedStep:
 
     def count_swap(self, percent: float, prefetch: int) -> SwapWork:
         """Runs the engine's own ring over blocks without bytes."""
-        plan, ring = import_module("tessera.memory.swap.plan"), import_module("tessera.memory.swap.slot_ring")
+        selection, ring = import_module("tessera.memory.swap.selection"), import_module("tessera.memory.swap.slot_ring")
         lists = self.family.block_lists(self.patcher.model)
         total = sum(lists.values())
         count = swapped_blocks(percent, total)
-        chosen = plan.choose_blocks(count, lists, self.family.swap_order)
+        chosen = selection.choose_blocks(count, lists, self.family.swap_order)
         if not chosen:
             return SwapWork(0, total, 0, 0)
         masters = [_master(block) for name, block in self.transformer.blocks() if name in chosen]

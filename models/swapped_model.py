@@ -17,7 +17,8 @@ from ..memory.host.pinning import HostWeights, place_on_host
 from ..memory.host.staging import link_bandwidth
 from ..memory.swap.oom_retry import retry_on_oom
 from ..memory.swap.patcher import SwapPatcher, swap_model
-from ..memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, choose_blocks, plan, prefetches
+from ..memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan, prefetches
+from ..memory.swap.selection import choose_blocks
 from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks
 from .registry import FAMILIES

@@ -15,7 +15,7 @@ from ...common.core import replaced_keys
 from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
 from .oom_retry import RETRIED, bytes_to_free
-from .plan import all_on_device
+from .selection import all_on_device
 from .slot_patches import SlotPatches
 
 KEY = "tessera.swapped_blocks"

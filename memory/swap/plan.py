@@ -4,11 +4,12 @@ A plan is made from bytes and seconds that were measured: what each block weighs
 compute, and the bandwidth of the link. The seconds of a step come from simulating the slot ring's order of copies.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from ..host.file_bandwidth import FileBandwidth, worth_streaming
+from .selection import evenly_spaced
 
 GB = 2**30
 MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
@@ -22,53 +23,17 @@ def prefetches(least: int) -> tuple[int, ...]:
     return tuple(range(least, max(MOST_PREFETCH, least) + 1))
 
 
-def choose_blocks(count: int, lists: Mapping[str, int], order: Sequence[str]) -> frozenset[str]:
-    """Choose the names of `count` blocks to swap, such as single_blocks.3.
-
-    lists: the model's lists of blocks with their lengths; order: the lists in the order in which they are to be used.
-    Raises ValueError for more blocks than there are.
-    """
-    check_count(count, sum(lists.values()))
-    return evenly_spaced(count, [[f"{name}.{i}" for i in range(lists[name])] for name in order])
-
-
-def check_count(count: int, total: int) -> None:
-    """Raises ValueError for more blocks than there are."""
-    if not 0 <= count <= total:
-        raise ValueError(f"blocks_to_swap is {count}; this model has {total} blocks, so choose 0 to {total}.")
-
-
-def all_on_device(prefetch: int, swapped: int) -> str | None:
-    """Return a sentence where so many blocks are copied ahead that each of those that are swapped has a slot."""
-    if prefetch + 1 < swapped:
-        return None
-    return (
-        f"prefetch_blocks is {prefetch} with {swapped} swapped: all of them have a place on the GPU, so nothing is "
-        "saved; choose a smaller prefetch_blocks or more blocks_to_swap."
-    )
-
-
-def evenly_spaced(count: int, groups: Sequence[Sequence[str]]) -> frozenset[str]:
-    """Choose `count` of the names: all of the first groups, and of the last one that is used some, evenly spaced.
-
-    So each copy has resident blocks to overlap with.
-    """
-    chosen: set[str] = set()
-    for names in groups:
-        taken = min(len(names), count - len(chosen))
-        chosen |= {names[(2 * i + 1) * len(names) // (2 * taken)] for i in range(taken)}
-    return frozenset(chosen)
-
-
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of one block, in bytes and seconds. In inference only weights, working, forward and in_file count.
+    """Cost of one block. In inference only weights, working, forward and in_file count.
 
     name: as it is to be chosen by, such as single_blocks.3.
-    inputs, saved: what is saved for backward with full checkpointing, and without checkpointing.
-    working: the most it takes besides those while it runs forward or back.
-    forward, backward: of computing, 0 where that is not known.
-    in_file: the part of its weights that lies in the mapped file.
+    weights: bytes.
+    inputs: bytes that full checkpointing saves.
+    saved: bytes that are saved without checkpointing.
+    working: bytes, the most it takes besides those while it runs forward or back.
+    forward, backward: seconds of computing, 0 where that is not known.
+    in_file: bytes of its weights that lie in the mapped file.
     """
 
     name: str

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from safetensors import SafetensorError, safe_open
 
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
-from ...memory.swap.plan import check_count
+from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
 from ...models.blocks import most_blocks
 from ...models.swapped_model import SwapSettings

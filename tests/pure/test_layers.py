@@ -26,7 +26,6 @@ FILES = sorted(file for layer in BELOW for file in (ROOT / layer).rglob("*.py"))
 # ComfyUI's node API and its server.
 OF_THE_NODES = {"comfy_api", "comfy_execution", "execution", "folder_paths", "nodes", "server"}
 MOST_MODULES, MOST_LINES = 12, 350
-until_folded = pytest.mark.xfail(reason="the move is made, the folding not yet")
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,7 @@ def test_the_imports_of_the_pack_are_found():
     assert {"flux", "qwen_image", "wan"} <= families().keys()
 
 
-@pytest.mark.parametrize(
-    "layer", [pytest.param(layer, marks=until_folded) if layer == "lora" else layer for layer in BELOW]
-)
+@pytest.mark.parametrize("layer", BELOW)
 def test_imports_run_down_the_layers(layer):
     wrong = []
     for file in (file for file in FILES if name_of(file).partition(".")[0] == layer):
@@ -122,13 +119,11 @@ def no_circle(needs: dict[str, set[str]]) -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@until_folded
 def test_no_module_needs_itself():
     """Imports in functions and for type checkers count: they hide a circle, and do not open it."""
     no_circle({name_of(file): {each.module for each in imports_of(file) if each.own} for file in FILES})
 
 
-@until_folded
 def test_no_folder_needs_itself():
     """A folder and the folders in it may see each other."""
     needs: dict[str, set[str]] = defaultdict(set)
@@ -150,7 +145,6 @@ def test_no_package_re_exports():
             assert len(list(imports_of(file))) <= (file.parent in families().values()), file.relative_to(ROOT)
 
 
-@until_folded
 def test_folders_and_files_are_small():
     modules: dict[Path, int] = defaultdict(int)
     for file in FILES:
@@ -161,7 +155,6 @@ def test_folders_and_files_are_small():
     assert not full, "\n".join(full)
 
 
-@until_folded
 def test_a_public_class_name_stands_once():
     places: dict[str, list[str]] = defaultdict(list)
     for file in FILES:
@@ -215,7 +208,6 @@ def conditions(tree: ast.Module) -> Iterator[ast.expr]:
             yield node
 
 
-@until_folded
 def test_only_a_family_knows_which_family_a_model_is():
     names = family_names()
     assert {"flux", "Flux", "FLUX.1", "Wan", "QwenImage", "Qwen-Image"} <= names
@@ -237,7 +229,6 @@ def test_only_a_family_knows_which_family_a_model_is():
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
-@until_folded
 def test_docstrings_begin_with_a_verb_or_a_noun():
     wrong = [
         f"{file.relative_to(ROOT)}: {doc.splitlines()[0]}"

@@ -10,12 +10,12 @@ from tessera.memory.swap.plan import (
     Hardware,
     SearchSpace,
     block_seconds,
-    choose_blocks,
     plan,
     prefetches,
     saved_bytes,
     step_down,
 )
+from tessera.memory.swap.selection import choose_blocks
 
 GB = 2**30
 ORDER = ("single_blocks", "double_blocks")

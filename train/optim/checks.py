@@ -1,4 +1,4 @@
-"""What can be said of an optimizer before anything is loaded: whether it runs here, and what surprises."""
+"""Checks and notes on an optimizer before anything is loaded."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def _step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, schedule
 
 
 def _goes_on_alike(options: OptimizerOptions, whole: Params, state: dict[str, Any], running: _Running) -> bool:
-    """Whether a step after a resume moves the weights as the same step without one."""
+    """Test that a step after a resume moves the weights as the same step without one."""
     resumed = _copied(whole)
     optimizer = build_optimizer(options, resumed)
     scheduler = build_scheduler(options, optimizer, options.warmup_steps + 4)
@@ -133,7 +133,7 @@ def _keeps_weights(options: OptimizerOptions, limit: float) -> ValueError:
 
 
 def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
-    """What a user may not expect of these options, a sentence each."""
+    """Notes for the user on options with unusual effects."""
     name, rate = options.optimizer, options.learning_rate
     notes = []
     if name == "prodigy" and rate < PRODIGY_USUAL_RATE:

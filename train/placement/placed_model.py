@@ -9,7 +9,7 @@ from ...lora.network import LoraNetwork, build_network
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.page_locked import give_back
 from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, unpinned_message
-from ...memory.swap.plan import choose_blocks
+from ...memory.swap.selection import choose_blocks
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.family import Block, ModelInputs, RunBlock, Transformer

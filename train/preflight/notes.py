@@ -1,4 +1,4 @@
-"""What of a run's settings has no effect on it, a sentence each, before anything is loaded."""
+"""Notes on settings that have no effect on a run, before anything is loaded."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...common.unread import unread_notes
 from ...data.samples import Sample
-from ...memory.swap.plan import all_on_device
+from ...memory.swap.selection import all_on_device
 from ...models.family import Family
 from ..objective.options import ObjectiveOptions
 from ..objective.timestep_sampling import Strata
