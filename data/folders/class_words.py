@@ -1,4 +1,4 @@
-"""Captions with the word of the class in place of the trigger words, for differential output preservation."""
+"""Captions with the class word in place of the trigger words, for differential output preservation."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,17 @@ from ...common.text import shortlist
 
 @dataclass(frozen=True)
 class ClassWord:
-    """words: what calls the one thing that is learnt; of_class: what calls all of its kind."""
+    """Class word and the words that it replaces.
+
+    words: names of the one subject that is learnt.
+    of_class: name of its class.
+    """
 
     words: tuple[str, ...]
     of_class: str
 
     def caption(self, text: str) -> str | None:
-        """The caption with each of the words replaced, whole and in any case; None where it holds none of them."""
+        """Replace each of the words, as whole words in any case; None where the caption has none of them."""
         longest_first = sorted(self.words, key=len, reverse=True)
         pattern = "|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first)
         replaced, count = re.subn(pattern, lambda _: self.of_class, text, flags=re.IGNORECASE)
@@ -23,9 +27,10 @@ class ClassWord:
 
 
 def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
-    """`man` stands for the trigger words, as a whole and each that commas part; in `ohwx=man` it stands for ohwx.
+    """Parse the class_word option.
 
-    Raises ValueError where there is nothing that it could stand for.
+    `man` replaces the trigger words, as a whole and each of their comma-separated parts; `ohwx=man` replaces ohwx.
+    Raises ValueError where there is no word to replace.
     """
     word, equals, named = (part.strip() for part in class_word.partition("="))
     if equals and not (word and named):
@@ -44,7 +49,12 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
 
 
 def check_class_captions(rule: ClassWord, folder: str, with_class: int, without: Sequence[str]) -> tuple[str, ...]:
-    """ValueError where no caption of a folder holds the words, a note where some don't. without: the names of those."""
+    """Check that captions of a folder have the words, and note the images without them.
+
+    with_class: number of captions that have them.
+    without: names of the images whose captions have none.
+    Raises ValueError where no caption has them.
+    """
     if not with_class:
         raise ValueError(
             f"class_word stands for {rule.words[0]!r}, which no caption of the folder {folder!r} holds; write the word "

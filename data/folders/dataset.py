@@ -1,4 +1,4 @@
-"""Data set as the user keeps it: folders of images and of videos, with a caption file next to each."""
+"""Data set on disk: folders of images and of videos, with a caption file next to each."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +22,16 @@ UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One picture file and its caption.
+    """One image file and its caption.
 
-    caption: its caption, where it has several variants the first of `variants`.
-    repeats: how often an epoch shows it.
-    name: what messages call it, its path below the chosen folder.
-    controls: the control pictures of an edit model, in their order.
-    mask: the picture that says what of it counts.
+    path: image file.
+    caption: its caption, the first of `variants`.
+    repeats: showings per epoch.
+    name: name in messages, its path below the chosen folder.
+    controls: control images of an edit model, in their order.
+    mask: image of the weights of its parts in the loss.
+    options: options of its folder.
+    variants: caption variants; None for a single caption.
     """
 
     path: Path
@@ -43,8 +46,13 @@ class ImageEntry:
 
 @dataclass(frozen=True)
 class VideoEntry:
-    """One video file and its caption, which gives one clip or several; all else as of a picture. mask: of each
-    frame."""
+    """One video file and its caption; it gives one or more clips.
+
+    extraction: method by which clips are taken out of it.
+    mask: mask image of all frames.
+
+    The other fields are those of an ImageEntry.
+    """
 
     path: Path
     caption: str
@@ -58,8 +66,12 @@ class VideoEntry:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures and films in the order in which their folders were chained (TESSERA_DATASET). notes: what was left
-    out; folders: what was set for each folder, as plain values without its name."""
+    """Image and video files in the order in which their folders were chained (TESSERA_DATASET).
+
+    entries: the files.
+    notes: hints to the user.
+    folders: options of each folder, as plain values without the folder's name.
+    """
 
     entries: tuple[ImageEntry | VideoEntry, ...]
     notes: tuple[str, ...] = ()
@@ -73,9 +85,10 @@ class Dataset:
 class FileKind:
     """Kind of files for which a folder is read.
 
-    noun: for one of its files, in messages.
-    read, unread: endings that are read, and known ones that are not.
-    format: the one in which unread files are to be saved.
+    noun: one such file in messages.
+    read: file extensions that are read.
+    unread: known file extensions that are not.
+    format: format in which the user should save unread files.
     """
 
     noun: str
@@ -99,13 +112,18 @@ def scan_images(
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
 ) -> Dataset:
-    """Read a folder of pictures with its subfolders; hidden files and folders are passed over, the order is by name.
+    """Read a folder of images with its subfolders, sorted by name, without hidden files and folders.
 
-    The caption of `a.jpg` is the text of `a.txt` (UTF-8), with `trigger_words` and a comma before it; `captions` may
-    give it several variants. An empty caption file is an empty caption, a missing one is an error: ValueError names up
-    to five such images. A note names files that look like pictures of kinds that are not read. With a
-    `control_folder`, which may lie in the folder, each picture takes its control pictures from there
-    (`match_controls`), and with a `mask_folder` its mask (`match_masks`).
+    caption_extension: the caption of `a.jpg` is the text of `a.txt` (UTF-8).
+    repeats: showings of each image per epoch.
+    trigger_words: put before each caption, with a comma.
+    control_folder: folder of control images, which may lie within the folder, see `match_controls`.
+    mask_folder: folder of masks, see `match_masks`.
+    options: options of the folder.
+    captions: caption options; with them a caption may have several variants.
+
+    An empty caption file is an empty caption. Image files of formats that are not read are listed in a note.
+    Raises ValueError where captions are missing, naming up to five images, and for contradicting options.
     """
 
     def make(path: Path, caption: str, name: str) -> ImageEntry:
@@ -134,7 +152,10 @@ def scan_videos(
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
 ) -> Dataset:
-    """Read a folder of video files as `scan_images` reads one of pictures. A mask is a picture, for all frames."""
+    """Read a folder of video files as `scan_images` reads one of images. A mask is an image, applied to all frames.
+
+    extraction: method by which clips are taken out of the videos.
+    """
 
     def make(path: Path, caption: str, name: str) -> VideoEntry:
         return VideoEntry(path, caption, repeats, name, extraction, options=options)
@@ -155,7 +176,7 @@ def _described(
     captions: CaptionOptions | None,
     others: Mapping[str, Any],
 ) -> Dataset:
-    """With what was set for the folder, and what of it has no effect."""
+    """Add the folder's options as plain values, and notes on options without effect."""
     masked = others["masks"] or options.alpha_mask
     notes = (*found.notes, *folder_notes(folder.name, options, trigger_words, masked))
     said = {"files": len(found.entries), "repeats": repeats, "trigger_words": trigger_words, **others}
@@ -164,7 +185,7 @@ def _described(
 
 
 def caption_file(picture: Path, extension: str) -> Path:
-    """Path at which the caption of an image is expected."""
+    """Return the path at which the caption of an image is expected."""
     return picture.with_name(picture.stem + extension)
 
 
@@ -175,10 +196,10 @@ def folder_fingerprint(
     control_folder: Path | None = None,
     mask_folder: Path | None = None,
 ) -> str:
-    """Fingerprint a folder: it changes when a file of this kind, a caption, a control picture or a mask is added,
-    removed, renamed or written to.
+    """Fingerprint a folder by the state of its files.
 
-    Files of kinds that are not read count by their names, as a note lists them.
+    It changes when a file of this kind, a caption, a control image or a mask is added, removed, renamed or written to.
+    Files of unread formats count by name, because a note lists them.
     """
     extension = _checked_extension(caption_extension)
     entries: list[tuple[str, str]] = []
@@ -194,7 +215,7 @@ def folder_fingerprint(
 
 
 def _with_class(found: Dataset, folder: Path, options: FolderOptions, trigger_words: str) -> Dataset:
-    """With a class caption for each that holds the word which class_word stands for, or the empty prompt for all."""
+    """Add class captions where class_word is set, or empty ones for blank prompt preservation."""
     if options.blank_prompt_preservation:
         return replace(found, entries=tuple(_with_blank(entry) for entry in found.entries))
     if not options.class_word.strip():
@@ -211,11 +232,13 @@ def _with_class(found: Dataset, folder: Path, options: FolderOptions, trigger_wo
 
 
 def _with_blank(entry: ImageEntry | VideoEntry) -> ImageEntry | VideoEntry:
+    """Add the empty prompt as the class caption of each variant."""
     variants = entry.variants or CaptionVariants((entry.caption,))
     return replace(entry, variants=replace(variants, class_texts=("",) * len(variants.texts)))
 
 
 def _with_masks(found: Dataset, mask_folder: Path | None, options: FolderOptions) -> Dataset:
+    """Add the masks of the mask folder; raises ValueError where alpha_mask is on as well."""
     if mask_folder is None:
         unread = options.unmasked_weight > 0 and not options.alpha_mask
         note = "unmasked_weight has no effect, as there are no masks; set mask_folder or alpha_mask to give some."
@@ -237,6 +260,7 @@ def _scan(
     caption_options: CaptionOptions | None,
     without: Sequence[Path] = (),
 ) -> Dataset:
+    """List the entries of a folder with their captions."""
     extension = _checked_extension(caption_extension)
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; set it to 1 or more.")
@@ -269,6 +293,7 @@ def _scan(
 
 
 def _checked_extension(extension: str) -> str:
+    """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
     normal = "." + extension.strip().lstrip(".")
     if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
         raise ValueError(f"caption_extension is {extension!r}; set it to how caption files end, such as .txt.")
@@ -276,6 +301,7 @@ def _checked_extension(extension: str) -> str:
 
 
 def _read_caption(picture: Path, extension: str) -> str:
+    """Read the caption of an image; raises ValueError where the file is not readable as UTF-8."""
     file = caption_file(picture, extension)
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -287,6 +313,7 @@ def _read_caption(picture: Path, extension: str) -> str:
 
 
 def _missing_captions(folder: Path, files: list[Path], missing: list[Path], extension: str, noun: str) -> str:
+    """Message for images without caption files."""
     example = f"such as {caption_file(missing[0], extension).name!r} for {missing[0].name!r}"
     if len(missing) == len(files):
         return (

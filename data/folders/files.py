@@ -16,24 +16,26 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def is_image(name: str) -> bool:
-    """Tell if a file of this name belongs to a data set of images."""
+    """Return True if a file of this name belongs to a data set of images."""
     return has_ending(name, EXTENSIONS)
 
 
 def is_video(name: str) -> bool:
-    """Tell if a file of this name belongs to a data set of videos."""
+    """Return True if a file of this name belongs to a data set of videos."""
     return has_ending(name, VIDEO_EXTENSIONS)
 
 
 def has_ending(name: str, endings: frozenset[str]) -> bool:
-    """Tell if a file of this name is not hidden and ends in one of these."""
+    """Return True if a file of this name is not hidden and has one of these extensions (lower case, with the dot)."""
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in endings
 
 
 def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()) -> list[Path]:
-    """List the files with one of these endings, without hidden ones and those in the folders `without`, sorted by their
-    path below the folder. Links to folders are followed after all else, unless they lead to one that was read already
-    or to one that they lie in."""
+    """List the files with one of these extensions, sorted by their path below the folder.
+
+    Hidden files and folders, and the folders `without`, are left out. Links to folders are followed last, unless they
+    lead to a folder that was already read or to a parent of their own.
+    """
     seen = {os.path.realpath(other) for other in without}
     found: list[Path] = []
     starts = [folder]
@@ -48,6 +50,7 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
                 seen.add(here)
                 found += [Path(parent, name) for name in files if has_ending(name, endings)]
                 names[:] = [name for name in names if not name.startswith(".")]
+                # Links come last, so a file that is reachable both ways is listed under its own path.
                 linked = [name for name in names if os.path.realpath(Path(parent, name)) != os.path.join(here, name)]
                 links += [Path(parent, name) for name in linked if not _leads_back(Path(parent, name))]
                 names[:] = [name for name in names if name not in linked]
@@ -56,22 +59,22 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
 
 
 def _leads_back(link: Path) -> bool:
-    """Tell if a link leads to a folder that it lies in."""
+    """Return True if a link leads to a folder that contains it."""
     return Path(os.path.realpath(link.parent)).is_relative_to(os.path.realpath(link))
 
 
 def same_folder(folder: Path, other: Path) -> bool:
-    """Tell if both are one place, links followed."""
+    """Return True if both are the same folder, links resolved."""
     return os.path.realpath(folder) == os.path.realpath(other)
 
 
 def relative_name(folder: Path, file: Path) -> str:
-    """Name of a file in messages: its path below the folder."""
+    """Name a file in messages: its path below the folder."""
     return file.relative_to(folder).as_posix()
 
 
 def stem_of(name: str) -> str:
-    """Remove the ending of a name."""
+    """Remove the extension of a name."""
     return os.path.splitext(name)[0]
 
 
@@ -81,7 +84,7 @@ def list_files(folder: Path, files: Sequence[Path]) -> str:
 
 
 def file_state(file: Path) -> str:
-    """State of a file, which changes when the file is written to."""
+    """Describe the state of a file, which changes when the file is written to."""
     try:
         stat = file.stat()
     except OSError:

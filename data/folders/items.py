@@ -1,4 +1,4 @@
-"""Items to train on: each image, and each clip taken out of a video, with its size and its frames."""
+"""Items to train on: each image, and each clip of a video, with its size and frames."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,18 @@ from .options import UNCHANGED, FolderOptions
 
 @dataclass(frozen=True)
 class Item:
-    """One sample to be. repeats: how often an epoch shows it; controls: the control pictures of an edit model; mask:
-    what of it counts; file: what it was taken from, where `name` says more; variants: of its caption, where there are
-    several."""
+    """One image or clip to be encoded.
+
+    name: name in messages.
+    caption: its caption, the first of `variants`.
+    repeats: showings per epoch.
+    pixels: frames of the file.
+    controls: control images of an edit model.
+    mask: weights of its parts in the loss.
+    options: options of its folder.
+    file: video file that it was taken from, where `name` says more than that.
+    variants: caption variants; None for a single caption.
+    """
 
     name: str
     caption: str
@@ -34,15 +43,17 @@ class Item:
 
     @property
     def caption_variants(self) -> CaptionVariants:
+        """Caption variants, with a single one for a single caption."""
         return self.variants or CaptionVariants((self.caption,))
 
 
 def find_items(
     dataset: Dataset, progress: Progress, interrupted: Interrupted
 ) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """Find the items of a data set in its order, and notes; every file is inspected, none is decoded to its end.
+    """Find the items of a data set in its order; returns them and notes.
 
-    Raises ValueError for files that can't be read, and for films too short for any clip that is asked of them.
+    Every file is inspected, but none is decoded to its end.
+    Raises ValueError for unreadable files, and for videos too short for any requested clip.
     """
     items: list[Item] = []
     short: list[tuple[VideoEntry, int]] = []
@@ -63,6 +74,7 @@ def find_items(
             short.append((entry, len(shown)))
         for count in entry.extraction.too_long(len(shown)) if windows else ():
             lacking.setdefault(count, []).append(f"{entry.name} ({len(shown)} frames)")
+        # Five percent below still counts as equal, such as 23.976 for 24.
         if facts.fps < entry.extraction.fps * 0.95:
             slow.append(f"{entry.name} ({facts.fps:.4g})")
         if facts.hdr:
@@ -75,6 +87,8 @@ def find_items(
 
 
 def _picture(picture: ImageEntry) -> Item:
+    """Make the item of an image file."""
+
     def pixels(path: Path, name: str, opaque: bool = False) -> ImagePixels:
         facts = inspect_image(path, name)
         return ImagePixels(path, name, facts.digest, facts.size, opaque, facts.wide)
@@ -88,6 +102,7 @@ def _picture(picture: ImageEntry) -> Item:
 
 
 def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
+    """Make the item of one clip of a video: the frames with these time stamps, from frame `start` on."""
     of = f"frame {start + 1}" if len(stamps) == 1 else f"frames {start + 1} to {start + len(stamps)}"
     name = f"{film.name}, {of}"
     mask = find_mask(film.path, film.mask, film.name, facts.size) if film.mask else None
@@ -97,12 +112,13 @@ def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int
 
 
 def _check_alpha(entries: Sequence[ImageEntry | VideoEntry]) -> None:
+    """Check that all images of folders with alpha_mask have an alpha channel."""
     masked = [entry for entry in entries if isinstance(entry, ImageEntry) and entry.options.alpha_mask]
     check_alpha([entry.name for entry in masked if not inspect_image(entry.path, entry.name).alpha], len(masked))
 
 
 def _too_short(short: list[tuple[VideoEntry, int]]) -> str:
-    """A sentence for each way of taking clips, as several folders may have each their own."""
+    """Message for videos that are too short: one sentence for each extraction, as folders may differ."""
     ways: dict[Extraction, list[tuple[VideoEntry, int]]] = {}
     for film, frames in short:
         ways.setdefault(film.extraction, []).append((film, frames))

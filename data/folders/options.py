@@ -1,4 +1,4 @@
-"""Options of one folder: how its images are shown and how much they count, with notes on options without effect."""
+"""Options of one folder: views and loss weights of its images, with notes on options without effect."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,15 +12,16 @@ FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
 class FolderOptions:
     """Options of a folder.
 
-    alpha_mask: the pictures' own alpha channel is their mask.
-    unmasked_weight: how much what a mask leaves out counts, 0 to 1.
-    flip: 'horizontal' shows each picture mirrored as well.
-    crops: how many parts of each picture are shown, all of its one grid; crop_zoom: how much narrower than the largest
-        they may be along a side, 1 or more (see `views.views_of`).
-    loss_weight: what the loss of each is multiplied by.
-    regularisation: they show what the model is to keep (see `batches.batch_order` for how often).
-    class_word: what stands in place of the trigger words where the model is to stay as it is (see `class_captions`);
-    blank_prompt_preservation: the empty prompt does, in place of whole captions.
+    alpha_mask: the alpha channel of the images is their mask.
+    unmasked_weight: loss weight of what a mask leaves out, 0 to 1.
+    flip: "horizontal" shows each image mirrored as well.
+    crops: number of crop windows of each image, all on its one grid.
+    crop_zoom: largest ratio of the side of the largest window to that of another, 1 or more (see `make_views`).
+    loss_weight: factor of the loss of each image.
+    regularisation: the images show what the model is to preserve (see `batch_order` for how often).
+    class_word: class word in place of the trigger words, for differential output preservation (see `read_class_word`).
+    blank_prompt_preservation: preserve the output for the empty prompt instead.
+    Raises ValueError for values out of range and for options that contradict each other.
     """
 
     alpha_mask: bool = False
@@ -70,7 +71,10 @@ _READ_WITH = {"frame_stride": "slide", "frame_sample": "uniform", "max_frames": 
 
 
 def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked: bool) -> Iterator[str]:
-    """Note options of a folder that have no effect or contradict each other; masked: its images have masks."""
+    """Yield notes on options of a folder that have no effect or contradict each other.
+
+    masked: its images have masks.
+    """
     if masked and options.unmasked_weight == 1:
         yield f"The masks of {folder!r} have no effect: unmasked_weight 1 has what they leave out count whole."
     if trigger_words.strip() and options.regularisation:
@@ -81,6 +85,7 @@ def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked
 
 
 def extraction_notes(extraction: Extraction) -> Iterator[str]:
+    """Yield notes on extraction options that the chosen method does not use."""
     for name, method in _READ_WITH.items():
         if getattr(extraction, name) != _DEFAULTS[name] and extraction.method != method:
             yield f"{name} is not used: it belongs to extraction {method}, which is {extraction.method}."

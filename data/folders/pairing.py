@@ -9,11 +9,14 @@ from .files import image_files, list_files, relative_name, same_folder, stem_of
 
 
 def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path, ...]], tuple[str, ...]]:
-    """Match the control images of each image, and note those that belong to none.
+    """Match the control images of each image; returns them, and a note on those that belong to no image.
 
-    names: of pictures, as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the control folder, whatever its
-    ending, then `sub/a_0.png`, `sub/a_1.png`, … in the order of their numbers, as musubi-tuner names them; a file that
-    has the whole name of another picture is that one's. ValueError names up to five pictures that have none.
+    names: of images, as paths below their folder.
+    folder: control folder.
+
+    `sub/a.jpg` takes `sub/a.png` of any image extension, then `sub/a_0.png`, `sub/a_1.png`, … in numerical order, as
+    musubi-tuner names them. A file whose stem is that of another image belongs to that one.
+    Raises ValueError that names up to five images without a control image.
     """
     stems = [stem_of(name) for name in names]
     files = _by_stem(folder, "control folder", "control picture")
@@ -36,10 +39,11 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
 
 
 def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """Match the mask of each image or video, and note those that belong to none.
+    """Match the mask of each image or video; returns the masks, and a note on those that belong to none.
 
-    names: as paths below their folder. `sub/a.jpg` takes `sub/a.png` in the mask folder, whatever its ending.
-    ValueError names up to five that have none.
+    names: of images or videos, as paths below their folder. `sub/a.jpg` takes `sub/a.png` of any image extension.
+    folder: mask folder.
+    Raises ValueError that names up to five without a mask.
     """
     files = _by_stem(folder, "mask folder", "mask")
     missing = [name for name in names if stem_of(name) not in files]
@@ -55,8 +59,10 @@ def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[s
 
 
 def separate_folders(folder: Path, **others: Path | None) -> tuple[Path, ...]:
-    """The folders that belong to this one, given by the names of their inputs; ValueError where one is the folder
-    itself."""
+    """List the companion folders that are set, given by the names of their inputs.
+
+    Raises ValueError where one of them is the folder itself.
+    """
     for name, other in others.items():
         if other is not None and same_folder(folder, other):
             what = name.removesuffix("_folder")
@@ -68,7 +74,7 @@ def separate_folders(folder: Path, **others: Path | None) -> tuple[Path, ...]:
 
 
 def _by_stem(folder: Path, what: str, noun: str) -> dict[str, Path]:
-    """The pictures of a folder by their names without ending; ValueError for two of one name."""
+    """List the images of a folder by their names without extension; raises ValueError for two of one name."""
     files: dict[str, Path] = {}
     for file in image_files(folder):
         stem = stem_of(relative_name(folder, file))

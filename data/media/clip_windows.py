@@ -1,4 +1,4 @@
-"""Windows of frames that are taken out of a video as clips, by the methods and names of musubi-tuner."""
+"""Windows of frames taken out of a video as clips, with the methods and names of musubi-tuner."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
-# Video VAEs (Wan's) take the first frame by itself and four frames for each latent frame after it.
+# Video VAEs (Wan's) encode the first frame by itself and then four frames to each latent frame.
 FRAMES_PER_LATENT = 4
 
 
@@ -15,10 +15,14 @@ FRAMES_PER_LATENT = 4
 class Extraction:
     """Method by which clips are taken out of a video.
 
-    target_frames: how many frames a clip has, each 4n + 1; a film gives clips of every one of them.
-    fps: frames per second of the clips, by dropping or repeating frames; 0 takes the film's own.
+    target_frames: frames of a clip, each 4n + 1; a video gives clips of every one of these lengths.
+    fps: frames per second of the clips, by dropping or repeating frames; 0 takes the video's own rate.
     method: head (the first frames), chunk (one clip after the other), slide (a clip every `frame_stride` frames),
         uniform (`frame_sample` clips spread evenly), full (all frames up to `max_frames`; no target_frames).
+    frame_stride: frames from one clip to the next, for slide.
+    frame_sample: number of clips, for uniform.
+    max_frames: most frames of a clip, for full.
+    Raises ValueError for an unknown method and values out of range.
     """
 
     target_frames: tuple[int, ...] = (25,)
@@ -39,17 +43,20 @@ class Extraction:
         assert self.target_frames and all(round_down_frames(count) == count for count in self.target_frames)
 
     def windows(self, frames: int) -> list[tuple[int, int]]:
-        """(first frame, number of frames) of each clip that a film of `frames` frames gives; none where it is too
-        short."""
+        """List (first frame, number of frames) of each clip of a video of `frames` frames.
+
+        The list is empty where the video is too short.
+        """
         if self.method == FULL:
             return [(0, round_down_frames(min(frames, self.max_frames)))]
         return [(start, count) for count in self.target_frames for start in self._starts(frames, count)]
 
     def too_long(self, frames: int) -> list[int]:
-        """List the target_frames of which a video of `frames` frames has no clip."""
+        """List the target_frames that exceed a video of `frames` frames."""
         return [] if self.method == FULL else [count for count in self.target_frames if count > frames]
 
     def _starts(self, frames: int, count: int) -> Sequence[int]:
+        """List the first frames of the clips of `count` frames."""
         last = frames - count
         if last < 0:
             return []
@@ -68,7 +75,11 @@ def round_down_frames(count: int) -> int:
 
 
 def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Read a list such as "1, 25, 49": the counts, ascending, each once, and a note where one had to be lowered."""
+    """Parse a list such as "1, 25, 49".
+
+    Returns the distinct counts in ascending order, and a note where one was rounded down to 4n + 1.
+    Raises ValueError for anything but positive whole numbers.
+    """
     parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
     if not parts or not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise ValueError(

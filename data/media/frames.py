@@ -13,7 +13,13 @@ Box = tuple[float, float, float, float]
 
 
 class Pixels(Protocol):
-    """Frames of a file that can be encoded. size: (height, width) in pixels. key: names the content."""
+    """Frames of a file that can be encoded.
+
+    name: name in messages.
+    size: (height, width) in pixels.
+    frames: number of frames.
+    key: content key of the frames, part of cache keys.
+    """
 
     @property
     def name(self) -> str: ...
@@ -28,18 +34,25 @@ class Pixels(Protocol):
     def key(self) -> Any: ...
 
     def load(self, box: Box, height: int, width: int) -> Tensor:
-        """(frames, height, width, 3), float32, 0 to 1."""
+        """Load the crop `box`, scaled to height x width: (frames, height, width, 3), float32, 0 to 1."""
         ...
 
     def first(self) -> "Pixels":
-        """The first frame by itself."""
+        """Return the first frame alone."""
         ...
 
 
 @dataclass(frozen=True)
 class ImagePixels:
-    """opaque: transparent parts show the colours that the file holds there, as alpha is a mask. wide: it holds numbers
-    that are scaled by their range, which is in the key as older versions scaled them otherwise."""
+    """Pixels of an image file.
+
+    path: image file.
+    name: name in messages.
+    digest: hash of its bytes.
+    size: (height, width) in pixels when upright.
+    opaque: ignore alpha and show the colours under transparent parts, as alpha is a mask.
+    wide: it holds 32-bit numbers, which are scaled by their range; part of the key, as older versions scaled otherwise.
+    """
 
     path: Path
     name: str
@@ -63,6 +76,14 @@ class ImagePixels:
 
 @dataclass(frozen=True)
 class VideoPixels:
+    """Frames of a video file.
+
+    path: video file.
+    name: name in messages.
+    facts: facts of the file.
+    stamps: time stamps of the frames, ascending.
+    """
+
     path: Path
     name: str
     facts: VideoFacts
@@ -89,7 +110,13 @@ class VideoPixels:
 
 @dataclass(frozen=True)
 class Crop:
-    """The part of a file's frames that is trained on, at the size of its grid. flip: mirrored left to right."""
+    """Part of a file's frames that is trained on, scaled to its grid.
+
+    pixels: frames of the file.
+    box: (left, top, right, bottom) in pixels of the file.
+    height, width: size after scaling, in pixels.
+    flip: mirrored left to right.
+    """
 
     pixels: Pixels
     box: Box
@@ -99,16 +126,19 @@ class Crop:
 
     @property
     def key(self) -> Any:
+        """Content key of the crop."""
         return (self.pixels.key, *self.region)
 
     @property
     def region(self) -> tuple[Any, ...]:
-        """Part of a key: the box, the size and the flip."""
+        """Part of a cache key: the box, the size and the flip."""
         return (self.box, self.height, self.width, *(("flipped",) if self.flip else ()))
 
     def load(self) -> Tensor:
+        """Load the crop: (frames, height, width, 3), float32, 0 to 1."""
         frames = self.pixels.load(self.box, self.height, self.width)
         return frames.flip(2) if self.flip else frames
 
     def first(self) -> "Crop":
+        """Return the crop of the first frame alone."""
         return replace(self, pixels=self.pixels.first())

@@ -1,4 +1,4 @@
-"""Read image files to pixels: colours as they are meant to be seen, upright, cropped and scaled in one pass."""
+"""Image files to pixels: sRGB colours, upright, cropped and scaled in one pass."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff"})
-# Endings of pictures that can't be read: who has such files among the others wants to be told.
+# Extensions of image formats that can't be read; a note lists such files, so that none is missed unnoticed.
 UNREAD_EXTENSIONS = frozenset(
     {".heic", ".heif", ".jxl", ".gif", ".psd", ".raw", ".cr2", ".nef", ".dng", ".arw", ".svg"}
 )
@@ -28,14 +28,14 @@ LEAST_PILLOW = (10, 4)
 
 _ORIENTATION = 0x0112  # EXIF tag
 _PROFILE_SPACE = {"RGB": "RGB", "CMYK": "CMYK", "L": "GRAY"}
-# What a PNG file holds somewhere if it may carry an orientation. Looking for it in the bytes spares decoding, as
-# these chunks may stand behind the pixels.
+# Byte patterns of PNG chunks that may carry an orientation. These chunks may follow the pixels, so a search of the
+# bytes saves decoding.
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
-# (least, white, most): the white of floats whose largest number lies within. Filters and HDR go somewhat beyond it.
+# (least, white, most): white level of floats whose maximum lies within. Filters and HDR exceed white somewhat.
 _FLOAT_WHITES = ((float("-inf"), 1, 4.0), (32.0, 255, 320.0), (4096.0, 65535, 70000.0))
 
-# The descriptions of profiles that are sRGB itself. Others may hold the word and mean another curve (linear sRGB).
+# Descriptions of profiles that are sRGB itself. Others contain the word but mean another curve (linear sRGB).
 _SRGB_PROFILES = frozenset({"sRGB IEC61966-2.1", "sRGB built-in"})
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Facts of an image file for planning: a name for its bytes, (height, width) in pixels when upright, and whether
-    it may be transparent somewhere. wide: it holds 32-bit numbers, whose white their range tells."""
+    """Facts of an image file for planning.
+
+    digest: hash of its bytes.
+    size: (height, width) in pixels when upright.
+    alpha: it may have transparent parts.
+    wide: it holds 32-bit numbers, whose white level is found by their range.
+    """
 
     digest: str
     size: tuple[int, int]
@@ -53,7 +58,10 @@ class ImageFacts:
 
 
 def check_pillow(version: str = PIL.__version__) -> None:
-    """ValueError if the installed Pillow is too old to read pictures as they are meant."""
+    """Check that the installed Pillow is recent enough to read images correctly.
+
+    Raises ValueError where it is not.
+    """
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_PILLOW:
         least = ".".join(map(str, LEAST_PILLOW))
         raise ValueError(
@@ -63,10 +71,12 @@ def check_pillow(version: str = PIL.__version__) -> None:
 
 
 def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
-    """Read a picture's bytes, not its pixels. Unchanged files (size and time) are read once per process.
+    """Read an image file's bytes and header, not its pixels.
 
-    name: what messages call it; its file name without one.
-    Raises ValueError if the file is no picture.
+    Unchanged files (size and time) are read once per process.
+
+    name: name in messages; the file name by default.
+    Raises ValueError if the file is not an image.
     """
     check_pillow()
     name = name or path.name
@@ -91,7 +101,7 @@ def _digest(data: bytes) -> str:
 
 
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
-    """(width, height) as `exif_transpose` will give them, without decoding where the header is enough."""
+    """Return (width, height) after `exif_transpose`, without decoding where the header suffices."""
     if image.format == "TIFF":  # Pillow turns these itself, when it decodes or before, depending on its version
         return ImageOps.exif_transpose(image).size
     may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
@@ -109,17 +119,18 @@ def load_image(
     name: str | None = None,
     opaque: bool = False,
 ) -> Tensor:
-    """Decode a picture, cut it to `box` and scale that to `height` by `width`: float32, (1, H, W, 3), sRGB, 0 to 1.
+    """Decode an image, crop it to `box` and scale it: (1, height, width, 3), float32, sRGB, 0 to 1.
 
-    box: (left, top, right, bottom) in pixels of the upright picture, fractions allowed.
-    digest: what `inspect_image` called the bytes; a file that holds others by now is refused.
-    name: what messages call the picture; its file name without one.
-    opaque: transparent parts show the colours that the file holds there.
+    box: (left, top, right, bottom) in pixels of the upright image, fractions allowed.
+    digest: hash by `inspect_image`; a file with another one is refused.
+    name: name in messages; the file name by default.
+    opaque: ignore alpha and show the colours under transparent parts.
+
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
-    applied, an embedded colour profile is converted to sRGB, transparent parts show white, grey pictures become
-    three equal channels, an animation gives its first frame. 16-bit grey keeps its 16 bits; of 16-bit colour Pillow
+    applied, an embedded colour profile is converted to sRGB, transparent parts become white, grey images become
+    three equal channels, an animation gives its first frame. 16-bit grey retains its 16 bits; of 16-bit colour Pillow
     reads the upper 8. Floats and 32-bit integers are scaled by their range.
-    Raises ValueError, naming the file, if the picture can't be decoded or was changed.
+    Raises ValueError, naming the file, if the image can't be decoded or was changed.
     """
     name = name or path.name
     data = _read(path, name, digest)
@@ -134,8 +145,11 @@ def load_image(
 
 
 def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str | None = None) -> np.ndarray:
-    """Decode a mask: float32, (H, W), 0 to 1, upright; the alpha channel of a picture, or how bright it is, where
-    transparent parts are black. digest, name, errors: as of `load_image`."""
+    """Decode a mask, upright: (H, W), float32, 0 to 1.
+
+    alpha: take the alpha channel; otherwise the brightness, with transparent parts black.
+    digest, name: as of `load_image`, with the same errors.
+    """
     name = name or path.name
     data = _read(path, name, digest)
     with _named_errors(name, path), Image.open(BytesIO(data)) as opened:
@@ -151,6 +165,7 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
 
 
 def _read(path: Path, name: str, digest: str | None) -> bytes:
+    """Read the bytes of an image; raises ValueError where they no longer match the digest."""
     with _named_errors(name, path):
         data = path.read_bytes()
     if digest is not None and _digest(data) != digest:
@@ -160,16 +175,16 @@ def _read(path: Path, name: str, digest: str | None) -> bytes:
 
 
 def _is_wide(image: Image.Image) -> bool:
-    """Tell if an opened file holds floats or 32-bit integers; older Pillow opens 16-bit PNG as "I" too."""
+    """Return True if an opened image holds floats or 32-bit integers; older Pillow opens 16-bit PNG as "I" too."""
     return image.mode == "F" or (image.mode == "I" and image.format != "PNG")
 
 
 def _numbers(image: Image.Image, wide: bool) -> np.ndarray:
-    """The one channel of 16-bit grey, or of `wide` numbers, where 1 is white; of floats somewhat more may be there.
+    """Scale the one channel of 16-bit grey, or of `wide` numbers, to white at 1; floats may exceed 1 somewhat.
 
-    Wide numbers have no white of their own: it is 255 for integers up to that, 65535 for larger ones, and for floats
-    1, 255 or 65535, whichever is near above their largest. Raises ValueError where none is, or where integers are
-    negative.
+    Wide numbers have no white level of their own. For integers it is 255 if their maximum is at most 255, else 65535;
+    for floats it is 1, 255 or 65535, by the range of their maximum in _FLOAT_WHITES.
+    Raises ValueError where none of them fits, and for integers below 0 or above white.
     """
     numbers = np.asarray(image).astype(np.float32)
     if not wide:
@@ -186,7 +201,7 @@ def _numbers(image: Image.Image, wide: bool) -> np.ndarray:
 
 
 def _planes(image: Image.Image, opaque: bool, wide: bool) -> Iterator[np.ndarray]:
-    """The one (grey) or three (red, green, blue) channels, 0 to 1, one at a time as they are large."""
+    """Yield the one (grey) or three (RGB) channels, (H, W), 0 to 1, one at a time to save memory."""
     if image.mode[0] in "IF":
         yield _numbers(image, wide)
         return
@@ -204,7 +219,7 @@ def _planes(image: Image.Image, opaque: bool, wide: bool) -> Iterator[np.ndarray
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert by the embedded profile if it is one of the image's own kind; without one RGB is taken as sRGB."""
+    """Convert by the embedded profile if it fits the image's colour mode; RGB without a profile is taken as sRGB."""
     if profile:
         try:
             source = ImageCms.ImageCmsProfile(BytesIO(profile))
@@ -227,6 +242,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 @contextmanager
 def _named_errors(name: str, path: Path) -> Iterator[None]:
+    """Turn errors of reading and decoding into a ValueError that names the image and a remedy."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)

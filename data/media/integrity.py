@@ -1,4 +1,4 @@
-"""Check that images can be decoded to their end, before an encoder is loaded."""
+"""Integrity check of image files before an encoder is loaded."""
 
 import os
 from collections.abc import Sequence
@@ -16,10 +16,12 @@ THREADS = 8
 
 
 def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupted: Interrupted) -> None:
-    """ValueError that names the pictures which break off or are damaged, up to five.
+    """Check that all images decode to their end.
 
-    On several threads, as Pillow lets go of the interpreter while it decodes. What fails there, and numbers whose white
-    has to be told by their range, are decoded once more as training reads them, which decides.
+    Files are checked on several threads, as Pillow releases the GIL while it decodes. A file that fails there is
+    decoded once more as training reads it, which decides; so are images of 32-bit numbers, whose white level may be
+    unknown.
+    Raises ValueError that names up to five truncated or damaged images.
     """
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     failed: list[tuple[str, ValueError]] = []
@@ -47,8 +49,10 @@ def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupte
 
 
 def is_intact(path: Path) -> bool:
-    """Tell if an image is intact, by the cheapest reading that goes to its end: the checksums of a PNG, a JPEG at an
-    eighth of its size, others decoded."""
+    """Return True if an image file is intact, by the cheapest complete reading.
+
+    That is the checksums of a PNG, a JPEG decoded at an eighth of its size, and a full decode of other formats.
+    """
     try:
         with Image.open(path) as image:
             if image.format == "PNG":
@@ -56,6 +60,6 @@ def is_intact(path: Path) -> bool:
             else:
                 image.draft(image.mode, (image.width // 8, image.height // 8))
                 image.load()
-    except Exception:  # Pillow's decoders raise of many kinds; the reading that follows says what it is
+    except Exception:  # Pillow's decoders raise many kinds of errors; the second reading reports which one it is
         return False
     return True

@@ -1,4 +1,4 @@
-"""The noise mask of a latent of core's nodes as the weights of its tokens: what a sampler may change is learnt."""
+"""Token weights from the noise mask of a latent: what the sampler may change is learnt."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,9 +15,12 @@ def noise_mask_weights(
 ) -> Tensor:
     """Compute the weight of each kept token, (tokens,): the mean of the mask over its square of the latent.
 
-    mask: (1, H, W), (H, W) or (1, T, H, W), which core stretches over the latent whatever H and W are. cells: (height,
-    width) of the latent; grid: all of its tokens, placement: the part in their middle that is kept.
-    Raises ValueError for a mask of other frames than the latent's, and for one of which nothing is left.
+    mask: (1, H, W), (H, W) or (1, T, H, W), which core stretches over the latent whatever H and W are.
+    cells: (height, width) of the latent.
+    grid: all tokens of the latent.
+    placement: the part in the middle that is kept.
+    patch: cells of a token along a side.
+    Raises ValueError for a mask of other frames than the latent's, and for one of which nothing remains.
     """
     frames = mask.reshape(1, *mask.shape[-2:]) if mask.ndim < 4 else mask[0]
     if len(frames) not in (1, grid.frames):
@@ -40,7 +43,11 @@ def noise_mask_weights(
 
 
 def noise_mask_notes(masked: Sequence[str], used: bool) -> Iterator[str]:
-    """masked: the latents with a noise mask that gives no frames clean."""
+    """Yield notes on noise masks.
+
+    masked: names of the latents with a noise mask that marks no frames as clean.
+    used: masked_loss is on.
+    """
     if masked and not used:
         yield (
             f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}; switch masked_loss "

@@ -1,4 +1,4 @@
-"""Masks of the loss: a mask image or an alpha channel as the mean over each token."""
+"""Loss masks: a mask image or an alpha channel, averaged over each token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,24 @@ from .images import inspect_image, load_mask
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
-# Shapes (width / height) of a mask and its picture that differ by no more are one, which is scaled.
+# A mask is scaled to its image if their log aspects (width / height) differ by no more: resizing rounds the sides.
 SAME_SHAPE = 0.01
 TOKENS = "mask"
-# A mask that is nowhere brighter (0 to 1) and not black holds the numbers of labels, or is painted in near black.
+# A mask whose maximum (0 to 1) is below this, but not 0, holds label numbers or is painted in near black.
 FAINT = 0.02
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask of an image or video. path: of the mask picture, or of the picture whose alpha channel it is; size: its own
-    (height, width) in pixels; wide: as of its ImageFacts."""
+    """Mask of an image or video.
+
+    path: mask image, or the image whose alpha channel is the mask.
+    name: name in messages.
+    digest: hash of the file's bytes.
+    size: its own (height, width) in pixels.
+    alpha: the mask is the alpha channel.
+    wide: as of ImageFacts.
+    """
 
     path: Path
     name: str
@@ -44,7 +51,10 @@ class Mask:
         return (self.digest, "alpha" if self.alpha else "by range" if self.wide else "grey")
 
     def job(self, crop: Crop, placement: Placement) -> EncodeJob:
-        """{"mask": (rows, columns)} of the grid of `crop`, 0 to 1: the mean of the mask over each token's square."""
+        """Job of the token means of a crop: {"mask": (rows, columns)}, 0 to 1.
+
+        Each is the mean of the mask over the token's square.
+        """
         down, across = self.size[0] / crop.pixels.size[0], self.size[1] / crop.pixels.size[1]
         left, top, right, bottom = crop.box
         box = (left * across, top * down, right * across, bottom * down)
@@ -55,7 +65,7 @@ class Mask:
 
     @property
     def faint(self) -> bool:
-        """Tell if its brightest pixel is all but black; an entirely black mask is not meant."""
+        """True if the brightest pixel is almost black; an entirely black mask does not count."""
         brightest = load_mask(self.path, alpha=self.alpha, digest=self.digest, name=self.name).max()
         return bool(0 < brightest < FAINT)
 
@@ -66,9 +76,13 @@ class Mask:
 
 
 def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]) -> Mask:
-    """Find the mask of an image or video of `size`: a picture of its own, or without one the picture's alpha channel.
+    """Find the mask of an image or video.
 
-    Raises ValueError for a mask of another shape than its picture.
+    picture: the image or video file.
+    mask: mask image; None for the alpha channel of the image.
+    name: name of the image or video in messages.
+    size: its (height, width) in pixels.
+    Raises ValueError for a mask of another aspect.
     """
     if mask is None:
         facts = inspect_image(picture, name)
@@ -84,15 +98,20 @@ def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]
 
 
 def area_mean(mask: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:
-    """Average `mask`, (H, W), over each of height x width equal parts of `box` (left, top, right, bottom): fp32,
-    (height, width). A pixel that lies in a part by a fraction counts by that fraction."""
+    """Average a mask (H, W) over each of height x width equal parts of `box`: (height, width), fp32.
+
+    box: (left, top, right, bottom) in pixels of the mask. A pixel on an edge counts by the fraction inside.
+    """
     left, top, right, bottom = box
     rows, columns = _shares(top, bottom, height, mask.shape[0]), _shares(left, right, width, mask.shape[1])
     return torch.from_numpy(rows @ mask @ columns.T).float().clamp(0.0, 1.0)
 
 
 def _shares(start: float, end: float, parts: int, pixels: int) -> np.ndarray:
-    """(parts, pixels): how much of each part of start … end lies in each pixel; each row sums to 1."""
+    """Compute the part of each of `parts` equal intervals of start … end that lies in each pixel: (parts, pixels).
+
+    Each row sums to 1.
+    """
     edges = np.linspace(start, end, parts + 1)
     pixel = np.arange(pixels)
     overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
@@ -101,15 +120,22 @@ def _shares(start: float, end: float, parts: int, pixels: int) -> np.ndarray:
 
 
 def token_weights(mask: Tensor, placement: Placement, unmasked_weight: float) -> Tensor:
-    """Compute the weight of each kept token, (tokens,): unmasked_weight + (1 − unmasked_weight) · mask, the same in
-    every frame of a clip. mask: (rows, columns) of the grid."""
+    """Compute the weight of each kept token, (tokens,): unmasked_weight + (1 − unmasked_weight) · mask.
+
+    mask: (rows, columns) of the grid; the same for every frame of a video.
+    """
     kept = placement.tokens // placement.grid.frames
     weights = unmasked_weight + (1.0 - unmasked_weight) * mask.flatten()[:kept]
     return weights.repeat(placement.grid.frames)
 
 
 def check_alpha(names: Sequence[str], of: int) -> None:
-    """ValueError where pictures lack the alpha channel that is to be their mask. of: how many have to have one."""
+    """Check that all images with alpha_mask have an alpha channel.
+
+    names: images without one.
+    of: number of images that need one.
+    Raises ValueError where there are such images.
+    """
     if names:
         raise ValueError(
             f"alpha_mask is on and {len(names)} of {of} pictures have no alpha channel: {shortlist(names)}; save them "
@@ -118,8 +144,12 @@ def check_alpha(names: Sequence[str], of: int) -> None:
 
 
 def check_masks(faint: Sequence[str], empty: Sequence[str]) -> None:
-    """ValueError for masks, by their names, whose brightest pixel is all but black, and for those of which nothing
-    counts."""
+    """Check the masks by name.
+
+    faint: masks whose brightest pixel is almost black.
+    empty: masks that leave nothing to learn.
+    Raises ValueError where there are any.
+    """
     if faint:
         named = shortlist(list(dict.fromkeys(faint)))
         raise ValueError(
@@ -135,6 +165,9 @@ def check_masks(faint: Sequence[str], empty: Sequence[str]) -> None:
 
 
 def mask_notes(counted: Sequence[float]) -> Iterator[str]:
-    """counted: how much of each masked picture or clip counts, 0 to 1."""
+    """Yield a note on the part of the masked images that counts.
+
+    counted: mean token weight of each masked image or video, 0 to 1.
+    """
     if counted:
         yield f"Masked: {len(counted)} pictures or clips, of which {sum(counted) / len(counted):.0%} count in the mean."

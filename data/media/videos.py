@@ -1,7 +1,7 @@
-"""From a video file to the frames of a clip, one decoded frame at a time: upright, cropped and scaled as pictures are.
+"""Video files to the frames of a clip, decoded one at a time: upright, cropped and scaled as images are.
 
-A frame is known by its time stamp, which the file tells without decoding. Decoding starts at the key frame before the
-clip and ends with its last frame, so an hour of film is never decoded whole, let alone held.
+A frame is identified by its time stamp, which can be read without decoding. Decoding starts at the key frame before
+the clip and ends with the clip's last frame, so a long video is never decoded or held in memory completely.
 """
 
 import os
@@ -22,13 +22,11 @@ from av.video.reformatter import Colorspace, Interpolation
 from PIL import Image
 from torch import Tensor
 
-# A frame counts as shown at a time that lies at most this many seconds before its stamp: stamps of containers are
-# rounded to milliseconds.
+# A frame counts as shown from this many seconds before its stamp on: containers round stamps to milliseconds.
 _SLACK = 0.0006
-# Codecs with packets that show no frame of their own: only decoding tells their frames.
+# Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
-# Video of at least this height that names no colour matrix is meant as BT.709, below as BT.601, which is also what
-# the decoder takes.
+# Video without a colour matrix is BT.709 from this height on, and BT.601, the decoder's default, below.
 _HD_LINES = 720
 _UNSPECIFIED = 2
 _HDR_CURVES = frozenset({16, 18})  # ITU-T H.273, transfer characteristics: PQ (SMPTE ST 2084) and HLG (BT.2100)
@@ -45,9 +43,12 @@ _CONVERSION = (
 class VideoFacts:
     """Facts of a video file for planning.
 
-    digest: a name for its bytes. size: (height, width) in pixels when upright and with square pixels.
-    stamps: the time stamp of each frame, ascending, in units of `time_base` seconds. end: when the last frame ends.
-    hdr: its curve is one of high dynamic range, which is read as if it were an ordinary one.
+    digest: hash of its bytes.
+    size: (height, width) in pixels when upright and with square pixels.
+    stamps: time stamp of each frame, ascending, in units of `time_base`.
+    end: time at which the last frame ends, in the same units.
+    time_base: seconds of one unit.
+    hdr: it has an HDR transfer curve, which is read as if it were SDR.
     """
 
     digest: str
@@ -59,13 +60,13 @@ class VideoFacts:
 
     @property
     def fps(self) -> float:
-        """Frames per second in the mean."""
+        """Mean frames per second."""
         return len(self.stamps) / float((self.end - self.stamps[0]) * self.time_base)
 
     def frames_at(self, fps: float) -> list[int]:
-        """List the stamps of the frames that are shown at `fps` frames per second, from the first one on; 0 takes all.
+        """List the stamps of the frames shown at `fps` frames per second, from the first one on; 0 takes all.
 
-        At a higher rate than the file's own, frames come more than once.
+        At a higher rate than the file's own, frames are repeated.
         """
         if fps == 0:
             return list(self.stamps)
@@ -76,18 +77,20 @@ class VideoFacts:
 
 
 def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
-    """Read a video file's bytes and decode its first frame. Unchanged files (size and time) are read once per process.
+    """Read a video file's bytes and decode its first frame.
 
-    name: what messages call it; its file name without one.
-    Raises ValueError if the file is no video.
+    Unchanged files (size and time) are read once per process.
+
+    name: name in messages; the file name by default.
+    Raises ValueError if the file is not a video.
     """
     with _named_errors(name or path.name):
         stat = os.stat(path)
         return _inspect(path, stat.st_size, stat.st_mtime_ns)
 
 
-# Every clip of a film asks for the film's facts under a name of its own, so messages get the name outside of this. Few
-# are kept, as an hour of film is 86000 stamps.
+# Each clip has a name of its own and asks for the facts of the same file, so the name is no part of the cache key. The
+# cache is small, as an hour of video has 86000 stamps.
 @lru_cache(maxsize=1024)
 def _inspect(path: Path, size: int, mtime_ns: int) -> VideoFacts:
     digest = _digest(path)
@@ -120,7 +123,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
-    """The stamps of all frames, ascending, and the end of the last one; from the packets, without decoding them."""
+    """List the stamps of all frames, ascending, and the end of the last one, from the packets without decoding."""
     if stream.codec_context.name in _HIDDEN_FRAMES:
         shown: Iterator[Any] = container.decode(stream)
     else:
@@ -148,13 +151,15 @@ def load_frames(
     *,
     name: str | None = None,
 ) -> Tensor:
-    """Decode the frames with these stamps, each cut to `box` and scaled to `height` by `width`: float32, (T, H, W, 3),
-    0 to 1.
+    """Decode the frames with these stamps, crop each to `box` and scale it: (T, height, width, 3), float32, 0 to 1.
 
-    box: (left, top, right, bottom) in pixels of `facts.size`, fractions allowed. The filter is that of pictures
-    (Lanczos, antialiased); transparent parts show white.
-    At most two decoded frames are held at a time. Raises ValueError, naming the file, if it can't be decoded or was
-    changed since it was inspected.
+    stamps: ascending; a repeated stamp repeats the frame.
+    box: (left, top, right, bottom) in pixels of `facts.size`, fractions allowed.
+    name: name in messages; the file name by default.
+
+    The filter is that of images (Lanczos, antialiased); transparent parts become white. At most two decoded frames are
+    held at a time.
+    Raises ValueError, naming the file, if it can't be decoded or was changed since it was inspected.
     """
     name = name or path.name
     if inspect_video(path, name).digest != facts.digest:
@@ -169,32 +174,37 @@ def load_frames(
 def _scaled(
     frames: Iterator[Any], facts: VideoFacts, box: tuple[float, float, float, float], height: int, width: int
 ) -> Iterator[np.ndarray]:
+    """Yield each frame cropped and scaled: (height, width, 3), 0 to 1."""
     last: int | None = None
     pixels = np.empty(0)
     for frame in frames:
         if frame.pts != last:  # a repeated frame is scaled once
             pixels, last = _scale(_upright(frame), facts.size, box, height, width), frame.pts
-        del frame
+        del frame  # a generator holds its locals while suspended, here a decoded frame
         yield pixels
 
 
 class _StartsLater(Exception):
-    """The first frame that was decoded comes after the one that is wanted."""
+    """The first decoded frame comes after the wanted one."""
 
 
 def _shown(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
-    """For each of the stamps, which ascend, the frame that is on show: the last one with a stamp up to it."""
+    """Yield for each of the ascending stamps the frame on show: the last one with a stamp up to it."""
     try:
         with _opened(path) as (container, stream):
             container.seek(stamps[0], stream=stream)
             yield from _pick(container.decode(stream), stamps)
     except _StartsLater:
-        # Files without an index, and GIF, seek to a later frame or to nowhere: such a one is decoded from its start.
+        # Files without an index, and GIF, seek to a later frame or to nowhere. They are decoded from the start.
         with _opened(path) as (container, stream):
             yield from _pick(container.decode(stream), stamps)
 
 
 def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
+    """Pick for each of the ascending stamps the frame on show.
+
+    Raises _StartsLater where the first frame is later than the first stamp.
+    """
     previous = next(frames, None)
     if previous is None or previous.pts > stamps[0]:
         raise _StartsLater
@@ -213,7 +223,7 @@ def _pick(frames: Iterator[Any], stamps: Sequence[int]) -> Iterator[Any]:
 
 
 def _upright(frame: Any) -> np.ndarray:
-    """(H, W, 3), 0 to 255, turned as the file says."""
+    """Convert a frame to RGB, rotated as the file says: (H, W, 3), 0 to 255."""
     matrix = Colorspace.ITU709 if frame.colorspace == _UNSPECIFIED and frame.height >= _HD_LINES else None
     if any(component.is_alpha for component in frame.format.components):
         rgba = frame.to_ndarray(format="rgba", interpolation=_CONVERSION).astype(np.float32)
@@ -225,11 +235,12 @@ def _upright(frame: Any) -> np.ndarray:
 
 
 def _turns(frame: Any) -> int:
-    """Quarter turns, counterclockwise."""
+    """Number of counterclockwise quarter turns."""
     return round(frame.rotation / 90) % 4
 
 
 def _upright_size(frame: Any, aspect: Fraction | None) -> tuple[int, int]:
+    """Return (height, width) with square pixels, after rotation."""
     height, width = frame.height, round(frame.width * float(aspect or 1))
     return (width, height) if _turns(frame) % 2 else (height, width)
 
@@ -237,7 +248,10 @@ def _upright_size(frame: Any, aspect: Fraction | None) -> tuple[int, int]:
 def _scale(
     pixels: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float], height: int, width: int
 ) -> np.ndarray:
-    """Cut and scale one frame. Pixels that are not square make the frame narrower or wider than `size`."""
+    """Crop and scale one frame (H, W, 3) from 0 to 255: (height, width, 3), 0 to 1.
+
+    The frame is narrower or wider than `size` where its pixels are not square.
+    """
     down, across = pixels.shape[0] / size[0], pixels.shape[1] / size[1]
     own = (box[0] * across, box[1] * down, min(box[2] * across, pixels.shape[1]), min(box[3] * down, pixels.shape[0]))
     planes = [Image.fromarray(np.ascontiguousarray(pixels[..., c], dtype=np.float32) / 255) for c in range(3)]
@@ -247,6 +261,7 @@ def _scale(
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
+    """Turn errors of reading and decoding into a ValueError that names the video and a remedy."""
     try:
         yield
     except (av.error.FFmpegError, OSError, ValueError, StopIteration, _StartsLater) as error:
