@@ -32,6 +32,7 @@ class _Latent:
 
     @property
     def frames(self) -> int:
+        """Number of latent frames; 1 for an image."""
         return self.tensor.shape[1] if self.tensor.ndim == 4 else 1
 
     def clean_frames(self, policy: LatentPolicy) -> int:

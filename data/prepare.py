@@ -120,7 +120,7 @@ def prepare(
     wanted = make_variants(items, plan.placements, placed, encoder)
     # Masks come before captions: a variant that its mask leaves empty is dropped, and its captions with it.
     variants, counted = read_masks(items, plan.placements, wanted, cache, progress, interrupted)
-    # A caption is encoded for each variant of its control pictures where the text encoder sees those.
+    # Text encoders that see control images encode the captions anew for each variant of those.
     shown = [(item, variant.controls) for item, of in zip(items, variants, strict=True) for variant in of]
     of_forms = iter(
         tokenize_captions(

@@ -111,6 +111,7 @@ class Sample:
 
     @property
     def graph_key(self) -> GraphKey:
+        """Key of the compiled graph that the sample needs."""
         return self.tokens, self.references, self.text_length
 
     def facts(self) -> SampleFacts:

@@ -33,6 +33,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all frames."""
         return self.frames * self.height * self.width
 
 
@@ -75,7 +76,7 @@ class Bucket:
 
     @cached_property
     def _log_surplus(self) -> Floats:
-        """Cost of the ragged edge for every image: log(grid tokens / kept tokens), 0 for whole grids."""
+        """Crop cost of the ragged edge in logs, log(grid tokens / kept tokens): (grids,), 0 for whole grids."""
         return np.log([g.tokens / self.tokens for g in self.grids])
 
     @cached_property
@@ -114,7 +115,7 @@ def find_bucket(tokens: int, fit: str, max_aspect: float) -> Bucket | None:
     within = np.maximum(width / height, height / width) <= max_aspect * (1 + 1e-9)
     width, height = width[within], height[within]
     aspect, surplus = np.log(width / height), np.log(width * height / tokens)
-    # Drop each grid that another one never loses to, ties included: fewer ragged rows remain.
+    # Drop each grid that is never better than another one, ties included: fewer rows are then ragged.
     beaten = np.abs(aspect[:, None] - aspect) + surplus <= surplus[:, None] + 1e-12
     np.fill_diagonal(beaten, False)
     keep = ~beaten.any(axis=1)

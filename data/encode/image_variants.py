@@ -76,6 +76,7 @@ class VariantJobs:
         return tuple(zip((self.latent, *self.references), (self.variant.crop, *self.variant.controls), strict=True))
 
     def keys(self) -> ImageKeys:
+        """Cache keys of the jobs."""
         references = tuple(job.key for job in self.references)
         return ImageKeys(self.latent.key, references, _key(self.start), _key(self.vision), _key(self.variant.mask))
 

@@ -81,6 +81,7 @@ class ItemCaptions:
         return tuple(caption for caption in (*self.variants, *self.class_captions, self.empty) if caption)
 
     def keys(self) -> CaptionKeys:
+        """Cache keys of the captions."""
         of_class = tuple(caption.job.key if caption else None for caption in self.class_captions)
         empty = self.empty.job.key if self.empty else None
         return CaptionKeys(tuple(one.job.key for one in self.variants), empty, of_class)

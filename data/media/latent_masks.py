@@ -1,4 +1,4 @@
-"""Token weights from the noise mask of a latent: what the sampler may change is learnt."""
+"""Token weights from the noise mask of a latent: the loss counts where the sampler may change the latent."""
 
 from collections.abc import Iterator, Sequence
 

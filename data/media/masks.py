@@ -48,6 +48,7 @@ class Mask:
 
     @property
     def key(self) -> Any:
+        """Content key of the mask, part of cache keys."""
         return (self.digest, "alpha" if self.alpha else "by range" if self.wide else "grey")
 
     def job(self, crop: Crop, placement: Placement) -> EncodeJob:
