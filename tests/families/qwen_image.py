@@ -9,7 +9,7 @@ from typing import Any
 
 import tiny
 import torch
-from tiny.family_case import Batch, FamilyCase
+from tiny.family_case import ALL, Batch, Captions, Diffusers, FamilyCase, Learning
 from tiny.qwen_data import qwen_sample
 from torch import Tensor
 
@@ -21,6 +21,7 @@ REFERENCES = [[(4, 6), (6, 8)], [(6, 4), (8, 6)], [(12, 2), (4, 12)]]
 @dataclass(frozen=True, kw_only=True)
 class QwenImageCase(FamilyCase):
     family = "qwen-image"
+    deep = {"layers": 4}
     ragged_in_core = False
     main_batches = ("shapes", "references")
     unused = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
@@ -49,6 +50,48 @@ class QwenImageCase(FamilyCase):
         for method in METHODS:
             batches[f"three {method or 'by default'}"] = partial(_three_references, method)
         return batches
+
+    def mixed(self) -> list[Any]:
+        """24 pictures of seven shapes, all of 24 tokens, some with a ragged edge; captions of 3 to 245 tokens in two
+        steps of the ladder; a third with one reference picture, a third with two."""
+        shapes = [(4, 6), (6, 4), (3, 8), (8, 3), (2, 12), (12, 2)]
+        samples = []
+        for i in range(24):
+            grid, keep = (shapes[i % 6], None) if i % 4 else ((5, 5), 24)
+            references = [(), [(6, 8)], [(4, 4), (8, 6)]][i % 3]
+            if i % 6 >= 3:
+                references = [side[::-1] for side in references]
+            length = 3 + i if i < 18 else 130 + 5 * i
+            method = "offset" if i % 5 == 4 else None
+            samples.append(qwen_sample(f"picture {i}", *grid, length, references, method, tokens=keep))
+        return samples
+
+    def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
+        return [(24, references, length) for references in ((), (4, 12), (12,)) for length in (128, 256)]
+
+    def captions(self) -> Captions:
+        return Captions([qwen_sample(f"{n}", 2, 2, n) for n in (1, 7, 127, 128, 129, 200, 256)], 2)
+
+    def learning(self, folder: Path) -> Learning:
+        """One picture, or one edit."""
+        references = [(4, 4)] if self.timestep_zero() else ()
+        options = {"steps": 450, "batch_size": 2, "optimizer": {"learning_rate": 3e-3, "lr_scheduler": "cosine"}}
+        model = self.load(self.write(folder / "qwen.safetensors", layers=1))
+        sample = qwen_sample("the picture", 4, 4, references=references)
+        return Learning(model, [sample], options | {"objective": {"shift": 1.0}}, near=0.4, far=1.5)
+
+    def is_target(self, name: str) -> bool:
+        """Every Linear of the blocks but img_mod and txt_mod, as musubi-tuner has it."""
+        return name.startswith("transformer_blocks.") and "_mod." not in name
+
+    def header(self) -> dict[str, str]:
+        return {"ss_network_module": "networks.lora_qwen_image"}
+
+    def diffusers(self) -> Diffusers:
+        from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+
+        layouts = {"kohya": ALL, "comfyui": ALL, "diffusers": ALL}
+        return Diffusers(QwenImageLoraLoaderMixin, _diffusers_model, lambda _, native: native, layouts)
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"references": (1, 3)} if self.timestep_zero() else {"shapes": (1, 3)}
@@ -99,6 +142,14 @@ class QwenImageCase(FamilyCase):
         return self.tokens(((x.double() - denoised.double()) / sigma)[0].float().cpu(), sample)
 
 
+def _diffusers_model(model: Any) -> Any:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        num_layers=2, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(8, 28, 28)
+    ).requires_grad_(False)
+
+
 def _samples(references: Sequence[Sequence[tuple[int, int]]], tokens: int | None = None) -> list[Any]:
     """Three aspect ratios of 24 tokens."""
     shapes = [(4, 6, 5), (6, 4, 40), (3, 8, 128)]
@@ -120,7 +171,10 @@ CASES = [
         name="qwen-image",
         variant="qwen-image",
         linears=6 + 2 * 14,
-        left_out={"inductor": "its blocks are those of the edit model, whose references they see as well"},
+        targets=2 * 12,
+        left_out=dict.fromkeys(
+            ("inductor", "graphs", "swap", "compiled swap"), "its blocks are those of the edit model, which sees more"
+        ),
     ),
-    QwenImageCase(name="qwen-image-edit-2511", variant="qwen-image-edit-2511", linears=6 + 2 * 14),
+    QwenImageCase(name="qwen-image-edit-2511", variant="qwen-image-edit-2511", linears=6 + 2 * 14, targets=2 * 12),
 ]

@@ -2,14 +2,14 @@
 
 import runpy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import SAME_BLOCKS, Batch, FamilyCase
+from tiny.family_case import ALL, SAME_BLOCKS, TARGETS, Batch, Captions, Diffusers, FamilyCase, Learning
 from torch import Tensor
 
 WAN_FORWARD = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "wan.py"))["wan_forward"]
@@ -34,6 +34,8 @@ def padded_text(sample: Any) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class WanCase(FamilyCase):
     family = "wan"
+    layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL}
+    deep: ClassVar[Mapping[str, Any]] = {"layers": 4}
     wide: ClassVar[Mapping[str, Any]] = {"dim": 256}
     forward_bounds: ClassVar[Mapping[str, float]] = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
 
@@ -63,6 +65,83 @@ class WanCase(FamilyCase):
             )
             for i, (grid, keep) in enumerate(zip(grids, kept or [None] * len(grids), strict=True))
         ]
+
+    def mixed(self) -> list[Any]:
+        """Pictures and clips of one to six latent frames in twelve shapes of 24 tokens, four with a ragged edge; 5B's
+        clips have a clean first frame or none, by turns. Captions of 2 to 13 tokens."""
+        whole = [(1, 4, 6), (1, 3, 8), (1, 6, 4), (2, 3, 4), (2, 2, 6), (3, 4, 2), (4, 3, 2), (6, 2, 2)]
+        ragged = [((1, 5, 5), 24), ((2, 3, 5), 12), ((3, 3, 3), 8), ((1, 4, 7), 24)]
+        samples = []
+        for i, (grid, keep) in enumerate([(grid, grid[1] * grid[2]) for grid in whole] + ragged):
+            clean = int(self.variant == "2.2-5b" and grid[0] > 1 and i % 2 == 0)
+            given = {"keep": keep, "text": 2 + i, "text_length": 16, "clean_frames": clean}
+            samples.append(tiny.wan_sample(f"sample {i}", grid, self.variant, **given))
+        return samples
+
+    def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
+        return [(24, (), 16)]
+
+    def captions(self) -> Captions:
+        lengths = (3, 200, 512, 513, 700)
+        samples = [tiny.wan_sample(f"{n}", (1, 2, 2), self.variant, text=n, text_length=n) for n in lengths]
+        return Captions(samples, 1, "2 captions have more than 512 tokens")
+
+    def learning(self, folder: Path) -> Learning:
+        """Two clips by their captions. scale: the latents' deviation, so much above that of noise that a clip is known
+        when the part of it is."""
+        model = self.load(self.write(folder / "wan.safetensors", layers=2))
+        options = {"steps": 120, "batch_size": 2, "optimizer": {"learning_rate": 3e-3, "lr_scheduler": "cosine"}}
+        clips = [self._clip_of(name, 3.0 if self.variant == "2.2-5b" else 8.0) for name in ("a fox", "a crow")]
+        return Learning(model, clips, options, near=0.35, far=1.0)
+
+    def _clip_of(self, name: str, scale: float) -> Any:
+        """A clip of one colour: its text is no part of Wan's self-attention, so under noise a token would know its
+        place from the edges of the clip alone, which takes longer to learn than a test may run."""
+        clean = int(self.variant == "2.2-5b")
+        given = {"text": 40, "text_length": 512, "clean_frames": clean, "scale": scale}
+        sample = tiny.wan_sample(name, (2, 2, 3), self.variant, **given)
+        read = sample.load()
+        same = replace(read, latent=read.latent[:, :1, :1, :1].expand_as(read.latent).contiguous())
+        return replace(sample, load=lambda *_: same)
+
+    def core_text(self, sample: Any) -> Tensor:
+        return padded_text(sample)
+
+    def is_target(self, name: str) -> bool:
+        return name.startswith("blocks.")
+
+    def header(self) -> dict[str, str]:
+        """As musubi-tuner writes it."""
+        return {
+            "modelspec.architecture": f"wan{'2.2' if self.variant == '2.2-5b' else '2.1'}/lora",
+            "ss_base_model_version": "wan",
+            "ss_network_module": "networks.lora_wan",
+        }
+
+    def diffusers(self) -> Diffusers:
+        from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+
+        layouts = {"diffusers": ALL, "kohya": TARGETS, "comfyui": TARGETS}
+        return Diffusers(WanLoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, self._velocities)
+
+    def _velocities(self, model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
+        """(N, 4·C) each; 5B with a clean frame."""
+        # diffusers takes the last 512 tokens of the context for the text.
+        clean = int(self.variant == "2.2-5b")
+        sample = tiny.wan_sample("one", (2, 2, 3), self.variant, text_length=512, clean_frames=clean)
+        read, sigma = sample.load(), 0.6
+        x, timestep, image = read.latent[None], torch.tensor([1000 * sigma]), None
+        ours = self.core_velocity(model, sample, sigma)
+        with torch.no_grad():
+            if clean:
+                timestep = torch.tensor([[0.0] * 6 + [1000 * sigma] * 6])
+            if "concat_latent_image" in read.conditioning:
+                picture = model.model.process_latent_in(read.conditioning["concat_latent_image"])
+                x = torch.cat((x, 1 - read.conditioning["concat_mask"].repeat(1, 4, 1, 1, 1), picture), dim=1)
+            if self.variant == "2.1-i2v":
+                image = read.conditioning["clip_vision_output"].penultimate_hidden_states
+            theirs = transformer(x, timestep, padded_text(sample), image).sample
+        return ours, self.tokens(theirs[0], sample)
 
     def tokens(self, latent: Tensor, sample: Any) -> Tensor:
         return tokens_of(latent)[:, : sample.tokens // sample.grid[0]].flatten(0, 1)
@@ -116,6 +195,32 @@ class WanCase(FamilyCase):
         return self.tokens(((x.double() - denoised.double()) / sigma)[0], sample).float()
 
 
+def _diffusers_rows(model: Any, native: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By diffusers' own converter of checkpoints."""
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    return convert_wan_transformer_to_diffusers({name: tensor.clone() for name, tensor in native.items()})
+
+
+def _diffusers_model(model: Any) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    core = model.model.diffusion_model
+    with_image = hasattr(core, "img_emb") and core.img_emb is not None
+    transformer = WanTransformer3DModel(
+        num_attention_heads=core.num_heads,
+        in_channels=core.in_dim,
+        out_channels=core.out_dim,
+        text_dim=core.text_embedding[0].in_features,
+        ffn_dim=core.ffn_dim,
+        num_layers=len(core.blocks),
+        image_dim=1280 if with_image else None,
+        added_kv_proj_dim=core.dim if with_image else None,
+    )
+    transformer.load_state_dict(_diffusers_rows(model, core.state_dict()))
+    return transformer.requires_grad_(False)
+
+
 def _core_conds(model: Any, sample: Any, x: Tensor) -> dict[str, Any]:
     """What core's `extra_conds` makes of a sample whose noisy latent is x (1, C, T, H, W)."""
     read = sample.load()
@@ -155,14 +260,18 @@ def _core_on_kept_tokens(model: Any, sample: Any, sigma: float, x: Tensor) -> Te
     return core.head(h, e)[0]
 
 
+SAME_AS_T2V = "its blocks are those of 2.1-t2v"
+LEARNED_BY_OTHERS = {"learning": "2.1-t2v and 5B learn; a start picture would tell what is to be learned"}
+
 CASES = [
-    WanCase(name="wan-2.1-t2v", variant="2.1-t2v", linears=6 + 3 * 10),
-    WanCase(name="wan-2.1-i2v", variant="2.1-i2v", linears=6 + 3 * 10 + 2 + 3 * 2),
+    WanCase(name="wan-2.1-t2v", variant="2.1-t2v", linears=6 + 3 * 10, targets=3 * 10),
+    WanCase(name="wan-2.1-i2v", variant="2.1-i2v", linears=8 + 3 * 12, targets=3 * 12, left_out=LEARNED_BY_OTHERS),
     WanCase(
         name="wan-2.2-i2v-14b",
         variant="2.2-i2v-14b",
         linears=6 + 3 * 10,
-        left_out=dict.fromkeys(SAME_BLOCKS, "its blocks are those of 2.1-t2v"),
+        targets=3 * 10,
+        left_out=LEARNED_BY_OTHERS | dict.fromkeys(SAME_BLOCKS, SAME_AS_T2V),
     ),
-    WanCase(name="wan-2.2-5b", variant="2.2-5b", linears=6 + 3 * 10),
+    WanCase(name="wan-2.2-5b", variant="2.2-5b", linears=6 + 3 * 10, targets=3 * 10),
 ]

@@ -22,7 +22,7 @@ AXES = {
     "compiled gradients": "the same with blocks compiled by aot_eager",
     "inductor": "the same with blocks compiled by inductor, which takes a minute for each kind of block",
     "bf16 gradients": "the same in bf16, within its rounding",
-    "graphs": "one graph per kind of block and shape key, no recompile and no break",
+    "graphs": "compiled by aot_eager, one graph per kind of block and shape key, no recompile and no break",
     "swap": "blocks that stream from the host train the same bits",
     "compiled swap": "the same with compiled blocks, and no graph more",
     "resume": "a cancelled run goes on to the same bits",
@@ -34,9 +34,57 @@ AXES = {
 # What says nothing of a variant whose blocks are those of another row.
 SAME_BLOCKS = ("compiled gradients", "inductor", "compiled swap")
 # The same where even the sizes around the blocks are those of another row.
-SAME_SIZES = (*SAME_BLOCKS, "16 bit", "bf16 gradients")
+SAME_SIZES = (*SAME_BLOCKS, "16 bit", "bf16 gradients", "graphs", "swap", "resume")
 
 Batch = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Samples of one shape with captions of many lengths: the text lengths that they are padded to, each a graph for
+    every kind of block, and a note that training tells of them."""
+
+    samples: list[Any]
+    text_lengths: int
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Diffusers:
+    """How diffusers reads LoRA files of a family.
+
+    mixin: what reads the file, by `lora_state_dict`.
+    build: (MODEL) → diffusers' model of the same size and weights, frozen.
+    rows: (MODEL, tensors by names of weights) → the same by diffusers' names, by a table that is not ours.
+    layouts: the LoRA formats that it reads, each with ALL or TARGETS, the Linears that it knows in it.
+    velocities: (MODEL, diffusers' model) → one forward of each on the same inputs.
+    differs: modules that diffusers is known to read otherwise, by format.
+    """
+
+    mixin: Any
+    build: Callable[[Any], Any]
+    rows: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+    layouts: Mapping[str, str]
+    velocities: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    differs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+ALL, TARGETS = "all", "targets"
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A run whose LoRA has to learn its samples.
+
+    model: the MODEL. samples: what is trained on. options: changes of the run. near, far: how far from a sample the
+    sampler lands at most with the LoRA and at least without it, in parts of the sample's norm.
+    """
+
+    model: Any
+    samples: list[Any]
+    options: Mapping[str, Any]
+    near: float
+    far: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +93,15 @@ class FamilyCase:
 
     name: the id of its tests.
     variant: what `Family.variant` says of the tiny model.
-    linears: how many Linears the tiny model has, counted by hand.
+    linears: how many Linears of the tiny model a LoRA can train, counted by hand.
+    targets: how many of them it trains by default.
     left_out: the names out of AXES that this row leaves out, with the reason for each.
     """
 
     name: str
     variant: str
     linears: int
+    targets: int
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     family: ClassVar[str]
@@ -63,6 +113,14 @@ class FamilyCase:
 
     main_batches: ClassVar[tuple[str, ...]] = ("shapes",)
     """The batches that stand for all where a test takes long."""
+    never_trained: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of Linears that no LoRA trains."""
+    layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL, "diffusers": ALL}
+    """The LoRA formats that ComfyUI reads of this family, each with the Linears that it knows in it."""
+    deep: ClassVar[Mapping[str, Any]] = {}
+    """Sizes for `write` that give four blocks or more."""
+    deep_blocks: ClassVar[int] = 4
+    """How many that is."""
     wide: ClassVar[Mapping[str, Any]] = {}
     """Sizes for `write` that give two heads or more, where the smallest model has one."""
     ragged_in_core: ClassVar[bool] = True
@@ -91,6 +149,22 @@ class FamilyCase:
         "shapes": three samples of unlike aspect ratios, without references. "ragged" where the family has ragged
         edges: three samples with fewer tokens than their grids. Others by what they show.
         """
+        raise NotImplementedError
+
+    def mixed(self) -> list[Any]:
+        """An even number of samples of many shapes, whose lengths of text and references make `mixed_keys` of them."""
+        raise NotImplementedError
+
+    def mixed_keys(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """(tokens, tokens of each reference, text length) of each graph that `mixed` needs, in order."""
+        raise NotImplementedError
+
+    def captions(self) -> Captions | None:
+        """None where captions are padded before they come into the training data."""
+        return None
+
+    def learning(self, folder: Path) -> Learning:
+        """What is to be learned in seconds; a file of its own goes into `folder`."""
         raise NotImplementedError
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
@@ -126,12 +200,30 @@ class FamilyCase:
         """
         raise NotImplementedError
 
+    def core_text(self, sample: Any) -> Tensor:
+        """(1, L, D): the caption as ComfyUI's sampler takes it."""
+        return sample.load().text
+
     def core_velocity(
         self, model: Any, sample: Any, sigma: float, guidance: float = 1.0, x_t: Tensor | None = None
     ) -> Tensor:
         """(N, C), fp32, from ComfyUI's `apply_model` on this sample alone, unpadded; x_t: the noisy latent in the
         model's space with a batch axis, the sample's latent itself where none is given."""
         raise NotImplementedError
+
+    # LoRA files
+
+    def is_target(self, name: str) -> bool:
+        """Whether a LoRA trains this Linear by default."""
+        raise NotImplementedError
+
+    def header(self) -> dict[str, str]:
+        """Fields of a LoRA file's metadata by which other programs know the family."""
+        raise NotImplementedError
+
+    def diffusers(self) -> Diffusers | None:
+        """None where diffusers has no such model."""
+        return None
 
 
 def computing_in(model: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,134 @@
+"""LoRA files of every family in the programs that read them: ComfyUI and diffusers get the same delta W of each format.
+
+delta W is written out here as alpha / rank · up @ down.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import pytest
+from family_cases import cases, every_case, marks_of
+from safetensors import safe_open
+from tessera.lora.files.formats import save_lora
+from tessera.lora.files.lora_model import LoraModel
+from tessera.lora.patterns import match_targets
+from tessera.models.family import linear_shapes
+from tessera.models.registry import family_of
+from tiny.family_case import ALL, FamilyCase, relative_error
+from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
+from tiny.runs import train, training_data
+
+DTYPES = {"fp32": 1e-5, "bf16": 6e-3, "fp16": 1e-3}
+
+
+def updates_of(case: FamilyCase, model: Any, which: str = ALL) -> dict[str, Any]:
+    """A random update with an alpha of its own for every Linear that a LoRA trains, or for those by default."""
+    updates = {n: u for n, u in random_updates(model).items() if not n.startswith(case.never_trained or "/")}
+    assert len(updates) == case.linears
+    return {name: part for name, part in updates.items() if which == ALL or case.is_target(name)}
+
+
+def saved(updates: dict[str, Any], path: Path, layout: str, dtype: str = "fp32") -> Path:
+    save_lora(path, LoraModel.from_modules(updates), layout, dtype)
+    return path
+
+
+def files() -> list[Any]:
+    return [
+        pytest.param(
+            case,
+            layout,
+            dtype,
+            id=f"{case.name}-{layout}-{dtype}",
+            marks=marks_of(case, "files") if (layout, dtype) == ("kohya", "bf16") else (),
+        )
+        for case in cases("files")
+        for layout in case.layouts
+        for dtype in DTYPES
+    ]
+
+
+@pytest.mark.parametrize(("case", "layout", "dtype"), files())
+def test_comfyui_loads_every_key_and_gets_the_same_update(case_file, tmp_path, caplog, case, layout, dtype):
+    model = case.load(case_file(case))
+    updates = updates_of(case, model, case.layouts[layout])
+    file = saved(updates, tmp_path / "a.safetensors", layout, dtype)
+    patched = loaded_in_comfyui(model, comfy.utils.load_torch_file(str(file), safe_load=True), caplog)
+    assert_same_deltas(patched_deltas(model, patched), updates, DTYPES[dtype])
+
+
+@every_case("files")
+def test_the_default_targets_are_those_of_other_trainers(case_file, case):
+    model = case.load(case_file(case))
+    names = list(linear_shapes(model.model))
+    chosen = match_targets(names, family_of(model).default_targets, ())
+    assert chosen == [name for name in names if case.is_target(name)]
+    assert len(chosen) == case.targets
+
+
+@every_case("files")
+def test_a_trained_file_holds_the_default_targets_and_says_what_it_is(case_file, tmp_path, case):
+    model = case.load(case_file(case))
+    data = training_data(*case.batches()[case.main_batches[-1]]())
+    result = train(model, data, tmp_path, steps=2, save_every=0)
+    with safe_open(result.path, "pt") as file:
+        header, keys = file.metadata(), set(file.keys())
+    assert {name: header[name] for name in case.header()} == case.header()
+    flat = {f"lora_unet_{n.replace('.', '_')}" for n in linear_shapes(model.model) if case.is_target(n)}
+    assert keys == {f"{name}.{part}" for name in flat for part in ("lora_down.weight", "lora_up.weight", "alpha")}
+
+
+def with_adapter(case: FamilyCase, model: Any, path: Path, caplog: Any) -> Any:
+    """diffusers' model with the file's LoRA on it, after seeing that it takes every key."""
+    kit = case.diffusers()
+    transformer = kit.build(model)
+    state = kit.mixin.lora_state_dict(str(path))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        transformer.load_lora_adapter(state, prefix="transformer", adapter_name="a")
+    assert [record.getMessage() for record in caplog.records if "diffusers" in record.name] == []
+    return transformer
+
+
+def in_diffusers() -> list[Any]:
+    pairs = [(case, layout) for case in cases("diffusers") if case.diffusers() for layout in case.diffusers().layouts]
+    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case, layout in pairs]
+
+
+@pytest.mark.parametrize(("case", "layout"), in_diffusers())
+def test_diffusers_loads_every_key_and_gets_the_same_update(case_file, tmp_path, caplog, case, layout):
+    model, kit = case.load(case_file(case)), case.diffusers()
+    updates = updates_of(case, model, kit.layouts[layout])
+    transformer = with_adapter(case, model, saved(updates, tmp_path / "a.safetensors", layout), caplog)
+    expected = kit.rows(model, {f"{name}.weight": delta(part) for name, part in updates.items()})
+    layers = {name: layer for name, layer in transformer.named_modules() if hasattr(layer, "get_delta_weight")}
+    assert {f"{name}.weight" for name in layers} == {name for name, tensor in expected.items() if tensor.any()}
+    for name, layer in layers.items():
+        if name not in kit.differs.get(layout, ()):
+            wanted = expected[f"{name}.weight"]
+            assert (layer.get_delta_weight("a").double() - wanted).norm() <= 1e-5 * wanted.norm(), name
+
+
+SAMPLED_BY_BOTH = [case for case in cases("diffusers") if case.diffusers() and case.diffusers().velocities]
+
+
+@pytest.mark.parametrize("case", SAMPLED_BY_BOTH, ids=lambda case: case.name)
+def test_with_the_lora_diffusers_runs_as_comfyui_does(case_file, tmp_path, caplog, case):
+    model, kit = case.load(case_file(case)), case.diffusers()
+    comfy.model_management.load_models_gpu([model], force_full_load=True)
+    base, base_there = kit.velocities(model, kit.build(model))
+    assert relative_error(base_there, base) < 1e-4
+    updates = updates_of(case, model)
+    transformer = with_adapter(case, model, saved(updates, tmp_path / "a.safetensors", "diffusers"), caplog)
+    patched, _ = comfy.sd.load_lora_for_models(model, None, LoraModel.from_modules(updates), 1.0, 0.0)
+    comfy.model_management.load_models_gpu([patched], force_full_load=True)
+    try:
+        here, there = kit.velocities(patched, transformer)
+    finally:
+        patched.detach()
+    assert (here - base).norm() > 0.1 * base.norm()
+    assert (here - there).norm() < 1e-4 * (here - base).norm()

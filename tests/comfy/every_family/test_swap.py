@@ -1,0 +1,154 @@
+"""Training every family with blocks that stream from the host: the same bits, counted copies, no further graph."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from family_cases import cases, every_case, marks_of
+from tessera.models.registry import family_of
+from tessera.train.settings import MemoryOptions
+from tiny import swapping
+from tiny.compiling import Graphs
+from tiny.family_case import FamilyCase
+from tiny.runs import training_data
+from tiny.swapping import assert_same_run
+
+MODES = ("none", "selective", "full")
+STEPS = 3
+
+
+def data_of(case: FamilyCase) -> Any:
+    return training_data(*case.batches()[case.main_batches[-1]]())
+
+
+@pytest.fixture
+def trained(case_file: Any) -> Any:
+    """A trainer of a case's model of several blocks that has made STEPS steps."""
+
+    def make(case: FamilyCase, folder: Path, batch: int = 2, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        file = case_file(case, **case.deep, **({"dtype": dtype} if dtype else {}))
+        return swapping.trained(case.load(file, dtype), data_of(case), folder, batch=batch, steps=STEPS, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.fixture
+def resident(kept: dict[Any, Any], trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same with every block on the device, made once."""
+
+    def of(case: FamilyCase, **settings: Any) -> Any:
+        key = (case.name, *sorted(settings.items()))
+        if key not in kept:
+            kept[key] = trained(case, tmp_path_factory.mktemp("resident"), **settings)
+        return kept[key]
+
+    return of
+
+
+def unused(case: FamilyCase, trainer: Any) -> list[str]:
+    last = list(trainer.placed.transformer.blocks())[-1][0]
+    return [f"{last}.{name}" for name in case.unused]
+
+
+def counts(blocks: int) -> Iterator[tuple[int, int, str]]:
+    """(blocks to swap, blocks ahead, checkpointing): every pair without checkpointing, which stands inside, and some
+    with it."""
+    for count in range(1, blocks + 1):
+        yield from ((count, prefetch, "none") for prefetch in (1, 2, 3))
+    some = [(1, 1), (2, 1), (blocks // 2, 1), (blocks - 1, 1), (blocks - 1, 2), *((blocks, n) for n in (1, 2, 3))]
+    yield from ((*pair, mode) for pair in dict.fromkeys(some) for mode in MODES[1:])
+
+
+def swapped_runs() -> Iterator[Any]:
+    for case in cases("swap"):
+        for count, prefetch, mode in counts(case.deep_blocks):
+            fast = (count, prefetch, mode) == (case.deep_blocks - 1, 2, "full")
+            yield pytest.param(
+                case,
+                count,
+                prefetch,
+                mode,
+                id=f"{case.name}-{count}-{prefetch}-{mode}",
+                marks=marks_of(case, "swap") if fast else (),
+            )
+
+
+@pytest.mark.parametrize(("case", "count", "prefetch", "mode"), swapped_runs())
+def test_swapped_equals_resident_bit_for_bit(resident, trained, tmp_path, case, count, prefetch, mode):
+    plain = resident(case, checkpointing=mode)  # first: what comes next unloads it
+    swapped = trained(case, tmp_path, checkpointing=mode, blocks_to_swap=count, prefetch_blocks=prefetch)
+    assert len(swapped.placed.transformer.blocks()) == case.deep_blocks
+    assert_same_run(swapped, plain, unused(case, swapped))
+    slots = min(prefetch + 1, count)
+    # The first forward brings all; after that what is there at the turn, and at the end of a step, stays.
+    assert swapped.placed.swap.ring.copies == STEPS * 2 * (count - slots) + slots
+    assert swapped.facts()["block_copies_per_step"] == 2 * (count - slots)
+    assert swapped.placed.swap.held_bytes() == slots * max(layout.size for layout in swapped.placed.swap.layouts)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@every_case("swap")
+def test_batches_of_one_and_three_are_the_same_too(resident, trained, tmp_path, case, mode, batch):
+    plain = resident(case, checkpointing=mode, batch=batch)
+    swapped = trained(case, tmp_path, checkpointing=mode, batch=batch, blocks_to_swap=case.deep_blocks - 1)
+    assert_same_run(swapped, plain, unused(case, swapped))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@every_case("swap", "compiled swap")
+def test_compiled_blocks_stay_whole_and_swap_adds_no_graph(trained, tmp_path, case, mode):
+    torch._dynamo.reset()
+    settings = {"backend": "aot_eager", "checkpointing": mode}
+    plain = trained(case, tmp_path / "plain", **settings)
+    graphs = Graphs()
+    swapped = trained(case, tmp_path / "swapped", blocks_to_swap=case.deep_blocks - 1, **settings)
+    assert graphs() == plain.placed.runner.planned_graphs == case.kinds  # a run compiles its own
+    assert_same_run(swapped, plain, unused(case, swapped))
+
+
+@every_case("swap", "fp8")
+def test_an_fp8_file_streams_as_it_is_stored(trained, tmp_path, case):
+    plain = trained(case, tmp_path / "resident", dtype=torch.float8_e4m3fn)
+    swapped = trained(case, tmp_path / "swapped", dtype=torch.float8_e4m3fn, blocks_to_swap=case.deep_blocks)
+    assert_same_run(swapped, plain, unused(case, swapped))
+    (_, block), *_ = swapped.placed.transformer.blocks()
+    assert {linear.weight.dtype for linear in block.linears().values()} == {torch.float8_e4m3fn}
+
+
+@every_case("swap")
+def test_activations_may_wait_on_the_host(resident, trained, tmp_path, case):
+    plain = resident(case, checkpointing="full")
+    offloaded = trained(case, tmp_path, checkpointing="full", offload_activations=True, blocks_to_swap=2)
+    assert offloaded.placed.runner.offload.bytes_in > 0
+    assert_same_run(offloaded, plain, unused(case, offloaded))
+
+
+@every_case("swap")
+def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, tmp_path, case):
+    model = case.load(case_file(case, **case.deep))
+    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    memory = MemoryOptions(checkpointing="none", blocks_to_swap=case.deep_blocks)
+    trainer = tiny.make_trainer(model, data_of(case), tmp_path, steps=2, memory=memory)
+    trainer.run()
+    after = model.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    # The host holds the weights once: each parameter of ComfyUI's blocks lies in the flat weights.
+    held = {flat.untyped_storage().data_ptr() for flat in trainer.placed.swap.ring.flat_weights}
+    for name in family_of(model).block_lists(model.model):
+        for parameter, tensor in getattr(model.model.diffusion_model, name)[1].named_parameters():
+            assert tensor.untyped_storage().data_ptr() in held, f"{name}.1.{parameter}"
+
+
+@every_case("swap")
+def test_a_plan_is_chosen_by_measuring_a_block(trained, tmp_path, case):
+    automatic = trained(case, tmp_path, checkpointing="auto", blocks_to_swap=-1)
+    assert automatic.placed.automatic is not None and automatic.progress.step == STEPS
