@@ -34,7 +34,7 @@ def test_the_average_is_the_written_out_one():
         decay = min(0.3, (2 + k) / (11 + k))
         expected = {n: decay * e + (1 - decay) * params[n].detach().double() for n, e in expected.items()}
     # 2/11, 3/12 and then 0.3.
-    for name, mean in average.masters.items():
+    for name, mean in average.master_weights.items():
         torch.testing.assert_close(mean.double(), expected[name], rtol=1e-6, atol=1e-6)
         assert not torch.equal(mean, params[name])
 
@@ -51,11 +51,11 @@ def test_a_saved_average_goes_on_bit_for_bit_and_none_starts_at_the_weights():
     second, third = LoraAverage(0.9, detached(params)), LoraAverage(0.9, detached(params))
     second.load(state)
     third.load({})
-    assert all(torch.equal(third.masters[n], p) for n, p in params.items())
+    assert all(torch.equal(third.master_weights[n], p) for n, p in params.items())
     step(params, optimizer, 3)
     first.update()
     second.update()
-    assert all(torch.equal(first.masters[n], second.masters[n]) for n in params)
+    assert all(torch.equal(first.master_weights[n], second.master_weights[n]) for n in params)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_schedulefree"])
@@ -75,7 +75,7 @@ def test_saving_leaves_the_weights_bit_for_bit_as_they_were(name):
         assert all(torch.equal(often[n], never[n]) for n in often)
     assert not torch.equal(seen[-1], often["a.up"])
     if average:
-        assert torch.equal(seen[-1], average.masters["a.up"])
+        assert torch.equal(seen[-1], average.master_weights["a.up"])
     else:
         optimizers[1].eval()
         assert torch.equal(seen[-1], never["a.up"])
