@@ -110,7 +110,7 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """Return the learner's fields of a TrainingState."""
         return {
-            "masters": self.network.state_dict(),
+            "master_weights": self.network.state_dict(),
             "adapters": self.network.specs(),
             "optimizer": state_of(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
@@ -120,7 +120,7 @@ class Learner:
 
     def load(self, state: TrainingState) -> list[str]:
         """Restore a saved state. Returns notes for the user."""
-        self.network.load_master_weights(state.masters)
+        self.network.load_master_weights(state.master_weights)
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)

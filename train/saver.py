@@ -126,9 +126,9 @@ class Saver:
         if state.lineage != self.context.lineage:
             self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
         for name, value in self.environment.items():
-            if state.machine.get(name) != value:
+            if state.environment.get(name) != value:
                 self.observer.note(
-                    f"The state was saved with {name} = {state.machine.get(name)} and goes on with {value}, so the "
+                    f"The state was saved with {name} = {state.environment.get(name)} and goes on with {value}, so the "
                     "result may differ in its last bits from an uninterrupted run."
                 )
 
@@ -272,7 +272,7 @@ class Saver:
             batches=progress.batches,
             loss=progress.loss,
             lineage=self.context.lineage,
-            machine=self.environment,
+            environment=self.environment,
             validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
             parts=list(self.context.parts),
             **self.learner.state(),

@@ -65,7 +65,7 @@ def test_the_exponential_average_is_the_live_one_of_what_was_saved(runs, name, d
         live.sources = tensors
         live.update()
     made, report = average(runs, run, Profile(decay=decay))
-    torch.testing.assert_close(dict(made), live.masters, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(dict(made), live.master_weights, rtol=1e-5, atol=1e-7)
     assert any(not torch.equal(made[name], saved[-1][1][name]) for name in made)
     assert report.count("\n") == len(saved) and f"exponential, decay {decay:g} per step" in report
     assert json.loads(made.metadata["tessera_average"])["steps"] == [step for step, _ in saved]

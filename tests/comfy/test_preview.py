@@ -315,7 +315,7 @@ def test_swapped_blocks_are_previewed_and_trained_on_as_without_swap(tiny_vae, t
 
     def look(_):
         parts = list(plain_tensors(weight_refs("", model.model)))
-        masters = {master.untyped_storage().data_ptr() for master in rings[-1].masters}
+        masters = {master.untyped_storage().data_ptr() for master in rings[-1].flat_weights}
         lay.append({name: part.data_ptr() for name, part in parts})
         shared.append(sum(part.nbytes for _, part in parts if part.untyped_storage().data_ptr() in masters))
 

@@ -100,7 +100,7 @@ def test_the_saved_lora_is_the_average_and_the_state_keeps_both(tiny_flux, tmp_p
         expected = [decay * mean + (1 - decay) * now for mean, now in zip(expected, weights, strict=True)]
     torch.testing.assert_close(trained_matrices(averaged.lora), expected)
     state = last_state(tmp_path / "averaged")
-    masters = in_its_order(averaged.lora, state.masters)
+    masters = in_its_order(averaged.lora, state.master_weights)
     assert all(torch.equal(a, b) for a, b in zip(masters, steps[-1], strict=True))
     kept = in_its_order(averaged.lora, state.average["masters"])
     assert all(torch.equal(a, b) for a, b in zip(kept, trained_matrices(averaged.lora), strict=True))
@@ -112,7 +112,7 @@ def test_a_schedule_free_lora_is_saved_with_the_weights_to_evaluate_with(tiny_fl
     options = {"optimizer": {"optimizer": "adamw_schedulefree"}}
     result = train(tiny_flux, mixed_data(), tmp_path, **options)
     state = last_state(tmp_path)
-    ys = in_its_order(result.lora, state.masters)
+    ys = in_its_order(result.lora, state.master_weights)
     zs = [state.optimizer["state"][i]["z"] for i in range(len(ys))]
     expected = [(y - 0.1 * z) / 0.9 for y, z in zip(ys, zs, strict=True)]
     torch.testing.assert_close(trained_matrices(result.lora), expected)

@@ -87,7 +87,7 @@ def test_what_is_measured_are_the_weights_that_would_be_saved(tiny_flux, tmp_pat
     assert trainer.watchers[0].losses(trainer) != pytest.approx(last["losses"], rel=1e-7)
     with torch.no_grad():
         for name, tensor in trainer.network.master_weights().items():
-            tensor.copy_(average.masters[name])
+            tensor.copy_(average.master_weights[name])
     assert trainer.watchers[0].losses(trainer) == last["losses"]
     trainer.close()
 

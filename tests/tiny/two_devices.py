@@ -56,7 +56,7 @@ class TwoDevices:
         if trainer.placed.swap is not None:
             self.put(trainer.placed.swap.ring.slots)
         if trainer.learner.average is not None:
-            self.put(trainer.learner.average.masters.values())
+            self.put(trainer.learner.average.master_weights.values())
 
     @contextmanager
     def watched(self) -> Iterator["TwoDevices"]:

@@ -18,7 +18,7 @@ from ..optim.optimizers import check_class, chosen_class
 from ..optim.options import OptimizerOptions
 from ..optim.param_groups import check_groups, group_sizes, parameter_groups
 from ..optim.state_dict import part_of
-from .state import MASTERS, read_header
+from .state import MASTER_WEIGHTS_PREFIX, read_header
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MADE_WITH = ("algorithm", "init", "rank", "factor")
@@ -40,10 +40,10 @@ def check_state(
         for group in plain.get("adapters", ())
         for name in group["layers"]
     }
-    _check_network(_master_shapes(path), saved, own, network)
+    _check_network(_saved_shapes(path), saved, own, network)
     check_class(part_of(plain["tree"], "optimizer", "class"), chosen_class(optimizer))
-    masters = {f"{n}.{name}": p for n, adapter in own.items() for name, p in adapter.named_parameters()}
-    groups = parameter_groups(masters, optimizer.learning_rate, network.lora_plus_ratio)
+    master_weights = {f"{n}.{name}": p for n, adapter in own.items() for name, p in adapter.named_parameters()}
+    groups = parameter_groups(master_weights, optimizer.learning_rate, network.lora_plus_ratio)
     saved_groups = part_of(plain["tree"], "optimizer", "param_groups")
     check_groups(group_sizes(groups), [len(part_of(group, "params")) for group in saved_groups])
 
@@ -54,10 +54,10 @@ def _bare(spec: AdapterSpec, size: tuple[int, int]) -> Adapter:
         return adapter_kind(spec)(spec, *size)
 
 
-def _master_shapes(path: Path) -> Shapes:
+def _saved_shapes(path: Path) -> Shapes:
     with safetensors.safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if name.startswith(MASTERS)]  # noqa: SIM118
-        return {name.removeprefix(MASTERS): tuple(file.get_slice(name).get_shape()) for name in names}
+        names = [name for name in file.keys() if name.startswith(MASTER_WEIGHTS_PREFIX)]  # noqa: SIM118
+        return {name.removeprefix(MASTER_WEIGHTS_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def _check_network(

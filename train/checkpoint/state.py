@@ -17,7 +17,7 @@ from ...common.files import read_tensors, write_atomically
 from ..optim.state_dict import pack_state, unpack_state
 
 STATE_SUFFIX = ".tessera"
-MASTERS = "masters."
+MASTER_WEIGHTS_PREFIX = "masters."
 _FORMAT = 1
 # Optional fields: not in every state.
 _LATER = ("validation", "adapters", "parts")
@@ -29,13 +29,13 @@ class TrainingState:
 
     step: optimizer steps done.
     batches: micro-batches done.
-    masters: fp32 LoRA weights by name.
+    master_weights: fp32 LoRA weights by name.
     optimizer: state of the optimizer with the name of its class.
     scheduler: state of the learning rate scheduler.
     scaler: state of the gradient scaler.
     loss: loss of each step.
     lineage: fingerprint of everything but the run's length, see `TrainSettings.lineage`.
-    machine: hardware and software that the last bits of a result may depend on.
+    environment: hardware and software that the last bits of a result may depend on.
     average: EMA of the LoRA, empty without one.
     validation: points (`validation.Validation`) and the validation key, empty without validation.
     adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
@@ -44,13 +44,13 @@ class TrainingState:
 
     step: int
     batches: int
-    masters: dict[str, Tensor]
+    master_weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     scaler: dict[str, Any]
     loss: list[float]
     lineage: str
-    machine: dict[str, str]
+    environment: dict[str, str]
     average: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     adapters: list[dict[str, Any]] = field(default_factory=list)
@@ -68,14 +68,16 @@ def save_state(path: Path, state: TrainingState) -> None:
     if state.average:
         moving["average"] = state.average
     tensors, tree = pack_state(moving, "state")
-    tensors |= {f"{MASTERS}{name}": tensor.to("cpu").contiguous() for name, tensor in state.masters.items()}
+    tensors |= {
+        f"{MASTER_WEIGHTS_PREFIX}{name}": tensor.to("cpu").contiguous() for name, tensor in state.master_weights.items()
+    }
     plain = {
         "format": _FORMAT,
         "step": state.step,
         "batches": state.batches,
         "loss": state.loss,
         "lineage": state.lineage,
-        "machine": state.machine,
+        "machine": state.environment,
         "tree": tree,
     }
     plain |= {name: value for name in _LATER if (value := getattr(state, name))}
@@ -91,17 +93,19 @@ def load_state(path: Path) -> TrainingState:
     except (OSError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
     moving = unpack_state(tensors, plain["tree"])
-    masters = {n.removeprefix(MASTERS): t for n, t in tensors.items() if n.startswith(MASTERS)}
+    master_weights = {
+        n.removeprefix(MASTER_WEIGHTS_PREFIX): t for n, t in tensors.items() if n.startswith(MASTER_WEIGHTS_PREFIX)
+    }
     return TrainingState(
         step=plain["step"],
         batches=plain["batches"],
-        masters=masters,
+        master_weights=master_weights,
         optimizer=moving["optimizer"],
         scheduler=moving["scheduler"],
         scaler=moving["scaler"],
         loss=plain["loss"],
         lineage=plain["lineage"],
-        machine=plain["machine"],
+        environment=plain["machine"],
         average=moving.get("average", {}),
         **{name: plain[name] for name in _LATER if name in plain},
     )

@@ -22,27 +22,27 @@ class LoraAverage:
     diffusers' EMAModel use the same rule.
     """
 
-    def __init__(self, decay: float, masters: Mapping[str, Tensor]):
+    def __init__(self, decay: float, master_weights: Mapping[str, Tensor]):
         self.decay, self.updates = decay, 0
-        self.sources = dict(masters)
-        self.masters = {name: tensor.clone() for name, tensor in masters.items()}
+        self.sources = dict(master_weights)
+        self.master_weights = {name: tensor.clone() for name, tensor in master_weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average. Call it after each optimizer step."""
         self.updates += 1
         decay = decay_at(self.updates, self.decay)
-        get_ema_multi_avg_fn(decay)(list(self.masters.values()), list(self.sources.values()), None)
+        get_ema_multi_avg_fn(decay)(list(self.master_weights.values()), list(self.sources.values()), None)
 
     def state(self) -> dict[str, Any]:
         """Return the number of updates and the averages, for a training state."""
-        return {"updates": self.updates, "masters": dict(self.masters)}
+        return {"updates": self.updates, "masters": dict(self.master_weights)}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. An empty one, of a run without EMA, restarts from the current weights."""
         self.updates = int(state.get("updates", 0))
-        for name, tensor in self.masters.items():
+        for name, tensor in self.master_weights.items():
             tensor.copy_(state["masters"][name] if state else self.sources[name])
 
 
@@ -56,9 +56,9 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def saved_weights(
-    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, average: LoraAverage | None
+    master_weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, average: LoraAverage | None
 ) -> Iterator[None]:
-    """Context in which `masters` hold the weights to save: the EMA, or a schedule-free optimizer's evaluation weights.
+    """Context in which `master_weights` hold what is saved: the EMA, or a schedule-free optimizer's evaluation weights.
 
     On exit the trained weights are restored from copies, bit for bit. `eval` followed by `train` leaves rounding
     errors, so that a run saved more often would give another result.
@@ -67,12 +67,12 @@ def saved_weights(
     if average is None and not free:
         yield
         return
-    kept = {name: tensor.clone() for name, tensor in masters.items()}
+    trained = {name: tensor.clone() for name, tensor in master_weights.items()}
     try:
         with torch.no_grad():
             if average is not None:
-                for name, tensor in masters.items():
-                    tensor.copy_(average.masters[name])
+                for name, tensor in master_weights.items():
+                    tensor.copy_(average.master_weights[name])
             else:
                 optimizer.eval()  # type: ignore[attr-defined]
         yield
@@ -80,5 +80,5 @@ def saved_weights(
         with torch.no_grad():
             if free:
                 optimizer.train()  # type: ignore[attr-defined]
-            for name, tensor in masters.items():
-                tensor.copy_(kept[name])
+            for name, tensor in master_weights.items():
+                tensor.copy_(trained[name])
