@@ -12,10 +12,10 @@ from ..common.rng import generator
 from ..data.samples import Sample, SampleTensors, shown_per_epoch
 from ..memory.host.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
-from .objective.noise import draw_noise, noised, perturbed, velocity_target
+from .objective.noise import add_noise, perturb_noise, sample_noise, velocity_target
 from .objective.options import ObjectiveOptions
-from .objective.preservation import Preserved
-from .objective.timestep_sampling import Strata, draw_sigma, stratum_of
+from .objective.preservation import PreservationInputs
+from .objective.timestep_sampling import Strata, sample_sigma, sample_stratum
 from .settings import TrainSettings
 
 
@@ -28,7 +28,7 @@ class Batch:
     sigma: noise levels, (B,), fp32.
     weights: weight of each token in the loss of its sample, (B, N); None where all are 1.
     loss_weights: factor on the loss of each sample, (B,); None where all are 1.
-    kept: inputs of the preservation loss; None without preservation.
+    preserved: inputs of the preservation loss; None without preservation.
     """
 
     inputs: ModelInputs
@@ -36,7 +36,7 @@ class Batch:
     sigma: Tensor
     weights: Tensor | None
     loss_weights: Tensor | None = None
-    kept: Preserved | None = None
+    preserved: PreservationInputs | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy every tensor to `device`."""
@@ -50,7 +50,7 @@ class Batch:
             to_device(self.sigma, device),
             moved(self.weights),
             moved(self.loss_weights),
-            None if self.kept is None else self.kept.to(device),
+            None if self.preserved is None else self.preserved.to(device),
         )
 
 
@@ -61,28 +61,28 @@ def make_batch(
     objective: ObjectiveOptions,
     device: torch.device,
     seed: int,
-    draw: tuple[int, int],
+    rng_key: tuple[int, int],
     strata: Strata | None = None,
 ) -> Batch:
     """Make the training batch of one micro-batch.
 
-    draw: (step, micro-batch). With `seed` and a sample's index in the batch it determines every random number.
+    rng_key: (step, micro-batch). With `seed` and a sample's index in the batch it determines every random number.
     strata: stratum counts of a step and of an epoch; None samples each sigma independently.
 
     The batch is assembled on the host, where reading a value costs no device synchronisation, and then copied.
     """
-    drawn: list[_Drawn] = []
+    noised: list[_NoisedSample] = []
     for place, (sample, tensors) in enumerate(samples):
         size = sample.tokens // sample.grid[0]  # tokens of one frame: resolution-dependent shifts are defined on these
         latent = _model_space(patcher, tensors)
         shift = family.shift(patcher.model, size)
-        number = draw[1] * len(samples) + place
-        stratum = stratum_of(objective, seed, draw[0], number, strata) if strata else None
-        sigma = draw_sigma(objective, generator(seed, "sigma", *draw, place), size, shift, stratum)
-        noise = draw_noise(latent.shape, generator(seed, "noise", *draw, place), objective.noise_offset)
-        shown = perturbed(noise, objective, generator(seed, "ip_noise", *draw, place))
-        drawn.append(_Drawn(sample, tensors, latent, noise, shown, sigma))
-    return _assemble(patcher, family, drawn, objective.guidance).to(device)
+        number = rng_key[1] * len(samples) + place
+        stratum = sample_stratum(objective, seed, rng_key[0], number, strata) if strata else None
+        sigma = sample_sigma(objective, generator(seed, "sigma", *rng_key, place), size, shift, stratum)
+        noise = sample_noise(latent.shape, generator(seed, "noise", *rng_key, place), objective.noise_offset)
+        input_noise = perturb_noise(noise, objective, generator(seed, "ip_noise", *rng_key, place))
+        noised.append(_NoisedSample(sample, tensors, latent, noise, input_noise, sigma))
+    return _assemble(patcher, family, noised, objective.guidance).to(device)
 
 
 def fixed_batch(
@@ -97,62 +97,64 @@ def fixed_batch(
 
     The noise depends on the seed and the sample's name only, so that losses of different steps are comparable.
     """
-    drawn: list[_Drawn] = []
+    noised: list[_NoisedSample] = []
     for sample, tensors, sigma in rows:
         latent = _model_space(patcher, tensors)
-        noise = draw_noise(latent.shape, generator(seed, "validation noise", sample.name))
-        drawn.append(_Drawn(sample, tensors, latent, noise, noise, sigma))
-    return _assemble(patcher, family, drawn, guidance).to(device)
+        noise = sample_noise(latent.shape, generator(seed, "validation noise", sample.name))
+        noised.append(_NoisedSample(sample, tensors, latent, noise, noise, sigma))
+    return _assemble(patcher, family, noised, guidance).to(device)
 
 
-class _Drawn(NamedTuple):
+class _NoisedSample(NamedTuple):
     """Sample with its random noise and noise level.
 
     latent: clean latent in the model's space.
     noise: noise of the velocity target.
-    shown: noise mixed into the input; differs from `noise` under input perturbation.
+    input_noise: noise mixed into the input; differs from `noise` under input perturbation.
     """
 
     sample: Sample
     tensors: SampleTensors
     latent: Tensor
     noise: Tensor
-    shown: Tensor
+    input_noise: Tensor
     sigma: float
 
 
-def _assemble(patcher: ModelPatcher, family: Family, drawn: Sequence[_Drawn], guidance: float) -> Batch:
+def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSample], guidance: float) -> Batch:
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
-    for sample, tensors, latent, noise, shown, sigma in drawn:
+    for sample, tensors, latent, noise, input_noise, sigma in noised:
         level = torch.tensor([sigma], dtype=torch.float32)
-        x_t = noised(latent[None], shown[None], level)[0]
+        x_t = add_noise(latent[None], input_noise[None], level)[0]
         if sample.clean_frames:
             x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
         targets.append(family.patchify(velocity_target(latent, noise), sample.tokens).tokens)
-    levels = torch.tensor([one.sigma for one in drawn], dtype=torch.float32)
+    levels = torch.tensor([one.sigma for one in noised], dtype=torch.float32)
     inputs = family.inputs(patcher, noisy, levels, guidance)
-    samples = [(one.sample, one.tensors) for one in drawn]
-    kept: Preserved | None = None
+    samples = [(one.sample, one.tensors) for one in noised]
+    preserved: PreservationInputs | None = None
     if any(tensors.class_prompt for _, tensors in samples):
-        of_class = [_of_class(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
-        there = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
-        whole = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
-        kept = Preserved(family.inputs(patcher, of_class, levels, guidance), there, whole)
+        class_inputs = [_with_class_prompt(one, tensors) for one, (_, tensors) in zip(noisy, samples, strict=True)]
+        has_class_caption = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
+        token_weights = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
+        preserved = PreservationInputs(
+            family.inputs(patcher, class_inputs, levels, guidance), has_class_caption, token_weights
+        )
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
-    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, kept)
+    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved)
 
 
-def _of_class(sample: NoisySample, tensors: SampleTensors) -> NoisySample:
+def _with_class_prompt(sample: NoisySample, tensors: SampleTensors) -> NoisySample:
     """Replace the caption by the class caption, if the sample has one."""
     prompt = tensors.class_prompt
     return sample if prompt is None else replace(sample, text=prompt.text, conditioning=prompt.conditioning)
 
 
-def strata_of(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
+def strata_sizes(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:
     """Count the samples of an optimizer step and of an epoch of this run."""
     return Strata(settings.batch_size * settings.gradient_accumulation, shown_per_epoch(samples))
 

@@ -22,7 +22,7 @@ from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
 from . import errors
-from .batch import Batch, make_batch, strata_of
+from .batch import Batch, make_batch, strata_sizes
 from .learner import Learner
 from .objective.loss import training_loss
 from .objective.preservation import preservation_loss, with_class_caption
@@ -67,8 +67,8 @@ class Trainer:
         self.patcher, self.family, self.data = context.patcher, context.family, context.data
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
         self.seconds: deque[float] = deque(maxlen=50)
-        self.preserved: deque[Tensor] = deque(maxlen=50)  # preservation losses, on the device: reading would wait
-        self.strata = strata_of(self.settings, self.data.samples)
+        self.preservation_losses: deque[Tensor] = deque(maxlen=50)  # on the device: reading them would wait
+        self.strata = strata_sizes(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
@@ -121,7 +121,7 @@ class Trainer:
         settings, progress = self.settings, self.progress
         order = batch_order(self.data.samples, settings.batch_size, settings.seed)
         batches = islice(order, progress.batches, None)
-        upcoming = self.draw(batches, progress.step)
+        upcoming = self.next_micro_batches(batches, progress.step)
         try:
             self.between_steps()
             while progress.step < settings.steps:
@@ -129,12 +129,12 @@ class Trainer:
                 started = time.perf_counter()
                 compiled_before = self.placed.runner.report.counts()
                 # One step ahead, so that its samples are read from disk while this step computes.
-                drawn, upcoming = upcoming, self.draw(batches, progress.step + 1)
-                self.reader.prefetch(chain(*drawn, *upcoming))
+                micro_batches, upcoming = upcoming, self.next_micro_batches(batches, progress.step + 1)
+                self.reader.prefetch(chain(*micro_batches, *upcoming))
                 learning_rate = self.learner.learning_rate
-                mean_loss = self.finite(self.forward_backward(drawn))
+                mean_loss = self.finite(self.forward_backward(micro_batches))
                 self.optimizer_step()
-                progress.batches += len(drawn)
+                progress.batches += len(micro_batches)
                 progress.step += 1
                 progress.loss.append(mean_loss)
                 # A step that compiled is not part of the pace.
@@ -159,25 +159,26 @@ class Trainer:
         for watcher in self.watchers:
             watcher.between_steps(self)
 
-    def draw(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
+    def next_micro_batches(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
         """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample."""
-        drawn = [next(batches) for _ in range(self.settings.gradient_accumulation)]
+        indices_by_micro = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.data.samples, self.settings.seed
 
-        def shown(index: int, micro: int, place: int) -> SampleRequest:
+        def requested(index: int, micro: int, place: int) -> SampleRequest:
             choice = choose_variant(samples[index], seed, (step, micro), place)
             return index, with_class_caption(choice, samples[index], self.settings.objective)
 
         return [
-            [shown(index, micro, place) for place, index in enumerate(indices)] for micro, indices in enumerate(drawn)
+            [requested(index, micro, place) for place, index in enumerate(indices)]
+            for micro, indices in enumerate(indices_by_micro)
         ]
 
-    def forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
 
         Returns the mean loss, a scalar on the device. The kernels may still be queued: nothing here synchronises.
         """
-        return self.attempt(lambda: self._forward_backward(drawn))
+        return self.attempt(lambda: self._forward_backward(micro_batches))
 
     def attempt(self, compute: Callable[[], T]) -> T:
         """Run `compute`; on OOM retry with the next smaller memory plan, on a compile error retry eagerly.
@@ -210,42 +211,42 @@ class Trainer:
         self.placed.runner.fall_back_to_eager()
         self.saver.environment = machine_facts(self.device, None)
 
-    def _forward_backward(self, drawn: list[MicroBatch]) -> Tensor:
+    def _forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         self.placed.ensure()
         copies = self.placed.copies()
         self.learner.zero_grad()
         total = torch.zeros((), device=self.device)
-        for micro, shown in enumerate(drawn):
-            samples = [(self.data.samples[one[0]], self.reader.read(one)) for one in shown]
-            draw = (self.progress.step, micro)
+        for micro, requests in enumerate(micro_batches):
+            samples = [(self.data.samples[one[0]], self.reader.read(one)) for one in requests]
+            rng_key = (self.progress.step, micro)
             with torch.no_grad():
                 options, seed = self.settings.objective, self.settings.seed
-                batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, draw, self.strata)
-            for loss in self.losses(batch, draw):
+                batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata)
+            for loss in self.losses(batch, rng_key):
                 with self.placed.runner.watch_backward():
-                    self.learner.backward(loss / len(drawn))
-                total += loss.detach() / len(drawn)
+                    self.learner.backward(loss / len(micro_batches))
+                total += loss.detach() / len(micro_batches)
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec, self.network.parameters())
         self.copies = self.placed.copies() - copies
         return total
 
-    def losses(self, batch: Batch, draw: tuple[int, int]) -> Iterator[Tensor]:
+    def losses(self, batch: Batch, rng_key: tuple[int, int]) -> Iterator[Tensor]:
         """Yield the terms of a batch's loss, each a scalar on the device.
 
         Call backward on each before asking for the next: then only one forward's activations are in memory.
         """
-        kept = batch.kept
-        without = None if kept is None else self.placed.velocity_without(kept.inputs)
-        yield self.loss(batch, draw)
-        if kept is not None and without is not None:
-            velocity = self.placed.velocity(kept.inputs, (*draw, "class"))
-            loss = self.settings.objective.preservation_weight * preservation_loss(velocity, without, kept)
-            self.preserved.append(loss.detach())
+        preserved = batch.preserved
+        without = None if preserved is None else self.placed.velocity_without(preserved.inputs)
+        yield self.loss(batch, rng_key)
+        if preserved is not None and without is not None:
+            velocity = self.placed.velocity(preserved.inputs, (*rng_key, "class"))
+            loss = self.settings.objective.preservation_weight * preservation_loss(velocity, without, preserved)
+            self.preservation_losses.append(loss.detach())
             yield loss
 
-    def loss(self, batch: Batch, draw: tuple[int, int]) -> Tensor:
+    def loss(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
         """Return the mean training loss of a batch, a scalar on the device."""
-        velocity = self.placed.velocity(batch.inputs, draw)
+        velocity = self.placed.velocity(batch.inputs, rng_key)
         losses = training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights)
         return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
@@ -302,5 +303,5 @@ class Trainer:
     def preservation_facts(self) -> dict[str, float]:
         """Return the mean preservation loss of the last batches; empty without preservation."""
         # A run that ended with a NaN loss has it in the last entry.
-        finite = [value for value in map(float, self.preserved) if math.isfinite(value)]
+        finite = [value for value in map(float, self.preservation_losses) if math.isfinite(value)]
         return {"preservation_loss": sum(finite) / len(finite)} if finite else {}

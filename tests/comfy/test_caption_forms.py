@@ -201,7 +201,7 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     data = tag_data(folder, tiny_vae, tiny_clip, tmp_path)
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, gradient_accumulation=2)
     batches = iter([(0, 1)] * 2000)
-    drawn = [shown for step in range(1000) for micro in trainer.draw(batches, step) for shown in micro]
+    drawn = [shown for step in range(1000) for micro in trainer.next_micro_batches(batches, step) for shown in micro]
     trainer.close()
     assert len(drawn) == 4000
     empty = sum(choice.caption is None for _, choice in drawn)

@@ -62,8 +62,8 @@ def run_both(experts, root, watcher=None, **changes):
 
 def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monkeypatch):
     drawn = []
-    draw = batch.draw_sigma
-    monkeypatch.setattr(batch, "draw_sigma", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    draw = batch.sample_sigma
+    monkeypatch.setattr(batch, "sample_sigma", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     watcher = Watcher()
     both = run_both(experts, tmp_path / "both", watcher)
     assert [result.path.name for result in both] == ["film_high_noise.safetensors", "film_low_noise.safetensors"]
@@ -213,7 +213,7 @@ def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts
 def test_what_shifts_by_resolution_goes_by_the_tokens_of_one_frame(experts, monkeypatch):
     high, _ = experts
     sizes = []
-    monkeypatch.setattr(batch, "draw_sigma", lambda options, generator, tokens, *rest: sizes.append(tokens) or 0.5)
+    monkeypatch.setattr(batch, "sample_sigma", lambda options, generator, tokens, *rest: sizes.append(tokens) or 0.5)
     family, samples = family_of(high), clips().samples
     for one in samples:
         made = batch.make_batch(high, family, [(one, one.load())], ObjectiveOptions(), torch.device("cpu"), 0, (0, 0))

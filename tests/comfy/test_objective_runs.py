@@ -7,8 +7,8 @@ from comfy.model_management import InterruptProcessingException
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.train import batch as batches
-from tessera.train.batch import make_batch, strata_of
-from tessera.train.objective.noise import draw_noise
+from tessera.train.batch import make_batch, strata_sizes
+from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import Strata
 from tessera.train.optim.options import OptimizerOptions
@@ -31,14 +31,14 @@ HARD = {"batch_size": 2, "gradient_accumulation": 2, "objective": EVERYTHING}
 def drawn(monkeypatch):
     """Every sigma that is drawn, with its stratum."""
     found = []
-    draw = batches.draw_sigma
+    draw = batches.sample_sigma
 
     def recorded(*args):
         sigma = draw(*args)
         found.append((sigma, args[-1]))
         return sigma
 
-    monkeypatch.setattr(batches, "draw_sigma", recorded)
+    monkeypatch.setattr(batches, "sample_sigma", recorded)
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path
 
 def test_the_draws_of_a_step_and_an_epoch_are_counted_with_repeats():
     data = training_data(sample("a", 4, 4, repeats=3), sample("b", 4, 4, repeats=2))
-    assert strata_of(run_settings(batch_size=3, gradient_accumulation=4), data.samples) == Strata(12, 5)
+    assert strata_sizes(run_settings(batch_size=3, gradient_accumulation=4), data.samples) == Strata(12, 5)
 
 
 def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, tmp_path):
@@ -72,7 +72,7 @@ def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, t
     x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
     objective = ObjectiveOptions(ip_noise_gamma=0.3, noise_offset=0.2)
     made = make_batch(trainer.patcher, trainer.family, samples, objective, trainer.device, 3, (5, 1))
-    noise = draw_noise(x0.shape, generator(3, "noise", 5, 1, 0), 0.2).double()
+    noise = sample_noise(x0.shape, generator(3, "noise", 5, 1, 0), 0.2).double()
     xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 5, 1, 0)).double()
     sigma = float(made.sigma)
 

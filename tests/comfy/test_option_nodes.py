@@ -63,7 +63,7 @@ def test_a_client_that_sends_only_the_required_inputs_gets_the_defaults(node, op
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training Objective draws its picture at each of the many values."""
-    monkeypatch.setattr(plot, "DRAWS", 100)
+    monkeypatch.setattr(plot, "SAMPLES", 100)
 
 
 @pytest.mark.usefixtures("few_draws")

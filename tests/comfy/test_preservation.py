@@ -13,9 +13,9 @@ from tessera.common.rng import generator
 from tessera.data.samples import Prompt, SampleVariant
 from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
-from tessera.train.objective.noise import draw_noise
+from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.objective.timestep_sampling import draw_sigma
+from tessera.train.objective.timestep_sampling import sample_sigma
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
@@ -55,9 +55,9 @@ def reference(trainer, tensors, indices):
         one = trainer.data.samples[index]
         read = one.load(SampleVariant(class_caption=True))
         x0 = (read.latent.double() - 0.1159) * 0.3611
-        sigma = draw_sigma(settings.objective, generator(settings.seed, "sigma", 0, 0, place), one.tokens)
+        sigma = sample_sigma(settings.objective, generator(settings.seed, "sigma", 0, 0, place), one.tokens)
         sigma = float(torch.tensor(sigma, dtype=torch.float32))
-        noise = draw_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
+        noise = sample_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
         height, width = one.grid[1:]
 
         def tokens(latent, height=height, width=width):
@@ -197,7 +197,7 @@ def test_it_holds_the_class_where_it_was(tiny_flux, tmp_path):
             objective=objective,
             optimizer=OptimizerOptions(learning_rate=5e-3),
         )
-        inputs = batch_of(trainer).kept.inputs
+        inputs = batch_of(trainer).preserved.inputs
         start = trainer.placed.velocity(inputs, None).detach()
         trainer.run()
         moved[weight] = float((trainer.placed.velocity(inputs, None).detach() - start).square().mean())
@@ -226,12 +226,12 @@ def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_ma
     trainer = tiny.make_trainer(model, training_data(one), tmp_path, objective=OBJECTIVE)
     tiny.fill_up_matrices(trainer)
     batch = batch_of(trainer)
-    assert batch.kept.weights.tolist() == [[0.0] * 8 + [1.0] * 16]
+    assert batch.preserved.weights.tolist() == [[0.0] * 8 + [1.0] * 16]
     assert batch.weights[0, 8:].tolist() == masked.weights[8:].tolist()
-    assert torch.equal(batch.kept.inputs.tokens, batch.inputs.tokens)
-    assert not torch.equal(batch.kept.inputs.text, batch.inputs.text)
-    without = trainer.placed.velocity_without(batch.kept.inputs)
-    velocity = trainer.placed.velocity(batch.kept.inputs, (0, 0)).detach()
+    assert torch.equal(batch.preserved.inputs.tokens, batch.inputs.tokens)
+    assert not torch.equal(batch.preserved.inputs.text, batch.inputs.text)
+    without = trainer.placed.velocity_without(batch.preserved.inputs)
+    velocity = trainer.placed.velocity(batch.preserved.inputs, (0, 0)).detach()
     moved = (velocity - without)[:, 8:].double().square().mean()
     _, found = (float(loss.detach()) for loss in trainer.losses(batch, (0, 0)))
     assert found == pytest.approx(WEIGHT * float(moved), rel=1e-5) and found > 0

@@ -12,7 +12,7 @@ from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.prepare import prepare, summary
 from tessera.train import batch as batches
-from tessera.train.batch import make_batch, strata_of
+from tessera.train.batch import make_batch, strata_sizes
 from tiny.runs import cancel_at, run_settings, sample, train, training_data
 
 
@@ -64,7 +64,7 @@ def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tin
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
     assert sorted(uninterrupted[:4])[:2] == ["a", "b"] == sorted(uninterrupted[4:])[:2]
     assert {name for name in uninterrupted if name.startswith("kept")} == {"kept 0", "kept 1", "kept 2"}
-    assert strata_of(run_settings(), data().samples).epoch == 4
+    assert strata_sizes(run_settings(), data().samples).epoch == 4
 
 
 def test_a_data_set_of_nothing_else_is_refused_before_anything_is_loaded(tiny_flux, tmp_path):

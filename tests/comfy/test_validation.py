@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
-from tessera.train.objective.noise import draw_noise
+from tessera.train.objective.noise import sample_noise
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.trainer import Trainer
@@ -41,7 +41,7 @@ def reference_losses(data, weights, lora, seed):
         for one in data.samples:
             read = one.load()
             x0 = (read.latent.double() - 0.1159) * 0.3611
-            noise = draw_noise(x0.shape, generator(seed, "validation noise", one.name)).double()
+            noise = sample_noise(x0.shape, generator(seed, "validation noise", one.name)).double()
             at = float(torch.tensor(sigma, dtype=torch.float32))
             tokens, ids = to_tokens((1 - at) * x0 + at * noise)
             target, _ = to_tokens(noise - x0)
@@ -123,14 +123,14 @@ def test_training_is_bit_equal_with_and_without_it(tiny_flux, tmp_path):
 def test_what_is_held_out_is_never_trained_on_and_leaves_whole(tiny_flux, tmp_path, monkeypatch):
     clips = [replace(sample(f"film {n}, frames {n}", 4, 4, repeats=3), file=f"film {n // 2}") for n in range(8)]
     clips += [replace(sample(f"kept {n}", 4, 4), regularisation=True) for n in range(20)]
-    drawn, draw = [], Trainer.draw
+    drawn, draw = [], Trainer.next_micro_batches
 
     def spy(self, *args):
         found = draw(self, *args)
         drawn.extend(self.data.samples[index].file for micro in found for index, _ in micro)
         return found
 
-    monkeypatch.setattr(Trainer, "draw", spy)
+    monkeypatch.setattr(Trainer, "next_micro_batches", spy)
     result = train(tiny_flux, training_data(*clips), tmp_path, steps=20, validation={"part": 0.3, "every_n_steps": 20})
     names = result.summary["validation"]["samples"]
     held = {clip.file for clip in clips if clip.name in names}

@@ -40,9 +40,9 @@ def graphs_after_each_step(trainer: Any, graphs: Graphs) -> tuple[list[int], lis
         def step(self, report: Any) -> None:
             counts.append(graphs())
 
-    def recorded(inputs: Any, draw: Any) -> Tensor:
+    def recorded(inputs: Any, rng_key: Any) -> Tensor:
         keys.append((inputs.image_tokens, inputs.text_tokens))
-        return velocity(inputs, draw)
+        return velocity(inputs, rng_key)
 
     trainer.placed.velocity, trainer.observer = recorded, Watching()
     trainer.run()

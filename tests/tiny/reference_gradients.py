@@ -20,8 +20,8 @@ def reference_gradients(
     The loss is the mean over samples of mean((v − (noise − x0))²), which leaves out the tokens of clean frames.
     """
     from tessera.common.rng import generator
-    from tessera.train.objective.noise import draw_noise
-    from tessera.train.objective.timestep_sampling import draw_sigma
+    from tessera.train.objective.noise import sample_noise
+    from tessera.train.objective.timestep_sampling import sample_sigma
 
     settings = trainer.settings
     lora, masters = reference_masters(trainer)
@@ -30,9 +30,9 @@ def reference_gradients(
         sample = trainer.data.samples[index]
         x0 = case.in_model_space(sample.load().latent.double())
         drawn = generator(settings.seed, "sigma", 0, 0, place)
-        sigma = draw_sigma(settings.objective, drawn, sample.tokens, case.shift(sample))
+        sigma = sample_sigma(settings.objective, drawn, sample.tokens, case.shift(sample))
         sigma = float(torch.tensor(sigma, dtype=torch.float32))
-        noise = draw_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
+        noise = sample_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
         x_t = (1 - sigma) * x0 + sigma * noise
         clean = sample.clean_frames
         if clean:

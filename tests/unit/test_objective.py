@@ -8,15 +8,15 @@ from scipy import stats
 from tessera.common.rng import generator
 from tessera.models.flux.family import resolution_shift
 from tessera.train.objective.loss import velocity_loss
-from tessera.train.objective.noise import draw_noise, noised, velocity_target
+from tessera.train.objective.noise import add_noise, sample_noise, velocity_target
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.objective.timestep_sampling import check_range, draw_sigma, shift_sigma
+from tessera.train.objective.timestep_sampling import check_range, sample_sigma, shift_sigma
 
 DRAWS = 20_000
 
 
 def sigmas(options: ObjectiveOptions, tokens: int = 4096, shift: float = 1.0) -> np.ndarray:
-    return np.array([draw_sigma(options, generator(11, "sigma", step, 0), tokens, shift) for step in range(DRAWS)])
+    return np.array([sample_sigma(options, generator(11, "sigma", step, 0), tokens, shift) for step in range(DRAWS)])
 
 
 def logit_normal_cdf(mean: float, std: float, shift: float):
@@ -66,7 +66,7 @@ def test_a_shift_keeps_the_ends_and_moves_the_middle_to_noise():
 
 def test_extreme_settings_still_give_sigmas_between_0_and_1():
     for mean in (-2000.0, 2000.0):
-        values = [draw_sigma(ObjectiveOptions(logit_mean=mean, logit_std=50), generator(1, i), 64) for i in range(5)]
+        values = [sample_sigma(ObjectiveOptions(logit_mean=mean, logit_std=50), generator(1, i), 64) for i in range(5)]
         assert all(0 <= v <= 1 for v in values)
 
 
@@ -75,9 +75,9 @@ def test_extreme_settings_still_give_sigmas_between_0_and_1():
 def test_a_cut_range_draws_what_the_whole_distribution_draws_within_it(sampling, low, high):
     whole = ObjectiveOptions(timestep_sampling=sampling, logit_mean=0.3, logit_std=1.2)
     part = dataclasses.replace(whole, min_sigma=low, max_sigma=high)
-    everything = [draw_sigma(whole, generator(1, "whole", i), 4096, 3.0) for i in range(DRAWS)]
+    everything = [sample_sigma(whole, generator(1, "whole", i), 4096, 3.0) for i in range(DRAWS)]
     inside = [sigma for sigma in everything if low <= sigma <= high]
-    drawn = [draw_sigma(part, generator(1, "part", i), 4096, 3.0) for i in range(len(inside))]
+    drawn = [sample_sigma(part, generator(1, "part", i), 4096, 3.0) for i in range(len(inside))]
     assert len(inside) > 500 and low <= min(drawn) and max(drawn) <= high
     assert stats.ks_2samp(inside, drawn).pvalue > 0.01
 
@@ -86,8 +86,8 @@ def test_a_squeezed_range_keeps_the_shape():
     whole = ObjectiveOptions()
     squeezed = dataclasses.replace(whole, min_sigma=0.2, max_sigma=0.6, sigma_range="squeeze")
     for i in range(20):
-        sigma = draw_sigma(whole, generator(2, i), 64, 3.0)
-        assert draw_sigma(squeezed, generator(2, i), 64, 3.0) == pytest.approx(0.2 + 0.4 * sigma, rel=1e-12)
+        sigma = sample_sigma(whole, generator(2, i), 64, 3.0)
+        assert sample_sigma(squeezed, generator(2, i), 64, 3.0) == pytest.approx(0.2 + 0.4 * sigma, rel=1e-12)
 
 
 def test_a_range_of_which_nothing_is_drawn_is_refused_before_a_step():
@@ -124,30 +124,30 @@ def test_tokens_of_weight_0_are_as_if_they_were_not_there():
 
 
 def test_a_sample_s_noise_does_not_depend_on_the_rest_of_the_batch_or_the_global_generator():
-    alone = draw_noise((16, 8, 6), generator(5, "noise", 2, 9))
+    alone = sample_noise((16, 8, 6), generator(5, "noise", 2, 9))
     torch.manual_seed(123)
-    others = [draw_noise((16, 4, 12), generator(5, "noise", 2, sample)) for sample in range(4)]
-    again = draw_noise((16, 8, 6), generator(5, "noise", 2, 9))
+    others = [sample_noise((16, 4, 12), generator(5, "noise", 2, sample)) for sample in range(4)]
+    again = sample_noise((16, 8, 6), generator(5, "noise", 2, 9))
     assert torch.equal(alone, again)
     assert alone.dtype == torch.float32 and alone.device.type == "cpu"
     assert len({float(noise.sum()) for noise in others}) == 4
 
 
 def test_noise_is_normal():
-    values = draw_noise((16, 32, 32), generator(5, "noise", 0, 0)).flatten().double().numpy()
+    values = sample_noise((16, 32, 32), generator(5, "noise", 0, 0)).flatten().double().numpy()
     assert stats.kstest(values, "norm").pvalue > 0.01
 
 
 def test_each_sample_is_noised_by_its_own_sigma():
     x0, noise = torch.tensor([[[2.0, 4.0]], [[-1.0, 3.0]]]), torch.tensor([[[0.0, 8.0]], [[1.0, 1.0]]])
-    x_t = noised(x0, noise, torch.tensor([0.25, 1.0]))
+    x_t = add_noise(x0, noise, torch.tensor([0.25, 1.0]))
     assert torch.equal(x_t, torch.tensor([[[1.5, 5.0]], [[1.0, 1.0]]]))
 
 
 def test_the_target_leads_from_x_t_to_both_ends_of_the_path():
     x0, noise = torch.randn(3, 5, 4, generator=generator(1)), torch.randn(3, 5, 4, generator=generator(2))
     sigma = torch.tensor([0.1, 0.5, 0.9])
-    x_t, velocity = noised(x0, noise, sigma), velocity_target(x0, noise)
+    x_t, velocity = add_noise(x0, noise, sigma), velocity_target(x0, noise)
     torch.testing.assert_close(x_t - sigma[:, None, None] * velocity, x0)
     torch.testing.assert_close(x_t + (1 - sigma[:, None, None]) * velocity, noise)
 
@@ -155,7 +155,7 @@ def test_the_target_leads_from_x_t_to_both_ends_of_the_path():
 def test_noising_bf16_latents_happens_in_fp32():
     x0 = torch.tensor([[1.0]], dtype=torch.bfloat16)
     noise = torch.tensor([[0.001]], dtype=torch.float32)
-    assert noised(x0, noise, torch.tensor([0.001])).item() == pytest.approx(0.999001, abs=1e-7)
+    assert add_noise(x0, noise, torch.tensor([0.001])).item() == pytest.approx(0.999001, abs=1e-7)
     assert velocity_target(x0, noise).item() == pytest.approx(-0.999, abs=1e-7)
 
 

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from tessera.common.rng import generator
 from tessera.train.objective.loss import huber_threshold, sigma_weight, training_loss, velocity_loss
-from tessera.train.objective.noise import draw_noise, perturbed
+from tessera.train.objective.noise import perturb_noise, sample_noise
 from tessera.train.objective.notes import objective_notes
 from tessera.train.objective.options import LOSSES, WEIGHTINGS, ObjectiveOptions
 from tessera.train.objective.timestep_sampling import Strata
@@ -125,7 +125,7 @@ def test_the_defaults_are_the_plain_mean_square_bit_for_bit():
 
 
 def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
-    noise = draw_noise((2, 3), generator(7, "noise", 2, 0, 1))
+    noise = sample_noise((2, 3), generator(7, "noise", 2, 0, 1))
     torch.testing.assert_close(
         noise,
         torch.tensor(
@@ -137,12 +137,12 @@ def test_without_offset_and_perturbation_the_noise_is_what_it_always_was():
         rtol=1e-6,
         atol=0,
     )
-    assert perturbed(noise, ObjectiveOptions(), generator(1)) is noise
+    assert perturb_noise(noise, ObjectiveOptions(), generator(1)) is noise
 
 
 @pytest.mark.parametrize("shape", [(64, 8, 6), (64, 3, 8, 6)])
 def test_a_noise_offset_is_one_number_per_channel(shape):
-    plain, moved = (draw_noise(shape, generator(3, "noise"), offset) for offset in (0.0, 0.2))
+    plain, moved = (sample_noise(shape, generator(3, "noise"), offset) for offset in (0.0, 0.2))
     offsets = (moved - plain).flatten(1)
     assert (offsets.amax(1) - offsets.amin(1)).max() < 1e-6
     assert stats.kstest((offsets.mean(1) / 0.2).double().numpy(), "norm").pvalue > 0.01
@@ -150,11 +150,11 @@ def test_a_noise_offset_is_one_number_per_channel(shape):
 
 def test_input_perturbation_adds_noise_of_its_strength():
     noise = torch.zeros(16, 32, 32)
-    shown = perturbed(noise, ObjectiveOptions(ip_noise_gamma=0.1), generator(3, "ip_noise"))
+    shown = perturb_noise(noise, ObjectiveOptions(ip_noise_gamma=0.1), generator(3, "ip_noise"))
     assert stats.kstest((shown / 0.1).flatten().double().numpy(), "norm").pvalue > 0.01
     assert noise.abs().max() == 0
     random = ObjectiveOptions(ip_noise_gamma=0.1, ip_noise_gamma_random_strength=True)
-    strengths = [perturbed(noise, random, generator(3, "ip_noise", i)).std().item() / 0.1 for i in range(300)]
+    strengths = [perturb_noise(noise, random, generator(3, "ip_noise", i)).std().item() / 0.1 for i in range(300)]
     assert stats.kstest(strengths, "uniform").pvalue > 0.01
 
 

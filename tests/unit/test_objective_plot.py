@@ -4,7 +4,7 @@ from scipy import stats
 from tessera.common.canvas import INK, PAPER
 from tessera.train.objective import plot
 from tessera.train.objective.options import TIMESTEP_SAMPLING, ObjectiveOptions
-from tessera.train.objective.plot import BARS, DRAWS, POINTS, density, drawn_bars, plot_distribution
+from tessera.train.objective.plot import BARS, POINTS, SAMPLES, density, plot_distribution, sampled_histogram
 
 
 def colours(image):
@@ -23,10 +23,10 @@ def test_the_line_is_the_density_of_the_formula():
 @pytest.mark.parametrize("ranged", [{}, {"min_sigma": 0.3, "max_sigma": 0.8}])
 def test_the_bars_follow_the_line(sampling, ranged):
     options = ObjectiveOptions(sampling, **ranged)
-    exact, bars = density(options), drawn_bars(options)
+    exact, bars = density(options), sampled_histogram(options)
     assert sum(exact) / POINTS == pytest.approx(1, abs=1e-6) and sum(bars) / BARS == pytest.approx(1)
     shares = np.array(exact).reshape(BARS, -1).mean(axis=1) / BARS
-    expected, found = shares * DRAWS, np.array(bars) / BARS * DRAWS
+    expected, found = shares * SAMPLES, np.array(bars) / BARS * SAMPLES
     often = expected > 5
     spread = (found[often] - expected[often]) ** 2 / expected[often]
     assert stats.chi2.sf(spread.sum(), often.sum()) > 0.001

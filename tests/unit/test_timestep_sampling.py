@@ -9,14 +9,14 @@ from tessera.models.flux.family import flux2_resolution_shift
 from tessera.models.qwen_image.family import qwen_resolution_shift
 from tessera.train.objective.options import TIMESTEP_SAMPLING, ObjectiveOptions
 from tessera.train.objective.sigma_curve import parse_curve
-from tessera.train.objective.timestep_sampling import Strata, check_range, draw_sigma, part_below, stratum_of
+from tessera.train.objective.timestep_sampling import Strata, check_range, sample_sigma, sample_stratum, sigma_cdf
 
 DRAWS = 10_000
 CURVE = "0.1:0, 0.4:2, 0.5:2, 0.5001:0.5, 0.9:1"
 
 
 def sigmas(options: ObjectiveOptions, tokens: int = 1024, shift: float = 1.0, draws: int = DRAWS) -> np.ndarray:
-    return np.array([draw_sigma(options, generator(5, "sigma", i, 0), tokens, shift) for i in range(draws)])
+    return np.array([sample_sigma(options, generator(5, "sigma", i, 0), tokens, shift) for i in range(draws)])
 
 
 def unshifted(sigma, shift):
@@ -105,7 +105,7 @@ def test_strata_of_a_sampling_follow_the_formula_too(sampling):
     options = options_of(sampling, stratified="epoch")
     strata = Strata(1, 500)
     drawn = [
-        draw_sigma(options, generator(5, "sigma", i, 0), 1024, 1.0, stratum_of(options, 5, i, 0, strata))
+        sample_sigma(options, generator(5, "sigma", i, 0), 1024, 1.0, sample_stratum(options, 5, i, 0, strata))
         for i in range(500)
     ]
     # Of 500 draws one lies in each 500th, so the distance from the formula is no more than that.
@@ -116,14 +116,14 @@ def test_strata_of_a_sampling_follow_the_formula_too(sampling):
 def test_the_share_below_a_sigma_is_that_of_the_formula(sampling):
     cdf = WRITTEN_OUT[sampling][1]
     for sigma in (0.05, 0.3, 0.45, 0.5, 0.7, 0.95):
-        found = part_below(options_of(sampling), 1024, 1.0, sigma)
+        found = sigma_cdf(options_of(sampling), 1024, 1.0, sigma)
         assert found == pytest.approx(float(cdf(sigma)), abs=2e-5)
-        cut = part_below(options_of(sampling, min_sigma=0.2, max_sigma=0.8), 1024, 1.0, sigma)
+        cut = sigma_cdf(options_of(sampling, min_sigma=0.2, max_sigma=0.8), 1024, 1.0, sigma)
         least, most = float(cdf(0.2)), float(cdf(0.8))
         assert cut == pytest.approx(min(max((float(cdf(sigma)) - least) / (most - least), 0), 1), abs=1e-4)
     for sampling_range in ("cut", "squeeze"):
         options = options_of(sampling, min_sigma=0.2, max_sigma=0.8, sigma_range=sampling_range)
-        assert (part_below(options, 1024, 1.0, 0.2), part_below(options, 1024, 1.0, 0.8)) == (0.0, 1.0)
+        assert (sigma_cdf(options, 1024, 1.0, 0.2), sigma_cdf(options, 1024, 1.0, 0.8)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("scale", [-1.0, -0.4, 0.0, 0.8, 1.75])
@@ -189,7 +189,7 @@ def test_the_model_s_own_shift_moves_all_but_what_says_itself_where_it_lies(samp
     ],
 )
 def test_the_first_samplings_draw_what_they_always_drew(options, draws):
-    assert [draw_sigma(options, generator(7, "sigma", 2, 0, i), 1024, 2.2) for i in range(3)] == pytest.approx(
+    assert [sample_sigma(options, generator(7, "sigma", 2, 0, i), 1024, 2.2) for i in range(3)] == pytest.approx(
         draws, rel=1e-13
     )
 
@@ -200,7 +200,7 @@ def test_each_part_is_drawn_once_in_each_group(kind, step, epoch):
     options = ObjectiveOptions("uniform", stratified=kind)
     strata = Strata(step, epoch)
     drawn = [
-        draw_sigma(options, generator(9, "sigma", s, n), 1024, 1.0, stratum_of(options, 9, s, n, strata))
+        sample_sigma(options, generator(9, "sigma", s, n), 1024, 1.0, sample_stratum(options, 9, s, n, strata))
         for s in range(40)
         for n in range(step)
     ]
@@ -215,11 +215,11 @@ def test_each_part_is_drawn_once_in_each_group(kind, step, epoch):
 def test_strata_depend_on_the_place_in_the_run_only():
     options, strata = ObjectiveOptions(stratified="epoch"), Strata(4, 10)
     places = [(s, n) for s in range(12) for n in range(4)]
-    forward = [stratum_of(options, 3, *place, strata) for place in places]
-    backward = [stratum_of(options, 3, *place, strata) for place in reversed(places)]
+    forward = [sample_stratum(options, 3, *place, strata) for place in places]
+    backward = [sample_stratum(options, 3, *place, strata) for place in reversed(places)]
     assert forward == backward[::-1]
-    assert forward != [stratum_of(options, 4, *place, strata) for place in places]
-    assert stratum_of(ObjectiveOptions(), 3, 0, 0, strata) is None
+    assert forward != [sample_stratum(options, 4, *place, strata) for place in places]
+    assert sample_stratum(ObjectiveOptions(), 3, 0, 0, strata) is None
 
 
 def test_a_range_without_draws_is_refused_for_every_kind_of_distribution():
@@ -239,10 +239,10 @@ def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
     whole = parse_curve(options.sigma_curve)
     assert (whole.quantile(0.0), whole.quantile(1.0)) == (0.1, 0.95)
     parts = np.linspace(0.001, 0.999, 97)
-    np.testing.assert_allclose([whole.below(whole.quantile(p)) for p in parts], parts, atol=1e-9)
+    np.testing.assert_allclose([whole.cdf(whole.quantile(p)) for p in parts], parts, atol=1e-9)
     falling = parse_curve("0:1e200, 0.3:0, 0.7:0, 1:1e200")
     for part in (1e-9, 0.1, math.nextafter(0.5, 0), 0.5, math.nextafter(0.5, 1), 1 - 1e-9):
-        assert falling.below(falling.quantile(part)) == pytest.approx(part, abs=1e-9)
+        assert falling.cdf(falling.quantile(part)) == pytest.approx(part, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from .sigma_curve import parse_curve
 class Distribution(Protocol):
     """Distribution of sigma on [0, 1]."""
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         """Return the probability of a sample below `sigma` (cumulative distribution function)."""
         ...
 
-    def quantile(self, part: float) -> float:
-        """Return the sigma below which a sample lies with probability `part` (inverse of `below`)."""
+    def quantile(self, probability: float) -> float:
+        """Return the sigma below which a sample lies with probability `probability` (inverse of `cdf`)."""
         ...
 
 
@@ -29,11 +29,11 @@ class Distribution(Protocol):
 class Uniform:
     """Uniform distribution on [0, 1]."""
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         return min(max(sigma, 0.0), 1.0)
 
-    def quantile(self, part: float) -> float:
-        return part
+    def quantile(self, probability: float) -> float:
+        return probability
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class LogitNormal:
     mean: float
     std: float
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         if not 0.0 < sigma < 1.0:
             return float(sigma > 0.5)
         return NormalDist(self.mean, self.std).cdf(math.log(sigma / (1.0 - sigma)))
 
-    def quantile(self, part: float) -> float:
-        if part in (0.0, 1.0):
-            return part
-        logit = NormalDist(self.mean, self.std).inv_cdf(part)
+    def quantile(self, probability: float) -> float:
+        if probability in (0.0, 1.0):
+            return probability
+        logit = NormalDist(self.mean, self.std).inv_cdf(probability)
         return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0
 
 
@@ -68,11 +68,11 @@ class Mode:
 
     scale: float
 
-    def quantile(self, part: float) -> float:
-        u = 1.0 - part
+    def quantile(self, probability: float) -> float:
+        u = 1.0 - probability
         return min(max(1.0 - u - self.scale * (math.cos(math.pi * u / 2) ** 2 - 1.0 + u), 0.0), 1.0)
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         if not 0.0 < sigma < 1.0:
             return float(sigma > 0.5)
         low, high = 0.0, 1.0
@@ -93,11 +93,11 @@ class Beta:
     alpha: float
     beta: float
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         return float(special.betainc(self.alpha, self.beta, min(max(sigma, 0.0), 1.0)))
 
-    def quantile(self, part: float) -> float:
-        return float(special.betaincinv(self.alpha, self.beta, part))
+    def quantile(self, probability: float) -> float:
+        return float(special.betaincinv(self.alpha, self.beta, probability))
 
 
 @lru_cache(maxsize=8)
@@ -126,7 +126,7 @@ def distribution_of(options: ObjectiveOptions) -> Distribution:
     return LogitNormal(options.logit_mean, options.logit_std)
 
 
-def draw_from(distribution: Distribution, generator: torch.Generator) -> float:
+def sample_from(distribution: Distribution, generator: torch.Generator) -> float:
     """Sample one sigma in float64: logit-normal from a normal number, others by inverse transform sampling."""
     if isinstance(distribution, LogitNormal):
         n = torch.randn((), generator=generator, dtype=torch.float64)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .options import LOSSES, ObjectiveOptions
 
 # Lower bound for sigma_sqrt, which is infinite at 0: the smallest sigma in diffusers' table of 1000.
-LEAST_SIGMA = 1e-3
+MIN_SIGMA = 1e-3
 
 
 def velocity_loss(
@@ -79,7 +79,7 @@ def sigma_weight(options: ObjectiveOptions, sigma: Tensor) -> Tensor:
     sigma²·min(SNR, gamma) = min((1 − sigma)², gamma·sigma²).
     """
     if options.weighting == "sigma_sqrt":
-        return sigma.clamp_min(LEAST_SIGMA).pow(-2)
+        return sigma.clamp_min(MIN_SIGMA).pow(-2)
     if options.weighting == "cosmap":
         return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma.square()))
     if options.weighting == "min_snr":

@@ -8,7 +8,7 @@ from torch import Tensor
 from .options import ObjectiveOptions
 
 
-def draw_noise(shape: Sequence[int], generator: torch.Generator, offset: float = 0.0) -> Tensor:
+def sample_noise(shape: Sequence[int], generator: torch.Generator, offset: float = 0.0) -> Tensor:
     """Sample the normal noise of one sample, fp32 on the host.
 
     shape: (C, …).
@@ -22,7 +22,7 @@ def draw_noise(shape: Sequence[int], generator: torch.Generator, offset: float =
     return noise + offset * torch.randn((shape[0], *[1] * (len(shape) - 1)), generator=generator, dtype=torch.float32)
 
 
-def perturbed(noise: Tensor, options: ObjectiveOptions, generator: torch.Generator) -> Tensor:
+def perturb_noise(noise: Tensor, options: ObjectiveOptions, generator: torch.Generator) -> Tensor:
     """Perturb the noise of the model's input: noise + gamma·xi, xi normal; the target retains `noise`.
 
     noise: fp32 on the host, like the result.
@@ -39,7 +39,7 @@ def perturbed(noise: Tensor, options: ObjectiveOptions, generator: torch.Generat
     return noise + gamma * torch.randn(noise.shape, generator=generator, dtype=torch.float32)
 
 
-def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32. x0, noise: (B, …); sigma: (B,)."""
     sigma = sigma.float().reshape(-1, *[1] * (x0.ndim - 1))
     return (1.0 - sigma) * x0.float() + sigma * noise.float()

@@ -23,7 +23,7 @@ STRATIFIED = ("off", "batch", "epoch")
 LOSSES = ("mse", "huber", "pseudo_huber", "l1")
 HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
-MOST_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
+MAX_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
 
 _OF_LOGIT = read_by("timestep_sampling", "logit_normal", *RESOLUTION_SAMPLINGS)
 _OF_HUBER = read_by("loss", "huber", "pseudo_huber")
@@ -52,7 +52,7 @@ class ObjectiveOptions:
     sigma_range: 'cut' samples the distribution conditioned on the range; 'squeeze' maps all of it onto the range.
     expert_boundary: sigma between the experts of Wan 2.2; 0 takes the model's value.
     sigmoid_scale: scale of sigmoid.
-    mode_scale: s of mode, -1 to MOST_MODE_SCALE.
+    mode_scale: s of mode, -1 to MAX_MODE_SCALE.
     logsnr_mean: mean of logsnr.
     logsnr_std: standard deviation of logsnr.
     beta_alpha: alpha of beta.
@@ -118,8 +118,8 @@ class ObjectiveOptions:
         for name in ("logit_std", "sigmoid_scale", "logsnr_std", "beta_alpha", "beta_beta", "min_snr_gamma", "huber_c"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it above 0.")
-        if not -1 <= self.mode_scale <= MOST_MODE_SCALE:
-            raise ValueError(f"mode_scale is {self.mode_scale}; set it between -1 and {MOST_MODE_SCALE:.4f}.")
+        if not -1 <= self.mode_scale <= MAX_MODE_SCALE:
+            raise ValueError(f"mode_scale is {self.mode_scale}; set it between -1 and {MAX_MODE_SCALE:.4f}.")
         for name in ("ip_noise_gamma", "noise_offset"):
             within(name, getattr(self, name), 0.0, 1.0)
         within("preservation_weight", self.preservation_weight, 0.0, 100.0)

@@ -12,10 +12,10 @@ from ...common.canvas import FAINT, SOFT, Canvas, Colour
 from ...common.rng import generator
 from .loss import sigma_weight
 from .options import RESOLUTION_SAMPLINGS, ObjectiveOptions
-from .timestep_sampling import AS_WRITTEN, LEAST_PART, distribution_part, draw_sigma, part_below
+from .timestep_sampling import MIN_RANGE_PROBABILITY, UNSHIFTED_SAMPLINGS, range_probability, sample_sigma, sigma_cdf
 
 WIDTH, HEIGHT = 1024, 512
-DRAWS, BARS, POINTS = 5000, 50, 400
+SAMPLES, BARS, POINTS = 5000, 50, 400
 MEGAPIXEL_TOKENS = 4096  # tokens of a 1024 x 1024 image, for shifts that depend on the resolution
 _BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
 _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
@@ -24,21 +24,21 @@ _LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
 def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     """Plot the noise levels of an objective. Returns an RGB image.
 
-    Bars show a histogram of `DRAWS` samples, taken as the trainer takes them. A line shows the density. With a
+    Bars show a histogram of `SAMPLES` samples, taken as the trainer takes them. A line shows the density. With a
     weighting a second line shows density times weight.
 
     No model is known here: with `shift` 0 the family's shift is left out, and a resolution's is that of 1024 x 1024.
     """
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(40, 20, f"Noise levels: {options.timestep_sampling}", 22)
-    canvas.text(40, 52, _told(options), 14, SOFT)
+    canvas.text(40, 52, _subtitle(options), 14, SOFT)
     for tick in range(11):
         x = _x(tick / 10)
         canvas.line([(x, _TOP), (x, _BOTTOM)], FAINT)
         canvas.text(x, _BOTTOM + 8, f"{tick / 10:g}", 13, SOFT, "ma")
     canvas.text(_LEFT, _BOTTOM + 30, "picture (detail)", 13, SOFT)
     canvas.text(_RIGHT, _BOTTOM + 30, "noise (composition)", 13, SOFT, "ra")
-    if distribution_part(options, MEGAPIXEL_TOKENS, 1.0) < LEAST_PART:
+    if range_probability(options, MEGAPIXEL_TOKENS, 1.0) < MIN_RANGE_PROBABILITY:
         canvas.text(WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 16, _WEIGHTED, "ma")
     else:
         _curves(canvas, options)
@@ -46,18 +46,18 @@ def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     return canvas.finish()
 
 
-def drawn_bars(options: ObjectiveOptions) -> list[float]:
-    """Compute the histogram of `DRAWS` samples as a density, in `BARS` equal bins of [0, 1]."""
+def sampled_histogram(options: ObjectiveOptions) -> list[float]:
+    """Compute the histogram of `SAMPLES` samples as a density, in `BARS` equal bins of [0, 1]."""
     stream, counts = generator(0, "picture"), [0] * BARS
-    for _ in range(DRAWS):
-        sigma = draw_sigma(options, stream, MEGAPIXEL_TOKENS)
+    for _ in range(SAMPLES):
+        sigma = sample_sigma(options, stream, MEGAPIXEL_TOKENS)
         counts[min(int(sigma * BARS), BARS - 1)] += 1
-    return [count * BARS / DRAWS for count in counts]
+    return [count * BARS / SAMPLES for count in counts]
 
 
 def density(options: ObjectiveOptions) -> list[float]:
     """Compute the mean of the exact density in each of `POINTS` equal bins of [0, 1]."""
-    parts = [part_below(options, MEGAPIXEL_TOKENS, 1.0, i / POINTS) for i in range(POINTS + 1)]
+    parts = [sigma_cdf(options, MEGAPIXEL_TOKENS, 1.0, i / POINTS) for i in range(POINTS + 1)]
     return [(after - before) * POINTS for before, after in zip(parts, parts[1:], strict=False)]
 
 
@@ -70,7 +70,7 @@ def weighted_density(options: ObjectiveOptions) -> list[float]:
 
 
 def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
-    bars, exact = drawn_bars(options), density(options)
+    bars, exact = sampled_histogram(options), density(options)
     weighted = weighted_density(options) if options.weighting != "none" else []
     # Density and weight may be infinite at an end (beta, sigma_sqrt): the finite bars set the scale.
     ceiling = 1.15 * max(*bars, *_means(exact), min(max(_means(weighted), default=0.0), 2 * max(bars)))
@@ -79,7 +79,7 @@ def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
             left, right = _x(i / BARS) + 0.5, _x((i + 1) / BARS) - 0.5
             top = _y(height, ceiling)
             canvas.box(canvas.nearest(left), canvas.nearest(top), canvas.nearest(right), _BOTTOM, _BAR)
-    entries = [(_BAR, f"{DRAWS:,} draws"), (_DENSITY, "density")]
+    entries = [(_BAR, f"{SAMPLES:,} draws"), (_DENSITY, "density")]
     _curve(canvas, exact, ceiling, _DENSITY)
     if weighted:
         _curve(canvas, weighted, ceiling, _WEIGHTED)
@@ -98,14 +98,14 @@ def _means(heights: Sequence[float]) -> list[float]:
     return [sum(heights[i : i + size]) / size for i in range(0, len(heights), size)]
 
 
-def _told(options: ObjectiveOptions) -> str:
+def _subtitle(options: ObjectiveOptions) -> str:
     """Describe the shift, range and stratification of the plot."""
     parts = []
     if options.shift > 0:
         parts.append(f"shift {options.shift:g}")
     elif options.timestep_sampling in RESOLUTION_SAMPLINGS:
         parts.append("shift of a picture of 1024 x 1024")
-    elif options.timestep_sampling not in AS_WRITTEN:
+    elif options.timestep_sampling not in UNSHIFTED_SAMPLINGS:
         parts.append("without the shift that the model adds (shift 0)")
     if (options.min_sigma, options.max_sigma) != (0.0, 1.0):
         parts.append(f"{options.min_sigma:g} to {options.max_sigma:g} ({options.sigma_range})")

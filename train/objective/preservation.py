@@ -15,7 +15,7 @@ from .options import ObjectiveOptions
 
 
 @dataclass(frozen=True)
-class Preserved:
+class PreservationInputs:
     """Inputs of the preservation loss of a batch.
 
     inputs: the batch's model inputs (same latents, noise and sigma) with class captions.
@@ -27,13 +27,13 @@ class Preserved:
     samples: Tensor
     weights: Tensor | None
 
-    def to(self, device: torch.device) -> "Preserved":
+    def to(self, device: torch.device) -> "PreservationInputs":
         """Copy every tensor to `device`."""
         weights = None if self.weights is None else to_device(self.weights, device)
         return replace(self, inputs=self.inputs.to(device), samples=to_device(self.samples, device), weights=weights)
 
 
-def preservation_loss(velocity: Tensor, without: Tensor, kept: Preserved) -> Tensor:
+def preservation_loss(velocity: Tensor, without: Tensor, preserved: PreservationInputs) -> Tensor:
     """Compute the preservation loss, a scalar: the mean square of velocity − without, 0 for samples without a class.
 
     velocity: output for the class caption with the adapter, (B, N, C·patch).
@@ -41,13 +41,13 @@ def preservation_loss(velocity: Tensor, without: Tensor, kept: Preserved) -> Ten
 
     Source: ostris/ai-toolkit, SDTrainer.py, `diff_output_preservation`; its multiplier is preservation_weight here.
     """
-    return (velocity_loss(velocity, without, weights=kept.weights) * kept.samples).mean()
+    return (velocity_loss(velocity, without, weights=preserved.weights) * preserved.samples).mean()
 
 
 def with_class_caption(choice: SampleVariant, sample: Sample, options: ObjectiveOptions) -> SampleVariant:
     """Request the class caption of a sample, if preservation is on and the sample has one."""
-    wanted = options.preservation_weight > 0 and sample.class_caption
-    return replace(choice, class_caption=True) if wanted else choice
+    uses_class_caption = options.preservation_weight > 0 and sample.class_caption
+    return replace(choice, class_caption=True) if uses_class_caption else choice
 
 
 def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> tuple[str, ...]:
@@ -57,8 +57,10 @@ def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> 
     """
     there = any(sample.class_caption for sample in samples)
     if not options.preservation_weight:
-        told = "class_word (or blank_prompt_preservation) has no effect: Training Objective has preservation_weight 0."
-        return (told,) if there else ()
+        message = (
+            "class_word (or blank_prompt_preservation) has no effect: Training Objective has preservation_weight 0."
+        )
+        return (message,) if there else ()
     if not there:
         raise ValueError(
             f"preservation_weight is {options.preservation_weight:g} and no caption has a class word to preserve; set "

@@ -21,7 +21,7 @@ class SigmaCurve:
     weights: tuple[float, ...]
     parts: tuple[float, ...]
 
-    def below(self, sigma: float) -> float:
+    def cdf(self, sigma: float) -> float:
         """Return the cumulative probability at `sigma`: the area of the trapezoids up to it."""
         if not self.sigmas[0] < sigma < self.sigmas[-1]:
             return float(sigma >= self.sigmas[-1])
@@ -33,13 +33,13 @@ class SigmaCurve:
         whole = 0.5 * (low + high) * width
         return self.parts[i] + (self.parts[i + 1] - self.parts[i]) * (covered / whole if whole else 0.0)
 
-    def quantile(self, part: float) -> float:
-        """Return the sigma with cumulative probability `part`: the root of a quadratic between two points."""
-        if part <= 0.0:
+    def quantile(self, probability: float) -> float:
+        """Return the sigma with cumulative probability `probability`: the root of a quadratic between two points."""
+        if probability <= 0.0:
             return self.sigmas[max(bisect_right(self.parts, 0.0) - 1, 0)]
-        i = min(max(bisect_left(self.parts, part) - 1, 0), len(self.sigmas) - 2)
+        i = min(max(bisect_left(self.parts, probability) - 1, 0), len(self.sigmas) - 2)
         width, low, high = self.sigmas[i + 1] - self.sigmas[i], self.weights[i], self.weights[i + 1]
-        share = min((part - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
+        share = min((probability - self.parts[i]) / (self.parts[i + 1] - self.parts[i]), 1.0)
         # Solve low·t + (high − low)·t²/2 = share·(low + high)/2 for t in widths, in the form valid for high = low too.
         area = share * 0.5 * (low + high)
         root = math.sqrt(max(low * low + 2 * (high - low) * area, 0.0))

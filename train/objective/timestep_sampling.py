@@ -7,13 +7,13 @@ import torch
 
 from ...common.rng import generator as generator_for
 from ...models.registry import resolution_shifts
-from .distribution import Distribution, distribution_of, draw_from
+from .distribution import Distribution, distribution_of, sample_from
 from .options import ObjectiveOptions
 
-LEAST_PART = 1e-4  # least probability that a sigma range must have under the distribution
+MIN_RANGE_PROBABILITY = 1e-4  # least probability that a sigma range must have under the distribution
 RESOLUTION_SHIFTS = resolution_shifts()
 # Not shifted by the family's shift: the user states the distribution of the final sigmas.
-AS_WRITTEN = ("logsnr", "custom")
+UNSHIFTED_SAMPLINGS = ("logsnr", "custom")
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
@@ -37,7 +37,9 @@ class Strata:
     epoch: int
 
 
-def stratum_of(options: ObjectiveOptions, seed: int, step: int, number: int, strata: Strata) -> tuple[int, int] | None:
+def sample_stratum(
+    options: ObjectiveOptions, seed: int, step: int, number: int, strata: Strata
+) -> tuple[int, int] | None:
     """Return the stratum (k, n) of a sample: the k-th of n equally likely parts. None where `stratified` is off.
 
     step: optimizer step, from 0.
@@ -55,15 +57,15 @@ def stratum_of(options: ObjectiveOptions, seed: int, step: int, number: int, str
     else:
         group, place = divmod(step * strata.step + number, strata.epoch)
         count = strata.epoch
-    return _order(seed, options.stratified, group, count)[place], count
+    return _strata_order(seed, options.stratified, group, count)[place], count
 
 
 @lru_cache(maxsize=4)
-def _order(seed: int, kind: str, group: int, count: int) -> tuple[int, ...]:
+def _strata_order(seed: int, kind: str, group: int, count: int) -> tuple[int, ...]:
     return tuple(torch.randperm(count, generator=generator_for(seed, "strata", kind, group)).tolist())
 
 
-def draw_sigma(
+def sample_sigma(
     options: ObjectiveOptions,
     generator: torch.Generator,
     tokens: int,
@@ -73,55 +75,55 @@ def draw_sigma(
     """Sample one sigma, 0 to 1, in float64 on the host: from `distribution_of(options)`, then shifted.
 
     tokens: image tokens of one frame, read by the resolution_… samplings only.
-    shift: the family's shift for training, 1 is none; `shift_of` decides whether it applies.
-    stratum: (k, n) of `stratum_of`, None samples the whole distribution.
+    shift: the family's shift for training, 1 is none; `effective_shift` decides whether it applies.
+    stratum: (k, n) of `sample_stratum`, None samples the whole distribution.
 
     In a narrower range, `cut` samples the distribution conditioned on the range by inverse transform sampling, and
     `squeeze` maps the sampled sigma to min + (max − min)·sigma.
     """
-    distribution, shift = distribution_of(options), shift_of(options, tokens, shift)
+    distribution, shift = distribution_of(options), effective_shift(options, tokens, shift)
     low, high = options.min_sigma, options.max_sigma
     if not _is_cut(options):
         if stratum is None:
-            sigma = draw_from(distribution, generator)
+            sigma = sample_from(distribution, generator)
         else:
-            sigma = distribution.quantile(_part(generator, stratum))
+            sigma = distribution.quantile(_sample_probability(generator, stratum))
         return low + (high - low) * shift_sigma(sigma, shift)
-    least, most = _ends(options, distribution, shift)
-    drawn = shift_sigma(distribution.quantile(least + (most - least) * _part(generator, stratum)), shift)
-    return min(max(drawn, low), high)
+    least, most = _range_probabilities(options, distribution, shift)
+    sigma = shift_sigma(distribution.quantile(least + (most - least) * _sample_probability(generator, stratum)), shift)
+    return min(max(sigma, low), high)
 
 
-def part_below(options: ObjectiveOptions, tokens: int, shift: float, sigma: float) -> float:
-    """Return the probability that `draw_sigma` gives a value below `sigma`."""
-    distribution, shift = distribution_of(options), shift_of(options, tokens, shift)
+def sigma_cdf(options: ObjectiveOptions, tokens: int, shift: float, sigma: float) -> float:
+    """Return the probability that `sample_sigma` gives a value below `sigma`."""
+    distribution, shift = distribution_of(options), effective_shift(options, tokens, shift)
     if _is_cut(options):
-        least, most = _ends(options, distribution, shift)
+        least, most = _range_probabilities(options, distribution, shift)
         inside = min(max(sigma, options.min_sigma), options.max_sigma)
-        return (distribution.below(shift_sigma(inside, 1.0 / shift)) - least) / (most - least)
+        return (distribution.cdf(shift_sigma(inside, 1.0 / shift)) - least) / (most - least)
     place = (sigma - options.min_sigma) / (options.max_sigma - options.min_sigma)
-    return distribution.below(shift_sigma(min(max(place, 0.0), 1.0), 1.0 / shift))
+    return distribution.cdf(shift_sigma(min(max(place, 0.0), 1.0), 1.0 / shift))
 
 
-def distribution_part(options: ObjectiveOptions, tokens: int, shift: float) -> float:
+def range_probability(options: ObjectiveOptions, tokens: int, shift: float) -> float:
     """Return the probability of the sigma range under the distribution, 0 to 1; 1 unless the range is cut."""
     if not _is_cut(options):
         return 1.0
-    least, most = _ends(options, distribution_of(options), shift_of(options, tokens, shift))
+    least, most = _range_probabilities(options, distribution_of(options), effective_shift(options, tokens, shift))
     return most - least
 
 
 def check_range(options: ObjectiveOptions, tokens: int, shift: float) -> None:
     """Raise ValueError where the distribution has next to no probability in the sigma range."""
-    if distribution_part(options, tokens, shift) < LEAST_PART:
+    if range_probability(options, tokens, shift) < MIN_RANGE_PROBABILITY:
         raise ValueError(
-            f"Less than {LEAST_PART:g} of what timestep_sampling '{options.timestep_sampling}' draws lies between "
-            f"min_sigma {options.min_sigma:g} and max_sigma {options.max_sigma:g}; widen them, or set sigma_range to "
-            "'squeeze'."
+            f"Less than {MIN_RANGE_PROBABILITY:g} of what timestep_sampling '{options.timestep_sampling}' draws lies "
+            f"between min_sigma {options.min_sigma:g} and max_sigma {options.max_sigma:g}; widen them, or set "
+            "sigma_range to 'squeeze'."
         )
 
 
-def shift_of(options: ObjectiveOptions, tokens: int, shift: float) -> float:
+def effective_shift(options: ObjectiveOptions, tokens: int, shift: float) -> float:
     """Return the shift to apply.
 
     That is `options.shift` where it is above 0. Else it is the resolution's shift for the resolution_… samplings,
@@ -131,20 +133,20 @@ def shift_of(options: ObjectiveOptions, tokens: int, shift: float) -> float:
         return options.shift
     if options.timestep_sampling in RESOLUTION_SHIFTS:
         return RESOLUTION_SHIFTS[options.timestep_sampling](tokens)
-    return 1.0 if options.timestep_sampling in AS_WRITTEN else shift
+    return 1.0 if options.timestep_sampling in UNSHIFTED_SAMPLINGS else shift
 
 
 def _is_cut(options: ObjectiveOptions) -> bool:
     return (options.min_sigma, options.max_sigma) != (0.0, 1.0) and options.sigma_range == "cut"
 
 
-def _ends(options: ObjectiveOptions, distribution: Distribution, shift: float) -> tuple[float, float]:
+def _range_probabilities(options: ObjectiveOptions, distribution: Distribution, shift: float) -> tuple[float, float]:
     """Return the cumulative probabilities of `min_sigma` and `max_sigma` before the shift."""
-    least, most = (distribution.below(shift_sigma(end, 1.0 / shift)) for end in (options.min_sigma, options.max_sigma))
+    least, most = (distribution.cdf(shift_sigma(end, 1.0 / shift)) for end in (options.min_sigma, options.max_sigma))
     return least, most
 
 
-def _part(generator: torch.Generator, stratum: tuple[int, int] | None) -> float:
+def _sample_probability(generator: torch.Generator, stratum: tuple[int, int] | None) -> float:
     """Sample uniformly from [0, 1), or from the stratum's interval of it."""
     part = torch.rand((), generator=generator, dtype=torch.float64).item()
     return part if stratum is None else (stratum[0] + part) / stratum[1]

@@ -149,12 +149,12 @@ class PlacedModel:
         assert self.resident is not None
         self.resident.ensure()
 
-    def velocity(self, inputs: ModelInputs, draw: tuple[int | str, ...] | None) -> torch.Tensor:
+    def velocity(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> torch.Tensor:
         """Predict the velocity with the LoRA, (B, N, C·patch).
 
-        draw: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
+        rng_key: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
         """
-        return self.transformer.forward(self._run_block(inputs, draw), inputs)
+        return self.transformer.forward(self._run_block(inputs, rng_key), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:
         """Predict the velocity without the LoRA, detached, (B, N, C·patch).
@@ -166,11 +166,11 @@ class PlacedModel:
         self.runner.let_go()  # no backward follows
         return velocity
 
-    def _run_block(self, inputs: ModelInputs, draw: tuple[int | str, ...] | None) -> RunBlock:
+    def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
         def run(block: Block, *args: torch.Tensor) -> object:
-            key = ("dropout", *(draw or (0, 0)), self.place[id(block)])
+            key = ("dropout", *(rng_key or (0, 0)), self.place[id(block)])
             masks = self.network.sample_masks(block, inputs, self.settings.seed, key, self.dtype)
-            if draw is None:
+            if rng_key is None:
                 masks = {name: mask.without_drops() for name, mask in masks.items()}
             if self.swap is not None and id(block) in self.swap.number:
                 return self.swap.run(self.runner, block, *args, masks)

@@ -14,7 +14,7 @@ from ...models.family import Family
 from ...models.layers.attention import attention_function
 from ...models.model_patches import trainable_model
 from ...models.registry import family_of
-from ..batch import strata_of
+from ..batch import strata_sizes
 from ..objective.notes import objective_notes
 from ..objective.preservation import check_preservation
 from ..objective.timestep_sampling import check_range
@@ -71,7 +71,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     _check_data(family, patcher, data)
     for size in sorted({sample.tokens // sample.grid[0] for sample in data.samples}):
         check_range(settings.objective, size, family.shift(patcher.model, size))
-    strata = strata_of(settings, data.samples)
+    strata = strata_sizes(settings, data.samples)
     notes = (
         *patch_notes,
         *check_preservation(settings.objective, data.samples),

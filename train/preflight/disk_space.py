@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...lora.plan import adapter_specs, parameter_count
 from ...models.family import linear_shapes
-from ..batch import strata_of
+from ..batch import strata_sizes
 from ..checkpoint.run_folder import STATES_KEPT, RunFolder
 from ..objective.timestep_sampling import Strata
 from ..settings import TrainSettings
@@ -53,7 +53,7 @@ def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> 
     average = 4 if settings.optimizer.ema_decay else 0
     begun_from = begun.state if settings.names_state else None
     there = min(STATES_KEPT, len(begun.folder.states_but(begun_from)))
-    saves = max(1, saves_to_come(settings, strata_of(settings, checked.data.samples), begun.step))
+    saves = max(1, saves_to_come(settings, strata_sizes(settings, checked.data.samples), begun.step))
     return Room(
         lora=4 * numbers,
         state=(4 + settings.optimizer.spec.least_state_bytes + average) * numbers,
