@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import cases, every_case
+from family_cases import cases, every_case, marks_of
 from tessera.lora.options import NetworkOptions
 
 MODES = ("none", "selective", "full")
@@ -17,16 +17,19 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def in_every_mode(*axes: str) -> Iterator[Any]:
-    """(case, batch, count, mode, swap) for each case that leaves out none of these axes."""
+def in_every_mode(*axes: str, fast: bool = False) -> Iterator[Any]:
+    """(case, batch, count, mode, swap) for each case that leaves out none of these axes; fast: the first of a family
+    is marked so."""
     for case in cases(*axes):
+        marks = marks_of(case, *axes) if fast else []
         for batch, counts in case.gradients().items():
             for count, mode, swap in product(counts, MODES, (False, True)):
                 told = f"{case.name}-{batch}-{count}-{mode}-{'swapped' if swap else 'resident'}"
-                yield pytest.param(case, batch, count, mode, swap, id=told)
+                yield pytest.param(case, batch, count, mode, swap, id=told, marks=marks)
+                marks = []
 
 
-@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients"))
+@pytest.mark.parametrize(("case", "batch", "count", "mode", "swap"), in_every_mode("gradients", fast=True))
 def test_gradients_equal_the_fp64_reference(check_gradients, case, batch, count, mode, swap):
     check_gradients(case, batch, count, mode=mode, swap=swap)
 
