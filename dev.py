@@ -415,7 +415,7 @@ def test(arguments: list[str]) -> int:
             print(f"The core part with {comfyui} …", flush=True)
             status = pytest.run("pytest", *IN_PARALLEL, *core_files())
         elif arguments:
-            status = only_pytest(pytest, python, arguments)
+            status = only_pytest(pytest, python)
         else:
             status = everything(pytest, python, comfyui)
         if pytest.times:
@@ -423,10 +423,10 @@ def test(arguments: list[str]) -> int:
     return status
 
 
-def only_pytest(pytest: Pytest, python: str, arguments: list[str]) -> int:
+def only_pytest(pytest: Pytest, python: str) -> int:
     if chromium := find_chromium(python):
         pytest.variables["CHROMIUM"] = chromium
-    return pytest.run("pytest", *(() if "-m" in arguments else ("-m", "not slow")))
+    return pytest.run("pytest")
 
 
 def fast(pytest: Pytest) -> int:
@@ -440,7 +440,7 @@ def fast(pytest: Pytest) -> int:
 def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
     """Run linters, types and all tests, and those that depend on ComfyUI with the oldest one as well."""
     failed = failed_checks(python)
-    options = ["-m", "not slow", *IN_PARALLEL, "--durations=15"]
+    options = [*IN_PARALLEL, "--durations=15"]
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
     try:
         pytest.variables["CHROMIUM"] = provide_chromium(python)

@@ -209,9 +209,9 @@ def test_the_fast_tier_is_the_pure_tests_and_the_marked_ones_and_tells_what_it_l
 def test_with_arguments_pytest_runs_alone_and_with_no_other_options(monkeypatch):
     commands = recorded(monkeypatch)
     monkeypatch.setattr(dev, "find_chromium", lambda python: "chromium")
-    assert dev.test(["tests/unit", "-k", "a b", "-m", "fast"]) == 0
+    assert dev.test(["tests/unit", "-k", "a b"]) == 0
     words = [word for word in commands[0] if "=" not in word]
-    assert words == ["python", "-m", "pytest", "tests/unit", "-k", "a b", "-m", "fast"]
+    assert words == ["python", "-m", "pytest", "tests/unit", "-k", "a b"]
     assert "CHROMIUM=chromium" in commands[0]
 
 

@@ -242,7 +242,6 @@ def test_the_swap_table_of_a_cpu_holds_counts_only_and_says_so():
     assert "swaps" not in report(field_of[:1], arguments([]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_whole_run_of_a_small_family_gives_its_tables(family: str, tmp_path: Path):
     command = [sys.executable, str(HERE / "train_step.py"), "--family", family, "--steps", "1", "--swap", "50"]
