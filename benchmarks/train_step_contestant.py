@@ -72,7 +72,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         describe=lambda *_: {},
         compile_settings=apply.CompileSettings() if spec["compiled"] else None,
     )
-    return loop.Trainer(context, events.Silent())
+    return loop.Trainer(context, events.SilentObserver())
 
 
 def held_for_backward(trainer: Any) -> dict[str, Any]:

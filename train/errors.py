@@ -9,7 +9,7 @@ class TrainingStopped(RuntimeError):
     """Error of a run that cannot continue. The message is for the user; earlier saves are on disk."""
 
 
-def kept(step: int, state: str) -> str:
+def saved_state_message(step: int, state: str) -> str:
     """Describe the last state of a stopped run.
 
     step: optimizer steps in that state.
@@ -20,13 +20,15 @@ def kept(step: int, state: str) -> str:
     return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
 
 
-def broken_off(saved: int, state: str) -> str:
+def interrupted_update_message(saved: int, state: str) -> str:
     """Describe the last save where the optimizer failed in the middle of an update.
 
     saved: step of the last save, 0 without one.
     state: its name in the `resume` input.
     """
-    return kept(saved, state) if saved else "What was trained was not saved before; set save_every to save on the way."
+    if saved == 0:
+        return "What was trained was not saved before; set save_every to save on the way."
+    return saved_state_message(saved, state)
 
 
 def out_of_memory_while_loading() -> TrainingStopped:
@@ -38,44 +40,44 @@ def out_of_memory_while_loading() -> TrainingStopped:
     )
 
 
-class CannotGoOn(RuntimeError):
-    """Known reason to end a run. The message is the reason only: `explained` adds the saved state to it."""
+class CannotContinue(RuntimeError):
+    """Known reason to end a run. The message is the reason only: `explain_error` adds the saved state to it."""
 
 
-def not_finite(what: str, step: int) -> CannotGoOn:
+def not_finite(what: str, step: int) -> CannotContinue:
     """Make the error of a NaN or infinite value.
 
     what: name of the value.
     step: last complete step.
     """
-    return CannotGoOn(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
+    return CannotContinue(f"The {what} became NaN or infinite at step {step + 1}; lower learning_rate.")
 
 
-def not_unloaded(step: int) -> CannotGoOn:
+def not_unloaded(step: int) -> CannotContinue:
     """Make the error of a model whose LoRA patches could not be removed after the preview at `step`."""
-    return CannotGoOn(
+    return CannotContinue(
         f"ComfyUI could not take the model off the device after the preview at step {step}, so its weights can't be "
         "trained on any more; restart ComfyUI."
     )
 
 
-def explained(error: BaseException, step: int, left: str, planned_graphs: int) -> TrainingStopped | None:
+def explain_error(error: BaseException, step: int, last_save: str, planned_graphs: int) -> TrainingStopped | None:
     """Translate a known error into one sentence for the user; None for an unknown one.
 
     step: last complete step.
-    left: description of the saved state, made by `kept` or `broken_off`.
+    last_save: description of the saved state, made by `saved_state_message` or `interrupted_update_message`.
     planned_graphs: number of graphs that were to be compiled.
     """
-    if isinstance(error, CannotGoOn):
-        return TrainingStopped(f"{error} {left}")
+    if isinstance(error, CannotContinue):
+        return TrainingStopped(f"{error} {last_save}")
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return TrainingStopped(
             f"Out of memory at step {step + 1}; set checkpointing to 'full', or lower batch_size or megapixels, or set "
-            f"blocks_to_swap to -1. {left}"
+            f"blocks_to_swap to -1. {last_save}"
         )
     if over_the_limit(error):
         return TrainingStopped(
             f"More graphs were needed than the {planned_graphs} planned, at step {step + 1}; set compile to 'off' and "
-            f"queue again. {left} This is a fault of Tessera: please report it."
+            f"queue again. {last_save} This is a fault of Tessera: please report it."
         )
     return None

@@ -16,8 +16,8 @@ from .checkpoint.run_folder import RunFolder, is_of_run, place_of
 from .expert_pair import HIGH, LOW, SAME_WEIGHTS, meeting_sigma
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
-from .preflight.disk_space import Room, check_room_for_both, room_for
-from .preflight.run_start import begin
+from .preflight.disk_space import DiskSpace, check_disk_space_of_pair, required_space
+from .preflight.run_start import find_run_start
 from .settings import TrainSettings, ValidationOptions
 
 
@@ -61,17 +61,17 @@ def plan_experts(
     if weights_fingerprint(high) == weights_fingerprint(low):
         raise ValueError(SAME_WEIGHTS)
     experts = [Expert(side, model, _of_side(side, asked, own)) for side, model in ((HIGH, high), (LOW, low))]
-    needs: list[tuple[RunFolder, Room]] = []
+    needs: list[tuple[RunFolder, DiskSpace]] = []
     for expert in experts:
         checked = check_run(expert.model, data, expert.settings)
         if root is not None:
             settings = as_run(expert)
-            begun = begin(expert.model, checked, settings, root)
+            begun = find_run_start(expert.model, checked, settings, root)
             if not begun.finished:
-                needs.append((begun.folder, room_for(checked, settings, begun)))
+                needs.append((begun.folder, required_space(checked, settings, begun)))
     if len(needs) == 2:
         (folder, first), (_, second) = needs
-        check_room_for_both(folder, first, second)
+        check_disk_space_of_pair(folder, first, second)
     return experts
 
 

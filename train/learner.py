@@ -34,7 +34,7 @@ class Learner:
         # fp16 gradients underflow; every other dtype has fp32's range.
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
-    def begin_from(self, start: WarmStart, read: Callable[[str], Tensor]) -> list[str]:
+    def apply_warm_start(self, start: WarmStart, read: Callable[[str], Tensor]) -> list[str]:
         """Initialise the weights from another LoRA.
 
         read: returns the frozen weight of a layer in fp32, (out, in).

@@ -71,7 +71,7 @@ class Observer(Protocol):
         """Raise to cancel the run. The trainer saves before it ends."""
 
 
-class Silent:
+class SilentObserver:
     """Observer that ignores everything."""
 
     def phase(self, text: str) -> None:

@@ -14,7 +14,7 @@ from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
 from .checkpoint.run_folder import place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
-from .errors import TrainingStopped, broken_off, kept
+from .errors import TrainingStopped, interrupted_update_message, saved_state_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
@@ -61,7 +61,7 @@ class Progress:
     step: optimizer steps done.
     batches: micro-batches done.
     saved_step: step of the last save, 0 without one.
-    whole: False only while the optimizer updates the weights, when they belong to no step.
+    intact: False only while the optimizer updates the weights, when they belong to no step.
     loss: loss of each step.
     validation: points of `validation.Validation`.
     """
@@ -69,7 +69,7 @@ class Progress:
     step: int = 0
     batches: int = 0
     saved_step: int = 0
-    whole: bool = True
+    intact: bool = True
     loss: list[float] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Saver:
         self.validation_key = context.validation_key
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
-        self.begun_from: Path | None = None  # state that `resume` names
+        self.resumed_from: Path | None = None  # state that `resume` names
         self.best: Best | None = None
         self._companion_files = dict(context.companion_files)  # files not yet written
 
@@ -116,7 +116,7 @@ class Saver:
         progress.step, progress.batches, progress.saved_step = state.step, state.batches, state.step
         progress.loss = list(state.loss)
         if self.settings.names_state:
-            self.last_state, self.begun_from = self.settings.resume, path
+            self.last_state, self.resumed_from = self.settings.resume, path
         else:
             self.last_state = self._named(path)
         self._resume_validation(path, state)
@@ -145,8 +145,8 @@ class Saver:
         if step >= self.settings.steps:
             return False
         if epochs:  # due in the step that completes a multiple of `epochs` epochs
-            shown, wanted = self.strata.step, self.strata.epoch * epochs
-            return step * shown // wanted > (step - 1) * shown // wanted
+            per_step, interval = self.strata.step, self.strata.epoch * epochs
+            return step * per_step // interval > (step - 1) * per_step // interval
         return bool(self.settings.save_every) and step % self.settings.save_every == 0
 
     def save(self) -> None:
@@ -164,15 +164,15 @@ class Saver:
         try:
             return self._write(self.folder.lora_path)
         except OSError as error:
-            raise TrainingStopped(f"{error.strerror} {self.left()}") from error
+            raise TrainingStopped(f"{error.strerror} {self.describe_last_save()}") from error
 
-    def save_what_is_there(self) -> None:
+    def save_unsaved_progress(self) -> None:
         """Save the LoRA and the training state at Cancel or an error, if there were steps since the last save.
 
         Does not save in the middle of an optimizer update. Never raises, so that the first error reaches the user.
         """
         saved = self.progress.saved_step
-        if self.progress.whole and self.progress.step > saved:
+        if self.progress.intact and self.progress.step > saved:
             try:
                 self._write(self.folder.step_lora_path(self.progress.step))
             except Exception as error:  # the user needs the error that ended the run, not this one
@@ -183,11 +183,12 @@ class Saver:
                 )
                 self.observer.note(f"{cause} {last}")
 
-    def left(self) -> str:
+    def describe_last_save(self) -> str:
         """Describe the last save and how to resume from it, for a run that ends now."""
         progress = self.progress
-        told = kept if progress.whole and progress.saved_step == progress.step else broken_off
-        return told(progress.saved_step, self.last_state)
+        saved = progress.intact and progress.saved_step == progress.step
+        message = saved_state_message if saved else interrupted_update_message
+        return message(progress.saved_step, self.last_state)
 
     def keep_best(self, loss: float) -> None:
         """Write the best LoRA if `loss` is lower than the loss of the one on disk. A failure to write is reported."""
@@ -252,17 +253,17 @@ class Saver:
         self._write_companion_files()
         save_lora(path, lora, "kohya", "fp32")
         if self.settings.keep_last:  # before the state, which may need the disk space
-            self.folder.forget_old_loras(step, self.settings.keep_last)
+            self.folder.remove_old_loras(step, self.settings.keep_last)
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)
-        self.folder.forget_old_states(step, self.begun_from)
+        self.folder.remove_old_states(step, self.resumed_from)
         self.observer.saved(path)
         return lora
 
     def _write_companion_files(self) -> None:
         while self._companion_files:
             ending = next(iter(self._companion_files))
-            self.folder.write_beside(ending, self._companion_files[ending])
+            self.folder.write_companion_file(ending, self._companion_files[ending])
             del self._companion_files[ending]
 
     def _state(self) -> TrainingState:

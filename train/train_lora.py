@@ -19,8 +19,8 @@ from .errors import TrainingStopped
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.context import make_context
-from .preflight.disk_space import check_room, room_for
-from .preflight.run_start import begin, notes_of
+from .preflight.disk_space import check_disk_space, required_space
+from .preflight.run_start import find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
 from .settings import TrainSettings
@@ -107,8 +107,8 @@ def train_lora(
     assert not torch.is_inference_mode_enabled()
     checked = check_run(model, data, settings)
     observer.phase("Reading the model's fingerprint")
-    begun = begin(model, checked, settings, root)
-    folder, state, start_notes = begun.folder, begun.state, tuple(notes_of(begun, settings, root))
+    begun = find_run_start(model, checked, settings, root)
+    folder, state, start_notes = begun.folder, begun.state, tuple(run_start_notes(begun, settings, root))
     if begun.finished:
         for note in start_notes:
             observer.note(note)
@@ -120,7 +120,7 @@ def train_lora(
 
     recorder = _Recorder(observer, (*checked.data.notes, *checked.notes, *start_notes))
     folder.check_writable()
-    check_room(folder, room_for(checked, settings, begun))
+    check_disk_space(folder, required_space(checked, settings, begun))
     context = make_context(checked, begun, settings, compile_settings, workflow or {})
     for note in context.notes:
         recorder.note(note)
@@ -133,7 +133,7 @@ def train_lora(
             if state is not None:
                 trainer.resume(state)
             elif checked.start is not None:
-                for note in trainer.begin_from(checked.start):
+                for note in trainer.apply_warm_start(checked.start):
                     recorder.note(note)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.doing())
@@ -168,14 +168,14 @@ def train_lora(
                     summary |= watcher.facts(trainer)
             finally:
                 trainer.close()
-                _write_summary(folder, summary, recorder, trainer.saver.left())
+                _write_summary(folder, summary, recorder, trainer.saver.describe_last_save())
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)
 
 
-def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer, left: str) -> None:
+def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer, last_save: str) -> None:
     """Write summary.json.
 
-    left: description of the last save.
+    last_save: description of the last save.
 
     Raises TrainingStopped where a finished run's summary cannot be written. For other runs the failure is a note, so
     that it does not hide the error that ended the run.
@@ -187,7 +187,7 @@ def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observe
         folder.write_summary(summary)
     except OSError as error:
         if finished:
-            raise TrainingStopped(f"{error.strerror} {left}") from error
+            raise TrainingStopped(f"{error.strerror} {last_save}") from error
         observer.note(str(error.strerror))
 
 

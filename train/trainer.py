@@ -28,7 +28,7 @@ from .objective.loss import training_loss
 from .objective.preservation import preservation_loss, with_class_caption
 from .observer import Observer, StepReport
 from .placement import auto
-from .placement.environment import forget_memory_peak, machine_facts, memory_peak
+from .placement.environment import environment_facts, memory_peak, reset_memory_peak
 from .placement.placed_model import PlacedModel
 from .preflight.context import RunContext
 from .saver import Progress, Saver
@@ -73,7 +73,7 @@ class Trainer:
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
         unload()  # before the peak is reset: the models of earlier nodes are not part of this run
-        forget_memory_peak(self.device)
+        reset_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step
         placed: PlacedModel | None = None
@@ -83,17 +83,17 @@ class Trainer:
             learner = Learner(placed.network, options, steps, placed.dtype, self.device.type)
         except BaseException as error:
             if placed is not None:
-                placed.forget()
+                placed.unload()
             if not comfy.model_management.is_oom(error):
                 raise
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
-        environment = machine_facts(self.device, context.compile_settings)
+        environment = environment_facts(self.device, context.compile_settings)
         self.saver = Saver(learner, context, environment, observer, self.strata)
         self.reader = SampleReader(self.data.samples)
         if placed.runner.not_compiled:
-            self.train_eager(placed.runner.not_compiled)
-        placed.tell_how_memory_is_used()
+            self.fall_back_to_eager(placed.runner.not_compiled)
+        placed.note_memory_use()
 
     @property
     def progress(self) -> Progress:
@@ -104,10 +104,10 @@ class Trainer:
         """Restore a saved state; training continues as if it had not been interrupted."""
         self.saver.resume(path)
 
-    def begin_from(self, start: WarmStart) -> list[str]:
+    def apply_warm_start(self, start: WarmStart) -> list[str]:
         """Initialise the weights from another LoRA. Returns a note for each part that could not be taken."""
         linears = self.placed.transformer.linears()
-        return self.learner.begin_from(start, lambda name: linears[name].read_on_device().full())
+        return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
     def save_final(self) -> LoraModel:
         """Write the final LoRA and the training state. Raises TrainingStopped where the disk refuses."""
@@ -141,18 +141,20 @@ class Trainer:
                 if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
                 self.observer.step(self.report(mean_loss, learning_rate))
-                for sentence in (self.sysmem.message(), self.placed.told()):
+                for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
                 if self.saver.is_due():
                     self.saver.save()
                 self.between_steps()
         except BaseException as error:
-            self.saver.save_what_is_there()
-            left = self.saver.left()
-            if (told := errors.explained(error, progress.step, left, self.placed.runner.planned_graphs)) is None:
+            self.saver.save_unsaved_progress()
+            last_save = self.saver.describe_last_save()
+            if (
+                stopped := errors.explain_error(error, progress.step, last_save, self.placed.runner.planned_graphs)
+            ) is None:
                 raise
-            raise told from error
+            raise stopped from error
 
     def between_steps(self) -> None:
         """Call the watchers."""
@@ -198,18 +200,18 @@ class Trainer:
         # Repeating is exact, as random numbers depend on the step only.
         if cause is None:
             self.learner.zero_grad()
-            self.placed.build_again(self.progress.step)
+            self.placed.rebuild(self.progress.step)
             return self.attempt(compute)
-        self.placed.runner.let_go()
-        self.train_eager(cause)
+        self.placed.runner.discard_offloaded()
+        self.fall_back_to_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()
 
-    def train_eager(self, cause: str) -> None:
+    def fall_back_to_eager(self, cause: str) -> None:
         """Switch to eager execution for the rest of the run and report `cause` once."""
         self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
-        self.saver.environment = machine_facts(self.device, None)
+        self.saver.environment = environment_facts(self.device, None)
 
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         self.placed.ensure()
@@ -253,7 +255,7 @@ class Trainer:
     def finite(self, total: Tensor) -> float:
         """Clip the gradients and return the loss as a number.
 
-        Raises CannotGoOn where the loss or the gradient norm is not finite, before the weights are updated.
+        Raises CannotContinue where the loss or the gradient norm is not finite, before the weights are updated.
         """
         # The only device synchronisation of a step. The device idles from here until the optimizer's kernels are
         # queued, so both numbers are read in one transfer.
@@ -264,10 +266,10 @@ class Trainer:
         return loss
 
     def optimizer_step(self) -> None:
-        """Update the weights; an error inside leaves `progress.whole` False, and such weights are not saved."""
-        self.progress.whole = False
+        """Update the weights; an error inside leaves `progress.intact` False, and such weights are not saved."""
+        self.progress.intact = False
         self.learner.step()
-        self.progress.whole = True
+        self.progress.intact = True
 
     def close(self) -> None:
         """Free all memory of the run."""

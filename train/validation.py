@@ -100,7 +100,7 @@ class Validation:
         with torch.no_grad():
             batch = fixed_batch(trainer.patcher, trainer.family, given, guidance, trainer.device, seed)
         velocity = trainer.placed.velocity(batch.inputs, None).detach()
-        trainer.placed.runner.let_go()  # no backward follows: drop the activations offloaded to the host
+        trainer.placed.runner.discard_offloaded()  # no backward follows: drop the activations offloaded to the host
         return velocity_loss(velocity, batch.target, weights=batch.weights).double().tolist()
 
     def facts(self, trainer: "Trainer") -> dict[str, Any]:

@@ -66,11 +66,11 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
     return notes
 
 
-def held_out_note(held: TrainingData, whole: str, parts: Sequence[Mapping[str, Any]]) -> str:
+def held_out_note(held: TrainingData, full_data_fingerprint: str, parts: Sequence[Mapping[str, Any]]) -> str:
     """Name the held-out files, and tell whether an earlier segment of the run was trained on them.
 
     held: validation samples.
-    whole: fingerprint of the data before the split.
+    full_data_fingerprint: fingerprint of the data before the split.
     parts: segments of the run, see `checkpoint.history.parts_of`.
     """
     names = sorted({_file(sample) for sample in held.samples})
@@ -80,6 +80,6 @@ def held_out_note(held: TrainingData, whole: str, parts: Sequence[Mapping[str, A
     if not others:
         return f"Held out for validation and not trained on: {shown}."
     nothing = "the validation loss says nothing about new pictures."
-    if seen := [step for data, step in earlier if data == fingerprint(whole)[:8]]:
+    if seen := [step for data, step in earlier if data == fingerprint(full_data_fingerprint)[:8]]:
         return f"Held out for validation: {shown}. Up to step {seen[-1]} these were trained on; {nothing}"
     return f"Held out for validation: {shown}. Up to step {others[-1]} these may have been trained on; if so, {nothing}"

@@ -114,7 +114,7 @@ def steps_of(trainer, count, profile=None):
                 raise Enough
 
     trainer.finite, trainer.between_steps = timed, after
-    trainer.saver.save_what_is_there = lambda: None
+    trainer.saver.save_unsaved_progress = lambda: None
     try:
         trainer.run()
     except Enough:

@@ -28,7 +28,7 @@ from .expert_pairs import Pair, pairs
 from .lora_list import NONE, listed_runs, loras_named, path_of
 
 LoraModels = Mapping[str, Mapping[str, Tensor] | None]
-# What the grid shows of clips, see `contact_sheet.shown`.
+# What the grid shows of clips, see `contact_sheet.render_frames`.
 CLIPS = {"middle frame": 1, "3 frames": 3, "5 frames": 5, "9 frames": 9, "animation": 0}
 
 

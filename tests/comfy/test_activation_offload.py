@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
 from tessera.train import trainer as trainer_module
-from tessera.train.observer import Silent
+from tessera.train.observer import SilentObserver
 from tessera.train.settings import MemoryOptions
 from tiny import swapping
 from tiny.compiling import Graphs
@@ -105,7 +105,7 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
 
 def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flux, tmp_path, monkeypatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(Silent, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(SilentObserver, "note", lambda self, text: notes.append(text))
     data = tiny.make_data([(4, 4)], [TEXT])
     trainer = tiny.make_trainer(
         tiny.load_flux(deep_flux),

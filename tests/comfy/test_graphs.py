@@ -33,11 +33,11 @@ def test_blocks_with_and_without_a_lora_are_regions_of_their_own(tiny_flux, tmp_
 
 
 def test_without_a_working_compiler_it_trains_eager_and_says_so_once(tiny_flux, tmp_path, no_compiler):
-    from tessera.train.observer import Silent
+    from tessera.train.observer import SilentObserver
 
     said: list[str] = []
 
-    class Listening(Silent):
+    class Listening(SilentObserver):
         def note(self, text: str) -> None:
             said.append(text)
 

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from tessera.train.errors import TrainingStopped
-from tessera.train.observer import Silent
+from tessera.train.observer import SilentObserver
 from tiny.compiling import Graphs
 
 
@@ -17,7 +17,7 @@ def registered(trainer) -> bool:
     return any(entry.model is trainer.placed.resident for entry in comfy.model_management.current_loaded_models)
 
 
-class UnloadsAfter(Silent):
+class UnloadsAfter(SilentObserver):
     """Does what a preview's VAE makes ComfyUI do: asks for all memory after some steps."""
 
     def __init__(self, steps: set[int]):

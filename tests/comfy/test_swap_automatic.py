@@ -8,7 +8,7 @@ import tiny
 import torch
 from tessera.memory.swap.training import BlockSwap, frozen_modules
 from tessera.train.errors import TrainingStopped
-from tessera.train.observer import Silent
+from tessera.train.observer import SilentObserver
 from tessera.train.placement import auto, placed_model
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
@@ -26,7 +26,7 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(Silent, "note", lambda self, text: told.append(text))
+    monkeypatch.setattr(SilentObserver, "note", lambda self, text: told.append(text))
     return told
 
 

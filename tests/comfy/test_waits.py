@@ -17,7 +17,7 @@ from tessera.train.errors import TrainingStopped
 from tessera.train.learner import Learner
 from tessera.train.objective import preservation
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.observer import Silent, StepReport
+from tessera.train.observer import SilentObserver, StepReport
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions
 from tiny.qwen_data import qwen_sample
@@ -44,7 +44,7 @@ def with_everything(family: str, name: str) -> Any:
     return replace(one, class_caption=True, loss_weight=0.5, load=lambda *_: told)
 
 
-class PerStep(Silent):
+class PerStep(SilentObserver):
     """Keeps what was counted in each step, and the reports."""
 
     def __init__(self, devices: TwoDevices) -> None:
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_named_and_moves_nothing(what, number, tiny_flux, 
     with pytest.raises(TrainingStopped, match=f"The {what} became NaN or infinite at step 1; lower learning_rate"):
         trainer.run()
     assert all(torch.equal(before[name], master) for name, master in trainer.network.master_weights().items())
-    assert not any(trainer.learner.optimizer.state.values()) and trainer.progress.whole
+    assert not any(trainer.learner.optimizer.state.values()) and trainer.progress.intact
 
 
 def test_the_stand_in_for_a_gpu_sees_what_a_gpu_waits_for() -> None:

@@ -35,7 +35,7 @@ def run(model, folder, *watchers, **settings):
     try:
         trainer.run()
     finally:
-        trainer.placed.forget()
+        trainer.placed.unload()
     return trainer
 
 

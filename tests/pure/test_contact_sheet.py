@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tessera.train.preview.contact_sheet import render_sheet, shown
+from tessera.train.preview.contact_sheet import render_frames, render_sheet
 
 
 class Pixels(np.ndarray):
@@ -40,23 +40,23 @@ def grey(*frames):
     [(5, 1, [2]), (33, 3, [0, 16, 32]), (33, 5, [0, 8, 16, 24, 32]), (2, 3, [0, 1]), (1, 9, [0])],
 )
 def test_frames_stand_under_each_other_from_the_first_to_the_last(length, frames, expected):
-    ((cells, _),) = shown({(0, 0): clip(length)}, frames)
+    ((cells, _),) = render_frames({(0, 0): clip(length)}, frames)
     picture = cells[0, 0]
     assert greys(picture) == grey(*expected)
     assert picture.width == 12 and 8 * len(expected) <= picture.height <= 12 * len(expected)
 
 
 def test_large_frames_are_made_smaller_one_by_one():
-    ((cells, most),) = shown({(0, 0): clip(3, 512, 2048), (0, 1): clip(1, 64, 64)}, 3)
+    ((cells, most),) = render_frames({(0, 0): clip(3, 512, 2048), (0, 1): clip(1, 64, 64)}, 3)
     assert cells[0, 0].size[0] == 1024 and 3 * 256 <= cells[0, 0].size[1] < 3 * 256 + 16
     sheet = render_sheet(["row"], ["a", "b"], cells, most)
     assert greys(sheet, 40)[-3:] == grey(0, 1, 2)
 
 
 def test_an_animation_has_a_sheet_for_each_moment_and_short_clips_stay_at_their_end():
-    sheets = list(shown({(0, 0): clip(3), (0, 1): clip(2), (1, 0): clip(1)}, 0))
+    sheets = list(render_frames({(0, 0): clip(3), (0, 1): clip(2), (1, 0): clip(1)}, 0))
     told = [{at: greys(picture) for at, picture in cells.items()} for cells, _ in sheets]
     assert told == [{(0, 0): grey(n), (0, 1): grey(min(n, 1)), (1, 0): grey(0)} for n in range(3)]
     many = {(row, column): clip(2, 512, 512) for row in range(2) for column in range(30)}
-    drawn = [render_sheet(["a", "b"], [str(n) for n in range(30)], *cells) for cells in shown(many, 0)]
+    drawn = [render_sheet(["a", "b"], [str(n) for n in range(30)], *cells) for cells in render_frames(many, 0)]
     assert len(drawn) == 2 and drawn[0].size == drawn[1].size and max(drawn[0].size) <= 2048 + 8 * 31

@@ -29,7 +29,7 @@ def make_trainer(
     from tessera.models.registry import family_of
     from tessera.train.checkpoint.run_folder import RunFolder
     from tessera.train.objective.options import ObjectiveOptions
-    from tessera.train.observer import Silent
+    from tessera.train.observer import SilentObserver
     from tessera.train.optim.options import OptimizerOptions
     from tessera.train.preflight.context import RunContext
     from tessera.train.settings import MemoryOptions, TrainSettings
@@ -58,7 +58,7 @@ def make_trainer(
     run = RunFolder(folder, "test")
     given = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]
-    return Trainer(RunContext(*given, compile_settings=chosen, validation=held_out), Silent(), watchers)
+    return Trainer(RunContext(*given, compile_settings=chosen, validation=held_out), SilentObserver(), watchers)
 
 
 def shown(*indices: int) -> list[Any]:

@@ -96,7 +96,7 @@ def test_the_newest_states_are_kept_also_past_a_million_steps(tmp_path):
     folder = RunFolder(tmp_path, "run")
     for step in (999_500, 999_750, 1_000_000):
         (tmp_path / f"state-{step:06d}.tessera").write_text("state")
-    folder.forget_old_states(10**9)
+    folder.remove_old_states(10**9)
     assert [path.name for path in folder.states()] == ["state-999750.tessera", "state-1000000.tessera"]
 
 
@@ -104,9 +104,9 @@ def test_a_run_that_went_on_from_an_early_state_keeps_what_it_saves_and_what_lay
     folder = RunFolder(tmp_path, "run")
     for step in (100, 250, 300, 500, 750):
         (tmp_path / f"state-{step:06d}.tessera").write_text("state")
-    folder.forget_old_states(300)
+    folder.remove_old_states(300)
     assert [path.name[6:12] for path in folder.states()] == ["000250", "000300", "000500", "000750"]
-    folder.forget_old_states(750, begun_from=tmp_path / "state-000300.tessera")
+    folder.remove_old_states(750, resumed_from=tmp_path / "state-000300.tessera")
     assert [path.name[6:12] for path in folder.states()] == ["000300", "000500", "000750"]
 
 

@@ -52,7 +52,7 @@ class RunFolder:
         """Map the step of each intermediate LoRA to its path, in ascending order."""
         return step_loras(self.path, self.name)
 
-    def forget_old_loras(self, step: int, keep: int) -> None:
+    def remove_old_loras(self, step: int, keep: int) -> None:
         """Delete intermediate LoRAs up to `step` except the newest `keep`.
 
         LoRAs past `step` belong to an earlier continuation of the run and are retained.
@@ -66,19 +66,19 @@ class RunFolder:
         """List the saved states by ascending step."""
         return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
-    def states_but(self, begun_from: Path | None) -> list[Path]:
+    def states_except(self, resumed_from: Path | None) -> list[Path]:
         """List the saved states by ascending step, without the state that the run was resumed from."""
-        return [path for path in self.states() if begun_from is None or not _same(path, begun_from)]
+        return [path for path in self.states() if resumed_from is None or not _same(path, resumed_from)]
 
-    def forget_old_states(self, step: int, begun_from: Path | None = None) -> None:
+    def remove_old_states(self, step: int, resumed_from: Path | None = None) -> None:
         """Delete states up to `step` except the newest STATES_KEPT. Call it after the state of `step` was saved.
 
         States past `step` belong to an earlier continuation of the run and are retained.
 
-        begun_from: named state that the run resumed from; retained too, so that the same workflow can be queued again.
+        resumed_from: named state that the run resumed from; retained, so that the same workflow can be queued again.
         """
         last = f"state-{step:06d}{STATE_SUFFIX}"
-        until = [path for path in self.states_but(begun_from) if (len(path.name), path.name) <= (len(last), last)]
+        until = [path for path in self.states_except(resumed_from) if (len(path.name), path.name) <= (len(last), last)]
         for path in until[:-STATES_KEPT]:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class RunFolder:
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
 
-    def write_beside(self, ending: str, text: str) -> None:
+    def write_companion_file(self, ending: str, text: str) -> None:
         """Write a companion text file of the LoRA: `<name>.<ending>`."""
         write_atomically(self.path / f"{self.name}.{ending}", lambda beside: _write_text(beside, text))
 

@@ -36,7 +36,7 @@ class BlockRunner:
         self.offload: ActivationOffload | None = None
         if memory.offload_activations and memory.checkpointing == "full":
             self.offload = ActivationOffload(device)
-        self.take_blocks(blocks)
+        self.set_blocks(blocks)
         self._run = {region: self._eager() for region in self.regions}
         self.not_compiled: str | None = None
         self.report = CompileReport("Train LoRA", [])
@@ -76,14 +76,14 @@ class BlockRunner:
     def _full(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return checkpointing.full(run) if self.offload is None else self.offload.wrap(checkpointing.full(run))
 
-    def take_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
+    def set_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
         """Replace the blocks by others with the same structures, for which the graphs stay valid."""
         self._structure = {id(block): block.structure() for _, block in blocks}
         assert set(self._structure.values()) == set(self.regions)
         if self.offload is not None:
             self.offload.keep_on_device(blocks[-1][1])
 
-    def let_go(self) -> None:
+    def discard_offloaded(self) -> None:
         """Drop offloaded activations. Call it where no backward follows a forward."""
         if self.offload is not None:
             self.offload.forget()

@@ -8,7 +8,7 @@ import torch
 from ...compile.settings import CompileSettings
 
 
-def machine_facts(device: torch.device, compile_settings: CompileSettings | None) -> dict[str, str]:
+def environment_facts(device: torch.device, compile_settings: CompileSettings | None) -> dict[str, str]:
     """Return threads, torch, device, backend and mode. With the same, a resumed run equals an uninterrupted one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
@@ -20,7 +20,7 @@ def machine_facts(device: torch.device, compile_settings: CompileSettings | None
     }
 
 
-def forget_memory_peak(device: torch.device) -> None:
+def reset_memory_peak(device: torch.device) -> None:
     """Reset the counter of `memory_peak`, where the device has one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

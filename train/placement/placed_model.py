@@ -43,13 +43,13 @@ class PlacedModel:
         try:
             if auto.is_asked(self.memory):
                 self._choose_memory(data, targets)
-            self._build_what_fits(step=0)
+            self._build_within_memory(step=0)
             self.network: LoraNetwork = build_network(
                 self.transformer, targets, self.settings.network, self.settings.seed
             )
             self.runner = self._build_runner()
         except BaseException:
-            self.forget()
+            self.unload()
             raise
 
     def _choose_memory(self, data: TrainingData, targets: list[str]) -> None:
@@ -60,7 +60,7 @@ class PlacedModel:
         self.memory = self.automatic.options()
         self.observer.note(self.automatic.plan.text)
 
-    def _build_what_fits(self, step: int) -> None:
+    def _build_within_memory(self, step: int) -> None:
         """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM where there is none."""
         while True:
             try:
@@ -112,22 +112,22 @@ class PlacedModel:
         self.observer.note(f"Out of memory at step {step + 1}; it goes on with less. {less.text}")
         return True
 
-    def build_again(self, step: int) -> None:
+    def rebuild(self, step: int) -> None:
         """Place the weights anew by `memory`; LoRA and optimizer are retained, graphs unless checkpointing changes."""
         assert self.resident is not None
-        self.runner.let_go()
+        self.runner.discard_offloaded()
         self.resident.forget()
         # Drop our references to the host weights: then only ComfyUI's modules hold them, and moving one frees it.
         self.resident.modules, self.swap = (), None
         comfy.model_management.soft_empty_cache()
-        self._build_what_fits(step)
+        self._build_within_memory(step)
         self.network.attach(self.transformer.linears())
         if self.runner.memory.checkpointing == self.memory.checkpointing:
-            self.runner.take_blocks(self.transformer.blocks())
+            self.runner.set_blocks(self.transformer.blocks())
         else:
             self.runner = self._build_runner()
 
-    def tell_how_memory_is_used(self) -> None:
+    def note_memory_use(self) -> None:
         """Report ignored memory options and host memory that could not be page-locked."""
         if self.memory.offload_activations and self.runner.offload is None:
             self.observer.note(
@@ -137,10 +137,10 @@ class PlacedModel:
         if self.host is not None and self.host.notes:
             self.observer.note(self.host.notes[0])
         if self.swap is not None and self.host is not None and self.host.pinned:
-            if (told := unpinned_message(self.swap.ring.flat_weights)) is not None:
-                self.observer.note(told)
+            if (message := unpinned_message(self.swap.ring.flat_weights)) is not None:
+                self.observer.note(message)
 
-    def told(self) -> str | None:
+    def message(self) -> str | None:
         """Return one sentence, once, on a problem with offloaded activations that only a step shows."""
         return None if self.runner.offload is None else self.runner.offload.message()
 
@@ -163,7 +163,7 @@ class PlacedModel:
         """
         with self.network.switched_off():
             velocity = self.velocity(inputs, None).detach()
-        self.runner.let_go()  # no backward follows
+        self.runner.discard_offloaded()  # no backward follows
         return velocity
 
     def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
@@ -178,15 +178,15 @@ class PlacedModel:
 
         return run
 
-    def forget(self) -> None:
+    def unload(self) -> None:
         """Free the weights on the device and remove them from ComfyUI's list of loaded models."""
         if self.resident is not None:
             self.resident.forget()
 
     def close(self) -> None:
         """Free all memory of the model."""
-        self.runner.let_go()  # first: waits for copies of an interrupted step that may still be running
-        self.forget()
+        self.runner.discard_offloaded()  # first: waits for copies of an interrupted step that may still be running
+        self.unload()
         del self.resident, self.runner, self.swap, self.transformer, self.network
         give_back()  # page-locked memory of activations and batches
 

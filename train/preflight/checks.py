@@ -36,7 +36,7 @@ class CheckedRun:
     notes: sentences for the user.
     start: LoRA to initialise from, None without one.
     validation: validation samples, None without validation.
-    whole: fingerprint of the data before the split.
+    full_data_fingerprint: fingerprint of the data before the split.
     """
 
     family: Family
@@ -46,7 +46,7 @@ class CheckedRun:
     notes: tuple[str, ...]
     start: WarmStart | None = None
     validation: TrainingData | None = None
-    whole: str = ""
+    full_data_fingerprint: str = ""
 
 
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
@@ -60,7 +60,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
     attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
     measured: TrainingData | None = None
-    whole = data.fingerprint
+    full_data_fingerprint = data.fingerprint
     if settings.validation is not None:
         data, measured = hold_out(data, settings.validation)
         try:
@@ -91,7 +91,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     padded = _with_text_lengths(family, patcher, data)
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
-    return CheckedRun(family, patcher, padded, targets, notes, start, measured, whole)
+    return CheckedRun(family, patcher, padded, targets, notes, start, measured, full_data_fingerprint)
 
 
 def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:

@@ -16,7 +16,7 @@ from ..checkpoint.run_folder import RunFolder
 from ..settings import TrainSettings
 from ..validation_split import held_out_note
 from .checks import CheckedRun
-from .run_start import Beginning
+from .run_start import RunStart
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunContext:
 
 def make_context(
     checked: CheckedRun,
-    begun: Beginning,
+    begun: RunStart,
     settings: TrainSettings,
     compile_settings: CompileSettings | None,
     companion_files: Mapping[str, str],
@@ -94,7 +94,7 @@ def make_context(
     earlier = continued_from(parts)
     notes: tuple[str, ...] = ()
     if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
-        notes = (held_out_note(checked.validation, checked.whole, parts),)
+        notes = (held_out_note(checked.validation, checked.full_data_fingerprint, parts),)
     return RunContext(
         patcher=checked.patcher,
         family=checked.family,

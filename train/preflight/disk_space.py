@@ -12,72 +12,72 @@ from ..checkpoint.run_folder import STATES_KEPT, RunFolder
 from ..objective.timestep_sampling import Strata
 from ..settings import TrainSettings
 from .checks import CheckedRun
-from .run_start import Beginning
+from .run_start import RunStart
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """Least disk space of a run: one LoRA and some states.
 
     lora: bytes of a LoRA.
     state: bytes of a state.
     count: largest number of additional states at any moment; a new state is written before the oldest is deleted.
-    stay: number of additional states at the end.
+    final_count: number of additional states at the end.
     """
 
     lora: int
     state: int
     count: int
-    stay: int
+    final_count: int
 
     @property
-    def most(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes needed at the peak."""
         return self.lora + self.count * self.state
 
     @property
-    def left(self) -> int:
+    def final_bytes(self) -> int:
         """Bytes occupied at the end."""
-        return self.lora + self.stay * self.state
+        return self.lora + self.final_count * self.state
 
     def __str__(self) -> str:
         states = f"a state of {_size(self.state)}" if self.count == 1 else f"{self.count} states of {_size(self.state)}"
         return f"a LoRA of {_size(self.lora)} and {states}{'' if self.count == 1 else ' each'}"
 
 
-def room_for(checked: CheckedRun, settings: TrainSettings, begun: Beginning) -> Room:
+def required_space(checked: CheckedRun, settings: TrainSettings, begun: RunStart) -> DiskSpace:
     """Compute the disk space of a run from its first step or the state it resumes from."""
     shapes = linear_shapes(checked.patcher.model)
     specs = adapter_specs(settings.network, checked.targets)
     numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0
-    begun_from = begun.state if settings.names_state else None
-    there = min(STATES_KEPT, len(begun.folder.states_but(begun_from)))
-    saves = max(1, saves_to_come(settings, strata_sizes(settings, checked.data.samples), begun.step))
-    return Room(
+    resumed_from = begun.state if settings.names_state else None
+    there = min(STATES_KEPT, len(begun.folder.states_except(resumed_from)))
+    saves = max(1, remaining_saves(settings, strata_sizes(settings, checked.data.samples), begun.step))
+    return DiskSpace(
         lora=4 * numbers,
         state=(4 + settings.optimizer.spec.least_state_bytes + average) * numbers,
         count=min(saves, STATES_KEPT + 1 - there),
-        stay=min(saves, STATES_KEPT - there),
+        final_count=min(saves, STATES_KEPT - there),
     )
 
 
-def check_room(folder: RunFolder, need: Room) -> None:
+def check_disk_space(folder: RunFolder, need: DiskSpace) -> None:
     """Raise ValueError where the disk has less free space than the run needs."""
     free = _free(folder.path)
-    if free is not None and free < need.most:
+    if free is not None and free < need.peak_bytes:
         raise ValueError(
             f"output_name: the disk that the run is saved on has {_size(free)} free, and the run writes at least "
-            f"{_size(need.most)} ({need}); free some space, or lower rank."
+            f"{_size(need.peak_bytes)} ({need}); free some space, or lower rank."
         )
 
 
-def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
+def check_disk_space_of_pair(folder: RunFolder, first: DiskSpace, second: DiskSpace) -> None:
     """Raise ValueError where the disk cannot hold two runs, the second of which starts after the first has ended.
 
     Both write to the same disk; `folder` is the folder of one of them.
     """
-    free, most = _free(folder.path), max(first.most, first.left + second.most)
+    free, most = _free(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
     if free is not None and free < most:
         raise ValueError(
             f"output_name: the disk that the runs are saved on has {_size(free)} free, and those of the two experts "
@@ -85,7 +85,7 @@ def check_room_for_both(folder: RunFolder, first: Room, second: Room) -> None:
         )
 
 
-def saves_to_come(settings: TrainSettings, strata: Strata, step: int) -> int:
+def remaining_saves(settings: TrainSettings, strata: Strata, step: int) -> int:
     """Count the saves of a run after `step`, the final one included."""
     before, shown = max(step, settings.steps - 1), 1
     every = settings.save_every

@@ -16,7 +16,7 @@ from .checks import CheckedRun
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RunStart:
     """Start of a run.
 
     weights: fingerprint of the MODEL.
@@ -41,7 +41,7 @@ class Beginning:
     further: str | None = None
 
 
-def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> Beginning:
+def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> RunStart:
     """Find where a run starts.
 
     root: folder of all runs.
@@ -55,18 +55,18 @@ def begin(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, roo
     lineage = continued_lineage(root, settings, asked)
     key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, key):
-        return Beginning(weights, asked, lineage, key, finished, finished=True)
+        return RunStart(weights, asked, lineage, key, finished, finished=True)
     state = find_state(root, settings, lineage)
     if state is None:
-        return Beginning(weights, asked, lineage, key, open_folder(root, settings.output_name, key, None))
+        return RunStart(weights, asked, lineage, key, open_folder(root, settings.output_name, key, None))
     check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
     header, folder = read_header(state), open_folder(root, settings.output_name, key, state)
     step: int = header["step"]
     further = further_state(root, settings, lineage, step)
-    return Beginning(weights, asked, lineage, key, folder, state=state, step=step, further=further)
+    return RunStart(weights, asked, lineage, key, folder, state=state, step=step, further=further)
 
 
-def notes_of(begun: Beginning, settings: TrainSettings, root: Path) -> Iterator[str]:
+def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Iterator[str]:
     """Explain the choice of the start: a run resumed unasked, or states that were not used, and how to change it."""
     if settings.resume == "latest" and begun.lineage != begun.asked:
         folder = begun.folder.path if begun.state is None else begun.state.parent

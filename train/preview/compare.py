@@ -13,7 +13,7 @@ from ...memory.weights.frozen import unload
 from ...models.family import Family
 from ...models.registry import FAMILIES
 from ..expert_pair import SAME_WEIGHTS, meeting_sigma
-from .contact_sheet import Cell, render_sheet, shown
+from .contact_sheet import Cell, render_frames, render_sheet
 from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
 
 
@@ -72,7 +72,7 @@ def compare(
 
     tell: called after each sampler step; may raise.
     check: called between images; may raise.
-    frames_shown: frames of a video on the sheet, see `contact_sheet.shown`.
+    frames_shown: frames of a video on the sheet, see `contact_sheet.render_frames`.
 
     Raises ValueError, before anything is sampled, for invalid sampling settings and a LoRA that changes no weight.
     """
@@ -96,7 +96,7 @@ def compare(
         unload(models)
     pictures = dict(_decoded(rows, len(columns), latents, check))
     sheets = []
-    for cells in shown(pictures, frames_shown):
+    for cells in render_frames(pictures, frames_shown):
         check()
         sheets.append(render_sheet([row[0] for row in rows], [column.title for column in columns], *cells))
     return Comparison(sheets, list(pictures.values()))

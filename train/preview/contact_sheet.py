@@ -127,7 +127,7 @@ def _wrapped(text: str, font: Font, width: float) -> list[str]:
     return lines
 
 
-def shown(clips: Mapping[Cell, Tensor], frames: int) -> Iterator[tuple[dict[Cell, Image.Image], int]]:
+def render_frames(clips: Mapping[Cell, Tensor], frames: int) -> Iterator[tuple[dict[Cell, Image.Image], int]]:
     """Yield (images by cell, largest side of an image in pixels) for each sheet.
 
     clips: videos by cell, (frames, H, W, 3); an image has one frame.

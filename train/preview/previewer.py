@@ -29,7 +29,7 @@ from .sampling import (
     check_fits,
     check_text,
     decode,
-    random_state_kept,
+    preserve_random_state,
     sample_latent,
     sampling_notes,
     titled,
@@ -157,7 +157,7 @@ class Previewer:
     def between_steps(self, trainer: "Trainer") -> None:
         """Make the previews that are due. A failure is a note; an error only where the model stays patched.
 
-        Raises CannotGoOn where ComfyUI could not remove the LoRA from the model.
+        Raises CannotContinue where ComfyUI could not remove the LoRA from the model.
         """
         step, steps = trainer.progress.step, trainer.settings.steps
         due = [row for row in self.rows if row.preview.is_due(step, steps)]
@@ -213,7 +213,7 @@ class Previewer:
                 stack.enter_context(host_copies_retained(model))
             # Left in reverse order: the models are unloaded outside inference mode, then the host copies put back.
             stack.callback(unload)
-            stack.enter_context(random_state_kept(trainer.device))
+            stack.enter_context(preserve_random_state(trainer.device))
             stack.enter_context(torch.inference_mode())
             check = trainer.observer.check_interrupted
             latents = [sample_latent(stages[r.preview.use_ema], r.preview.sampling, r.seed, check) for r in due]

@@ -308,7 +308,7 @@ def decode(vae: Any, latent: Tensor) -> Tensor:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
+def preserve_random_state(device: torch.device) -> Iterator[None]:
     """Context that restores the global random states of Python, NumPy and torch, which ComfyUI's sampler seeds."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
