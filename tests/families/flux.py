@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import ALL, SAME_SIZES, Batch, Diffusers, FamilyCase, Learning
+from tiny.family_case import ALL, SAME_SIZES, Batch, Diffusers, Encoders, FamilyCase, Learning
 from tiny.flux_data import flux_sample
 from torch import Tensor
 
@@ -98,6 +98,12 @@ class Flux1Case(FluxCase):
 
     def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
         return tiny.load_flux(path, dtype)
+
+    def encoders(self, files: Mapping[str, Path]) -> Encoders:
+        return Encoders(tiny.load_clip(files["clip_l"], files["t5"]), tiny.load_vae(files["vae"]))
+
+    def folders(self) -> dict[str, int]:
+        return {"pictures": 1, "controls": 1}
 
     def batches(self) -> dict[str, Batch]:
         three = (WIDE, TALL, LONG)

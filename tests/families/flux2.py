@@ -10,8 +10,9 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from tessera.models.flux.family import resolution_shift
-from tiny.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Learning
+from tiny.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Encoders, Learning
 from tiny.flux_data import flux_sample
+from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip
 from torch import Tensor
 
 from .flux import REFERENCE, FluxCase, mixed_samples, placed, to_tokens
@@ -26,6 +27,7 @@ class Flux2Case(FluxCase):
     family = "flux2"
     # ComfyUI's table of diffusers' names for FLUX holds FLUX.2's blocks and none of its outer layers.
     layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL, "diffusers": TARGETS}
+    padded_caption = 512
     deep = {"depth": 2, "depth_single": 3}
     deep_blocks = 5
     main_batches = ("shapes", "timestep zero")
@@ -35,6 +37,13 @@ class Flux2Case(FluxCase):
 
     def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
         return tiny.load_flux2(path, dtype)
+
+    def encoders(self, files: Mapping[str, Path]) -> Encoders:
+        clip = load_mistral_clip() if self.variant == "dev" else load_klein_clip()
+        return Encoders(clip, load_flux2_vae(), sizes={"context_dim": 96})
+
+    def folders(self) -> dict[str, int]:
+        return {"pictures": 1, "controls": 1}
 
     def batches(self) -> dict[str, Batch]:
         batches: dict[str, Batch] = {

@@ -1,7 +1,7 @@
 """Qwen-Image, and Qwen-Image-Edit-2511, whose references have a timestep of zero."""
 
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,8 @@ from typing import Any
 
 import tiny
 import torch
-from tiny.family_case import ALL, Batch, Captions, Diffusers, FamilyCase, Learning
+from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
+from tiny.image_encoders import load_seeing_qwen_clip
 from tiny.qwen_data import qwen_sample
 from torch import Tensor
 
@@ -34,6 +35,12 @@ class QwenImageCase(FamilyCase):
 
     def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
         return tiny.load_qwen_image(path, dtype)
+
+    def encoders(self, files: Mapping[str, Path]) -> Encoders:
+        return Encoders(load_seeing_qwen_clip(files["qwen"]), tiny.load_vae(files["wan_vae"]))
+
+    def folders(self) -> dict[str, int]:
+        return {"pictures": 1, "controls": 2}  # a caption that sees a control picture is longer
 
     def batches(self) -> dict[str, Batch]:
         """Captions of three lengths, all of which take 128 tokens."""

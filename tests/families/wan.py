@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import tiny
 import torch
-from tiny.family_case import ALL, SAME_BLOCKS, TARGETS, Batch, Captions, Diffusers, FamilyCase, Learning
+from tiny.family_case import ALL, SAME_BLOCKS, TARGETS, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
+from tiny.image_encoders import load_clip_vision, load_wan22_vae
 from torch import Tensor
 
 WAN_FORWARD = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "wan.py"))["wan_forward"]
@@ -34,6 +35,7 @@ def padded_text(sample: Any) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class WanCase(FamilyCase):
     family = "wan"
+    padded_caption = 512
     layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL}
     deep: ClassVar[Mapping[str, Any]] = {"layers": 4}
     wide: ClassVar[Mapping[str, Any]] = {"dim": 256}
@@ -44,6 +46,18 @@ class WanCase(FamilyCase):
 
     def load(self, path: Path, dtype: torch.dtype | None = None) -> Any:
         return tiny.load_wan(path, dtype)
+
+    def encoders(self, files: Mapping[str, Path]) -> Encoders:
+        large = self.variant == "2.2-5b"
+        return Encoders(
+            tiny.load_wan_clip(files["umt5"]),
+            load_wan22_vae() if large else tiny.load_vae(files["wan_vae"]),
+            load_clip_vision(1280) if self.variant == "2.1-i2v" else None,
+            {"megapixels": 0.012 if large else 0.003, "image_to_video": self.variant != "2.1-t2v"},
+        )
+
+    def folders(self) -> dict[str, int]:
+        return {"clips": 2} if "i2v" in self.variant else {"clips": 2, "clips and pictures": 3}
 
     def batches(self) -> dict[str, Batch]:
         """5B's clips come with a clean first frame, but for "all noisy"."""

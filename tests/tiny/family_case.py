@@ -25,6 +25,7 @@ AXES = {
     "graphs": "compiled by aot_eager, one graph per kind of block and shape key, no recompile and no break",
     "swap": "blocks that stream from the host train the same bits",
     "compiled swap": "the same with compiled blocks, and no graph more",
+    "prepared data": "Prepare Dataset makes what it trains on, of folders and with its own encoders",
     "resume": "a cancelled run goes on to the same bits",
     "files": "each LoRA format is read back by ComfyUI as the same delta W",
     "diffusers": "diffusers reads the formats as the same delta W, and runs as ComfyUI does",
@@ -47,6 +48,22 @@ class Captions:
     samples: list[Any]
     text_lengths: int
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What Prepare Dataset encodes with for a variant.
+
+    clip, vae, clip_vision: as their loaders give them.
+    options: arguments of `prepare` that it needs.
+    sizes: of `write`, so that the model fits the encoders.
+    """
+
+    clip: Any
+    vae: Any
+    clip_vision: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,8 @@ class FamilyCase:
 
     main_batches: ClassVar[tuple[str, ...]] = ("shapes",)
     """The batches that stand for all where a test takes long."""
+    padded_caption: ClassVar[int | None] = None
+    """The text length of every caption of no more tokens; None where short ones take less."""
     never_trained: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of Linears that no LoRA trains."""
     layouts: ClassVar[Mapping[str, str]] = {"kohya": ALL, "comfyui": ALL, "diffusers": ALL}
@@ -141,7 +160,19 @@ class FamilyCase:
         """The MODEL that `UNETLoader` gives for the file; `dtype` is its `weight_dtype`."""
         raise NotImplementedError
 
+    def encoders(self, files: Mapping[str, Path]) -> Encoders:
+        """Tiny ones; files: the fixture `tiny_files`, text encoders and VAEs by name."""
+        raise NotImplementedError
+
     # The data
+
+    def folders(self) -> dict[str, int]:
+        """The folders that it is trained on, each with the graphs that their data takes for every kind of block.
+
+        "pictures": three of one area in three shapes, with captions of up to some hundred tokens. "controls": these,
+        with a control picture each. "clips": two videos of two shapes, cut to 5 and 9 frames. "clips and pictures".
+        """
+        raise NotImplementedError
 
     def batches(self) -> dict[str, Batch]:
         """Lists of samples that can share a batch, by name: at most four of one shape key.
