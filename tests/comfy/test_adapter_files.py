@@ -13,7 +13,7 @@ from tessera.lora.files.formats import convert, save_lora
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from tiny.runs import mixed_data, train, training_data
 
 

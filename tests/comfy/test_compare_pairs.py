@@ -21,7 +21,7 @@ from tessera.train.preview import compare as module
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
 from tiny.sampling import conditioning
-from tiny.wan_data import wan_sample
+from tiny.wan import wan_sample
 
 HIGH_RUN, LOW_RUN = "pair_high_noise-1a2b3c4d", "pair_low_noise-9f8e7d6c"
 SIZE = {"width": 32, "height": 32, "steps": 4}

@@ -27,7 +27,7 @@ from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
 from tiny.lora_files import random_update
 from tiny.runs import Watcher, cancel_at, run_settings, sample, training_data
-from tiny.wan_data import wan_sample
+from tiny.wan import wan_sample
 
 
 @pytest.fixture(scope="module")

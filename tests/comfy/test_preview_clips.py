@@ -17,7 +17,7 @@ from tessera.train.preview.sampling import Sampling, Stages, decode, sample_late
 from tessera.train.train_lora import train_lora
 from tiny.runs import Watcher, run_settings, training_data
 from tiny.sampling import conditioning
-from tiny.wan_data import wan_sample
+from tiny.wan import wan_sample
 
 FRAMES, WIDTH, HEIGHT = 5, 48, 32
 

@@ -8,7 +8,7 @@ from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.qwen_image.family import QwenImage
 from tessera.models.registry import family_of
 from tessera.train.train_lora import train_lora
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from tiny.runs import Watcher, run_settings, training_data
 
 FAMILY = QwenImage()

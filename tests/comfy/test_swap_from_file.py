@@ -32,7 +32,7 @@ from tessera.models.swapped_model import SwapSettings, swap
 from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import compiled, make_lora, with_lora
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from tiny.runs import training_data
 from tiny.sampling import conditioning, sample, sample_prompts
 

@@ -20,7 +20,7 @@ from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.observer import SilentObserver, StepReport
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from tiny.runs import sample, training_data
 from tiny.two_devices import DEVICE, TwoDevices
 

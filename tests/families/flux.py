@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import tiny
 import torch
 from tiny.family_case import ALL, SAME_SIZES, Batch, Diffusers, Encoders, FamilyCase, Learning
-from tiny.flux_data import flux_sample
+from tiny.flux import flux_sample
 from torch import Tensor
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))

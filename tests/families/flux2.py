@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tessera.models.flux.family import resolution_shift
 from tiny.family_case import ALL, SAME_SIZES, TARGETS, Batch, Captions, Diffusers, Encoders, Learning
-from tiny.flux_data import flux_sample
+from tiny.flux import flux_sample
 from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip
 from torch import Tensor
 

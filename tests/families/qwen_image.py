@@ -11,7 +11,7 @@ import tiny
 import torch
 from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, FamilyCase, Learning
 from tiny.image_encoders import load_seeing_qwen_clip
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from torch import Tensor
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "qwen_image.py"))

@@ -28,8 +28,7 @@ from .sampling import INPUTS, conditioning, empty_latent, sample
 from .sdxl import SDXL_TEXT_WIDTH, load_sdxl, write_sdxl
 from .taesd import load_vae, write_taesd
 from .training import fill_up_matrices, make_data, make_trainer, reference_masters, shown
-from .wan import WAN_CHANNELS, load_wan, write_wan
-from .wan_data import wan_sample
+from .wan import WAN_CHANNELS, load_wan, wan_sample, write_wan
 from .wan_vae import write_wan_vae
 
 __all__ = [

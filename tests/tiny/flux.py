@@ -1,8 +1,10 @@
-"""A tiny FLUX.1 in Black Forest Labs' checkpoint format, as `UNETLoader` reads it."""
+"""A tiny FLUX.1 in Black Forest Labs' checkpoint format, as `UNETLoader` reads it, and samples for it and FLUX.2."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +16,8 @@ from .weights import Shapes, fill, linear
 
 HEAD_SIZE = 128
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+# Of samples: (latent channels, latent cells along a side of a token, the least that captions are padded to)
+SAMPLE_SHAPES = {"flux": (16, 2, 0), "flux2": (128, 1, 512)}
 
 
 def flux_shapes(
@@ -145,3 +149,44 @@ def load_flux(path: Path, dtype: torch.dtype | None = None) -> Any:
     import comfy.sd
 
     return comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
+
+
+def flux_sample(
+    name: str,
+    height: int,
+    width: int,
+    text: int = 7,
+    references: Sequence[tuple[int, int]] = (),
+    *,
+    family: str = "flux2",
+    method: str | None = None,
+    tokens: int | None = None,
+    repeats: int = 1,
+    scale: float = 1.0,
+) -> Any:
+    """A sample whose numbers are a function of its name. height, width: in tokens; text: tokens of the caption;
+    references: (height, width) of each, in latent cells; tokens: how many are kept."""
+    from tessera.data.samples import Sample, SampleTensors
+
+    channels, patch, least = SAMPLE_SHAPES[family]
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    latent = scale * torch.randn(channels, patch * height, patch * width, generator=generator)
+    encoded = torch.randn(1, text, T5_WIDTH, generator=generator)
+    conditioning: dict[str, Any] = {"pooled_output": None}
+    if family == "flux":
+        conditioning = {"pooled_output": torch.randn(1, CLIP_WIDTH, generator=generator)}
+    if references:
+        conditioning["reference_latents"] = [torch.randn(1, channels, h, w, generator=generator) for h, w in references]
+    if method is not None:
+        conditioning["reference_latents_method"] = method
+    tensors = SampleTensors(latent, encoded, conditioning)
+    return Sample(
+        name,
+        (1, height, width),
+        tokens or height * width,
+        max(least, text),
+        lambda *_: tensors,
+        repeats,
+        references=tuple(-(-h // patch) * -(-w // patch) for h, w in references),
+        conditioning=frozenset(conditioning),
+    )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -31,23 +30,6 @@ def assert_draws(drawn: Callable[[Any], Tensor], wanted: Tensor, models: tuple[A
     assert learned < near and without > far, (without, learned)
 
 
-def core_loss(model: Any, tensors: Any, sigma: float) -> float:
-    """mean((v − (noise − x0))²) with v = (x_t − denoised) / sigma from core's `apply_model`, on noise of its own;
-    guidance 1 where the model takes one."""
-    import comfy.model_management
-
-    comfy.model_management.load_models_gpu([model])
-    x0 = model.model.process_latent_in(tensors.latent[None])
-    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(9))
-    x_t = (1 - sigma) * x0 + sigma * noise
-    given = {**tensors.conditioning, "guidance": 1.0}
-    conds = model.model.extra_conds(cross_attn=tensors.text, noise=x_t, device=x_t.device, **given)
-    args = {name: cond.process_cond(1, area=None, device=x_t.device).cond for name, cond in conds.items()}
-    with torch.no_grad():
-        denoised = model.model.apply_model(x_t, torch.tensor([sigma]), **args)
-    return float(((x_t - denoised) / sigma - (noise - x0)).square().mean())
-
-
 def sampled(model: Any, start: Tensor, text: Tensor, conditioning: dict[str, Any], **options: Any) -> Tensor:
     """What core's sampler makes of noise over `start` (of one sample) in eight Euler steps, with guidance 1."""
     import comfy.sample
@@ -57,7 +39,3 @@ def sampled(model: Any, start: Tensor, text: Tensor, conditioning: dict[str, Any
     return comfy.sample.sample(
         *(model, noise, 8, 1.0, "euler", "simple", positive, positive, start[None]), disable_pbar=True, **options
     )[0]
-
-
-def drawn_from_noise(model: Any, tensors: Any) -> Tensor:
-    return sampled(model, torch.zeros_like(tensors.latent), tensors.text, tensors.conditioning)

@@ -1,8 +1,11 @@
-"""Tiny Wan models: 2.1 and 2.2, text and image to video, and with VACE's control blocks where asked for."""
+"""Tiny Wan models: 2.1 and 2.2, text and image to video, and with VACE's control blocks where asked for; samples for
+them."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +15,7 @@ from .weights import Shapes, fill, linear
 
 # Latent channels and those of the input; the rest of the input is a mask of 4 and a start picture.
 WAN_CHANNELS = {"2.1-t2v": (16, 16), "2.1-i2v": (16, 36), "2.2-i2v-14b": (16, 36), "2.2-5b": (48, 48)}
+VISION_TOKENS = 257
 VISION_WIDTH = 1280  # of CLIP vision's states, fixed in ComfyUI
 VACE_CHANNELS = 96  # the control video's two latents and its mask of 8 x 8 pixels a cell
 
@@ -95,3 +99,49 @@ def load_wan(path: Path, dtype: torch.dtype | None = None) -> Any:
     import comfy.sd
 
     return comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
+
+
+def wan_sample(
+    name: str,
+    grid: tuple[int, int, int],
+    variant: str = "2.1-t2v",
+    *,
+    keep: int | None = None,
+    text: int = 7,
+    text_length: int = 10,
+    clean_frames: int = 0,
+    repeats: int = 1,
+    scale: float = 1.0,
+    pictures: int = 1,
+) -> Any:
+    """A sample whose numbers are a function of its name. grid: (frames, height, width) in tokens; keep: tokens kept of
+    each frame; text: tokens of the caption, text_length: what it is padded to; pictures: how many CLIP vision saw."""
+    from tessera.data.samples import Sample, SampleTensors
+
+    frames, height, width = grid
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    channels, channels_in = WAN_CHANNELS[variant]
+    size = (frames, 2 * height, 2 * width)
+    latent = scale * torch.randn(channels, *size, generator=generator)
+    encoded = torch.randn(1, text, T5_WIDTH, generator=generator)
+    conditioning: dict[str, Any] = {"pooled_output": None}
+    if channels_in > channels:
+        # The mask of core's WanImageToVideo: one over the frames that are not given.
+        mask = torch.ones(1, 1, *size)
+        mask[:, :, :1] = 0
+        picture = torch.randn(1, channels, *size, generator=generator)
+        conditioning |= {"concat_latent_image": picture, "concat_mask": mask}
+    if variant == "2.1-i2v":
+        states = torch.randn(1, pictures * VISION_TOKENS, VISION_WIDTH, generator=generator)
+        conditioning["clip_vision_output"] = SimpleNamespace(penultimate_hidden_states=states)
+    tensors = SampleTensors(latent, encoded, conditioning)
+    return Sample(
+        name,
+        grid,
+        frames * (keep or height * width),
+        text_length,
+        lambda *_: tensors,
+        repeats,
+        clean_frames=clean_frames,
+        conditioning=frozenset(conditioning),
+    )

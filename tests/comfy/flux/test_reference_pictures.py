@@ -5,7 +5,7 @@ from family_cases import CASES
 from tessera.models.family import SampleFacts
 from tessera.models.flux.family import Flux
 from tiny.family_case import our_velocity
-from tiny.flux_data import flux_sample
+from tiny.flux import flux_sample
 from tiny.runs import train, training_data
 
 METHODS = (None, "offset", "index", "uxo")

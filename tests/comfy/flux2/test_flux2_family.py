@@ -9,7 +9,7 @@ from tessera.models.family import SampleFacts
 from tessera.models.flux.family import Flux2
 from tessera.models.registry import family_of
 from tiny.family_case import our_velocity
-from tiny.flux_data import flux_sample
+from tiny.flux import flux_sample
 from tiny.runs import train, training_data
 
 METHODS = ("offset", "index", "index_timestep_zero", "uxo")

@@ -5,7 +5,7 @@ import tiny
 import torch
 from family_cases import CASES
 from tiny.family_case import computing_in, our_velocity, relative_error
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 
 SIZES = {"tiny": {}, "full": {"heads": 24, "head_size": 128, "text_dim": 3584}}
 SIGMAS = [0.2, 0.55]

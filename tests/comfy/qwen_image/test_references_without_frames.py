@@ -3,7 +3,7 @@
 import torch
 from family_cases import CASES
 from tiny.family_case import our_velocity
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 
 
 def test_references_without_a_frame_axis_are_taken_as_pictures(case_file):

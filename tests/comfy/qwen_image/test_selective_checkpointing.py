@@ -7,7 +7,7 @@ import tiny
 from family_cases import CASES
 from tessera.models.layers import ragged_attention
 from tessera.train.settings import MemoryOptions
-from tiny.qwen_data import qwen_sample
+from tiny.qwen_image import qwen_sample
 from tiny.runs import training_data
 from torch.nn.attention import SDPBackend
 
