@@ -15,6 +15,7 @@ FOLDERS = (
     "flux",
     "qwen_image",
     "wan",
+    "chroma",
 )
 FAMILIES: tuple[Family, ...] = tuple(
     family for folder in FOLDERS for family in import_module(f".{folder}.family", __package__).FAMILIES

@@ -1,0 +1,1 @@
+"""Chroma: FLUX's blocks without pooled text, modulated by one network."""
