@@ -37,8 +37,10 @@ NAMED = [
     "diffusion_models/qwen_image_edit_2509_fp8_e4m3fn.safetensors",
     "diffusion_models/flux1-dev-kontext_fp8_scaled.safetensors",
     "diffusion_models/flux-2-klein-base-4b.safetensors",
+    "diffusion_models/Chroma1-HD-fp8mixed.safetensors",
     "clip_vision/clip_vision_h.safetensors",
     "text_encoders/qwen_3_4b.safetensors",
+    "text_encoders/t5xxl_fp8_e4m3fn_scaled.safetensors",
     "vae/flux2-vae.safetensors",
 ]
 FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]

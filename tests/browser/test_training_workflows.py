@@ -1,5 +1,5 @@
-"""The workflows that train Wan, Qwen-Image, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a fault
-and equal their API form."""
+"""The workflows that train Wan, Qwen-Image, Chroma, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a
+fault and equal their API form."""
 
 import json
 
@@ -9,7 +9,14 @@ from comfy_server import PACK
 playwright = pytest.importorskip("playwright.sync_api")
 
 NAMES = ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "qwen_image_lora", "qwen_edit_lora"]
-NAMES += ["flux_kontext_lora", "flux2_lora", "everything_at_once", "lora_with_everything", "compare_loras"]
+NAMES += [
+    "chroma_lora",
+    "flux_kontext_lora",
+    "flux2_lora",
+    "everything_at_once",
+    "lora_with_everything",
+    "compare_loras",
+]
 
 
 def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):

@@ -1,5 +1,5 @@
-"""The shared workflows that train Wan, Qwen-Image, Kontext and FLUX.2, fitted to tiny models: queued on a server they
-leave a LoRA that changes what is sampled with it."""
+"""The shared workflows that train Wan, Qwen-Image, Chroma, Kontext and FLUX.2, fitted to tiny models: queued on a
+server they leave a LoRA that changes what is sampled with it."""
 
 import json
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import tiny
 from comfy_server import PACK, ComfyServer, ServerFailure
 from PIL import Image
 from safetensors import safe_open
+from tiny.chroma import write_chroma
 from tiny.films import write_film
 from tiny.workflow import fit_workflow
 
@@ -19,6 +20,7 @@ API = PACK / "workflows" / "api"
 STEPS = 2
 KLEIN_WIDTH = 3 * 32  # three layers of the tiny text encoder
 WAN, QWEN, FLUX = tiny.WAN_NAMES, tiny.QWEN_NAMES, tiny.FLUX_NAMES
+CHROMA = FLUX | {"unet_name": "tiny_chroma.safetensors", "clip_name": FLUX["clip_name2"]}
 # The models that loaders name, in the order of the loaders, and which encoders stand in for those of core's loaders.
 CASES: dict[str, tuple[dict[str, str], list[str], dict[str, Any]]] = {
     "wan_t2v_lora": (WAN, [WAN["unet_name"]], {}),
@@ -28,6 +30,7 @@ CASES: dict[str, tuple[dict[str, str], list[str], dict[str, Any]]] = {
     "qwen_edit_lora": (QWEN, [QWEN["unet_name"]], {"qwen": QWEN["clip_name"]}),
     "flux_kontext_lora": (FLUX, [FLUX["unet_name"]], {}),
     "flux2_lora": (FLUX | {"clip_name": ""}, ["tiny_flux2.safetensors"], {"flux2": True}),
+    "chroma_lora": (CHROMA, [CHROMA["unet_name"]], {}),
     "everything_at_once": (FLUX, [FLUX["unet_name"]], {}),
     "lora_with_everything": (FLUX, [FLUX["unet_name"]], {}),
 }
@@ -56,6 +59,7 @@ def filled(server: ComfyServer) -> ComfyServer:
     tiny.write_wan(models / "tiny_wan_i2v.safetensors", variant="2.1-i2v")
     for seed, side in enumerate(("high", "low"), start=1):
         tiny.write_wan(models / f"tiny_wan_{side}.safetensors", seed=seed)
+    write_chroma(models / CHROMA["unet_name"])
     tiny.write_flux2(models / "tiny_flux2.safetensors", context_dim=KLEIN_WIDTH, guidance=False)
     given = server.base / "input"
     for folder in ("my_clips", "my_pictures", "my_edits", "my_edits_before"):

@@ -15,9 +15,9 @@ from tiny.chroma import (
     APPROXIMATOR_WIDTH,
     chroma_sample,
     load_chroma,
-    load_chroma_clip,
     write_chroma,
 )
+from tiny.encoders import load_chroma_clip
 from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, Learning
 from torch import Tensor
 

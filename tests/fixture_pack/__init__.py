@@ -59,8 +59,8 @@ def _text_encoder(name: str) -> Path:
 
 
 class TesseraTinyClipLoader(io.ComfyNode):
-    """DualCLIPLoader for the tiny FLUX encoders and CLIPLoader for Wan's and Qwen-Image's: the files' metadata says
-    their sizes and, of one file, whose it is."""
+    """DualCLIPLoader for the tiny FLUX encoders and CLIPLoader for those of Wan, Qwen-Image and Chroma: the files'
+    metadata says their sizes and, of one file, whose it is."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -90,8 +90,8 @@ def test_links_nodes_and_slots_agree_with_one_another(name):
 
 def test_there_is_a_workflow_to_share_for_everything():
     compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
-    training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "wan_t2v_lora"]
-    training += ["wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
+    training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
+    training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
     assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", "compare_loras", *compiling, *training])
 
 

@@ -1,5 +1,4 @@
-"""A tiny Chroma in lodestones' checkpoint format with the sizes of its approximator injected, its text encoder, and
-samples for it."""
+"""A tiny Chroma in lodestones' checkpoint format with the sizes of its approximator injected, and samples for it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 
-from .encoders import T5_CONFIG, T5_WIDTH
+from .encoders import T5_WIDTH
 from .flux import flux_shapes
 from .injection import load_injected, sizes_metadata
 from .weights import Shapes, fill, linear
@@ -74,18 +73,6 @@ def write_chroma(
 def load_chroma(path: Path, dtype: torch.dtype | None = None) -> Any:
     """The MODEL that `UNETLoader` gives for this file; `dtype` is its `weight_dtype`."""
     return load_injected(path, {} if dtype is None else {"dtype": dtype})
-
-
-def load_chroma_clip(t5: Path) -> Any:
-    """A Chroma CLIP, as `CLIPLoader` gives it for a T5 of the full size, which ComfyUI knows by its 24th layer."""
-    import comfy.sd
-    import comfy.utils
-
-    tensors = comfy.utils.load_torch_file(str(t5), safe_load=True)
-    tensors["encoder.block.23.layer.1.DenseReluDense.wi_1.weight"] = torch.zeros(10240, 0)
-    return comfy.sd.load_text_encoder_state_dicts(
-        [tensors], clip_type=comfy.sd.CLIPType.CHROMA, model_options={"t5xxl_model_config": T5_CONFIG}
-    )
 
 
 def chroma_sample(

@@ -189,6 +189,18 @@ def load_wan_clip(umt5: Path) -> Any:
     return comfy.sd.load_clip([str(umt5)], clip_type=comfy.sd.CLIPType.WAN, model_options=_model_options(umt5))
 
 
+def load_chroma_clip(t5: Path) -> Any:
+    """A Chroma CLIP, as `CLIPLoader` gives it for a T5 of the full size, which ComfyUI knows by its 24th layer."""
+    import comfy.sd
+    import comfy.utils
+
+    tensors = comfy.utils.load_torch_file(str(t5), safe_load=True)
+    tensors["encoder.block.23.layer.1.DenseReluDense.wi_1.weight"] = torch.zeros(10240, 0)
+    return comfy.sd.load_text_encoder_state_dicts(
+        [tensors], clip_type=comfy.sd.CLIPType.CHROMA, model_options=_model_options(t5)
+    )
+
+
 def load_qwen_clip(qwen: Path, *, sees: bool = False) -> Any:
     """A Qwen-Image CLIP, as `CLIPLoader` gives it for a file of the full size, for text alone: it cannot see.
 
@@ -209,5 +221,7 @@ def load_qwen_clip(qwen: Path, *, sees: bool = False) -> Any:
 
 
 def load_text_encoder(path: Path) -> Any:
-    """The CLIP of a tiny umT5 or Qwen2.5-VL file, whichever it is."""
-    return load_wan_clip(path) if "umt5xxl_model_config" in _model_options(path) else load_qwen_clip(path)
+    """The CLIP of a tiny umT5, T5 (Chroma's) or Qwen2.5-VL file, whichever it is."""
+    loaders = {"umt5xxl_model_config": load_wan_clip, "t5xxl_model_config": load_chroma_clip}
+    (option,) = _model_options(path)
+    return loaders.get(option, load_qwen_clip)(path)

@@ -13,13 +13,15 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import chroma
 import flux
 import qwen_image
 import wan
 from graph import Graph, bring_up_to_date
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
-DESCRIPTIONS: list[Callable[[Graph], None]] = [*wan.DESCRIPTIONS, *qwen_image.DESCRIPTIONS, *flux.DESCRIPTIONS]
+FAMILIES = (wan, qwen_image, flux, chroma)
+DESCRIPTIONS: list[Callable[[Graph], None]] = [describe for family in FAMILIES for describe in family.DESCRIPTIONS]
 
 
 def main(source: str) -> None:

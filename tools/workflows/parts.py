@@ -103,10 +103,11 @@ def ksampler(
     steps: int,
     cfg: float,
     sampler: str = "euler",
+    scheduler: str = "simple",
     title: str | None = None,
 ) -> Node:
     given = {"positive": positive, "negative": negative, "latent_image": latent, "steps": steps, "cfg": cfg}
-    return graph.node("KSampler", title=title, model=model[0], sampler_name=sampler, scheduler="simple", **given)
+    return graph.node("KSampler", title=title, model=model[0], sampler_name=sampler, scheduler=scheduler, **given)
 
 
 def prompts(graph: Graph, clip: Node, text: str, negative: str = "") -> tuple[Node, Node]:

@@ -13,7 +13,8 @@ from tessera.models.latents import FLUX, WAN21
 from tessera.models.registry import family_of, text_policy
 from tessera.models.text import check_pair
 from tessera.train.train_lora import train_lora
-from tiny.chroma import chroma_sample, load_chroma, load_chroma_clip, write_chroma
+from tiny.chroma import chroma_sample, load_chroma, write_chroma
+from tiny.encoders import load_chroma_clip
 from tiny.runs import Watcher, run_settings, training_data
 
 FAMILY = Chroma()

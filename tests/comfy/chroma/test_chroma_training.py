@@ -15,7 +15,8 @@ from tessera.nodes.common.progress import ServerObserver
 from tessera.nodes.model.compile import TesseraCompileModel
 from tessera.nodes.train.train_lora import TesseraTrainLora
 from tessera.train.settings import MemoryOptions
-from tiny.chroma import load_chroma, load_chroma_clip
+from tiny.chroma import load_chroma
+from tiny.encoders import load_chroma_clip
 from tiny.learning import with_lora
 from tiny.prompt import executed
 
