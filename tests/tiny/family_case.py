@@ -1,7 +1,7 @@
-"""FamilyCase: what a variant of a model family gives to the tests of tests/comfy/every_family, which run on each.
+"""Rows of the tests in tests/comfy/every_family: what a variant of a model family gives to them.
 
-To add a family, write `tests/families/<name>.py` with a subclass, and its rows as `CASES`. Nothing lists them: every
-module of that folder is read.
+To add a family, write `tests/families/<name>.py` with a subclass of FamilyCase, and its rows as `CASES`. Nothing lists
+them: every module of that folder is read. What raises NotImplementedError here is to be given, or its axis left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class Captions:
 
 @dataclass(frozen=True)
 class Encoders:
-    """What Prepare Dataset encodes with for a variant.
+    """Text encoders and VAE that Prepare Dataset is given for a variant.
 
     clip, vae, clip_vision: as their loaders give them.
     options: arguments of `prepare` that it needs.
@@ -68,7 +68,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Diffusers:
-    """How diffusers reads LoRA files of a family.
+    """LoRA files of a family in diffusers.
 
     mixin: what reads the file, by `lora_state_dict`.
     build: (MODEL) → diffusers' model of the same size and weights, frozen.
@@ -143,7 +143,7 @@ class FamilyCase:
     wide: ClassVar[Mapping[str, Any]] = {}
     """Sizes for `write` that give two heads or more, where the smallest model has one."""
     ragged_in_core: ClassVar[bool] = True
-    """Whether `core_velocity` can be asked for the tokens of a ragged edge alone."""
+    """False where ComfyUI cannot be asked for the velocity of the tokens of a ragged edge alone."""
     forward_bounds: ClassVar[Mapping[str, float]] = {"fp32": 3e-6, "bf16": 2e-2, "fp16": 3e-3}
     """Largest relative error of a batch's velocities against ComfyUI's, by the dtype that both compute in."""
 
@@ -245,7 +245,7 @@ class FamilyCase:
     # LoRA files
 
     def is_target(self, name: str) -> bool:
-        """Whether a LoRA trains this Linear by default."""
+        """True for a Linear that a LoRA trains by default, by what other trainers do."""
         raise NotImplementedError
 
     def header(self) -> dict[str, str]:

@@ -1,0 +1,12 @@
+"""Every family that can be trained has rows in tests/families."""
+
+from family_cases import CASES
+from tessera.models.registry import FAMILIES
+
+
+def test_every_family_has_a_row():
+    assert {case.family for case in CASES.values()} == {family.name for family in FAMILIES}
+
+
+def test_what_a_row_leaves_out_has_a_reason():
+    assert all(reason.strip() for case in CASES.values() for reason in case.left_out.values())
