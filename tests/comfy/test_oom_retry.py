@@ -132,8 +132,8 @@ def test_room_that_does_not_help_is_not_told(monkeypatch: Any) -> None:
 
     executor.class_obj = SimpleNamespace(current_patcher=object())  # type: ignore[attr-defined]
     freed, said = [1, 0], list[str]()
-    monkeypatch.setattr(oom_retry, "_take_off_hooks", lambda patcher: None)
-    monkeypatch.setattr(oom_retry, "_free_some", lambda patcher: freed.pop(0))
+    monkeypatch.setattr(oom_retry, "_remove_hooks", lambda patcher: None)
+    monkeypatch.setattr(oom_retry, "_unload_some", lambda patcher: freed.pop(0))
     with pytest.raises(torch.OutOfMemoryError, match="activations"):
         oom_retry.OomRetry(torch.device("cpu"), True, said.append)(executor)
     assert not freed and not said
@@ -145,7 +145,7 @@ def test_a_second_try_has_what_a_controlnet_gave(by_name: bool, tiny_files: dict
     model, notes = swap(tiny.load_model("sdxl", tiny_files["sdxl"]), SwapSettings(2))
     (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, oom_retry.KEY)
     room.automatic = True
-    monkeypatch.setattr(oom_retry, "_free_some", lambda patcher: 1)
+    monkeypatch.setattr(oom_retry, "_unload_some", lambda patcher: 1)
     out, fails, strength = model.model.diffusion_model.out, [False], [0.0]
     forward = out.forward
 

@@ -528,10 +528,9 @@ def test_an_error_in_mid_run_leaves_the_model_and_its_siblings_usable(
         picture(broken, steps=4)
     # At once, without an unload in between: nothing of a slot is left in the modules.
     assert all(
-        place.tensor().untyped_storage().data_ptr()
-        not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots}
-        for places in model.swap.places
-        for place in places
+        ref.tensor().untyped_storage().data_ptr() not in {s.untyped_storage().data_ptr() for s in model.swap.ring.slots}
+        for refs in model.swap.refs
+        for ref in refs
     )
     assert torch.equal(picture(model), want)
     assert torch.equal(picture(tiny_flux), bare)
@@ -654,7 +653,7 @@ def test_stored_formats_stream_as_stored(tmp_path: Path, name: str) -> None:
     home = parts_of(plain.model.get_submodule(QKV).weight)[0].untyped_storage().data_ptr()
     with torch.inference_mode():
         mm.load_models_gpu([model])
-    for j, (weights, held) in enumerate(zip(model.swap._masters, model.swap._slots, strict=True)):
+    for j, (weights, held) in enumerate(zip(model.swap._unpatched, model.swap._slots, strict=True)):
         model.swap.ring.forward(j)
         for weight, slot in zip(weights, held, strict=True):
             for part, there in zip(parts_of(weight), parts_of(slot), strict=True):
