@@ -157,14 +157,14 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     ram(64 * GB)
     want = trained(load(name, path, in_file=False), tmp_path / "ordinary", family)
     assert not any(isinstance(master, ScatteredBuffer) for master in want.placed.swap.ring.flat_weights)
-    assert want.placed.from_file is None
+    assert not want.placed.host.from_file
     ram(1)
     model = load(name, path, in_file=True)
     weights = [parameter for block in blocks_of(model) for parameter in block.module.parameters()]
     inside = bytes_in_file(weights)
     found = trained(model, tmp_path / "file", family)
     assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.flat_weights)
-    assert found.placed.from_file is not None and "stream from the model's file" in found.placed.from_file
+    assert found.placed.host.from_file and "stream from the model's file" in found.placed.host.notes[0]
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
     streamed = bytes_in_file(t for master in found.placed.swap.ring.flat_weights for t in master.tensors)
     assert streamed >= 0.97 * inside - patched, "only what is patched or cast lies in memory"
@@ -444,8 +444,8 @@ sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "support"))
 import with_comfyui
 import tiny, torch, psutil, folder_paths
 import comfy.model_management
-from tessera.nodes.loaders import TesseraLoadDiffusionModel
-from tessera.train.options.memory import MemoryOptions
+from tessera.nodes.model.load import TesseraLoadDiffusionModel
+from tessera.train.settings import MemoryOptions
 from tiny.host_memory import Peak, anonymous, settle
 from tiny.sampling import sample
 

@@ -29,7 +29,7 @@ import with_comfyui
 import tiny, torch
 import comfy.model_management
 import comfy.sd
-from tessera.memory.swap_patcher import swap_model
+from tessera.memory.swap.patcher import swap_model
 from tiny.host_memory import Peak, anonymous, settle
 from tiny.sampling import sample
 

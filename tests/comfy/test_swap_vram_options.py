@@ -50,7 +50,7 @@ mm.load_models_gpu = load_as_on_a_gpu
 
 import folder_paths
 import torch
-from tessera.nodes.loaders import TesseraLoadDiffusionModel
+from tessera.nodes.model.load import TesseraLoadDiffusionModel
 from test_swap_patcher import picture, with_lora
 
 def load(**inputs):
