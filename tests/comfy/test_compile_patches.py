@@ -1,7 +1,6 @@
 """What other nodes put on a MODEL takes effect in compiled runs too: attention, patches, replaced blocks, wrappers,
 ControlNets; and what is taken off again leaves the old graphs."""
 
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from comfy.ldm.wan.model import WanModel
 from comfy.patcher_extension import WrappersMP
 from tessera.compile.settings import SCOPES
 from tiny.compiling import Graphs, compiled
@@ -74,11 +72,6 @@ CASES = [
     ("qwen_image", replace_a_block, 1),
     ("sdxl", patch_unet_attention_inputs, 14),
 ]
-
-
-# ComfyUI 0.27's Wan has no place for a patch between its blocks.
-if 'if "double_block" in patches' not in inspect.getsource(WanModel.forward_orig):
-    CASES.remove(("wan", patch_between_blocks, 1))
 
 
 def and_then(model: Any, patch: Callable[[Any], None]) -> Any:

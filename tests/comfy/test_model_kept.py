@@ -53,7 +53,7 @@ def test_weights_patches_and_sampling_are_the_same_before_and_after_training(
 ):
     model = comfy.sd.load_lora_for_models(tiny_flux, None, some_lora[0], STRENGTH, 0)[0] if patched else tiny_flux
     picture = tiny.sample(model, "flux")
-    comfy.model_management.unload_all_models()  # ComfyUI 0.27 leaves other flags on weights that it has patched once
+    comfy.model_management.unload_all_models()  # ComfyUI leaves other flags on weights that it has patched once
     before = picture_of(model)
     assert torch.equal(tiny.sample(model, "flux"), picture)
     # Sampling has left the MODEL loaded, with its patches written into the weights.

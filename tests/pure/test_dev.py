@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 import tarfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -71,7 +72,7 @@ def test_an_archive_of_another_hash_is_refused(tmp_path):
     file = tmp_path / "a.tar.gz"
     file.write_bytes(b"other")
     with pytest.raises(SystemExit, match="not the release that was pinned"):
-        dev.check_sha256(file, dev.NEWEST.sha256)
+        dev.check_sha256(file, dev.OLDEST.sha256)
     dev.check_sha256(file, "d9298a10d1b0735837dc4bd85dac641b0f3cef27a47e5d53a54f2f3f5b2fcffa")
 
 
@@ -173,24 +174,24 @@ def test_linters_and_types_come_before_chromium_is_looked_for_and_every_failure_
     assert dev.test([]) == 0
 
 
-def test_the_core_part_runs_with_the_oldest_comfyui_too_unless_one_was_chosen(monkeypatch, capsys):
-    commands = recorded(monkeypatch, failing=("tests/comfy/test_residency.py",))
+def test_the_whole_run_is_of_one_comfyui_the_oldest_that_the_pages_and_the_package_ask_for(monkeypatch):
+    commands = recorded(monkeypatch)
     monkeypatch.setattr(dev, "provide_chromium", lambda python: "chromium")
-    monkeypatch.setattr(dev, "fetch_release", lambda release: Path(release.version))
-    assert dev.test([]) == 0 and len(commands) == 5
     monkeypatch.setattr(dev, "setup", lambda: ("python", dev.unpacked_comfyui()))
-    assert dev.test([]) == 1
-    files = [word for word in commands[-1] if word.startswith("tests/")]
-    assert len(files) == len(dev.CORE_TESTS) and all((dev.ROOT / file).is_file() for file in files)
-    assert f"COMFYUI_PATH={dev.OLDEST.version}" in commands[-1]
-    assert capsys.readouterr().out.splitlines()[-1] == f"Failed: pytest with ComfyUI {dev.OLDEST.version}."
+    assert dev.test([]) == 0 and len(commands) == 5
+    parts = [word for command in commands for word in command if word.startswith("COMFYUI_PATH=")]
+    assert parts == [f"COMFYUI_PATH={dev.unpacked_comfyui()}"] * 2
+    asked = re.search(r'^requires-comfyui = ">=(.+)"$', (dev.ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert asked and asked[1] == dev.OLDEST.version
+    assert f"with {dev.OLDEST.version})" in (dev.ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_core_tests_run_alone_with_the_comfyui_that_is_there(monkeypatch):
     commands = recorded(monkeypatch)
     assert dev.test(["--core", "-x"]) == 0
     (command,) = commands
-    assert [word for word in command if word.startswith("tests/")] == dev.core_files()
+    files = [word for word in command if word.startswith("tests/")]
+    assert files == dev.core_files() and all((dev.ROOT / file).is_file() for file in files)
     assert "-x" in command and "COMFYUI_PATH=comfyui" in command
 
 
