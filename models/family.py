@@ -166,6 +166,7 @@ class Family(ABC):
     title: in messages.
     releases: what of it trains, as the lists of models in README and help pages put it in brackets.
     model_class: ComfyUI's class of its models.
+    transformer_class: ComfyUI's class of what they hold as `diffusion_model`.
     text: the text encoders that its captions are encoded with, and the VAEs that go with them.
     names: its modules in kohya's and in diffusers' LoRA files.
     default_targets: patterns of the Linears that a LoRA trains.
@@ -180,6 +181,7 @@ class Family(ABC):
     title: ClassVar[str]
     releases: ClassVar[str]
     model_class: ClassVar[type]
+    transformer_class: ClassVar[type]
     text: ClassVar[TextPolicy]
     names: ClassVar[NameTable]
     default_targets: ClassVar[tuple[str, ...]]

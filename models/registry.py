@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
+from ..memory.weights.frozen import check_readable
 from .family import Family
 from .name_table import NameTable, Shape
 from .text import TextPolicy
@@ -34,13 +35,28 @@ def titles_with_releases() -> tuple[str, ...]:
 
 def family_of(patcher: ModelPatcher) -> Family:
     """The family of a MODEL. Raises ValueError, naming what it is, where it cannot be trained."""
+    _check_is_of_comfyui(patcher.model)
     for family in FAMILIES:
         if family.matches(patcher.model):
+            for weight in patcher.model.parameters():
+                check_readable(weight)
             return family
     raise ValueError(
         f"model is a {type(patcher.model).__name__}, which Train LoRA cannot train; connect one of these or a "
         f"fine-tune of one: {', '.join(titles())}."
     )
+
+
+def _check_is_of_comfyui(model: Any) -> None:
+    """Raise ValueError where another node pack has put a transformer of its own into ComfyUI's model, as nunchaku does:
+    a family asks ComfyUI's own for its sizes."""
+    family, held = related_family(model), getattr(model, "diffusion_model", None)
+    held = getattr(held, "_orig_mod", held)  # as torch.compile wraps it
+    if family is not None and not isinstance(held, family.transformer_class):
+        raise ValueError(
+            f"model runs {family.title} as a {type(held).__name__}, which training cannot read; load it from a "
+            "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
+        )
 
 
 def related_family(model: Any) -> Family | None:

@@ -48,6 +48,15 @@ def share_outside_inference_mode(tensor: Tensor) -> Tensor:
         return shared.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def check_readable(weight: Tensor) -> None:
+    """Raise ValueError for a weight of a class of another node pack, such as GGMLTensor: its bytes are no numbers."""
+    if not isinstance(weight, QuantizedTensor) and type(weight.data) is not Tensor:
+        raise ValueError(
+            f"model keeps its weights as {type(weight.data).__name__}, which training cannot read; load it from a "
+            "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
+        )
+
+
 class FrozenWeights:
     """Reads the weights of a diffusion model by name, with the MODEL's weight patches in force.
 
@@ -118,11 +127,7 @@ class FrozenWeights:
             weight = weight.to(self._home(name))
         if isinstance(weight, QuantizedTensor):
             return weight
-        if type(weight.data) is not Tensor:
-            raise ValueError(
-                f"model keeps its weights as {type(weight.data).__name__}, which training cannot read; load it from a "
-                "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
-            )
+        check_readable(weight)
         # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
         owner = self.patcher.model.get_submodule(module)
         stored_dtype = intended_dtype(owner, parameter) or weight.dtype

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import comfy.ldm.chroma.model
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -28,6 +29,7 @@ class Chroma(FluxFamily):
     title = "Chroma"
     releases = "HD, Base, Flash"
     model_class = comfy.model_base.Chroma
+    transformer_class = comfy.ldm.chroma.model.Chroma
     text = ChromaText()
     names = CHROMA_NAMES
     axes = 3

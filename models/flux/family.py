@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import comfy.ldm.flux.model
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -157,6 +158,7 @@ class Flux(FluxFamily):
     title = "FLUX.1"
     releases = "dev, schnell, Kontext"
     model_class = comfy.model_base.Flux
+    transformer_class = comfy.ldm.flux.model.Flux
     text = Flux1Text()
     names = FLUX1_NAMES
     axes = 3
@@ -209,6 +211,7 @@ class Flux2(FluxFamily):
     title = "FLUX.2"
     releases = "dev, klein"
     model_class = comfy.model_base.Flux2
+    transformer_class = comfy.ldm.flux.model.Flux
     text = Flux2Text()
     names = FLUX2_NAMES
     axes = 4

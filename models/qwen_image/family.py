@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import comfy.ldm.qwen_image.model
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -34,6 +35,7 @@ class QwenImage(Family):
     title = "Qwen-Image"
     releases = "with Edit"
     model_class = comfy.model_base.QwenImage
+    transformer_class = comfy.ldm.qwen_image.model.QwenImageTransformer2DModel
     text = QwenImageText()
     names = QWEN_IMAGE_NAMES
     ragged = True

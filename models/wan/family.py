@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import comfy.ldm.wan.model
 import comfy.model_base
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -53,6 +54,7 @@ class Wan(Family):
     title = "Wan 2.1 and 2.2"
     releases = "text and image to video, 5B"
     model_class = comfy.model_base.WAN21
+    transformer_class = comfy.ldm.wan.model.WanModel
     text = WanText()
     names = WAN_NAMES
     # Attention and MLP of every block, as musubi-tuner's networks/lora_wan.py chooses them.

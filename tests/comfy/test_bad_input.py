@@ -16,6 +16,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy_server import ServerFailure, error_of
 from tessera.data.loader import batch_order
 from tessera.data.samples import TrainingData
+from tessera.models.registry import family_of
 from tessera.train.errors import TrainingStopped
 from tessera.train.trainer import Trainer
 from tiny.prompt import node
@@ -48,6 +49,49 @@ def test_a_model_of_another_family_is_named(other_family, tmp_path):
         tmp_path,
         "model is a WAN21_Vace, which Train LoRA cannot train; connect one of these",
     )
+
+
+class ComfyFluxWrapper(torch.nn.Module):
+    """Stand-in for the transformer that ComfyUI-nunchaku puts into ComfyUI's own model: it has no `params`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config, self.dtype = model, {"guidance_embed": True}, torch.float32
+
+
+class GGMLTensor(torch.Tensor):
+    """A weight as ComfyUI-GGUF keeps it: bytes, with the shape of what they stand for."""
+
+    shape = property(lambda self: self.tensor_shape)
+
+
+def of_nunchaku(model):
+    model.model.diffusion_model = ComfyFluxWrapper(model.model.diffusion_model)
+
+
+def of_gguf(model):
+    layer = model.model.diffusion_model.single_blocks[1].linear2
+    weight = torch.zeros(len(layer.weight), 20, dtype=torch.uint8).as_subclass(GGMLTensor)
+    weight.tensor_shape = layer.weight.shape
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.weight.tensor_shape = weight.tensor_shape
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(of_nunchaku, "model runs FLUX.1 as a ComfyFluxWrapper"), (of_gguf, "model keeps its weights as GGMLTensor")],
+)
+def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(change, what, tiny_flux, tmp_path):
+    change(tiny_flux)
+    watcher = Watcher()
+    with pytest.raises(ValueError, match=f"^{what}, which training cannot read; load it from a safetensors") as refused:
+        train(tiny_flux, mixed_data(), tmp_path, watcher)
+    assert not watcher.phases and not list(tmp_path.iterdir()) and "\n" not in str(refused.value)
+
+
+def test_a_model_that_another_pack_has_compiled_is_not_taken_for_one(tiny_flux):
+    tiny_flux.model.diffusion_model = torch.compile(tiny_flux.model.diffusion_model, backend="eager")
+    assert family_of(tiny_flux).name == "flux"
 
 
 @pytest.mark.parametrize(
