@@ -219,6 +219,8 @@ class Trainer:
         self.learner.zero_grad()
         total = torch.zeros((), device=self.device)
         for micro, requests in enumerate(micro_batches):
+            # A cancelled step is left without an update: the run goes on from the one before, and draws it again alike.
+            self.observer.check_interrupted()
             samples = [(self.data.samples[one[0]], self.reader.read(one)) for one in requests]
             rng_key = (self.progress.step, micro)
             with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint.state import load_state
 from tessera.train.errors import TrainingStopped
+from tessera.train.learner import Learner
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -61,6 +62,30 @@ def test_a_run_cancelled_after_any_step_goes_on_to_the_same_result(optimizer, ti
         equal(train(tiny_flux, data, root, watcher, **options), whole)
         assert f"Resumed at step {step}." in watcher.notes
         assert watcher.losses == whole.loss[step:]
+
+
+def test_cancel_within_a_step_waits_for_its_micro_batch_only(tiny_flux, tmp_path, monkeypatch):
+    options, watcher, backwards = HARD | {"gradient_accumulation": 3}, Watcher(), []
+    backward = Learner.backward
+
+    def counted(learner, loss):
+        backwards.append(watcher.done)
+        backward(learner, loss)
+
+    def check(done):
+        if backwards.count(2) == 2:  # Cancel is pressed amid the second micro-batch of the third step
+            raise InterruptProcessingException
+
+    watcher.before_step = check
+    with monkeypatch.context() as counting:
+        counting.setattr(Learner, "backward", counted)
+        with pytest.raises(InterruptProcessingException):
+            train(tiny_flux, mixed_data(), tmp_path / "cancelled", watcher, **options)
+    assert backwards == [0, 0, 0, 1, 1, 1, 2, 2]
+    again = Watcher()
+    resumed = train(tiny_flux, mixed_data(), tmp_path / "cancelled", again, **options)
+    assert "Resumed at step 2." in again.notes
+    equal(resumed, train(tiny_flux, mixed_data(), tmp_path / "whole", **options))
 
 
 def trained_matrices(lora):
