@@ -19,7 +19,17 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff"})
+# Extensions of each format that is read, by Pillow's name of it. No other decoder is tried, whatever a file is called:
+# that of EPS starts Ghostscript.
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "AVIF": (".avif",),
+    "BMP": (".bmp",),
+    "TIFF": (".tiff", ".tif"),
+}
+EXTENSIONS = frozenset(extension for of in FORMATS.values() for extension in of)
 # Extensions of image formats that can't be read; a note lists such files, so that none is missed unnoticed.
 UNREAD_EXTENSIONS = frozenset(
     {".heic", ".heif", ".jxl", ".gif", ".psd", ".raw", ".cr2", ".nef", ".dng", ".arw", ".svg"}
@@ -70,6 +80,15 @@ def check_pillow(version: str = PIL.__version__) -> None:
         )
 
 
+def open_image(source: Path | BytesIO) -> Image.Image:
+    """Open an image of one of FORMATS, which is told by its bytes.
+
+    Raises UnidentifiedImageError for anything else.
+    """
+    Image.init()  # so that a format that this Pillow lacks is known to be missing
+    return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
+
+
 def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
     """Read an image file's bytes and header, not its pixels.
 
@@ -89,7 +108,7 @@ def inspect_image(path: Path, name: str | None = None) -> ImageFacts:
 def _inspect(path: Path, name: str, size: int, mtime_ns: int) -> ImageFacts:
     with _named_errors(name, path):
         data = path.read_bytes()
-        with Image.open(BytesIO(data)) as image:
+        with open_image(BytesIO(data)) as image:
             width, height = _upright_size(image, data)
             alpha = image.has_transparency_data
             wide = _is_wide(image)
@@ -134,7 +153,7 @@ def load_image(
     """
     name = name or path.name
     data = _read(path, name, digest)
-    with _named_errors(name, path), Image.open(BytesIO(data)) as image:
+    with _named_errors(name, path), open_image(BytesIO(data)) as image:
         planes = _planes(ImageOps.exif_transpose(image), opaque, _is_wide(image))
         scaled = [
             np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
@@ -152,7 +171,7 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
     """
     name = name or path.name
     data = _read(path, name, digest)
-    with _named_errors(name, path), Image.open(BytesIO(data)) as opened:
+    with _named_errors(name, path), open_image(BytesIO(data)) as opened:
         image = ImageOps.exif_transpose(opened)
         if alpha:
             return np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255

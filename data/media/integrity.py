@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from PIL import Image
-
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
 from .frames import ImagePixels
-from .images import load_image
+from .images import load_image, open_image
 
 THREADS = 8
 
@@ -54,7 +52,7 @@ def is_intact(path: Path) -> bool:
     That is the checksums of a PNG, a JPEG decoded at an eighth of its size, and a full decode of other formats.
     """
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             if image.format == "PNG":
                 image.verify()
             else:

@@ -69,7 +69,7 @@ def preview_sheet(result: TrainResult) -> Tensor | ExecutionBlocker:
     sheet = result.sheet
     if sheet is None:
         return ExecutionBlocker("This run has no previews; connect a Training Preview to preview of Train LoRA.")
-    with Image.open(sheet) as sheet_image:
+    with Image.open(sheet, formats=["PNG"]) as sheet_image:
         return image_tensor(sheet_image)
 
 

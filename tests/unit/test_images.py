@@ -4,12 +4,15 @@ import io
 import os
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageCms, features
-from tessera.data.media.images import check_pillow, inspect_image, load_image, load_mask
+from PIL import EpsImagePlugin, Image, ImageCms, features
+from tessera.common.text import joined
+from tessera.data.media.images import EXTENSIONS, FORMATS, check_pillow, inspect_image, load_image, load_mask
+from tessera.data.media.integrity import is_intact
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -290,6 +293,36 @@ def test_a_damaged_picture_is_named_with_the_fix(tmp_path, cut):
     with pytest.raises(ValueError, match=r"picture 'holiday.jpg' can't be read \(.*save it again as PNG or JPEG"):
         whole(path)
         load_image(path, (0, 0, 64, 64), 64, 64)
+
+
+def test_postscript_under_the_name_of_a_picture_is_told_and_starts_no_program(tmp_path, monkeypatch):
+    path, started = tmp_path / "holiday.png", tmp_path / "started"
+    box = "%%BoundingBox: 0 0 48 32"
+    path.write_text(f"%!PS-Adobe-3.0 EPSF-3.0\n{box}\n%%EndComments\nshowpage\n%%EOF\n", encoding="ascii")
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\necho 10 > {started}\n", encoding="ascii")
+    ghostscript.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    assert not is_intact(path)
+    for read in (
+        inspect_image,
+        lambda file: load_image(file, (0, 0, 48, 32), 32, 48),
+        lambda file: load_mask(file, alpha=False),
+    ):
+        with pytest.raises(ValueError, match=r"'holiday.png' can't be read \(it is no picture or is damaged\); save"):
+            read(path)
+    assert not started.exists()
+
+
+def test_the_pages_and_the_node_name_the_formats_that_are_read():
+    names = [extensions[0].lstrip(".") for extensions in FORMATS.values()]
+    root = Path(__file__).resolve().parents[2]
+    for page in ("README.md", "nodes/web/docs/TesseraImageFolder.md"):
+        assert joined(names) in (root / page).read_text(encoding="utf-8"), page
+    assert f"({', '.join(names)})" in (root / "nodes/data/folders.py").read_text(encoding="utf-8")
+    known = Image.registered_extensions()
+    assert {known[extension] for extension in EXTENSIONS if extension in known} <= FORMATS.keys()
 
 
 def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_path, monkeypatch):

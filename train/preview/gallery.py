@@ -114,7 +114,7 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Pat
     cells = {}
     for shot in shots:
         if shot.step in steps:
-            with Image.open(folder / shot.file) as opened:
+            with Image.open(folder / shot.file, formats=["PNG", "WEBP"]) as opened:
                 opened.seek(shot.frames // 2 if shot.frames > 1 else 0)
                 picture = opened.convert("RGB")
             picture.thumbnail((_CELL, _CELL))
