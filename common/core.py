@@ -4,6 +4,7 @@ A newer ComfyUI may rename any of it, so that this is the first file to read whe
 versions lack is asked for by `getattr` or `hasattr`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,26 @@ def usable_memory(device: torch.device) -> int:
 def discard_cuda_error() -> None:
     """Take a failed call's error off CUDA's list, from where the next call of anybody would report it once more."""
     comfy.model_management.discard_cuda_async_error()
+
+
+# Calls of `execution.py` at the end of each node, under dynamic VRAM: (module, function).
+_AT_END_OF_NODE = (
+    ("comfy.model_management", "reset_cast_buffers"),  # buffers of casts and copies, page-locked patches
+    ("comfy.model_prefetch", "cleanup_prefetch_queues"),  # weights copied ahead, recorded allocations
+    ("comfy_aimdo.model_vbar", "vbars_reset_watermark_limits"),  # weights that lost their place may come back
+)
+
+
+def end_of_node() -> None:
+    """Give back what ComfyUI gives back at the end of a node.
+
+    A node that samples or encodes many times calls it after each, as ComfyUI would between nodes; otherwise the buffers
+    stay until the node ends.
+    """
+    for module, name in _AT_END_OF_NODE:
+        give_back = getattr(sys.modules.get(module), name, None)  # what nobody has imported holds nothing
+        if give_back is not None:
+            give_back()
 
 
 def has_loader(patcher: Any) -> bool:

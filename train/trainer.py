@@ -15,6 +15,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
+from ..common.core import end_of_node
 from ..compile.region import cannot_compile
 from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant
 from ..lora.files.lora_model import LoraModel
@@ -73,6 +74,7 @@ class Trainer:
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
         unload()  # before the peak is reset: the models of earlier nodes are not part of this run
+        end_of_node()
         reset_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step

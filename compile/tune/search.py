@@ -12,6 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ...common.core import end_of_node
 from ...memory.swap.patcher import SwapPatcher
 from ...models.blocks import BlockOfModel, block_lists, find_blocks
 from ..attach import KEY, compile_model, compiled_model_of
@@ -120,6 +121,8 @@ class _Run:
                 f"model: Tune Compile could not make inputs that {type(self.patcher.model).__name__} takes "
                 f"({first_line(error)}); connect a prompt for it to positive."
             ) from error
+        finally:
+            end_of_node()
 
     def why_not(self, settings: CompileSettings) -> str | None:
         """Why these settings are not tried, as a sentence."""
@@ -171,6 +174,8 @@ class _Run:
             oom = comfy.model_management.is_oom(error)
             found = UnmeasuredSettings(settings, "out of memory." if oom else first_line(error), failed=True)
             comfy.model_management.soft_empty_cache()
+        finally:
+            end_of_node()
         if isinstance(found, MeasuredSettings):
             self.measured.append(found)
         else:

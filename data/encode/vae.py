@@ -11,6 +11,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
+from ...common.core import end_of_node
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...models.latents import LatentPolicy
 from ..buckets.grids import Placement, crop_box
@@ -130,7 +131,10 @@ def _encode_start(vae: Any, crop: Crop) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _encode_vision(clip_vision: Any, crop: Crop) -> dict[str, Tensor]:
-    return {HIDDEN_STATES: hidden_states(clip_vision.encode_image(crop.first().load(), crop=True))}
+    try:
+        return {HIDDEN_STATES: hidden_states(clip_vision.encode_image(crop.first().load(), crop=True))}
+    finally:
+        end_of_node()
 
 
 def _encode(vae: Any, pixels: Tensor, crop: Crop) -> Tensor:
@@ -148,3 +152,5 @@ def _encode(vae: Any, pixels: Tensor, crop: Crop) -> Tensor:
             f"The VAE ran out of memory encoding {crop.pixels.name!r} at {crop.width} x {crop.height} pixels{frames}; "
             f"{fix}, or close what else uses the device's memory. What is encoded is kept."
         ) from None
+    finally:
+        end_of_node()

@@ -17,6 +17,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...common.core import end_of_node
 from ...common.text import joined
 from ...models.registry import related_family
 
@@ -264,22 +265,25 @@ def _sampled(
         noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
     else:
         samples, noise = half, torch.zeros(half.shape, dtype=half.dtype)
-    return comfy.sample.sample(
-        model,
-        noise,
-        sampling.steps,
-        sampling.cfg,
-        sampling.sampler_name,
-        sampling.scheduler,
-        sampling.positive,
-        sampling.negative if sampling.negative is not None else zeroed(sampling.positive),
-        samples,
-        noise_mask=latent.get("noise_mask"),
-        callback=lambda *_: tell(),
-        disable_pbar=True,
-        seed=seed,
-        **part,
-    )
+    try:
+        return comfy.sample.sample(
+            model,
+            noise,
+            sampling.steps,
+            sampling.cfg,
+            sampling.sampler_name,
+            sampling.scheduler,
+            sampling.positive,
+            sampling.negative if sampling.negative is not None else zeroed(sampling.positive),
+            samples,
+            noise_mask=latent.get("noise_mask"),
+            callback=lambda *_: tell(),
+            disable_pbar=True,
+            seed=seed,
+            **part,
+        )
+    finally:
+        end_of_node()
 
 
 def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
@@ -303,7 +307,10 @@ def zeroed(conditioning: Conditioning) -> Conditioning:
 
 def decode(vae: Any, latent: Tensor) -> Tensor:
     """Decode a latent like VAE Decode: (frames, H, W, 3), 0 to 1."""
-    pictures = vae.decode(latent)
+    try:
+        pictures = vae.decode(latent)
+    finally:
+        end_of_node()
     return pictures.reshape(-1, *pictures.shape[-3:])
 
 
