@@ -68,7 +68,7 @@ def find_items(
             items.append(_picture(entry))
             continue
         facts = inspect_video(entry.path, entry.name)
-        shown = facts.frames_at(entry.extraction.fps)
+        shown = facts.frames_at(entry.extraction.fps, entry.name)
         windows = entry.extraction.windows(len(shown))
         if not windows:
             short.append((entry, len(shown)))
@@ -79,7 +79,9 @@ def find_items(
             slow.append(f"{entry.name} ({facts.fps:.4g})")
         if facts.hdr:
             hdr.append(entry.name)
-        items += [_clip(entry, facts, shown[start : start + count], start) for start, count in windows]
+        for start, count in windows:
+            interrupted()
+            items.append(_clip(entry, facts, shown[start : start + count], start))
     if short:
         raise ValueError(_too_short(short))
     _check_alpha(dataset.entries)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import av
 import numpy as np
@@ -24,6 +24,8 @@ from torch import Tensor
 
 # A frame counts as shown from this many seconds before its stamp on: containers round stamps to milliseconds.
 _SLACK = 0.0006
+# A clip may last so many seconds, or so many for each of its frames, before its stamps are taken as wrong.
+_LONGEST, _LONGEST_STAY = 600.0, 60.0
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
 # Video without a colour matrix is BT.709 from this height on, and BT.601, the decoder's default, below.
@@ -63,17 +65,46 @@ class VideoFacts:
         """Mean frames per second."""
         return len(self.stamps) / float((self.end - self.stamps[0]) * self.time_base)
 
-    def frames_at(self, fps: float) -> list[int]:
+    def frames_at(self, fps: float, name: str) -> Sequence[int]:
         """List the stamps of the frames shown at `fps` frames per second, from the first one on; 0 takes all.
 
         At a higher rate than the file's own, frames are repeated.
+
+        name: name in messages.
+        Raises ValueError where frames stay so long that their stamps must be wrong.
         """
         if fps == 0:
-            return list(self.stamps)
-        seconds = [float((stamp - self.stamps[0]) * self.time_base) for stamp in self.stamps]
+            return self.stamps
         length = float((self.end - self.stamps[0]) * self.time_base)
-        count = max(1, int(length * fps + fps * _SLACK))
-        return [self.stamps[bisect_right(seconds, index / fps + _SLACK) - 1] for index in range(count)]
+        if length > max(_LONGEST, _LONGEST_STAY * len(self.stamps)):
+            raise ValueError(
+                f"The clip {name!r} can't be taken at {fps:g} frames per second, as its {len(self.stamps)} frames are "
+                f"spread over {length:.0f} s; save it again as MP4 (H.264), set fps to 0, or take it out of the folder."
+            )
+        return _FramesAt(self, fps, max(1, int(length * fps + fps * _SLACK)))
+
+
+class _FramesAt(Sequence[int]):
+    """Stamps of the frames on show at a constant rate, found as they are asked for: a still may stand for minutes."""
+
+    def __init__(self, facts: VideoFacts, fps: float, count: int) -> None:
+        self._stamps, self._fps, self._count = facts.stamps, fps, count
+        self._seconds = [float((stamp - facts.stamps[0]) * facts.time_base) for stamp in facts.stamps]
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(self._count)[index]]
+        place = range(self._count)[index]
+        return self._stamps[bisect_right(self._seconds, place / self._fps + _SLACK) - 1]
 
 
 def inspect_video(path: Path, name: str | None = None) -> VideoFacts:
@@ -118,6 +149,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         if not container.streams.video:
             raise ValueError("it holds no video")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise ValueError("the installed PyAV has no decoder for its codec")
         stream.thread_type = "AUTO"
         yield container, stream
 
@@ -132,7 +165,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
     for one in shown:
         if one.pts is None:
             raise ValueError("its frames have no time stamps; save it anew as MP4")
-        lengths[one.pts] = one.duration or 0
+        lengths[one.pts] = max(one.duration or 0, 0)
     if not lengths:
         raise ValueError("it holds no frames")
     stamps = sorted(lengths)

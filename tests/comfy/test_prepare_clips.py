@@ -79,7 +79,7 @@ def frames_of(path, grid, start, count, pixels_per_token):
     """The frames that a sample is made of, by the way of the files."""
     facts = inspect_video(path)
     box, target = crop_box(facts.size, grid, pixels_per_token)
-    return load_frames(path, facts, facts.frames_at(16)[start : start + count], box, *target)
+    return load_frames(path, facts, facts.frames_at(16, path.name)[start : start + count], box, *target)
 
 
 def calls_of(monkeypatch, owner, method):

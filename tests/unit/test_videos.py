@@ -1,12 +1,16 @@
 """Films written here, against the frames that they were made of."""
 
 import os
+import tracemalloc
 from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
 import torch
+from tessera.data.folders.dataset import scan_videos
+from tessera.data.folders.items import find_items
+from tessera.data.media.clip_windows import Extraction
 from tessera.data.media.videos import inspect_video, load_frames
 from tiny.films import grey, plain, write_film
 
@@ -59,20 +63,60 @@ def test_each_format_gives_its_frames_from_wherever_a_clip_starts(tmp_path, name
 )
 def test_frames_are_dropped_or_repeated_to_the_wanted_rate(tmp_path, film, wanted, expected):
     path = write_film(tmp_path / "a.mp4", 25, fps=film)
-    shown = inspect_video(path).frames_at(wanted)
+    shown = inspect_video(path).frames_at(wanted, path.name)
     assert greys(load(path, shown)) == expected
 
 
 def test_frames_of_uneven_length_are_shown_at_their_times(tmp_path):
     path = write_film(tmp_path / "a.mkv", 5, fps=10, stamps=[0, 1, 5, 6, 9])
     facts = inspect_video(path)
-    assert greys(load(path, facts.frames_at(10))) == [0, 1, 1, 1, 1, 2, 3, 3, 3, 4]
-    assert greys(load(path, facts.frames_at(0))) == [0, 1, 2, 3, 4]
+    assert greys(load(path, facts.frames_at(10, "a.mkv"))) == [0, 1, 1, 1, 1, 2, 3, 3, 3, 4]
+    assert greys(load(path, facts.frames_at(0, "a.mkv"))) == [0, 1, 2, 3, 4]
 
 
 def test_a_film_that_does_not_start_at_zero_starts_at_its_first_frame(tmp_path):
     path = write_film(tmp_path / "a.mkv", 6, fps=10, stamps=[7, 8, 9, 10, 11, 12])
-    assert greys(load(path, inspect_video(path).frames_at(10))) == [0, 1, 2, 3, 4, 5]
+    assert greys(load(path, inspect_video(path).frames_at(10, "a.mkv"))) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_clip_whose_stamps_are_absurd_is_told_at_once_and_takes_no_memory(tmp_path):
+    path = write_film(tmp_path / "a.mkv", 6, fps=16, stamps=[0, 1, 2, 3, 4, 16 * 10**8])
+    facts = inspect_video(path)
+    tracemalloc.start()
+    with pytest.raises(
+        ValueError,
+        match=r"'x/a.mkv' can't be taken at 16 frames per second, as its 6 frames are spread over 100000000 s; save it",
+    ):
+        facts.frames_at(16, "x/a.mkv")
+    assert greys(load(path, facts.frames_at(0, "x/a.mkv")[:5])) == [0, 1, 2, 3, 4]
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+
+
+def test_the_frames_of_a_still_that_stands_for_minutes_are_found_as_they_are_asked_for(tmp_path):
+    path = write_film(tmp_path / "a.mkv", 3, fps=10, stamps=[0, 10, 5900])
+    facts = inspect_video(path)
+    tracemalloc.start()
+    shown = facts.frames_at(1000, "a.mkv")
+    assert len(shown) == pytest.approx(590_100, abs=100)
+    assert [facts.stamps.index(stamp) for stamp in (shown[999], shown[1000], shown[-1])] == [0, 1, 2]
+    assert shown[998:1002] == [facts.stamps[0]] * 2 + [facts.stamps[1]] * 2
+    assert tracemalloc.get_traced_memory()[1] < 10**5
+    tracemalloc.stop()
+
+
+def test_cancel_is_asked_for_before_each_clip_that_a_film_gives(tmp_path):
+    write_film(tmp_path / "a.mp4", 25, caption="a")
+    asked = []
+
+    def interrupted():
+        asked.append(None)
+        if len(asked) == 10:
+            raise InterruptedError
+
+    dataset = scan_videos(tmp_path, Extraction((1,), 1000.0, "chunk"))
+    with pytest.raises(InterruptedError):
+        find_items(dataset, lambda *_: None, interrupted)
 
 
 def quarters(index, height, width):
@@ -202,7 +246,7 @@ def test_few_decoded_frames_are_held_however_long_the_film_is(tmp_path, monkeypa
     clip = load_frames(path, facts, facts.stamps[501:526], box, 16, 16)
     assert (clip[:, 8, 8, 0] * 255).round().sub(8).div(8).round().int().tolist() == [i % 30 for i in range(501, 526)]
     assert Held.made <= 1 + 10 + 25 + 2  # from the key frame before the clip to the frame after it
-    load_frames(path, facts, facts.frames_at(16), box, 16, 16)
+    load_frames(path, facts, facts.frames_at(16, "a.mp4"), box, 16, 16)
     assert Held.made >= 600 and Held.most <= 3 and Held.alive == 0
 
 
@@ -240,6 +284,15 @@ def test_a_file_without_pictures_is_told(tmp_path):
         container.mux(stream.encode())
     with pytest.raises(ValueError, match=r"can't be read \(it holds no video\)"):
         inspect_video(tmp_path / "a.mkv")
+
+
+def test_a_codec_that_the_build_lacks_is_told(tmp_path):
+    path = write_film(tmp_path / "a.mp4", 2)
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"evc1"))
+    with pytest.raises(
+        ValueError, match=r"'x/a.mp4' can't be read \(the installed PyAV has no decoder for its codec\);"
+    ):
+        inspect_video(path, "x/a.mp4")
 
 
 def test_a_film_that_breaks_off_is_told_when_its_end_is_wanted(tmp_path):
