@@ -5,9 +5,12 @@ versions lack is asked for by `getattr` or `hasattr`.
 """
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import comfy.cli_args
 import comfy.model_management
 import torch
 from torch import Tensor, nn
@@ -64,6 +67,61 @@ def loaded_from(patcher: Any) -> str:
     """Give the path of the file from which ComfyUI loaded the MODEL, empty where it does not say."""
     loader = getattr(patcher, "cached_patcher_init", None)  # (function, its arguments, …)
     return loader[1][0] if loader and loader[1] and isinstance(loader[1][0], str) else ""
+
+
+# ComfyUI's own compiler
+
+
+class _ComfyCompiler:
+    """Switch of ComfyUI's own compiler, which calls on several threads may hold off at once."""
+
+    OPTION = "disable_comfy_compiler"  # of the command line, and of the transformer options
+
+    def __init__(self) -> None:
+        self.lock, self.calls, self.before = threading.Lock(), 0, False
+
+    def hold(self) -> None:
+        args = comfy.cli_args.args
+        with self.lock:
+            if not self.calls:
+                self.before = getattr(args, self.OPTION)
+            self.calls += 1
+            setattr(args, self.OPTION, True)
+
+    def let_go(self) -> None:
+        with self.lock:
+            self.calls -= 1
+            if not self.calls:
+                setattr(comfy.cli_args.args, self.OPTION, self.before)
+
+
+_comfy_compiler = _ComfyCompiler()
+
+
+@contextmanager
+def without_comfy_compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Switch ComfyUI's own compiler off for one call of the model, where this ComfyUI has it.
+
+    It records what a model's forward allocates and replays that at the same addresses, which compiled blocks and slots
+    would break. It decides so at the top of the model's forward, so this stands around `BaseModel.apply_model`.
+
+    args, kwargs: of `BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options, **conds)`.
+    """
+    if not hasattr(comfy.cli_args.args, _ComfyCompiler.OPTION):
+        yield
+        return
+    options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
+    asked = options.get(_ComfyCompiler.OPTION)
+    options[_ComfyCompiler.OPTION] = True
+    _comfy_compiler.hold()
+    try:
+        yield
+    finally:
+        _comfy_compiler.let_go()
+        if asked is None:
+            options.pop(_ComfyCompiler.OPTION, None)
+        else:
+            options[_ComfyCompiler.OPTION] = asked
 
 
 # Patched weights

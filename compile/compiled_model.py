@@ -18,6 +18,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 from torch import nn
 
+from ..common.core import without_comfy_compiler
 from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from ..models.transformer_options import carries_code
@@ -97,6 +98,7 @@ class CompiledModel:
             self._read(model)
         with ExitStack() as call:
             leave_inference_mode(self._weighted)
+            call.enter_context(without_comfy_compiler(args, kwargs))
             call.enter_context(self._torch_settings(self._met_first(args, kwargs)))
             if base.lowvram_patch_counter:
                 call.enter_context(opaque_patches(self._weighted))

@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ...common.core import without_comfy_compiler
 from ..attach import KEY
 from ..compiled_model import CompiledModel
 from ..report.timing import synchronise
@@ -83,9 +84,11 @@ class Bench:
 
     def _apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.compiled_model is not None
-        return (
-            self.compiled_model.apply_model(executor, *args, **kwargs) if self._compiled else executor(*args, **kwargs)
-        )
+        if self._compiled:
+            return self.compiled_model.apply_model(executor, *args, **kwargs)
+        # As the compiled steps in between, whose allocations would not be those that were recorded.
+        with without_comfy_compiler(args, kwargs):
+            return executor(*args, **kwargs)
 
 
 def _state(compiled_model: CompiledModel) -> tuple[int, int]:

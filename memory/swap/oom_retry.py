@@ -15,6 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...common.core import without_comfy_compiler
 from ..host.sysmem_fallback import SysmemMonitor
 
 KEY = "tessera.oom_retry"
@@ -54,7 +55,8 @@ class OomRetry:
         while True:
             mine = _copy_control(args, kwargs) if self.automatic else (args, kwargs)
             try:
-                result = executor(*mine[0], **mine[1])
+                with without_comfy_compiler(*mine):
+                    result = executor(*mine[0], **mine[1])
                 break
             except Exception as error:
                 if not self.automatic or not comfy.model_management.is_oom(error):
