@@ -23,6 +23,7 @@ from ..memory.swap.forward import swapped_forward
 from ..models.blocks import BlockOfModel, block_lists, find_blocks
 from ..models.transformer_options import carries_code
 from .calls import call_block, call_model, call_stack, entry_of, run_forward, run_model, set_temporarily
+from .cuda_graphs import no_cuda_graphs
 from .region import Region, signature
 from .report.report import CompileReport
 from .settings import CompileSettings, HowToCompile
@@ -50,8 +51,11 @@ class CompiledModel:
         self._first_sizes: Any = None
         self._wiring: dict[str, BlockWiring | str] = {}
         self._read(base.diffusion_model)
-        for note in settings.ignored([block.name for block in self.blocks], device):
+        names = [block.name for block in self.blocks]
+        for note in settings.ignored(names, device):
             self.note(note)
+        for how in settings.hows(names):
+            self._feasible(how)  # for its sentence, before anything is sampled
         if not self.blocks and settings.scope != "model":
             self.note(
                 f"No list of like blocks was found in {type(self.model).__name__}, so nothing is compiled; choose "
@@ -172,11 +176,10 @@ class CompiledModel:
         return None
 
     def _place_block(self, placed: ExitStack, block: BlockOfModel, streams: bool) -> None:
-        how = self.settings.how_for(block.name)
-        if how is None:
+        asked = self.settings.how_for(block.name)
+        if asked is None:
             return
-        if streams and how.cuda_graphs():
-            how = self._without_cuda_graphs(how)
+        how = self._feasible(asked, streams)
         swapped = swapped_forward(block.module)
         if swapped is not None and swapped.inner is None:
             # The weights come and go under it: what is compiled is the block in its slot, as any other.
@@ -188,18 +191,22 @@ class CompiledModel:
         region = self._region(block.kind, run_forward, how)
         set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
 
-    def _without_cuda_graphs(self, how: HowToCompile) -> HowToCompile:
-        """Leave out CUDA graphs.
+    def _feasible(self, how: HowToCompile, streams: bool = False) -> HowToCompile:
+        """Leave out CUDA graphs, with a sentence, where the allocator or block swap does not allow them.
 
         A CUDA graph replays on the addresses of the weights with which it was recorded. A block that streams has those
         of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes memory
         that no plan counts. Resident blocks go without as well, as blocks of one kind share their graph.
         """
+        why = no_cuda_graphs(self.device) or ("some stream from the host (block swap)" if streams else None)
+        if why is None or not how.cuda_graphs():
+            return how
         asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
+        what = "the model is" if self.settings.scope == "model" and not streams else "blocks are"
         instead = how.without_cuda_graphs()
         self.note(
-            f"{asked}: blocks are compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
-            "some stream from the host (block swap)."
+            f"{asked}: {what} compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
+            f"{why}."
         )
         return instead
 
@@ -208,7 +215,7 @@ class CompiledModel:
         if name in vars(model):
             self.note("scope model: blocks are compiled instead, since another node has replaced the model's forward.")
             return False
-        region = self._region(f"{type(model).__name__}:model", run_model, self.settings.how())
+        region = self._region(f"{type(model).__name__}:model", run_model, self._feasible(self.settings.how()))
         set_temporarily(placed, model, name, partial(call_model, region, model))
         return True
 
@@ -233,7 +240,7 @@ class CompiledModel:
                 provided |= {block.name for block in blocks}
             else:
                 kinds = "+".join(dict.fromkeys(block.kind for block in blocks))
-                region = self._region(f"{name}:{kinds}", run_stack, how)
+                region = self._region(f"{name}:{kinds}", run_stack, self._feasible(how))
                 members = tuple(block.module for block in blocks)
                 stack = StackModule(partial(call_stack, region, members, wiring))
                 modules, key, own = entry_of(model, name)

@@ -16,6 +16,7 @@ import torch
 
 from ..memory.swap.oom_retry import copy_containers
 from ..models.family import Block
+from .cuda_graphs import from_cuda_graphs
 from .report import timing
 from .report.events import CompileEvent
 from .report.explain import explain_break
@@ -135,6 +136,8 @@ class Region:
         except Exception as error:
             if comfy.model_management.is_oom(error):
                 raise
+            if self._drops_cuda_graphs(error):
+                return self._repeat_eager(error, args)
             return self._after(error, record.event, args)
         self.report.compiled_calls += 1
         if record.event is not None:
@@ -142,9 +145,46 @@ class Region:
             self._check_limit(record.event)
         elif measuring:
             self._to_measure = False
-            if (speed := timing.compare(self._run, self.body, kept)) is not None:
-                self.report.speeds.append(speed)
+            self._measure(kept)
         return out
+
+    def _measure(self, args: tuple[Any, ...]) -> None:
+        """Time it on copies of the inputs, compiled and eager."""
+        assert self._run is not None
+        try:
+            speed = timing.compare(self._run, self.body, args)
+        except Exception as error:
+            if not self._drops_cuda_graphs(error):
+                raise
+            return
+        if speed is not None:
+            self.report.speeds.append(speed)
+
+    def _drops_cuda_graphs(self, error: Exception) -> bool:
+        """Compile it anew without CUDA graphs where making one has failed. Returns False for other errors."""
+        if not self.how.cuda_graphs() or not from_cuda_graphs(error):
+            return False
+        self.how = self.report.how = self.how.without_cuda_graphs()
+        self.note(
+            f"{self.report.label} is compiled without CUDA graphs from here on (backend {self.how.backend}, mode "
+            f"{self.how.mode}), since making one failed: {first_line(error)}"
+        )
+        self._compile(self._fullgraph)
+        return True
+
+    def _repeat_eager(self, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Make the call eager whose CUDA graph failed: kernels that are being recorded have not run.
+
+        Raises CompileFailed for a body in pieces: those before the failed one have run, and may have written into the
+        inputs.
+        """
+        if not self._fullgraph:
+            raise CompileFailed(
+                f"A CUDA graph failed in the middle of {self.report.label}: {first_line(error)} Queue again: it is "
+                "compiled without CUDA graphs from here on."
+            ) from error
+        self.report.eager_calls += 1
+        return self.body(*args)
 
     def _check_limit(self, event: CompileEvent) -> None:
         """Note that the limit is reached: in pieces, torch itself goes on eager then."""

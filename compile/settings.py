@@ -101,6 +101,11 @@ class CompileSettings:
                 return None if override.eager else override.apply(self.how())
         return self.how()
 
+    def hows(self, blocks: Sequence[str]) -> list[HowToCompile]:
+        """List the distinct arguments of torch.compile for blocks of these names, and for the model as a whole."""
+        kinds = {how for how in (self.how_for(block) for block in blocks) if how is not None} | {self.how()}
+        return sorted(kinds, key=str)
+
     def check(self) -> None:
         """Raise ValueError, in a sentence, for a value that can't be meant."""
         if self.mode not in MODES:
@@ -120,8 +125,7 @@ class CompileSettings:
         blocks: the names of the model's blocks. Raises ValueError for an override that matches none of them.
         """
         notes = []
-        kinds = {how for how in (self.how_for(block) for block in blocks) if how is not None} | {self.how()}
-        for how in sorted(kinds, key=str):
+        for how in self.hows(blocks):
             if how.mode != "default" and how.backend != "inductor":
                 notes.append(f"mode {how.mode} is ignored: the backend {how.backend} has no modes, only inductor has.")
             if how.cuda_graphs() and device.type != "cuda":

@@ -14,6 +14,7 @@ import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.model_patcher import ModelPatcher
 
+from ..cuda_graphs import memory_allocator, no_cuda_graphs
 from ..settings import CompileSettings
 from .inputs import StepInputs
 
@@ -180,6 +181,8 @@ def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
         "torch": torch.__version__,
         "size": inputs.size,
         "prompt": inputs.prompt,
+        # Only where some settings can't be had for it, so that results of other machines are found again.
+        **({} if no_cuda_graphs(device) is None else {"allocator": str(memory_allocator(device))}),
     }
 
 

@@ -17,6 +17,7 @@ from ...memory.swap.patcher import SwapPatcher
 from ...models.blocks import BlockOfModel, block_lists, find_blocks
 from ..attach import KEY, compile_model, compiled_model_of
 from ..compiled_model import CompiledModel, forget_compiled_model
+from ..cuda_graphs import no_cuda_graphs
 from ..region import first_line
 from ..report.timing import memory_beside_tensors
 from ..settings import CompileSettings
@@ -132,6 +133,8 @@ class _Run:
             return "the model has no list that consists of blocks only, so this is the same as blocks."
         if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.how().cuda_graphs()):
             return "some blocks stream from the host (block swap), so it is block by block without CUDA graphs anyway."
+        if settings.how().cuda_graphs() and (why := no_cuda_graphs(self.patcher.load_device)) is not None:
+            return f"{why}."
         left = self.ends - self.clock()
         expected = self.expected_seconds(settings)
         if expected > left:

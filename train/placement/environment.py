@@ -5,6 +5,7 @@ from typing import Any
 import psutil
 import torch
 
+from ...compile.cuda_graphs import memory_allocator
 from ...compile.settings import CompileSettings
 
 
@@ -27,9 +28,13 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> dict[str, Any]:
-    """Return the memory peak in MiB: memory reserved by torch on a GPU, else the process's resident memory."""
+    """Return the memory peak in MiB: memory reserved by torch on a GPU, else the process's resident memory.
+
+    On a GPU also the name of torch's allocator.
+    """
     if device.type == "cuda":
-        return {"peak_memory_mib": torch.cuda.max_memory_reserved(device) // 2**20, "peak_memory_of": "GPU"}
+        peak = torch.cuda.max_memory_reserved(device) // 2**20
+        return {"peak_memory_mib": peak, "peak_memory_of": "GPU", "allocator": memory_allocator(device)}
     memory = psutil.Process().memory_info()
     return {"peak_memory_mib": getattr(memory, "peak_wset", _peak_resident()) // 2**20, "peak_memory_of": "process"}
 
