@@ -1,6 +1,6 @@
 """A training step written out in fp64 by plain autograd over a family's formulas, nothing recomputed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,38 +10,51 @@ from .family_case import FamilyCase
 from .training import reference_masters
 
 Gradients = dict[str, Tensor]
+Velocity = Callable[[Any, Tensor, float], Tensor]
+"""(sample, its noisy latent in the model's space, sigma) → (N, C)."""
 
 
-def reference_gradients(
-    case: FamilyCase, trainer: Any, tensors: Mapping[str, Tensor], batch: Sequence[int]
-) -> tuple[float, Gradients]:
-    """The loss of the samples at `batch` and its gradients, by the names of the LoRA's state.
+def written_out_loss(
+    case: FamilyCase, settings: Any, samples: Sequence[Any], velocity: Velocity, rng_key: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """The loss of a micro-batch, a scalar in fp64; rng_key: (step, micro-batch).
 
-    The loss is the mean over samples of mean((v − (noise − x0))²), which leaves out the tokens of clean frames.
+    It is the mean over samples of mean((v − (noise − x0))²), which leaves out the tokens of clean frames.
     """
     from tessera.common.rng import generator
     from tessera.train.objective.noise import sample_noise
     from tessera.train.objective.timestep_sampling import sample_sigma
 
-    settings = trainer.settings
-    lora, masters = reference_masters(trainer)
     total = torch.zeros((), dtype=torch.float64)
-    for place, index in enumerate(batch):
-        sample = trainer.data.samples[index]
+    for place, sample in enumerate(samples):
         x0 = case.in_model_space(sample.load().latent.double())
-        drawn = generator(settings.seed, "sigma", 0, 0, place)
+        drawn = generator(settings.seed, "sigma", *rng_key, place)
         sigma = sample_sigma(settings.objective, drawn, sample.tokens, case.shift(sample))
         sigma = float(torch.tensor(sigma, dtype=torch.float32))
-        noise = sample_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
+        noise = sample_noise(x0.shape, generator(settings.seed, "noise", *rng_key, place)).double()
         x_t = (1 - sigma) * x0 + sigma * noise
         clean = sample.clean_frames
         if clean:
             x_t[:, :clean] = x0[:, :clean]
-        velocity = case.reference_velocity(tensors, sample, x_t, sigma, settings.objective.guidance, lora)
-        error = (velocity - case.tokens(noise - x0, sample))[clean * sample.tokens // sample.grid[0] :]
-        total = total + error.square().mean() / len(batch)
-    total.backward()
-    return float(total.detach()), {name: gradient(p) for name, p in masters.items()}
+        error = velocity(sample, x_t, sigma) - case.tokens(noise - x0, sample)
+        total = total + error[clean * sample.tokens // sample.grid[0] :].square().mean() / len(samples)
+    return total
+
+
+def reference_gradients(
+    case: FamilyCase, trainer: Any, tensors: Mapping[str, Tensor], batch: Sequence[int]
+) -> tuple[float, Gradients]:
+    """The loss of the samples at `batch` and its gradients, by the names of the LoRA's state."""
+    lora, masters = reference_masters(trainer)
+    guidance = trainer.settings.objective.guidance
+
+    def velocity(sample: Any, x_t: Tensor, sigma: float) -> Tensor:
+        return case.reference_velocity(tensors, sample, x_t, sigma, guidance, lora)
+
+    samples = [trainer.data.samples[index] for index in batch]
+    loss = written_out_loss(case, trainer.settings, samples, velocity)
+    loss.backward()
+    return float(loss.detach()), {name: gradient(p) for name, p in masters.items()}
 
 
 def gradient(p: Tensor) -> Tensor:
