@@ -15,7 +15,7 @@ from .optim.options import OptimizerOptions
 from .optim.schedule import ENDLESS_SCHEDULERS
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
-ATTENTION = ("auto", "sdpa", "flash-attn")
+ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
 MOST_HELD_OUT = 0.9
 
 _OF_SELECTIVE = Unread(

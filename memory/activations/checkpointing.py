@@ -26,10 +26,8 @@ def _matmul_ops() -> set[Any]:
 
 
 def _attention_ops() -> set[Any]:
-    package = getattr(torch.ops, "flash_attn", None)
-    flash = [getattr(package, name, None) for name in ("_flash_attn_forward", "_flash_attn_varlen_forward")]
-    ragged = getattr(torch.ops.tessera, "ragged_attention", None)
-    return ATTENTION_OPS | {op.default for op in (*flash, ragged) if op is not None}
+    own = (getattr(torch.ops.tessera, name, None) for name in ("ragged_attention", "flash_attention"))
+    return ATTENTION_OPS | {op.default for op in own if op is not None}
 
 
 def _policy(budget: float) -> Callable[..., CheckpointPolicy]:

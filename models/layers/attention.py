@@ -1,16 +1,17 @@
-"""The attention of the training forward: torch's SDPA, or flash-attn where it is installed and asked for.
+"""The attention of the training forward, by the name that the user chose: torch's SDPA, cuDNN's kernel or flash-attn.
 
 Models whose captions are padded take ragged attention: each sample of a batch sees its own first tokens and no pad.
 """
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...memory.host.to_device import to_device
+from .flash_attention import PACKAGES, flash_attention, flash_package
 from .ragged_attention import ragged_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -22,27 +23,50 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same on flash-attn's kernel. q, k, v: (B, H, T, D), fp16 or bf16 on a GPU → (B, T, H·D)."""
-    from flash_attn import flash_attn_func
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same on cuDNN's kernel, by its own op: SDPA would take another where this one refuses."""
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
+    return out.transpose(1, 2).flatten(2)
 
-    out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return out.flatten(2)
+
+def flash(package: str) -> Attention:
+    """The same on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, package)
+        return out.flatten(2)
+
+    return attend
 
 
 def attention_function(choice: str, device: torch.device, dtype: torch.dtype) -> Attention:
-    """`auto` and `sdpa` take torch's SDPA; `flash-attn` needs the package, a GPU and a 16-bit dtype (ValueError)."""
-    if choice != "flash-attn":
-        return sdpa
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(
-            "attention is 'flash-attn', which is not installed here; choose 'auto', or install flash-attn."
-        )
+    """`auto` and `sdpa` take torch's SDPA. Raises ValueError where `cudnn` or `flash-attn` does not run here."""
+    if choice == "flash-attn":
+        return flash(flash_package(device, dtype))
+    if choice == "cudnn":
+        _check_cudnn(device, dtype)
+        return cudnn
+    return sdpa
+
+
+def attention_notes(choice: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Name the package behind `flash-attn`."""
+    if choice == "flash-attn":
+        yield f"attention runs on {PACKAGES[flash_package(device, dtype)].title}."
+
+
+@lru_cache
+def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
+    """Run cuDNN's kernel forward and backward once. Raises ValueError where that fails."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"attention is 'flash-attn', which needs a GPU and fp16 or bf16, not {device.type} in {dtype}."
-        )
-    return flash
+        raise ValueError(f"attention is 'cudnn', which needs a GPU and fp16 or bf16, not {device.type} in {dtype}.")
+    q, k, v = (torch.ones(1, 2, 32, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    try:
+        with torch.enable_grad():
+            cudnn(q, k, v).sum().backward()
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0][:100]
+        raise ValueError(f"attention is 'cudnn', which does not work here ({reason}); choose 'auto'.") from error
 
 
 class RaggedAttention(NamedTuple):
@@ -59,13 +83,20 @@ class RaggedAttention(NamedTuple):
 
 def ragged_attention_function(choice: str, device: torch.device, dtype: torch.dtype) -> RaggedAttention:
     """As `attention_function`, for samples of different length."""
-    if attention_function(choice, device, dtype) is flash:
-        return RaggedAttention(pads_as_samples, ragged_flash)
-    return RaggedAttention(lambda lengths, size, device: lengths, ragged_sdpa)
+    if choice == "flash-attn":
+        return RaggedAttention(pads_as_samples, ragged_flash(flash_package(device, dtype)))
+    if choice == "cudnn":
+        _check_cudnn(device, dtype)
+    return RaggedAttention(lambda lengths, size, device: lengths, ragged_sdpa(choice == "cudnn"))
 
 
-def ragged_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return ragged_attention(q, k, v, lengths)[0].flatten(2)
+def ragged_sdpa(only_cudnn: bool = False) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """On the kernels of torch."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return ragged_attention(q, k, v, lengths, only_cudnn)[0].flatten(2)
+
+    return attend
 
 
 def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
@@ -75,11 +106,10 @@ def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
     return to_device(torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(torch.int32), device)
 
 
-def ragged_flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-    """On flash-attn's kernel for many sequences in one."""
-    from flash_attn import flash_attn_varlen_func
+def ragged_flash(package: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """On flash-attn's kernels for many sequences in one."""
 
-    size = q.shape[1]
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attn_varlen_func(*rows, bounds, bounds, size, size)
-    return out.unflatten(0, (-1, size)).flatten(2)
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        return flash_attention(q, k, v, bounds, package)[0].flatten(2)
+
+    return attend

@@ -16,14 +16,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 @torch.library.custom_op("tessera::ragged_attention", mutates_args=())
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, only_cudnn: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention of the first lengths[b] tokens of sample b among themselves; zeros behind them.
 
     q, k, v: (B, T, H, D); lengths: (B,), int64 on the CPU, so that reading them waits for no device and no graph
-    depends on them → (B, T, H, D) and the log-sum-exp of the scores, fp32 (B, H, T or a little more), for the backward.
+    depends on them; only_cudnn: take cuDNN's kernel, not the one that SDPA would → (B, T, H, D) and the log-sum-exp of
+    the scores, fp32 (B, H, T or a little more), for the backward.
     """
     runs, whole = _runs(lengths, q.shape[1])
-    kernel = _kernel(q, k, v, whole)
+    kernel = _kernel(q, k, v, whole, only_cudnn)
     out = q if whole else _empty(q)
     lse = q.new_zeros(q.shape[0], q.shape[2], _lse_width(q.shape[1]), dtype=_wide(q.dtype))
     for rows, length in runs:
@@ -35,11 +38,18 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[
 
 @torch.library.custom_op("tessera::ragged_attention_backward", mutates_args=())
 def ragged_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Tensor,
+    only_cudnn: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `ragged_attention` with respect to q, k and v, each (B, T, H, D)."""
     runs, whole = _runs(lengths, q.shape[1])
-    kernel = _kernel(q, k, v, whole)
+    kernel = _kernel(q, k, v, whole, only_cudnn)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     dq, dk, dv = (q, k, v) if whole else (_empty(q), _empty(k), _empty(v))
     for rows, length in runs:
@@ -85,24 +95,25 @@ def _lse_width(length: int) -> int:
 
 
 @ragged_attention.register_fake
-def _(q, k, v, lengths):
+def _(q, k, v, lengths, only_cudnn=False):
     return _empty(q), q.new_empty(q.shape[0], q.shape[2], _lse_width(q.shape[1]), dtype=_wide(q.dtype))
 
 
 @ragged_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, lengths):
+def _(grad, q, k, v, out, lse, lengths, only_cudnn=False):
     return _empty(q), _empty(k), _empty(v)
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.only_cudnn = inputs[4]
 
 
 def _backward(ctx, grad, _):
     if grad is None:
-        return None, None, None, None
-    return *ragged_attention_backward(grad, *ctx.saved_tensors), None
+        return None, None, None, None, None
+    return *ragged_attention_backward(grad, *ctx.saved_tensors, ctx.only_cudnn), None, None
 
 
 ragged_attention.register_autograd(_backward, setup_context=_save)
@@ -136,12 +147,14 @@ class _Kernel(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, whole: bool) -> _Kernel:
-    """The kernel that torch's SDPA would choose on this device.
+def _kernel(q: Tensor, k: Tensor, v: Tensor, whole: bool, only_cudnn: bool) -> _Kernel:
+    """The kernel that torch's SDPA would choose on this device, or cuDNN's where it is asked for.
 
     cuDNN's attention is built anew for each length, which takes longer than it saves where captions differ: it is left
     to batches of full length.
     """
+    if only_cudnn:
+        return _OF_CUDA[SDPBackend.CUDNN_ATTENTION.value]
     kernels = {"cpu": _OF_CPU, "cuda": _OF_CUDA}.get(q.device.type)
     if kernels is None:
         return _MATH

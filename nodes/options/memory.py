@@ -31,8 +31,8 @@ class TesseraMemory(io.ComfyNode):
                     "attention",
                     options=list(ATTENTION),
                     default=MemoryOptions.attention,
-                    tooltip="The attention kernel. auto: the best that is there. sdpa: PyTorch's own. flash-attn: the "
-                    "package of that name, which has to be installed.",
+                    tooltip="The attention kernel. auto and sdpa: PyTorch's own, which picks one by the card. "
+                    "flash-attn: FlashAttention 2, 3 or 4, which has to be installed. cudnn: cuDNN's.",
                 ),
                 io.Float.Input(
                     "activation_budget",

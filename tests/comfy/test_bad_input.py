@@ -139,6 +139,7 @@ def test_no_data_is_refused(tiny_flux, tmp_path):
             {"memory": {"attention": "flash-attn"}},
             "attention is 'flash-attn', which is not installed here; choose 'auto'",
         ),
+        ({"memory": {"attention": "cudnn"}}, "attention is 'cudnn', which needs a GPU and fp16 or bf16, not cpu in"),
         ({"resume": "tiny-1234/state-000004.tessera"}, "resume: there is no state 'tiny-1234/state-000004.tessera'"),
         ({"resume": "../outside.tessera"}, "resume: there is no state '../outside.tessera'; choose one of the list"),
         ({"steps": 0}, "steps is 0; set it to 1 or more"),

@@ -463,7 +463,7 @@ CHOICES = {
     ("TesseraMemory", "checkpointing"): ["none", "selective", "full", "auto"],
     ("TesseraLoadDiffusionModel", "pin_memory"): ["auto", "on", "off"],
     ("TesseraBlockSwap", "pin_memory"): ["auto", "on", "off"],
-    ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn"],
+    ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn", "cudnn"],
     ("TesseraTrainLora", "compile"): ["auto", "off"],
     ("TesseraAverageStates", "profile"): ["exponential", "power", "equal"],
     ("TesseraTrainLora", "resume"): ["latest", "off"],

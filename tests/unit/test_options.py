@@ -120,7 +120,7 @@ NAN, INF = float("nan"), float("inf")
             {"checkpointing": "some"},
             "checkpointing is 'some'; choose one of none, selective, full, auto.",
         ),
-        (MemoryOptions, {"attention": "sage"}, "attention is 'sage'; choose one of auto, sdpa, flash-attn."),
+        (MemoryOptions, {"attention": "sage"}, "attention is 'sage'; choose one of auto, sdpa, flash-attn, cudnn."),
         (MemoryOptions, {"activation_budget": 2.0}, "activation_budget is 2.0; set it between 0.0 and 1.0."),
         (
             MemoryOptions,

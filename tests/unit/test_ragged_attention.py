@@ -1,12 +1,9 @@
 """Attention over the first tokens of each sample: its values, its gradients, and that no length makes a graph."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tessera.models.layers import ragged_attention as op
-from tessera.models.layers.attention import RaggedAttention, pads_as_samples, ragged_attention_function, ragged_flash
+from tessera.models.layers.attention import RaggedAttention, pads_as_samples, ragged_attention_function
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -123,29 +120,32 @@ def test_the_kernels_of_a_gpu_take_what_they_are_given(name):
         assert gradient.shape == q.shape and gradient.dtype == q.dtype
 
 
-def test_flash_attn_gets_samples_and_pads_as_sequences_of_their_own(monkeypatch):
-    """Its own function stands in here, written out; the package needs a GPU."""
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_cudnn_by_name_takes_every_length(lengths, monkeypatch):
+    """Its place is taken by the formulas: the kernel needs a GPU."""
+    calls = []
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k):
-        assert torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32 and max_q == max_k == SIZE
-        out = torch.empty_like(q)
-        for start, stop in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False):
-            q_b, k_b, v_b = (x[start:stop].transpose(0, 1) for x in (q, k, v))
-            out[start:stop] = torch.nn.functional.scaled_dot_product_attention(q_b, k_b, v_b).transpose(0, 1)
-        return out
+    def counted(function):
+        return lambda *given: (calls.append(function), function(*given))[1]
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
-    tensors = [x.detach() for x in given(torch.float32)]
+    kernel = op._Kernel(counted(op._math_forward), counted(op._math_backward))
+    monkeypatch.setitem(op._OF_CUDA, SDPBackend.CUDNN_ATTENTION.value, kernel)
+    tensors, lengths = given(torch.float64), torch.tensor(lengths)
+    runs = len(op._runs(lengths, SIZE)[0])
+    out, _ = op.ragged_attention(*tensors, lengths, True)
+    grad = torch.ones_like(out)
+    found = [out, *torch.autograd.grad(out, tensors, grad)]
+    assert calls == [op._math_forward] * runs + [op._math_backward] * runs
+    for one, other in zip(found, expected(*tensors, lengths.tolist(), grad), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_bounds_are_those_of_samples_and_of_their_pads():
     for lengths in LENGTHS.values():
         bounds = pads_as_samples(torch.tensor(lengths), SIZE, torch.device("cpu"))
-        assert bounds.tolist()[::2] == [0, SIZE, 2 * SIZE, 3 * SIZE]
-        out = ragged_flash(*tensors, bounds).unflatten(2, (2, 16))
-        wanted, _ = op.ragged_attention(*tensors, torch.tensor(lengths))
-        counts = torch.arange(SIZE) < torch.tensor(lengths)[:, None]
-        assert torch.allclose(out[counts], wanted[counts], atol=1e-6) and out.isfinite().all()
+        assert bounds.dtype == torch.int32 and bounds.tolist()[::2] == [0, SIZE, 2 * SIZE, 3 * SIZE]
+        assert bounds.tolist()[1::2] == [SIZE * b + length for b, length in enumerate(lengths)]
 
 
-def test_flash_attn_that_is_not_there_is_one_sentence():
-    with pytest.raises(ValueError, match="attention is 'flash-attn', which is not installed here"):
-        ragged_attention_function("flash-attn", torch.device("cuda"), torch.bfloat16)
+def test_ragged_attention_is_what_auto_gives():
     assert isinstance(ragged_attention_function("auto", torch.device("cpu"), torch.float32), RaggedAttention)

@@ -11,7 +11,7 @@ from ...lora.plan import choose_targets, network_notes, one_expert_notes
 from ...lora.warm_start import WarmStart, read_warm_start
 from ...memory.weights.frozen import dequantised_notes
 from ...models.family import Family
-from ...models.layers.attention import attention_function
+from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model
 from ...models.registry import family_of
 from ..batch import strata_sizes
@@ -58,7 +58,8 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)
     lr_factor(settings.optimizer, settings.steps)
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
-    attention_function(settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference())
+    attention = settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference()
+    attention_function(*attention)
     measured: TrainingData | None = None
     full_data_fingerprint = data.fingerprint
     if settings.validation is not None:
@@ -85,6 +86,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *saving_notes(settings, strata),
         *weight_notes(settings.objective, data.samples),
         *memory_notes(settings.memory),
+        *attention_notes(*attention),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
     )
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
