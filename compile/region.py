@@ -5,7 +5,7 @@ A region is called with the block as an argument, so the number of graphs does n
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import FunctionType
@@ -48,11 +48,6 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
         extra["mode"] = how.mode
     compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
     return compiled if "recompile_limit" in supported else _within_limit(compiled, how.limit)
-
-
-def block_regions(blocks: Sequence[tuple[str, Block]]) -> list[str]:
-    """List the distinct structures among the blocks of a trainer, in order of first use: one region each."""
-    return list(dict.fromkeys(block.structure() for _, block in blocks))
 
 
 def run_block(block: Block, *args: Any) -> Any:

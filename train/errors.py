@@ -2,7 +2,7 @@
 
 import comfy.model_management
 
-from ..compile.region import over_the_limit
+from ..compile.region import CompileFailed, over_the_limit
 
 
 class TrainingStopped(RuntimeError):
@@ -68,7 +68,7 @@ def explain_error(error: BaseException, step: int, last_save: str, planned_graph
     last_save: description of the saved state, made by `saved_state_message` or `interrupted_update_message`.
     planned_graphs: number of graphs that were to be compiled.
     """
-    if isinstance(error, CannotContinue):
+    if isinstance(error, CannotContinue | CompileFailed):
         return TrainingStopped(f"{error} {last_save}")
     if isinstance(error, Exception) and comfy.model_management.is_oom(error):
         return TrainingStopped(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..common.core import end_of_node
-from ..compile.region import cannot_compile
+from ..compile.region import CompileFailed, cannot_compile
 from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import WarmStart
@@ -190,10 +190,14 @@ class Trainer:
         Raises the error where neither applies, or where no smaller plan is left.
         """
         try:
-            return compute()
+            result = compute()
+            self.note_uncompiled()
+            return result
         except Exception as error:
             smaller = comfy.model_management.is_oom(error) and self.placed.step_down(self.progress.step)
-            cause = cannot_compile(error) if self.placed.runner.planned_graphs and not smaller else None
+            asked_for = isinstance(error, CompileFailed)  # by fullgraph on Compile Model
+            compiles = self.placed.runner.planned_graphs and not smaller and not asked_for
+            cause = cannot_compile(error) if compiles else None
             if cause is None and not smaller:
                 raise
             # Format now: a LogRecord holding the exception would keep the failed step's activations alive.
@@ -208,6 +212,18 @@ class Trainer:
         self.fall_back_to_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()
+
+    def note_uncompiled(self) -> None:
+        """Report the kinds of blocks that could not be compiled and run eager; where all are, that training does."""
+        runner = self.placed.runner
+        if not runner.failed:
+            return
+        failed, runner.failed = runner.failed, {}
+        if not runner.planned_graphs:
+            self.fall_back_to_eager(next(iter(failed.values())))
+            return
+        for label, cause in failed.items():
+            self.observer.note(f"Blocks of kind {label} train eager, since they can't be compiled: {cause}")
 
     def fall_back_to_eager(self, cause: str) -> None:
         """Switch to eager execution for the rest of the run and report `cause` once."""

@@ -11,6 +11,7 @@ from ...models.swapped_model import swap_settings_of
 from ...train.settings import MemoryOptions, TrainSettings
 
 _MEMORY = MemoryOptions()
+_COMPILE = CompileSettings()
 
 
 def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -> list[str]:
@@ -82,20 +83,28 @@ def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSetting
     if compile == "off":
         return None, ["compile is off, so the Compile Model node in front has no effect on training."]
     asked = compiled_model.settings
+    dynamic = [f"dynamic {asked.dynamic}"] if asked.dynamic == "true" else []
+    if any(("dynamic", "true") in override.changes for override in asked.overrides):
+        dynamic.append("dynamic true of overrides")
+    unused = [
+        *dynamic,
+        *(
+            [f"cache_size_limit {asked.cache_size_limit}"]
+            if asked.cache_size_limit != _COMPILE.cache_size_limit
+            else []
+        ),
+        *([f"scope {asked.scope}"] if asked.scope != _COMPILE.scope else []),
+    ]
     notes = []
-    left_out = {
-        f"dynamic {asked.dynamic}": asked.dynamic == "true",
-        f"cache_size_limit {asked.cache_size_limit}": asked.cache_size_limit != CompileSettings.cache_size_limit,
-        f"scope {asked.scope}": asked.scope != "blocks",
-        "overrides": bool(asked.overrides),
-    }
-    if unused := [name for name, there in left_out.items() if there]:
+    if unused:
         notes.append(
             f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
             "compiles block by block, in whole graphs of planned sizes."
         )
+    taken = CompileSettings(asked.backend, asked.mode, fullgraph=asked.fullgraph, overrides=asked.overrides)
+    hows = [taken.how(), *(override.apply(taken.how()) for override in taken.overrides if not override.eager)]
     # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
-    how = asked.how().without_cuda_graphs()
-    if how != asked.how():
+    for how in dict.fromkeys(how.without_cuda_graphs() for how in hows if how.cuda_graphs()):
         notes.append(f"Training takes no CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}.")
-    return CompileSettings(how.backend, how.mode), notes
+    base = taken.how().without_cuda_graphs()
+    return replace(taken, backend=base.backend, mode=base.mode), list(dict.fromkeys(notes))

@@ -57,7 +57,7 @@ class TesseraTrainLora(io.ComfyNode):
                 io.Model.Input(
                     "model",
                     tooltip=f"The model to train on, from any loader: {joined(titles())}, or a fine-tune of one. LoRAs "
-                    "on it stay in force; a Compile Model node in front gives its backend and mode.",
+                    "on it stay in force; a Compile Model node in front gives its settings.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(
@@ -119,7 +119,7 @@ class TesseraTrainLora(io.ComfyNode):
                     options=["auto", "off"],
                     default="auto",
                     tooltip="auto compiles each kind of block once, in the first step, and trains faster from then on, "
-                    "with the backend and mode of a Compile Model node in front if there is one; where no compiler "
+                    "with the settings of a Compile Model node in front if there is one; where no compiler "
                     "works it says so and trains eager. off is for short trials.",
                 ),
                 io.Int.Input(

@@ -10,7 +10,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_server import ServerFailure, error_of
 from tessera.common.fingerprint import weights_fingerprint
 from tessera.compile.attach import compiled_model_of
-from tessera.compile.settings import PRESETS, CompileSettings, Override
+from tessera.compile.settings import PRESETS, CompileSettings, Override, parse_overrides
 from tessera.models.model_patches import trainable_model
 from tessera.nodes.model.compile import TesseraCompileModel, TesseraCompileReport
 from tessera.nodes.train.inherited_settings import inherited_compile
@@ -138,19 +138,20 @@ def test_a_model_without_compile_model_is_told_so_without_an_error(tiny_flux):
 # Train LoRA.
 
 
-def test_train_lora_takes_backend_and_mode_and_names_what_it_leaves_out(tiny_flux):
+def test_train_lora_takes_what_it_can_and_names_what_it_leaves_out(tiny_flux):
     assert inherited_compile(tiny_flux, "auto") == (None, [])
 
     def taken(**values):
         return inherited_compile(run(TesseraCompileModel, tiny_flux, **values).result[0], "auto")
 
-    assert taken(backend="aot_eager", fullgraph=True) == (CompileSettings("aot_eager"), [])
-    mode = "max-autotune-no-cudagraphs"
-    settings, notes = taken(mode=mode, dynamic="true", scope="stack", overrides="*.0 eager", cache_size_limit=8)
-    assert settings == CompileSettings(mode=mode)
+    assert taken(backend="aot_eager", fullgraph=True) == (CompileSettings("aot_eager", fullgraph=True), [])
+    mode, lines = "max-autotune-no-cudagraphs", "double_blocks.0 eager\nsingle_blocks.* dynamic=true mode=max-autotune"
+    settings, notes = taken(mode=mode, dynamic="true", scope="stack", overrides=lines, cache_size_limit=8)
+    assert settings == CompileSettings(mode=mode, overrides=parse_overrides(lines))
     assert notes == [
-        "Of the Compile Model node dynamic true, cache_size_limit 8, scope stack, overrides are left out: training "
-        "compiles block by block, in whole graphs of planned sizes."
+        "Of the Compile Model node dynamic true, dynamic true of overrides, cache_size_limit 8, scope stack are left "
+        "out: training compiles block by block, in whole graphs of planned sizes.",
+        "Training takes no CUDA graphs, so it compiles with backend inductor and mode max-autotune-no-cudagraphs.",
     ]
     for values, mode in (
         ({"mode": "reduce-overhead"}, "default"),

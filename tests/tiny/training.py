@@ -18,10 +18,17 @@ def make_data(grids: Sequence[tuple[int, int]], text_lengths: Sequence[int], tok
 
 
 def make_trainer(
-    model: Any, data: Any, folder: Path, *, backend: str | None = None, held_out: Any = None, **changes: Any
+    model: Any,
+    data: Any,
+    folder: Path,
+    *,
+    backend: str | None = None,
+    compile_settings: Any = None,
+    held_out: Any = None,
+    **changes: Any,
 ) -> Any:
-    """A Trainer that has not trained yet. `backend` compiles; `changes` are fields of TrainSettings; `held_out` is what
-    its `validation` measures on."""
+    """A Trainer that has not trained yet. `backend` or `compile_settings` compile; `changes` are fields of
+    TrainSettings; `held_out` is what its `validation` measures on."""
     from tessera.compile.settings import CompileSettings
     from tessera.lora.options import NetworkOptions
     from tessera.lora.plan import choose_targets
@@ -36,13 +43,14 @@ def make_trainer(
     from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
+    chosen = compile_settings or (CompileSettings(backend) if backend else None)
     defaults = {
         "output_name": "test",
         "steps": 4,
         "batch_size": 1,
         "gradient_accumulation": 1,
         "seed": 3,
-        "compile": "auto" if backend else "off",
+        "compile": "auto" if chosen else "off",
         "save_every": 0,
         "resume": "off",
         "network": NetworkOptions(rank=4, alpha=8.0),
@@ -54,7 +62,6 @@ def make_trainer(
     family = family_of(model)
     patcher, _ = trainable_model(model)
     targets = choose_targets(family, patcher.model, settings.network)
-    chosen = CompileSettings(backend) if backend else None
     run = RunFolder(folder, "test")
     given = (patcher, family, data, targets, settings, run, "lineage", lambda *_: {})
     watchers = [] if held_out is None else [Validation(settings.validation, held_out)]

@@ -1,12 +1,14 @@
 """Block runner: runs a block compiled or eagerly, with the checkpointing of the memory options."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...compile.region import block_regions, compiled_function, run_block
+from ...compile.region import CompileFailed, cannot_compile, compiled_function, graph_break, run_block
 from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings, HowToCompile
 from ...memory.activations import checkpointing
@@ -14,12 +16,19 @@ from ...memory.activations.offload import ActivationOffload
 from ...models.family import Block
 from ..settings import MemoryOptions
 
+log = logging.getLogger(__name__)
+
+# A region: the structure that its blocks share, and how they are compiled; None is eager.
+RegionKey = tuple[str, HowToCompile | None]
+
 
 class BlockRunner:
     """Callable that runs a block on its inputs.
 
     graphs: number of planned (token count, text length) pairs; each compiles one graph per region.
+    planned_graphs: number of graphs that the compiled regions take for all of them.
     not_compiled: reason why nothing could be compiled, None otherwise.
+    failed: cause by label of each region that could not be compiled and runs eager.
     """
 
     def __init__(
@@ -30,34 +39,55 @@ class BlockRunner:
         graphs: int,
         device: torch.device,
     ):
-        self.memory, self.compile_settings, self.device = memory, compile_settings, device
-        self.regions = block_regions(blocks)
-        self.planned_graphs = len(self.regions) * graphs if compile_settings else 0
+        self.memory, self.compile_settings, self.device, self.graphs = memory, compile_settings, device, graphs
+        self.regions = list(dict.fromkeys(self._region(name, block) for name, block in blocks))
         self.offload: ActivationOffload | None = None
         if memory.offload_activations and memory.checkpointing == "full":
             self.offload = ActivationOffload(device)
         self.set_blocks(blocks)
         self._run = {region: self._eager() for region in self.regions}
         self.not_compiled: str | None = None
+        self.failed: dict[str, str] = {}
         self.report = CompileReport("Train LoRA", [])
         self.backward: RegionReport | None = None
+        self._reports: dict[RegionKey, RegionReport] = {}  # of the regions that run compiled
+        self.planned_graphs = 0
         if compile_settings is None:
             return
-        # Static shapes and full graphs: every shape of the data is known before training.
-        how = HowToCompile(compile_settings.backend, compile_settings.mode, "false", True, graphs)
+        how = self._how(compile_settings.how())
         self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
         try:
             for number, region in enumerate(self.regions):
-                kind = region.partition(":")[0]
-                report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", how)
-                compiled = compiled_function(run_block, report.name, how)
-                self.report.regions.append(report)
-                self._run[region] = self._with_checkpointing(_watched(compiled, report, device))
+                self._compile(region, number)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
+        self.planned_graphs = len(self._reports) * graphs
         # AOTAutograd compiles a backward at its first run and does not tell to which region it belongs.
         self.backward = RegionReport("backward", "backward of all", how)
         self.report.regions.append(self.backward)
+
+    def _how(self, asked: HowToCompile) -> HowToCompile:
+        """Set the trainer's own arguments: every shape of the data is known before training, so each has its graph.
+
+        No CUDA graphs: blocks of one kind share one callable, and a CUDA graph is bound to one block's weights.
+        """
+        return replace(asked.without_cuda_graphs(), dynamic="false", limit=self.graphs)
+
+    def _region(self, name: str, block: Block) -> RegionKey:
+        asked = self.compile_settings.how_for(name) if self.compile_settings else None
+        return block.structure(), None if asked is None else self._how(asked)
+
+    def _compile(self, region: RegionKey, number: int) -> None:
+        structure, how = region
+        if how is None:
+            return
+        kind = structure.partition(":")[0]
+        report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", how)
+        # Whole graphs whatever is asked: a compile fails before anything has run, so the call can be made eager.
+        compiled = compiled_function(run_block, report.name, replace(how, fullgraph=True))
+        self._reports[region] = report
+        self.report.regions.append(report)
+        self._run[region] = self._with_checkpointing(_watched(compiled, report, self.device))
 
     def _with_checkpointing(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         if self.memory.checkpointing == "full":
@@ -77,9 +107,9 @@ class BlockRunner:
         return checkpointing.full(run) if self.offload is None else self.offload.wrap(checkpointing.full(run))
 
     def set_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
-        """Replace the blocks by others with the same structures, for which the graphs stay valid."""
-        self._structure = {id(block): block.structure() for _, block in blocks}
-        assert set(self._structure.values()) == set(self.regions)
+        """Replace the blocks by others with the same regions, for which the graphs stay valid."""
+        self._region_of = {id(block): self._region(name, block) for name, block in blocks}
+        assert set(self._region_of.values()) == set(self.regions)
         if self.offload is not None:
             self.offload.keep_on_device(blocks[-1][1])
 
@@ -90,6 +120,7 @@ class BlockRunner:
 
     def fall_back_to_eager(self) -> None:
         """Run every block uncompiled from now on."""
+        self._reports.clear()
         self.planned_graphs = 0
         self._run = {region: self._eager() for region in self.regions}
 
@@ -98,13 +129,43 @@ class BlockRunner:
         return nullcontext() if self.backward is None else self.backward.watch()
 
     def __call__(self, block: Block, *args: Any) -> Any:
-        return self._run[self._structure[id(block)]](block, *args)
+        region = self._region_of[id(block)]
+        try:
+            return self._run[region](block, *args)
+        except Exception as error:
+            if region not in self._reports or (cause := cannot_compile(error)) is None:
+                raise
+            self._leave_eager(region, cause, error)
+        # Outside the handler: inside it the exception's frames still hold what the failed call has made.
+        return self._run[region](block, *args)
+
+    def _leave_eager(self, region: RegionKey, cause: str, error: Exception) -> None:
+        """Run the blocks of this region eager from now on. Raises CompileFailed where fullgraph asks for an error."""
+        report = self._reports[region]
+        broken = graph_break(error, report.events[-1] if report.events else None)
+        if broken is not None and report.how.fullgraph:
+            raise CompileFailed(
+                f"fullgraph is on, but blocks of kind {report.label} can't be compiled as one graph: {broken} Switch "
+                "fullgraph off on Compile Model."
+            ) from error
+        log.debug("%s", report.label, exc_info=error)
+        self.failed[report.label] = broken or cause
+        del self._reports[region]
+        self.planned_graphs -= self.graphs
+        eager = self._eager()
+
+        def counted(*args: Any) -> Any:
+            report.eager_calls += 1
+            return eager(*args)
+
+        self._run[region] = counted
 
 
 def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.device) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        report.compiled_calls += 1
         with report.watch(device):
-            return compiled(*args)
+            out = compiled(*args)
+        report.compiled_calls += 1
+        return out
 
     return run
