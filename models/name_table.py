@@ -1,8 +1,9 @@
 """Module names of one family: native, in kohya's flat keys, and in diffusers."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 
 def flat_name(name: str) -> str:
@@ -20,6 +21,22 @@ def equal_rows(name: str, parts: int, rows: int, columns: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Modules that a program does not take from a LoRA file of one format, or takes otherwise than they were trained.
+
+    program: `ComfyUI` or `diffusers`.
+    format: of `lora.files.formats`.
+    names: patterns of native names.
+    refuses: True where it takes nothing of a file that holds one of them.
+    """
+
+    program: str
+    format: str
+    names: tuple[str, ...]
+    refuses: bool = False
+
+
+@dataclass(frozen=True)
 class NameTable:
     """The names of one family. Kohya's keys write dots as underscores, so that only a table can undo them.
 
@@ -30,6 +47,7 @@ class NameTable:
     halves_swapped: native names whose two halves of rows diffusers holds the other way round.
     proportions: the shape of a module's weight in units of the hidden size, where it tells the family from another with
         a module of that name.
+    gaps: what ComfyUI and diffusers do not take from files of it, as tests find with their own loaders.
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]
@@ -37,6 +55,7 @@ class NameTable:
     rows: Callable[[str, int, int, int], list[int]] = equal_rows
     halves_swapped: frozenset[str] = frozenset()
     proportions: Mapping[str, Shape] = field(default_factory=dict)
+    gaps: tuple[Gap, ...] = ()
     _flat: dict[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +76,14 @@ class NameTable:
             return False
         rows, columns = self.proportions.get(self.template(name), shape)
         return rows * shape[1] == columns * shape[0]
+
+    def left_out(self, program: str, format: str, names: Sequence[str]) -> list[str]:
+        """The native names, out of those that a LoRA file of this format holds, that a program does not take."""
+        for gap in self.gaps:
+            if (gap.program, gap.format) == (program, format):
+                found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in gap.names)]
+                return list(names) if found and gap.refuses else found
+        return []
 
     def template(self, name: str) -> str:
         """A native name with the number of its block as "{}"."""

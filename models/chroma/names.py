@@ -1,6 +1,6 @@
 """The modules of Chroma: natively (lodestones, ComfyUI) and in diffusers."""
 
-from ..flux.names import FLUX1_NAMES
+from ..flux.names import FLUX1_GAPS, FLUX1_NAMES
 from ..name_table import NameTable
 
 _APPROXIMATOR = "distilled_guidance_layer"
@@ -21,4 +21,4 @@ _TO_DIFFUSERS: dict[str, tuple[str, ...]] = {
     f"{_LAYER}.out_layer": (f"{_LAYER}.linear_2",),
 }
 _NORMS = (*FLUX1_NAMES.others, f"{_APPROXIMATOR}.norms.{{}}")
-CHROMA_NAMES = NameTable(_TO_DIFFUSERS, _NORMS, FLUX1_NAMES.rows, proportions=FLUX1_NAMES.proportions)
+CHROMA_NAMES = NameTable(_TO_DIFFUSERS, _NORMS, FLUX1_NAMES.rows, proportions=FLUX1_NAMES.proportions, gaps=FLUX1_GAPS)

@@ -1,6 +1,6 @@
 """The modules of FLUX.1 and FLUX.2: natively (Black Forest Labs, ComfyUI) and in diffusers."""
 
-from ..name_table import NameTable
+from ..name_table import Gap, NameTable
 
 # The attention of double blocks is called alike in FLUX.1 and FLUX.2.
 _ATTENTION: dict[str, tuple[str, ...]] = {
@@ -74,7 +74,9 @@ _FLUX1_PROPORTIONS = {
     "single_blocks.{}.linear1": (3 + 4, 1),
     "single_blocks.{}.linear2": (1, 1 + 4),
 }
-FLUX1_NAMES = NameTable(_FLUX1, _NORMS, _rows, _HALVES_SWAPPED, _FLUX1_PROPORTIONS)
+# diffusers looks for names of its own behind the prefix of ComfyUI's.
+FLUX1_GAPS = (Gap("diffusers", "comfyui", ("*",)),)
+FLUX1_NAMES = NameTable(_FLUX1, _NORMS, _rows, _HALVES_SWAPPED, _FLUX1_PROPORTIONS, FLUX1_GAPS)
 
 _FLUX2_EMBEDDER = "time_guidance_embed"
 
@@ -109,4 +111,13 @@ _FLUX2_PROPORTIONS = {
     "single_blocks.{}.linear1": (3 + 6, 1),
     "single_blocks.{}.linear2": (1, 1 + 3),
 }
-FLUX2_NAMES = NameTable(_FLUX2, _NORMS, halves_swapped=_HALVES_SWAPPED, proportions=_FLUX2_PROPORTIONS)
+# ComfyUI's table of diffusers' names has those of FLUX.1 for what embeds and modulates. diffusers' converter of kohya's
+# names has not all of them, and that of ComfyUI's takes the last modulation's (shift, scale) for (scale, shift).
+_FLUX2_GAPS = (
+    Gap("ComfyUI", "diffusers", ("time_in.*", "guidance_in.*", "*_stream_modulation*")),
+    Gap("diffusers", "kohya", ("guidance_in.*", "*_stream_modulation*", "final_layer.adaLN_modulation.1")),
+    Gap("diffusers", "comfyui", ("final_layer.adaLN_modulation.1",)),
+)
+FLUX2_NAMES = NameTable(
+    _FLUX2, _NORMS, halves_swapped=_HALVES_SWAPPED, proportions=_FLUX2_PROPORTIONS, gaps=_FLUX2_GAPS
+)

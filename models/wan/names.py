@@ -1,6 +1,6 @@
 """Wan's modules: natively (Wan-Video, ComfyUI) and in diffusers."""
 
-from ..name_table import NameTable
+from ..name_table import Gap, NameTable
 
 # The layout is that of diffusers' scripts/convert_wan_to_diffusers.py.
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
@@ -36,4 +36,10 @@ _OTHERS = (
     "blocks.{}.cross_attn.norm_k_img",
 )
 
-WAN_NAMES = NameTable(_TO_DIFFUSERS, _OTHERS)
+# ComfyUI has no table of diffusers' names of Wan. diffusers' converter of kohya's takes names of blocks only, and fails
+# on any other.
+_GAPS = (
+    Gap("ComfyUI", "diffusers", ("*",)),
+    Gap("diffusers", "kohya", ("*_embedding*", "time_projection.*", "img_emb.*", "head.*"), refuses=True),
+)
+WAN_NAMES = NameTable(_TO_DIFFUSERS, _OTHERS, gaps=_GAPS)

@@ -12,6 +12,7 @@ from comfy_api.latest import io, ui
 
 from ...common.file_names import ENDING
 from ...lora.files.formats import DTYPES, FORMATS, save_lora
+from ...lora.files.readers import reader_notes
 from ...train.preview.loss_plot import plot_loss
 from ..common.dates import fill_in_dates
 from ..common.images import image_tensor
@@ -44,7 +45,8 @@ class TesseraSaveLora(io.ComfyNode):
                     options=list(FORMATS),
                     default="kohya",
                     tooltip="Whose key names the file uses. kohya: read by ComfyUI and nearly every other program. "
-                    "comfyui: the model's own names. diffusers: Python pipelines, FLUX only. The effect is the same.",
+                    "comfyui: the model's own names. diffusers: its Python pipelines, plain LoRA only. Not every "
+                    "program reads every format of every model: the node says which do, once it has saved.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -65,7 +67,7 @@ class TesseraSaveLora(io.ComfyNode):
         file = Path(folder) / f"{name}_{counter:05}.safetensors"
         save_lora(file, lora, format, dtype)
         saved = {"filename": file.name, "subfolder": subfolder, "type": "output", "format": format, "dtype": dtype}
-        return io.NodeOutput(str(file), ui={"tessera": [saved]})
+        return io.NodeOutput(str(file), ui={"tessera": [{**saved, "notes": reader_notes(lora, format)}]})
 
 
 class TesseraLossPlot(io.ComfyNode):

@@ -74,6 +74,7 @@ def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
     assert [output.args[0] for output in outputs] == [str(folder / f"mine_0000{i}.safetensors") for i in (1, 2)]
     (shown,) = outputs[1].ui["tessera"]
     assert (shown["filename"], shown["subfolder"], shown["type"]) == ("mine_00002.safetensors", "loras", "output")
+    assert shown["notes"][0] == "ComfyUI reads this file." and shown["notes"][1].startswith("diffusers reads nothing")
     json.dumps(outputs[1].ui, allow_nan=False)
     with safe_open(folder / "mine_00002.safetensors", "pt") as file:
         assert file.metadata() == {"ss_sd_model_name": "flux.safetensors"}

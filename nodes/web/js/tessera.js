@@ -10,9 +10,10 @@ const describe = {
   TesseraLatentsToDataset: ({ pictures, notes = [] }) => [`${pictures} pictures`, ...notes],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
-  TesseraSaveLora: ({ filename, subfolder, format, dtype }) => [
+  TesseraSaveLora: ({ filename, subfolder, format, dtype, notes = [] }) => [
     `Saved: output/${subfolder ? `${subfolder}/` : ''}${filename}`,
     `${format}, ${dtype}`,
+    ...notes,
   ],
   TesseraLoadDiffusionModel: ({ notes }) => notes,
   TesseraBlockSwap: ({ notes }) => notes,

@@ -4,6 +4,7 @@ delta W is written out here as alpha / rank · up @ down.
 """
 
 import logging
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import comfy.model_management
 import comfy.sd
 import comfy.utils
 import pytest
-from family_cases import cases, every_case, marks_of
+from family_cases import CASES, cases, every_case, marks_of
 from safetensors import safe_open
-from tessera.lora.files.formats import save_lora
+from tessera.lora.files.formats import FORMATS, save_lora
 from tessera.lora.files.lora_model import LoraModel
+from tessera.lora.files.readers import PROGRAMS
 from tessera.lora.patterns import match_targets
 from tessera.models.family import linear_shapes
 from tessera.models.registry import family_of
 from tiny.family_case import ALL, FamilyCase, relative_error
+from tiny.foreign_loras import foreign
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 from tiny.runs import train, training_data
 
@@ -111,6 +114,63 @@ def test_diffusers_loads_every_key_and_gets_the_same_update(case_file, tmp_path,
         if name not in kit.differs.get(layout, ()):
             wanted = expected[f"{name}.weight"]
             assert (layer.get_delta_weight("a").double() - wanted).norm() <= 1e-5 * wanted.norm(), name
+
+
+def taken_by_comfyui(case: FamilyCase, model: Any, updates: dict[str, Any], path: Path) -> set[str]:
+    """The modules whose weights ComfyUI's loader changes as they were trained."""
+    patched, _ = comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(str(path)), 1.0, 0.0)
+    found = patched_deltas(model, patched)
+    return {name for name, part in updates.items() if name in found and relative_error(found[name], delta(part)) < 1e-5}
+
+
+def taken_by_diffusers(case: FamilyCase, model: Any, updates: dict[str, Any], path: Path) -> set[str]:
+    """The modules all of whose parts diffusers' model gets as they were trained; none where its loader fails."""
+    kit = case.diffusers()
+    transformer = kit.build(model)
+    try:
+        transformer.load_lora_adapter(kit.mixin.lora_state_dict(str(path)), prefix="transformer", adapter_name="a")
+    except (AssertionError, IndexError, KeyError, ValueError):
+        return set()
+    there = {
+        n: part.get_delta_weight("a").detach() for n, part in transformer.named_modules() if hasattr(part, "lora_A")
+    }
+    rows = kit.rows(model, {f"{name}.weight": delta(part) for name, part in updates.items()})
+    right = {n for n, tensor in there.items() if relative_error(tensor, rows[f"{n}.weight"]) < 1e-5}
+    names = family_of(model).names
+    return {name for name in updates if right.issuperset(names.diffusers(name))}
+
+
+TAKEN = dict(zip(PROGRAMS, (taken_by_comfyui, taken_by_diffusers), strict=True))
+# diffusers' converter of kohya's names for FLUX.1 knows the real size only: tests/comfy/flux/test_full_size_files.py.
+AT_FULL_SIZE = {("flux-dev", "kohya"), ("chroma", "kohya")}
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("row", ["flux-dev", "flux2-dev", "qwen-image", "wan-2.1-i2v", "chroma"])
+def test_what_save_lora_says_of_a_format_is_what_comfyui_and_diffusers_do(case_file, tmp_path, row, layout):
+    """Of all layers, and of those that a program that refuses the file is said to take without the others."""
+    case = CASES[row]
+    model = case.load(case_file(case))
+    table, updates = family_of(model).names, updates_of(case, model)
+    for program, taken in TAKEN.items():
+        if program == "diffusers" and (row, layout) in AT_FULL_SIZE:
+            continue
+        refused = [g for g in table.gaps if (g.program, g.format, g.refuses) == (program, layout, True)]
+        without = {
+            n: part for n, part in updates.items() if not any(fnmatchcase(n, p) for g in refused for p in g.names)
+        }
+        for held in [updates, without][: 1 + len(refused)]:
+            file = saved(held, tmp_path / "a.safetensors", layout)
+            assert taken(case, model, held, file) == held.keys() - table.left_out(program, layout, list(held)), program
+
+
+@pytest.mark.parametrize("form", ["loha", "lokr", "oft", "diff"])
+def test_diffusers_takes_no_file_of_another_kind_than_plain_lora(case_file, tmp_path, form):
+    case = CASES["qwen-image"]
+    model = case.load(case_file(case))
+    shapes = linear_shapes(model.model)
+    save_lora(tmp_path / "a.safetensors", foreign(form, {f"diffusion_model.{n}": shapes[n] for n in shapes}), "kohya")
+    assert taken_by_diffusers(case, model, random_updates(model), tmp_path / "a.safetensors") == set()
 
 
 SAMPLED_BY_BOTH = [case for case in cases("diffusers") if case.diffusers() and case.diffusers().velocities]

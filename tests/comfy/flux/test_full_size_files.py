@@ -1,29 +1,35 @@
-"""diffusers' own converter of kohya's format for FLUX.1, which knows matrices of the real size only."""
+"""diffusers' own converter of kohya's format for FLUX.1 and Chroma, which knows matrices of the real size only."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import pytest
 import torch
 from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 from family_cases.flux import rows_by_table
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel
-from tessera.models.flux.names import FLUX1_NAMES
+from tessera.models.registry import FAMILIES
 from tiny.lora_files import (
     RANK,
     random_update,
 )
 
 
-def test_diffusers_own_converter_reads_the_kohya_format(tmp_path: Path):
-    """It has FLUX.1's hidden size written into it, so the update has full-size matrices for one block of each kind."""
+@pytest.mark.parametrize(("title", "parts"), [("FLUX.1", 14 + 6 + 10), ("Chroma", 12 + 5 + 3)])
+def test_diffusers_own_converter_reads_the_kohya_format(title, parts, tmp_path: Path):
+    """It has FLUX.1's hidden size written into it, so the update has full-size matrices for one block of each kind, and
+    for every other layer that a LoRA trains."""
+    (family,) = [family for family in FAMILIES if family.title == title]
     hidden = 3072
     shapes = {"linear1": (7 * hidden, hidden), "linear2": (hidden, 5 * hidden), "qkv": (3 * hidden, hidden)}
-    blocks = [name.format(0) for name in FLUX1_NAMES.to_diffusers if "_blocks." in name]
-    last = ["final_layer.linear", "final_layer.adaLN_modulation.1"]
+    names = [name.format(0) for name in family.names.to_diffusers]
+    names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
     modules = {
         name: random_update(*shapes.get(name.rpartition(".")[2], (2 * hidden, hidden)), index)
-        for index, name in enumerate((*blocks, *last))
+        for index, name in enumerate(names)
     }
+    assert family.names.left_out("diffusers", "kohya", names) == []
     save_lora(tmp_path / "a.safetensors", LoraModel.from_modules(modules), "kohya", "fp32")
     state = FluxLoraLoaderMixin.lora_state_dict(str(tmp_path / "a.safetensors"))
     config = {"depth": 1, "depth_single_blocks": 1, "hidden_size": hidden}
@@ -40,5 +46,4 @@ def test_diffusers_own_converter_reads_the_kohya_format(tmp_path: Path):
         expected = rows[f"{name.removeprefix('transformer.')}.weight"]
         assert (up @ (down @ probe) - expected).norm() <= 1e-5 * expected.norm(), name
         seen += 1
-    double, single = 8 + 2 * 3, 2 + 4
-    assert seen == double + single + len(last) and len(state) == 2 * seen
+    assert seen == parts and len(state) == 2 * seen

@@ -1,0 +1,38 @@
+"""Sentences on who reads a LoRA file of each format: ComfyUI and diffusers, by what the families' names say of them."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ...common.text import joined, shortlist
+from .formats import FORMATS
+from .lora_model import ALPHA, DOWN, UP, normalised
+
+PROGRAMS = ("ComfyUI", "diffusers")
+_PAIR = {DOWN, UP, ALPHA}
+
+
+def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
+    """Say which of PROGRAMS take a file of this LoRA in this format, a sentence for each that leaves something out.
+
+    Raises ValueError as `convert` does, for what is no LoRA.
+    """
+    model = normalised(lora)
+    table, parts = model.table(), model.parts()
+    if table is None:
+        return ["Which programs read this file is not known: it is of a model that cannot be trained here."]
+    names = [name for flat in parts if (name := model.name(flat))]
+    # Of other tensors diffusers' converters fail, or drop the layers that have them.
+    others = sorted({suffix for own in parts.values() for suffix in own} - _PAIR)
+    programs, formats = (("ComfyUI",), ("kohya", "comfyui")) if others else (PROGRAMS, FORMATS)
+    left_out = {program: {f: table.left_out(program, f, names) for f in formats} for program in programs}
+    readers = [program for program, by_format in left_out.items() if not by_format[format]]
+    notes = [f"{joined(readers)} read{'s' if len(readers) == 1 else ''} this file."] if readers else []
+    for program, by_format in left_out.items():
+        if missing := by_format[format]:
+            what = "nothing of it" if len(missing) == len(names) else f"it without {shortlist(missing)}"
+            whole = [repr(other) for other, gone in by_format.items() if not gone]
+            notes.append(f"{program} reads {what}; for {program} set format to {' or '.join(whole)}.")
+    if others:
+        notes.append(f"diffusers reads plain LoRA only, and this one has {shortlist(others)}; use it in ComfyUI.")
+    return notes
