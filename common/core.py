@@ -4,15 +4,23 @@ A newer ComfyUI may rename any of it, so that this is the first file to read whe
 versions lack is asked for by `getattr` or `hasattr`.
 """
 
+import copy
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import comfy.cli_args
+import comfy.memory_management
 import comfy.model_management
+import comfy.ops
+import comfy.sd
+import comfyui_version
 import torch
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 # Loading and memory
@@ -58,15 +66,77 @@ def end_of_node() -> None:
             give_back()
 
 
-def has_loader(patcher: Any) -> bool:
-    """Tell whether ComfyUI can load the MODEL anew from where it came."""
-    return getattr(patcher, "cached_patcher_init", None) is not None
-
-
 def loaded_from(patcher: Any) -> str:
     """Give the path of the file from which ComfyUI loaded the MODEL, empty where it does not say."""
     loader = getattr(patcher, "cached_patcher_init", None)  # (function, its arguments, …)
     return loader[1][0] if loader and loader[1] and isinstance(loader[1][0], str) else ""
+
+
+def _takes(function: Any, *names: str) -> bool:
+    """Tell whether a function takes arguments of these names."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one written in C
+        return False
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(name in parameters for name in names)
+
+
+def can_leave_dynamic_vram(patcher: Any) -> bool:
+    """Tell whether ComfyUI can load the MODEL anew, from where it came, without dynamic VRAM."""
+    loader = getattr(patcher, "cached_patcher_init", None)
+    takes_it = _takes(patcher.clone, "disable_dynamic", "model_override")
+    return loader is not None and takes_it and _takes(loader[0], "disable_dynamic")
+
+
+def clone_without_dynamic_vram(patcher: Any, loaded: Any) -> tuple[Any, Any]:
+    """Clone a MODEL off dynamic VRAM; returns also what its model was loaded to.
+
+    loaded: what an earlier clone returned, None to load the model now.
+    """
+    clone = patcher.clone(disable_dynamic=True, model_override=loaded)
+    return clone, clone.get_clone_model_override()
+
+
+def load_without_dynamic_vram(path: str, options: dict[str, Any]) -> Any:
+    """Load a diffusion model as core's loader does, without dynamic VRAM where ComfyUI can."""
+    load = comfy.sd.load_diffusion_model
+    off = {"disable_dynamic": True} if _takes(load, "disable_dynamic") else {}
+    return load(path, model_options=options, **off)
+
+
+def lazy_loading_code() -> CodeType | None:
+    """Give the code that clones a file's weight for a Linear made while dynamic VRAM is on.
+
+    None where this ComfyUI has none under the name that is known.
+    """
+    found = getattr(comfy.ops.disable_weight_init, "_lazy_load_from_state_dict", None)
+    return getattr(found, "__code__", None)
+
+
+class PartialPatcher(ModelPatcher):
+    """ModelPatcher that leaves some modules out of what ComfyUI loads, unloads and patches."""
+
+    def left_out(self, module: nn.Module) -> bool:
+        raise AssertionError(f"{type(self).__name__} has no left_out")
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        # An entry is a tuple of sizes, a name, the module and its parameters, whose order differs between releases.
+        entries = super()._load_list(*args, **kwargs)
+        return [entry for entry in entries if not any(self.left_out(m) for m in entry if isinstance(m, nn.Module))]
+
+
+# Encoders
+
+# Methods of core's VAE that encode in tiles, which `VAE.encode` calls upon an out-of-memory error.
+_TILED = ("encode_tiled_", "encode_tiled_1d", "encode_tiled_3d", "_encode_tiled_owned")
+
+
+def without_tiled_encoding(vae: Any, instead: Callable[..., Any]) -> Any:
+    """Copy the VAE shallowly, with `instead` in the place of its encoding in tiles, for which core has no switch."""
+    whole = copy.copy(vae)
+    for name in _TILED:
+        setattr(whole, name, instead)
+    return whole
 
 
 # ComfyUI's own compiler
@@ -148,9 +218,13 @@ def replaced_keys(patcher: Any) -> set[str]:
     return {*patcher.backup, *patcher.object_patches_backup}
 
 
-def closed_over(function: Any) -> list[Any]:
-    """Give the values in a function's closure, where ComfyUI keeps the manager of bypass adapters of an injection."""
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+def bypass_managers(injection: Any) -> list[Any]:
+    """Give the managers of bypass adapters that an injection injects; ComfyUI holds them in its function's closure.
+
+    A manager's `adapters` are (adapter, strength) by the name of the module. Empty for an injection of another kind.
+    """
+    closure = getattr(injection.inject, "__closure__", None) or ()
+    return [cell.cell_contents for cell in closure if hasattr(cell.cell_contents, "adapters")]
 
 
 def weight_conversion(module: nn.Module, parameter: str) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
@@ -190,3 +264,23 @@ def quantised_params(weight: Any) -> Any:
 def quantised_layout(weight: Any) -> str:
     """Give the name of a QuantizedTensor's layout class."""
     return weight._layout_cls
+
+
+# Features
+
+
+def features() -> dict[str, Any]:
+    """Return ComfyUI's version and those of its features that the pack uses where they exist."""
+    management = comfy.model_management
+    at_end = [name for module, name in _AT_END_OF_NODE if hasattr(sys.modules.get(module), name)]
+    return {
+        "version": comfyui_version.__version__,
+        "dynamic_vram": bool(getattr(comfy.memory_management, "aimdo_enabled", False)),
+        "loads_without_dynamic_vram": _takes(comfy.sd.load_diffusion_model, "disable_dynamic"),
+        "lazy_loading": lazy_loading_code() is not None,
+        "own_compiler": hasattr(comfy.cli_args.args, _ComfyCompiler.OPTION),
+        "end_of_node": at_end,
+        "tiled_encoding": [name for name in _TILED if hasattr(comfy.sd.VAE, name)],
+        "free_memory_of_model": hasattr(ModelPatcher, "get_free_memory"),
+        "counts_pinned_memory": hasattr(management, "TOTAL_PINNED_MEMORY"),
+    }

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .core import closed_over, intended_dtype, original_weights
+from .core import bypass_managers, intended_dtype, original_weights
 
 _COLUMNS = 1024  # 8-byte words per row of the column sums: 8 KiB are hashed for a tensor of any size
 _SAMPLES = 4096  # words taken at an even stride, which see what a column sum cannot: rows that changed places
@@ -91,7 +91,7 @@ def _injected(group: list) -> list:
     """The adapters of bypass injections."""
     found: list = []
     for injection in group:
-        managers = [value for value in closed_over(injection.inject) if hasattr(value, "adapters")]
+        managers = bypass_managers(injection)
         found.append([sorted(manager.adapters.items()) for manager in managers] or injection.inject.__qualname__)
     return found
 

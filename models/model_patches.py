@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter.bypass import BypassInjectionManager
 
-from ..common.core import closed_over
+from ..common.core import bypass_managers
 
 # Wrappers that act around sampling, not on what the model computes.
 _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE}
@@ -30,7 +30,7 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
     notes: list[str] = []
     converted = 0
     for name, injections in list(clone.injections.items()):
-        managers = [m for injection in injections for m in _closed_over(injection.inject)]
+        managers = [m for injection in injections for m in _managers(injection)]
         if len(managers) != len(injections):
             raise ValueError(
                 f"model carries the injection {name!r}, which training cannot honour; connect it without it."
@@ -54,9 +54,8 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
     return clone, tuple(notes)
 
 
-def _closed_over(function: Any) -> list[BypassInjectionManager]:
-    """Core keeps the manager of bypass adapters in the closure of the function that injects them."""
-    return [value for value in closed_over(function) if isinstance(value, BypassInjectionManager)]
+def _managers(injection: Any) -> list[BypassInjectionManager]:
+    return [manager for manager in bypass_managers(injection) if isinstance(manager, BypassInjectionManager)]
 
 
 def _ignored(patcher: ModelPatcher) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
+from ..common.core import features
 from ..compile.cache import use_persistent_cache
 from .data import prepare
 from .loras import average, compare, save
@@ -37,6 +38,7 @@ NODES: list[type[io.ComfyNode]] = [
 class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Before any node can compile."""
+        log.info("Tessera finds in ComfyUI: %s", features())
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

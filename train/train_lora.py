@@ -9,6 +9,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
+from ..common.core import features
 from ..common.files import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
@@ -159,6 +160,7 @@ def train_lora(
                 "targets": len(context.targets),
                 "parameters": sum(p.numel() for p in trainer.network.parameters()),
                 "compile": context.compile_settings is not None,
+                "comfyui": features(),
                 **({"continued_from": context.continued_from} if context.continued_from else {}),
             }
             # Facts come before close, which drops the model; close and the summary run even if facts raise.

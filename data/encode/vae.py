@@ -1,6 +1,5 @@
 """VAE and CLIP vision encoding of an image or video, exactly as ComfyUI's own nodes encode it."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,7 +10,7 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...common.core import end_of_node
+from ...common.core import end_of_node, without_tiled_encoding
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...models.latents import LatentPolicy
 from ..buckets.grids import Placement, crop_box
@@ -105,12 +104,7 @@ def _without_tiles(vae: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise _NoTiles
 
-    # Core has no public switch for its fallback: `VAE.encode` calls one of these methods upon an out-of-memory error.
-    # They are replaced on the copy only, so the user's VAE still tiles.
-    whole = copy.copy(vae)
-    for name in ("encode_tiled_", "encode_tiled_1d", "encode_tiled_3d", "_encode_tiled_owned"):
-        setattr(whole, name, refuse)
-    return whole
+    return without_tiled_encoding(vae, refuse)
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ again when it needs the memory.
 """
 
 import ctypes
+import logging
 import re
 import sys
 from bisect import bisect_right
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...common.core import lazy_loading_code
 from .flat_weights import WeightRef, parts_of, weight_refs, with_parts
 from .pinning import RESERVED_RAM
+
+log = logging.getLogger(__name__)
 
 KEY = "tessera.weights_in_file"
 # address range, permissions, offset, device, inode, path: proc_pid_maps(5)
@@ -135,19 +139,43 @@ class KeepMapped(TorchFunctionMode):
     """Mode in which ComfyUI loads a file without copying it.
 
     Weights take the file's memory wherever a copy would hold the same bytes. Core does so itself under dynamic VRAM
-    (`load_state_dict(assign=True)`), and has no option for it elsewhere.
+    (`load_state_dict(assign=True)`), and has no option for it elsewhere. A way of loading that is not known is told in
+    the log, since it takes the memory of a copy.
     """
 
-    maps: FileMaps | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: FileMaps | None = None
+        self.lazy_loading = lazy_loading_code()
+        self.kept, self.copied = 0, 0  # bytes
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if (sentence := self.message()) is not None and error[0] is None:
+            log.warning(sentence)
+
+    def message(self) -> str | None:
+        """Return a sentence for the user where no more than small weights stayed in the file, else None."""
+        if self.copied <= self.kept:
+            return None
+        return (
+            f"The model's weights don't stay in its file, since this ComfyUI loads them in a way that is not known "
+            f"here: they take {self.copied / 2**30:.2f} GB of RAM. If that is short, start ComfyUI with "
+            "--disable-dynamic-vram."
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and type(args[0]) is nn.Parameter and self._can_stay(args[-1], args[0]):
             args[0].data = args[-1]
+            self.kept += args[-1].nbytes
             return args[0]
         # A Linear that was made while dynamic VRAM is on has no memory yet and clones the file's weight.
-        if func is torch.Tensor.clone and sys._getframe(1).f_code.co_name == "_lazy_load_from_state_dict":
+        if func is torch.Tensor.clone and sys._getframe(1).f_globals.get("__name__") == "comfy.ops":
             if self._can_stay(args[0], args[0]):
-                return args[0]
+                if sys._getframe(1).f_code is self.lazy_loading:
+                    self.kept += args[0].nbytes
+                    return args[0]
+                self.copied += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
     def _can_stay(self, source: Any, into: Tensor) -> bool:

@@ -11,7 +11,7 @@ from comfy.hooks import HookGroup
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ...common.core import replaced_keys
+from ...common.core import PartialPatcher, replaced_keys
 from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
 from .oom_retry import RETRIED, bytes_to_free
@@ -22,7 +22,7 @@ KEY = "tessera.swapped_blocks"
 EVERYTHING = 1e32  # what core passes for "no limit"
 
 
-class SwapPatcher(ModelPatcher):
+class SwapPatcher(PartialPatcher):
     """ComfyUI's patcher over the blocks that stay; those that are swapped are left to `swap`.
 
     It loads, patches and unloads the rest as ComfyUI does, and tells ComfyUI's memory management what really lies on
@@ -58,10 +58,9 @@ class SwapPatcher(ModelPatcher):
             self.size = self.swap.resident_bytes() + self.swap.slot_bytes()
         return self.size
 
-    def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        # The module is the last but one of each entry. By identity: a module that an object patch has put into a
-        # swapped block is loaded as any other.
-        return [entry for entry in super()._load_list(*args, **kwargs) if id(entry[-2]) not in self.swap.modules]
+    def left_out(self, module: nn.Module) -> bool:
+        # By identity: a module that an object patch has put into a swapped block is loaded as any other.
+        return id(module) in self.swap.modules
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
         self.swap.rest.drop_replaced(self._replaced())

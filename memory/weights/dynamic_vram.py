@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ...common.core import has_loader, intended_dtype
+from ...common.core import can_leave_dynamic_vram, clone_without_dynamic_vram, intended_dtype
 from ..host.mapped_file import KeepMapped, copy_into_ram, protect_from_hooks
 
 # A model under dynamic VRAM → what a clone needs to stand on the same model loaded without it.
@@ -30,14 +30,14 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
 
 
 def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
-    if not has_loader(patcher):
+    if not can_leave_dynamic_vram(patcher):
         return None
     with torch.inference_mode(False):
         with KeepMapped():
-            clone = patcher.clone(disable_dynamic=True, model_override=_without.get(patcher.model))
+            clone, loaded = clone_without_dynamic_vram(patcher, _without.get(patcher.model))
         cast_as_asked(clone.model)
         copy_into_ram(clone.model)
-    _without[patcher.model] = clone.get_clone_model_override()
+    _without[patcher.model] = loaded
     return clone
 
 

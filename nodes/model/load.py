@@ -9,6 +9,7 @@ from comfy import sd
 from comfy_api.latest import io
 from safetensors import SafetensorError, safe_open
 
+from ...common.core import load_without_dynamic_vram
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
@@ -93,11 +94,12 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             _check_count(path, blocks_to_swap)
         # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
-        with KeepMapped(), _readable(unet_name):
-            model = sd.load_diffusion_model(path, model_options=options, disable_dynamic=True)
+        with KeepMapped() as mapped, _readable(unet_name):
+            model = load_without_dynamic_vram(path, options)
         cast_as_asked(model.model)
         copy_into_ram(model.model)
-        return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
+        settings = SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory)
+        return with_swap(model, settings, mapped.message())
 
 
 @contextmanager

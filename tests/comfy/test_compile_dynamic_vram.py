@@ -53,8 +53,14 @@ def test_its_loras_come_along(dynamic: Any) -> None:
     assert not torch.equal(sample(clone, "flux"), sample(dynamic, "flux"))
 
 
-def test_where_it_cannot_be_loaded_again_it_runs_eager_and_says_so(dynamic: Any) -> None:
-    dynamic.cached_patcher_init = None
+def of_another_node(path: str) -> Any:
+    """A loader that cannot be asked for a MODEL without dynamic VRAM."""
+    raise AssertionError("asked all the same")
+
+
+@pytest.mark.parametrize("loader", [None, (of_another_node, ("flux.safetensors",))])
+def test_where_it_cannot_be_loaded_again_it_runs_eager_and_says_so(dynamic: Any, loader: Any) -> None:
+    dynamic.cached_patcher_init = loader
     clone, compiled_model = compile_model(dynamic, SETTINGS)
     assert torch.equal(sample(clone, "flux"), sample(dynamic, "flux"))
     (note,) = [note for note in compiled_model.notes if "dynamic VRAM" in note]

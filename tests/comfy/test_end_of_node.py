@@ -67,7 +67,7 @@ def test_after_every_preview_and_before_training_takes_its_weights(tiny_flux, ti
     data = training_data(sample("a", 4, 4))
     watchers = [Previewer(previews, tiny_flux)]
     result = train_lora(tiny_flux, data, run_settings(steps=2), tmp_path, Watcher(), CompileSettings("eager"), watchers)
-    assert len(result.summary["previews"]["files"]) == 4
+    assert len(result.summary["previews"]["files"]) == 4 and result.summary["comfyui"] == core.features()
     # Each picture is sampled and decoded, which are two nodes in ComfyUI.
     assert given_back == list(CALLS) * (1 + 4 * 2)
 

@@ -1,19 +1,31 @@
 """Private touches of ComfyUI stand in one module, and do what they say on the ComfyUI that is installed."""
 
 import ast
+import importlib
+import inspect
+import json
 import re
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import comfy.sd
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter.bypass import BypassInjectionManager
 from tessera.common import core
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = re.compile(
     r"_qdata|_layout_cls|_params|backup|hook_backup|__closure__|cached_patcher_init|current_loaded_models|"
-    r"extra_reserved_memory|discard_cuda_async_error|\*_comfy_model_dtype|(convert|set)_\*"
+    r"extra_reserved_memory|discard_cuda_async_error|\*_comfy_model_dtype|(convert|set)_\*|get_clone_model_override|"
+    r"reset_cast_buffers|cleanup_prefetch_queues|TOTAL_PINNED_MEMORY|ensure_pin_registerable"
 )
+# What is asked for by a keyword, overridden, or compared as text.
+WORDS = ("disable_dynamic", "_lazy_load_from_state_dict", "_load_list", "_encode_tiled_owned", "disable_comfy_compiler")
+LAYERS = ("compile", "data", "lora", "memory", "models", "nodes", "train", "common")
 
 
 def touches(file: Path) -> list[str]:
@@ -28,15 +40,98 @@ def touches(file: Path) -> list[str]:
     return [name for name in found if PRIVATE.fullmatch(name)]
 
 
+def product_files() -> list[Path]:
+    return [file for layer in LAYERS for file in (ROOT / layer).rglob("*.py")]
+
+
 def test_private_touches_of_comfyui_stand_in_core():
-    files = [
-        file
-        for layer in ("compile", "data", "lora", "memory", "models", "nodes", "train", "common")
-        for file in (ROOT / layer).rglob("*.py")
-    ]
-    found = {str(file.relative_to(ROOT)): names for file in files if (names := touches(file))}
+    found = {str(file.relative_to(ROOT)): names for file in product_files() if (names := touches(file))}
     assert len(found.pop("common/core.py")) >= 10
     assert not found
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_comfyui_s_own_stand_in_core(word):
+    found = [str(file.relative_to(ROOT)) for file in product_files() if word in file.read_text(encoding="utf-8")]
+    assert found == ["common/core.py"]
+
+
+def comfyui_names(file: Path) -> set[str]:
+    """Every dotted name of ComfyUI that a file imports, and what it reads of the modules and classes imported."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    known: dict[str, str] = {}  # name in the file → dotted name
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                known[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+                names.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                names.add(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        first, _, rest = dotted.partition(".")
+        if first in known and re.fullmatch(r"[\w.]+", rest):
+            names.add(f"{known[first]}.{rest}")
+    ours = re.compile(
+        r"(comfy|comfy_api|comfy_execution|comfy_aimdo|comfy_kitchen|comfyui_version|folder_paths|server|latent_preview)(\.|$)"
+    )
+    return {name for name in names if ours.match(name)}
+
+
+def missing(name: str) -> bool:
+    """Look a dotted name up as far as modules and classes go; what an object holds is known when it runs only."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for n, part in enumerate(parts[1:], 2):
+        if not (isinstance(found, ModuleType) or inspect.isclass(found)):
+            return False
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:n]))
+            except ModuleNotFoundError:
+                return True
+        found = getattr(found, part)
+    return False
+
+
+def test_every_name_of_comfyui_that_is_read_is_there():
+    read = {name: file for file in product_files() for name in comfyui_names(file)}
+    assert len(read) > 100
+    assert not {name: str(file.relative_to(ROOT)) for name, file in read.items() if missing(name)}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import comfy.sd\ncomfy.sd.gone()", {"comfy.sd.gone"}),
+        ("from comfy import gone", {"comfy.gone"}),
+        ("import comfy.gone", {"comfy.gone"}),
+        (
+            "from comfy.patcher_extension import CallbacksMP as C\nC.ON_GONE",
+            {"comfy.patcher_extension.CallbacksMP.ON_GONE"},
+        ),
+        ("def f():\n    from comfy import sd\n    return sd.VAE.gone", {"comfy.sd.VAE.gone"}),
+    ],
+)
+def test_a_name_that_is_gone_is_found(source, names, tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text(source)
+    assert {name for name in comfyui_names(file) if missing(name)} == names
+
+
+def test_the_features_of_the_comfyui_at_hand_are_found():
+    found = core.features()
+    assert found["version"] == importlib.import_module("comfyui_version").__version__
+    for name in ("loads_without_dynamic_vram", "lazy_loading", "free_memory_of_model", "counts_pinned_memory"):
+        assert found[name] is True, name
+    assert "reset_cast_buffers" in found["end_of_node"] and "encode_tiled_" in found["tiled_encoding"]
+    assert found["dynamic_vram"] is False  # on a CPU
+    json.dumps(found, allow_nan=False)
 
 
 def test_a_patched_weight_has_its_original_laid_aside(tiny_flux):
@@ -63,10 +158,72 @@ def test_a_quantised_weight_is_its_data_and_its_scales():
     assert core.quantised_layout(weight) == "TensorCoreFP8E4M3Layout"
 
 
-def test_a_function_gives_what_it_closed_over():
-    one, two = object(), object()
-    assert core.closed_over(lambda: (one, two)) == [one, two]
-    assert core.closed_over(print) == []
+def test_an_injection_gives_the_managers_of_its_adapters_and_another_one_none():
+    manager = BypassInjectionManager()
+    bypass = SimpleNamespace(inject=lambda patcher: manager.inject(patcher))
+    assert core.bypass_managers(bypass) == [manager]
+    other = object()
+    for function in (print, lambda: other):
+        assert core.bypass_managers(SimpleNamespace(inject=function)) == []
+
+
+def without_the_switch(path):
+    raise AssertionError("called with what it does not take")
+
+
+@pytest.mark.parametrize(
+    ("loader", "can"),
+    [
+        (None, False),
+        ((comfy.sd.load_diffusion_model, ("a.safetensors",)), True),
+        ((without_the_switch, ("a.safetensors",)), False),
+        ((lambda path, **options: None, ("a.safetensors",)), True),
+    ],
+)
+def test_a_loader_is_asked_only_for_what_it_takes(tiny_flux, loader, can):
+    patcher = tiny_flux.clone()
+    patcher.cached_patcher_init = loader
+    assert core.can_leave_dynamic_vram(patcher) is can
+
+
+def test_a_comfyui_whose_clone_has_no_such_switch_is_not_asked(tiny_flux, monkeypatch):
+    patcher = tiny_flux.clone()
+    patcher.cached_patcher_init = (comfy.sd.load_diffusion_model, ("a.safetensors",))
+    monkeypatch.setattr(type(patcher), "clone", lambda self: self)
+    assert core.can_leave_dynamic_vram(patcher) is False
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_a_model_is_loaded_without_dynamic_vram_where_the_loader_can(takes_it, monkeypatch):
+    asked = []
+
+    def load(path, model_options):
+        asked.append((path, model_options))
+
+    def load_off(path, model_options, disable_dynamic=False):
+        asked.append((path, model_options, disable_dynamic))
+
+    monkeypatch.setattr(comfy.sd, "load_diffusion_model", load_off if takes_it else load)
+    core.load_without_dynamic_vram("a", {})
+    assert asked == [("a", {}, True) if takes_it else ("a", {})]
+
+
+@pytest.mark.parametrize("entry", [(1, 2, "name", nn.Identity(), {}), (1, "name", nn.Identity()), (nn.Identity(), 3)])
+def test_modules_are_left_out_of_a_load_list_wherever_an_entry_holds_them(entry, monkeypatch):
+    kept = (0, "other", nn.Linear(1, 1), {})
+    monkeypatch.setattr(ModelPatcher, "_load_list", lambda self, for_dynamic=False: [entry, kept])
+
+    class Patcher(core.PartialPatcher):
+        def left_out(self, module):
+            return isinstance(module, nn.Identity)
+
+        def __init__(self):
+            pass
+
+        def __del__(self):
+            pass
+
+    assert Patcher()._load_list(for_dynamic=True) == [kept]
 
 
 @pytest.mark.parametrize(
@@ -76,4 +233,4 @@ def test_a_function_gives_what_it_closed_over():
 def test_the_file_of_a_model_is_known_where_its_loader_says_it(tiny_flux, loader, path):
     patcher = tiny_flux.clone()
     patcher.cached_patcher_init = loader
-    assert core.has_loader(patcher) == (loader is not None) and core.loaded_from(patcher) == path
+    assert core.loaded_from(patcher) == path
