@@ -134,13 +134,14 @@ def _of_shapes(shapes: Callable[..., dict[str, tuple[int, ...]]], *sizes: Any) -
 T5_WIDTH = 4096  # of umT5 too
 ONE_MEGAPIXEL = Picture(1024, 1024, 512)
 VIDEO = Picture(832, 480, 512, frames=81)
-_flux, _flux2 = tiny.flux.flux_shapes, tiny.flux2.flux2_shapes
+_flux, _flux2, _chroma = tiny.flux.flux_shapes, tiny.flux2.flux2_shapes, tiny.chroma.chroma_shapes
 _wan, _qwen_image = tiny.wan.wan_shapes, tiny.qwen_image.qwen_image_shapes
 FULL: dict[str, Model] = {
     "flux": Model("flux", ONE_MEGAPIXEL, None, _of_shapes(_flux, 3072, 19, 38, T5_WIDTH, 768, True), T5_WIDTH, 768),
     # FLUX.2 klein reads three layers of Qwen3 4B (2560 wide) or 8B (4096 wide), 512 tokens.
     "flux2_klein": Model("flux2", ONE_MEGAPIXEL, None, _of_shapes(_flux2, 3072, 5, 20, 7680, False), 7680),
     "flux2_klein_9b": Model("flux2", ONE_MEGAPIXEL, None, _of_shapes(_flux2, 4096, 8, 24, 12288, False), 12288),
+    "chroma": Model("chroma", ONE_MEGAPIXEL, None, _of_shapes(_chroma, 3072, 19, 38, T5_WIDTH), T5_WIDTH),
     "wan": Model("wan", VIDEO, None, _of_shapes(_wan, 5120, 13824, 40, 0, T5_WIDTH), T5_WIDTH),
     "wan_1.3b": Model("wan", VIDEO, None, _of_shapes(_wan, 1536, 8960, 30, 0, T5_WIDTH), T5_WIDTH),
     "qwen_image": Model("qwen_image", Picture(1024, 1024, 128), None, _of_shapes(_qwen_image, 24, 128, 60, 3584), 3584),
@@ -153,6 +154,7 @@ TINY: dict[str, Model] = {
         Picture(512, 512, 512),
         partial(tiny.write_flux2, hidden=256, depth=2, depth_single=4, guidance=False),
     ),
+    "chroma": Model("chroma", Picture(512, 512, 128), partial(tiny.write_chroma, hidden=256, depth=2, depth_single=4)),
     "wan": Model("wan", Picture(256, 256, 512, frames=13), partial(tiny.write_wan, dim=256, layers=4)),
     "qwen_image": Model("qwen_image", Picture(512, 512, 64), partial(tiny.write_qwen_image, heads=4, layers=4)),
     "sdxl": Model("sdxl", Picture(512, 512, 77), partial(tiny.write_sdxl, channels=64)),

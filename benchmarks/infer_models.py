@@ -39,6 +39,8 @@ def count_work(model: Model, file: str, picture: Picture) -> Work:
     extra: dict[str, torch.Tensor] = {}
     if model.kind == "flux":
         extra = {"y": empty(inputs.pooled_width), "guidance": empty()}
+    elif model.kind == "chroma":
+        extra = {"guidance": empty()}
     elif model.kind == "sdxl":
         extra = {"y": empty(inputs.pooled_width + tiny.sdxl.SIZE_EMBEDDINGS)}
     with FlopCounterMode(display=False) as counter, torch.inference_mode():

@@ -6,6 +6,7 @@ The `write_*` functions need only torch and safetensors; the `load_*` functions 
 from pathlib import Path
 from typing import Any
 
+from .chroma import load_chroma, write_chroma
 from .encoders import (
     CLIP_WIDTH,
     T5_WIDTH,
@@ -45,6 +46,7 @@ __all__ = [
     "conditioning",
     "empty_latent",
     "fill_up_matrices",
+    "load_chroma",
     "load_clip",
     "load_flux",
     "load_flux2",
@@ -64,6 +66,7 @@ __all__ = [
     "shown",
     "tiny_detection",
     "wan_sample",
+    "write_chroma",
     "write_clip_l",
     "write_flux",
     "write_flux2",
@@ -84,6 +87,7 @@ LOADERS = {
     "flux": load_flux,
     "schnell": load_flux,
     "flux2": load_flux2,
+    "chroma": load_chroma,
     "wan": load_wan,
     "wan_vace": load_wan,
     "qwen_image": load_qwen_image,

@@ -29,6 +29,7 @@ INPUTS = {
     "flux": Inputs(T5_WIDTH, CLIP_WIDTH),
     "schnell": Inputs(T5_WIDTH, CLIP_WIDTH),
     "flux2": Inputs(T5_WIDTH, channels=128, cell=16),
+    "chroma": Inputs(T5_WIDTH),
     "wan": Inputs(T5_WIDTH, frames_per_latent=4),
     "wan_vace": Inputs(T5_WIDTH, frames_per_latent=4),
     "qwen_image": Inputs(QWEN_TEXT_WIDTH),

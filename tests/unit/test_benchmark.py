@@ -85,6 +85,7 @@ def test_every_family_that_trains_is_counted_at_full_size():
     [
         ("flux", 4 * 4608**2 * 3072 * 57),
         ("flux2_klein", 4 * 4608**2 * 3072 * 25),
+        ("chroma", 4 * 4608**2 * 3072 * 57),
         ("wan_1.3b", 4 * 32760 * (32760 + 512) * 1536 * 30),
         ("qwen_image", 4 * 4224**2 * 3072 * 60),
     ],
