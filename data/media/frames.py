@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .images import load_image
+from .strips import is_large
 from .videos import VideoFacts, load_frames
 
 Box = tuple[float, float, float, float]
@@ -64,7 +65,7 @@ class ImagePixels:
 
     @property
     def key(self) -> Any:
-        more = (*["opaque"] * self.opaque, *["by range"] * self.wide)
+        more = (*["opaque"] * self.opaque, *["by range"] * self.wide, *["reduced"] * is_large(self.size))
         return (self.digest, *more) if more else self.digest
 
     def load(self, box: Box, height: int, width: int) -> Tensor:

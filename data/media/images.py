@@ -5,7 +5,7 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import PIL
 import torch
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError, features
+from PIL import Image, ImageCms, UnidentifiedImageError, features
 from torch import Tensor
+
+from .strips import decode, mask_factor, resize, scaling_factor, strips
 
 # Extensions of each format that is read, by Pillow's name of it. No other decoder is tried, whatever a file is called:
 # that of EPS starts Ghostscript.
@@ -122,7 +124,7 @@ def _digest(data: bytes) -> str:
 def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
     """Return (width, height) after `exif_transpose`, without decoding where the header suffices."""
     if image.format == "TIFF":  # Pillow turns these itself, when it decodes or before, depending on its version
-        return ImageOps.exif_transpose(image).size
+        return decode(image, 1).size
     may_turn = image.format != "PNG" or any(mark in data for mark in _PNG_ORIENTATION_MARKS)
     turned = may_turn and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
@@ -148,23 +150,24 @@ def load_image(
     The filter is Lanczos over the whole support of each output pixel (antialiased), in float. EXIF orientation is
     applied, an embedded colour profile is converted to sRGB, transparent parts become white, grey images become
     three equal channels, an animation gives its first frame. 16-bit grey retains its 16 bits; of 16-bit colour Pillow
-    reads the upper 8. Floats and 32-bit integers are scaled by their range.
+    reads the upper 8. Floats and 32-bit integers are scaled by their range. An image of more than LARGE pixels is
+    reduced first, to no less than three times the size asked for.
     Raises ValueError, naming the file, if the image can't be decoded or was changed.
     """
     name = name or path.name
     data = _read(path, name, digest)
-    with _named_errors(name, path), open_image(BytesIO(data)) as image:
-        planes = _planes(ImageOps.exif_transpose(image), opaque, _is_wide(image))
-        scaled = [
-            np.asarray(Image.fromarray(plane).resize((width, height), Image.Resampling.LANCZOS, box=box))
-            for plane in planes
-        ]
+    with _named_errors(name, path), open_image(BytesIO(data)) as opened:
+        wide, factor = _is_wide(opened), scaling_factor(opened.size, box, height, width)
+        image = decode(opened, factor)
+        left, top, right, bottom = box
+        within = (left / factor, top / factor, right / factor, bottom / factor)
+        scaled = resize(image, _plane_reader(image, opaque, wide), within, height, width)
     pixels = np.stack(scaled if len(scaled) == 3 else scaled * 3, axis=-1).clip(0.0, 1.0)
     return torch.from_numpy(pixels)[None]
 
 
 def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str | None = None) -> np.ndarray:
-    """Decode a mask, upright: (H, W), float32, 0 to 1.
+    """Decode a mask, upright: (H, W), float32, 0 to 1; a large one reduced by `mask_factor` of its size, rounded up.
 
     alpha: take the alpha channel; otherwise the brightness, with transparent parts black.
     digest, name: as of `load_image`, with the same errors.
@@ -172,15 +175,22 @@ def load_mask(path: Path, *, alpha: bool, digest: str | None = None, name: str |
     name = name or path.name
     data = _read(path, name, digest)
     with _named_errors(name, path), open_image(BytesIO(data)) as opened:
-        image = ImageOps.exif_transpose(opened)
-        if alpha:
-            return np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255
-        if image.mode[0] in "IF":
-            return _numbers(image, _is_wide(opened)).clip(0.0, 1.0)
-        bright = np.asarray(image.convert("RGB").convert("L"), dtype=np.float32) / 255
-        if not image.has_transparency_data:
-            return bright
-        return bright * np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) / 255
+        wide = _is_wide(opened)
+        image = decode(opened, mask_factor(opened.size))
+        white = _white_level(image, wide) if image.mode[0] in "IF" and not alpha else None
+        transparent = image.has_transparency_data
+        return np.concatenate([_mask_strip(strip, alpha, transparent, white) for _, strip in strips(image)])
+
+
+def _mask_strip(image: Image.Image, alpha: bool, transparent: bool, white: float | None) -> np.ndarray:
+    """Compute the mask of a strip: (rows, W), 0 to 1."""
+    if white is not None:
+        return _numbers(image, white).clip(0.0, 1.0)
+    opacity = np.asarray(image.convert("RGBA").getchannel("A"), dtype=np.float32) if alpha or transparent else None
+    if alpha and opacity is not None:
+        return opacity / 255
+    bright = np.asarray(image.convert("RGB").convert("L"), dtype=np.float32) / 255
+    return bright if opacity is None else bright * opacity / 255
 
 
 def _read(path: Path, name: str, digest: str | None) -> bytes:
@@ -198,65 +208,78 @@ def _is_wide(image: Image.Image) -> bool:
     return image.mode == "F" or (image.mode == "I" and image.format != "PNG")
 
 
-def _numbers(image: Image.Image, wide: bool) -> np.ndarray:
-    """Scale the one channel of 16-bit grey, or of `wide` numbers, to white at 1; floats may exceed 1 somewhat.
+def _white_level(image: Image.Image, wide: bool) -> float:
+    """Find the number that is white: 65535 of 16-bit grey.
 
-    Wide numbers have no white level of their own. For integers it is 255 if their maximum is at most 255, else 65535;
+    `wide` numbers have no white level of their own. For integers it is 255 if their maximum is at most 255, else 65535;
     for floats it is 1, 255 or 65535, by the range of their maximum in _FLOAT_WHITES.
     Raises ValueError where none of them fits, and for integers below 0 or above white.
     """
-    numbers = np.asarray(image).astype(np.float32)
     if not wide:
-        return numbers / 65535
-    finite = numbers[np.isfinite(numbers)]
-    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        return 65535
+    ends: list[float] = []
+    for _, strip in strips(image):
+        numbers = np.asarray(strip).astype(np.float32)
+        finite = numbers[np.isfinite(numbers)]
+        ends += [float(finite.min()), float(finite.max())] if finite.size else []
+    least, most = (min(ends), max(ends)) if ends else (0.0, 0.0)
     if image.mode == "F":
         white = next((white for low, white, high in _FLOAT_WHITES if low <= most <= high), None)
     else:
         white = 255 if most <= 255 else 65535
     if white is None or (image.mode == "I" and (least < 0 or most > white)):
         raise ValueError(f"it holds numbers from {least:g} to {most:g}, which do not say what is white")
-    return np.nan_to_num(numbers / np.float32(white), nan=0.0, posinf=1.0, neginf=0.0)
+    return white
 
 
-def _planes(image: Image.Image, opaque: bool, wide: bool) -> Iterator[np.ndarray]:
-    """Yield the one (grey) or three (RGB) channels, (H, W), 0 to 1, one at a time to save memory."""
+def _numbers(image: Image.Image, white: float) -> np.ndarray:
+    """Scale the one channel of a strip of numbers to white at 1; floats may exceed 1 somewhat."""
+    numbers = np.asarray(image).astype(np.float32) / np.float32(white)
+    return np.nan_to_num(numbers, nan=0.0, posinf=1.0, neginf=0.0)
+
+
+def _plane_reader(image: Image.Image, opaque: bool, wide: bool) -> Callable[[Image.Image], list[np.ndarray]]:
+    """Make the function that computes the one (grey) or three (RGB) channels of a strip, (rows, W), 0 to 1."""
     if image.mode[0] in "IF":
-        yield _numbers(image, wide)
-        return
-    profile = image.info.get("icc_profile")
-    alpha = None
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        alpha = None if opaque else np.asarray(image.getchannel("A")).astype(np.float32) / 255
-    if image.mode not in _PROFILE_SPACE:
-        image = image.convert("RGB")
-    image = _to_srgb(image, profile)
-    for band in image.split():
-        plane = np.asarray(band).astype(np.float32) / 255
-        yield plane if alpha is None else plane * alpha + (1 - alpha)
+        white = _white_level(image, wide)
+        return lambda strip: [_numbers(strip, white)]
+    transparent = image.has_transparency_data
+    mode = "RGB" if transparent or image.mode not in _PROFILE_SPACE else image.mode
+    transform = _srgb_transform(mode, image.info.get("icc_profile"))
+
+    def planes(strip: Image.Image) -> list[np.ndarray]:
+        alpha = None
+        if transparent:
+            strip = strip.convert("RGBA")
+            alpha = None if opaque else np.asarray(strip.getchannel("A")).astype(np.float32) / 255
+        strip = strip if strip.mode == mode else strip.convert(mode)
+        if transform is not None:
+            strip = ImageCms.applyTransform(strip, transform) or strip
+        strip = strip if strip.mode in ("RGB", "L") else strip.convert("RGB")
+        colours = [np.asarray(band).astype(np.float32) / 255 for band in strip.split()]
+        return colours if alpha is None else [plane * alpha + (1 - alpha) for plane in colours]
+
+    return planes
 
 
-def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert by the embedded profile if it fits the image's colour mode; RGB without a profile is taken as sRGB."""
+def _srgb_transform(mode: str, profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
+    """Build the conversion to sRGB of an embedded profile, where it fits the colour mode and is not sRGB itself."""
     if profile:
         try:
             source = ImageCms.ImageCmsProfile(BytesIO(profile))
-            fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[image.mode]
+            fits = source.profile.xcolor_space.strip() == _PROFILE_SPACE[mode]
             if fits and ImageCms.getProfileDescription(source).strip() not in _SRGB_PROFILES:
-                converted = ImageCms.profileToProfile(
-                    image,
+                return ImageCms.buildTransform(
                     source,
                     ImageCms.createProfile("sRGB"),
+                    mode,
+                    "RGB",
                     renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
-                    outputMode="RGB",
                     flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
                 )
-                assert converted is not None
-                return converted
         except (ImageCms.PyCMSError, OSError) as error:
             logger.warning("A colour profile is damaged and is left out: %s", error)
-    return image if image.mode in ("RGB", "L") else image.convert("RGB")
+    return None
 
 
 @contextmanager

@@ -3,14 +3,18 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 
 from ...common.progress import Interrupted, Progress
 from ...common.text import shortlist
 from .frames import ImagePixels
 from .images import load_image, open_image
+from .strips import is_large
 
 THREADS = 8
+_TURN = Lock()
 
 
 def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupted: Interrupted) -> None:
@@ -49,10 +53,11 @@ def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupte
 def is_intact(path: Path) -> bool:
     """Return True if an image file is intact, by the cheapest complete reading.
 
-    That is the checksums of a PNG, a JPEG decoded at an eighth of its size, and a full decode of other formats.
+    That is the checksums of a PNG, a JPEG decoded at an eighth of its size, and a full decode of other formats; large
+    images take turns, as each holds its pixels.
     """
     try:
-        with open_image(path) as image:
+        with open_image(path) as image, _TURN if is_large(image.size) else nullcontext():
             if image.format == "PNG":
                 image.verify()
             else:

@@ -17,6 +17,7 @@ from ..buckets.grids import Placement
 from ..cache import EncodeJob
 from .frames import Crop
 from .images import inspect_image, load_mask
+from .strips import is_large, mask_factor
 
 # Part of every key: raise it when the same mask gives other weights than before.
 VERSION = 1
@@ -49,7 +50,8 @@ class Mask:
     @property
     def key(self) -> Any:
         """Content key of the mask, part of cache keys."""
-        return (self.digest, "alpha" if self.alpha else "by range" if self.wide else "grey")
+        read = "alpha" if self.alpha else "by range" if self.wide else "grey"
+        return (self.digest, read, *["reduced"] * is_large(self.size))
 
     def job(self, crop: Crop, placement: Placement) -> EncodeJob:
         """Job of the token means of a crop: {"mask": (rows, columns)}, 0 to 1.
@@ -72,7 +74,9 @@ class Mask:
 
     def _encode(self, box: tuple[float, float, float, float], height: int, width: int, flip: bool) -> dict[str, Tensor]:
         whole = load_mask(self.path, alpha=self.alpha, digest=self.digest, name=self.name)
-        mean = area_mean(whole, box, height, width)
+        factor = mask_factor(self.size)
+        left, top, right, bottom = box
+        mean = area_mean(whole, (left / factor, top / factor, right / factor, bottom / factor), height, width)
         return {TOKENS: mean.flip(1) if flip else mean}
 
 

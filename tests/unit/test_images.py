@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageCms, features
 from tessera.common.text import joined
+from tessera.data.media import strips
+from tessera.data.media.frames import ImagePixels
 from tessera.data.media.images import EXTENSIONS, FORMATS, check_pillow, inspect_image, load_image, load_mask
 from tessera.data.media.integrity import is_intact
+from tessera.data.media.masks import find_mask
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -323,6 +327,74 @@ def test_the_pages_and_the_node_name_the_formats_that_are_read():
     assert f"({', '.join(names)})" in (root / "nodes/data/folders.py").read_text(encoding="utf-8")
     known = Image.registered_extensions()
     assert {known[extension] for extension in EXTENSIONS if extension in known} <= FORMATS.keys()
+
+
+def shaded(width=512, height=384):
+    """A smooth picture with transparent parts."""
+    y, x = np.mgrid[:height, :width].astype(np.float64)
+    channels = [np.sin(x / 40) + 1, np.cos(y / 30) + 1, np.sin((x + y) / 50) + 1, (x > width / 3) * 2]
+    return Image.fromarray((np.stack(channels, axis=-1) * 127.5).astype(np.uint8), "RGBA")
+
+
+def write_shaded(folder, name):
+    """Write a shaded picture of one of the kinds that are read in ways of their own."""
+    path, picture = folder / name, shaded()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    grey = np.asarray(picture.convert("L"))
+    if name.startswith("palette"):
+        picture.convert("RGB").quantize(200).save(path, transparency=7)
+    elif name.startswith("wide"):
+        Image.fromarray(grey.astype(np.uint16) * 257).save(path)
+    elif name.endswith("tiff"):
+        Image.fromarray(grey.astype(np.float32) / 255).save(path)
+    elif name.endswith("jpg"):
+        picture.convert("RGB").save(path, exif=exif, quality=95)
+    else:
+        picture.save(path, exif=exif)
+    return path
+
+
+SHADED = ["turned.png", "palette.png", "wide.png", "turned.jpg", "floats.tiff"]
+
+
+@pytest.mark.parametrize("name", SHADED)
+def test_a_picture_in_strips_is_the_picture_bit_for_bit(name, tmp_path, monkeypatch):
+    path, box = write_shaded(tmp_path, name), (3.25, 40.5, 371.75, 360.125)
+    read = [lambda: load_image(path, box, 80, 92)[0].numpy(), lambda: load_mask(path, alpha=False)]
+    whole_at_once = [of() for of in read]
+    monkeypatch.setattr(strips, "_STRIP", 2000)
+    for of, expected in zip(read, whole_at_once, strict=True):
+        assert np.array_equal(of(), expected)
+
+
+@pytest.mark.parametrize("name", SHADED)
+def test_a_large_picture_is_reduced_before_it_is_scaled_and_looks_the_same(name, tmp_path, monkeypatch):
+    path = write_shaded(tmp_path, name)
+    facts = inspect_image(path)
+    (height, width), box = facts.size, (10.5, 20.25, 350.0, 370.0)
+    expected = load_image(path, box, 24, 24)
+    mask, picture = find_mask(path, path, name, facts.size), ImagePixels(path, name, facts.digest, facts.size)
+    weights, keys = mask._encode(box, 8, 8, False)["mask"], (mask.key, picture.key)
+    monkeypatch.setattr(strips, "LARGE", 20_000)
+    monkeypatch.setattr(strips, "_STRIP", 2000)
+    assert strips.scaling_factor(facts.size, box, 24, 24) == strips.mask_factor(facts.size) == 4
+    assert (load_image(path, box, 24, 24) - expected).abs().max() < 0.02
+    assert load_mask(path, alpha=False).shape == (-(-height // 4), -(-width // 4))
+    assert (mask._encode(box, 8, 8, False)["mask"] - weights).abs().max() < 0.02
+    assert keys != (mask.key, picture.key) and "reduced" in mask.key and "reduced" in picture.key
+
+
+def test_little_is_held_beside_the_pixels_of_a_large_picture(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("L", (8000, 6000), 100).save(path)
+    tracemalloc.start()
+    pixels = load_image(path, (0, 0, 8000, 6000), 30, 40)
+    assert load_mask(path, alpha=False).size == 12_000_000
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (pixels * 255).round().unique().tolist() == [100]
+    assert most < 2.5 * 48_000_000  # the mask and its strips; whole, the picture's numbers take 8 bytes a pixel
 
 
 def test_a_pillow_without_avif_is_the_reason_whatever_the_picture_is_called(tmp_path, monkeypatch):
