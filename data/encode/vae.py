@@ -1,6 +1,7 @@
 """VAE and CLIP vision encoding of an image or video, exactly as ComfyUI's own nodes encode it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -109,15 +110,17 @@ def _without_tiles(vae: Any) -> Any:
 
 @torch.inference_mode()
 def _encode_latent(vae: Any, crop: Crop) -> dict[str, Tensor]:
-    return {"latent": _encode(vae, crop.load(), crop)[0]}
+    with _told_out_of_memory(crop):
+        return {"latent": vae.encode(crop.load())[0]}
 
 
 @torch.inference_mode()
 def _encode_start(vae: Any, crop: Crop) -> dict[str, Tensor]:
     """Encode the first frame followed by grey (0.5) frames; the mask is 0 where a frame is given."""
-    frames = torch.full((crop.pixels.frames, crop.height, crop.width, 3), 0.5)
-    frames[:1] = crop.first().load()
-    latent = _encode(vae, frames, crop)
+    with _told_out_of_memory(crop):
+        frames = torch.full((crop.pixels.frames, crop.height, crop.width, 3), 0.5)
+        frames[:1] = crop.first().load()
+        latent = vae.encode(frames)
     mask = torch.ones(1, 1, *latent.shape[2:])
     mask[:, :, :1] = 0.0
     return {"concat_latent_image": latent, "concat_mask": mask}
@@ -131,17 +134,19 @@ def _encode_vision(clip_vision: Any, crop: Crop) -> dict[str, Tensor]:
         end_of_node()
 
 
-def _encode(vae: Any, pixels: Tensor, crop: Crop) -> Tensor:
-    """Encode pixels (frames, H, W, 3) untiled.
-
-    Raises core's out-of-memory error with a hint to the user where they don't fit.
-    """
+@contextmanager
+def _told_out_of_memory(crop: Crop) -> Iterator[None]:
+    """Turn what loading or encoding a crop untiled raises where it does not fit into core's out-of-memory error."""
     try:
-        return vae.encode(pixels)
-    except _NoTiles:
+        yield
+    except (_NoTiles, MemoryError, RuntimeError) as error:
+        # Torch's error for the computer's own memory has no class of its own.
+        if not isinstance(error, (_NoTiles, MemoryError)) and "DefaultCPUAllocator" not in str(error):
+            raise
         # Core's own exception class: core unloads all models when a node raises it.
-        frames = "" if len(pixels) == 1 else f" and {len(pixels)} frames"
-        fix = "lower megapixels" if len(pixels) == 1 else "lower megapixels or target_frames"
+        count = crop.pixels.frames
+        frames = "" if count == 1 else f" and {count} frames"
+        fix = "lower megapixels" if count == 1 else "lower megapixels or target_frames"
         raise comfy.model_management.OOM_EXCEPTION(
             f"The VAE ran out of memory encoding {crop.pixels.name!r} at {crop.width} x {crop.height} pixels{frames}; "
             f"{fix}, or close what else uses the device's memory. What is encoded is kept."

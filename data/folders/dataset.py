@@ -17,6 +17,8 @@ from .files import VIDEO_EXTENSIONS, file_state, files_in, image_files, list_fil
 from .options import UNCHANGED, FolderOptions, extraction_notes, folder_notes
 from .pairing import match_controls, match_masks, separate_folders
 
+# Of a caption file, which may hold many captions, and of one caption.
+MOST_BYTES, MOST_CHARACTERS = 1_000_000, 20_000
 UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})
 
 
@@ -282,6 +284,11 @@ def _scan(
         variants[relative_name(folder, file)] = make_caption_variants(
             text, caption_options, trigger_words, caption_name
         )
+        if (longest := max(map(len, variants[relative_name(folder, file)].texts))) > MOST_CHARACTERS:
+            raise ValueError(
+                f"The caption of {relative_name(folder, file)!r} has {longest} characters with its trigger_words; text "
+                f"encoders read a few thousand: shorten it to at most {MOST_CHARACTERS}."
+            )
     entries = (
         replace(make(file, of.texts[0], name), variants=of)
         for file, (name, of) in zip(files, variants.items(), strict=True)
@@ -304,6 +311,11 @@ def _read_caption(picture: Path, extension: str) -> str:
     """Read the caption of an image; raises ValueError where the file is not readable as UTF-8."""
     file = caption_file(picture, extension)
     try:
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ValueError(
+                f"The caption file {file.name!r} has {size / 1e6:.1f} MB, which is no caption; shorten it to at most "
+                f"{MOST_BYTES / 1e6:.0f} MB."
+            )
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"The caption file {file.name!r} is not UTF-8 text; save it as UTF-8.") from error

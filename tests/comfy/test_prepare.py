@@ -269,13 +269,16 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_encoded(
     run(folder, tiny_vae, tiny_clip, tmp_path)  # all there: nothing is needed
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 def test_a_picture_that_the_vae_could_only_encode_in_tiles_is_refused_and_not_cached(
-    folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
+    where, folder, tiny_vae, tiny_clip, tmp_path, monkeypatch
 ):
     model, whole, tiles = tiny_vae.first_stage_model, tiny_vae.first_stage_model.encode, []
 
     def encode(pixels):
         if pixels.shape[-1] > pixels.shape[-2]:
+            if where == "host":
+                return torch.empty(2**58)  # the allocator's own error
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return whole(pixels)
 

@@ -157,6 +157,16 @@ def test_missing_captions_are_named_up_to_five(folder):
             {},
             r"The caption file 'a.txt' is not UTF-8 text; save it as UTF-8",
         ),
+        (
+            {"a.png": None, "a.txt": "fox " * 2_500_000},
+            {},
+            r"The caption file 'a.txt' has 10.0 MB, which is no caption; shorten it to at most 1 MB",
+        ),
+        (
+            {"a.png": None, "a.txt": "fox " * 4999},
+            {"trigger_words": "ohwx fox"},
+            r"The caption of 'a.png' has 20005 characters with its trigger_words; .* shorten it to at most 20000",
+        ),
         ({"a.png": None, "a.txt": "x"}, {"repeats": 0}, r"repeats is 0; set it to 1 or more"),
         ({"a.png": None}, {"caption_extension": "/../x"}, r"caption_extension is '/../x'; set it to"),
         ({"a.png": None}, {"caption_extension": ".png"}, r"caption_extension is '.png'; set it to"),

@@ -250,6 +250,7 @@ def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
     [
         ("", "sigma_curve is ''; give at least two points"),
         ("0.5:1", "at least two points, such as 0:1, 0.5:3, 1:0"),
+        (" ".join(f"{i / 10**5}:1" for i in range(10**5)), "sigma_curve has 100000 points; give at most 1000"),
         ("0:1, half:2", "sigma_curve has 'half:2'; write points as sigma:weight"),
         ("0:1, 0.5, 1:1", "sigma_curve has '0.5'; write points as"),
         ("0:1, 1.5:1", "sigma_curve has '1.5:1'; sigmas lie between 0"),

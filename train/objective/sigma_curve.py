@@ -5,6 +5,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
+MOST_POINTS = 1000
 EXAMPLE = "0:1, 0.5:3, 1:0"
 
 
@@ -50,11 +51,14 @@ class SigmaCurve:
 def parse_curve(text: str) -> SigmaCurve:
     """Parse `sigma:weight` points, separated by commas, semicolons, spaces or lines.
 
-    Raises ValueError for a malformed point, fewer than two points, sigmas that do not increase or lie outside 0 to 1,
-    a negative weight, or weights that are all 0.
+    Raises ValueError for a malformed point, fewer than two points or more than MOST_POINTS, sigmas that do not increase
+    or lie outside 0 to 1, a negative weight, or weights that are all 0.
     """
     points: list[tuple[float, float]] = []
-    for entry in text.replace(",", " ").replace(";", " ").split():
+    entries = text.replace(",", " ").replace(";", " ").split()
+    if len(entries) > MOST_POINTS:
+        raise ValueError(f"sigma_curve has {len(entries)} points; give at most {MOST_POINTS}.")
+    for entry in entries:
         try:
             left, right = entry.split(":")
             points.append((float(left), float(right)))
