@@ -78,7 +78,8 @@ def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Ten
     tensors = dict(zip(stored.tensors, parts[1:], strict=True))
     kind: Any = quant_ops.get_layout_class(stored.layout)
     params = kind.Params(**tensors, **stored.constants, orig_dtype=dtype, orig_shape=stored.shape)
-    return QuantizedTensor(parts[0], stored.layout, params).dequantize()
+    # Layouts whose scales are in a wider dtype give that one.
+    return QuantizedTensor(parts[0], stored.layout, params).dequantize().to(dtype)
 
 
 class FrozenLinear(NamedTuple):
