@@ -35,10 +35,35 @@ def loaded_models() -> list[Any]:
     return comfy.model_management.current_loaded_models
 
 
-def usable_memory(device: torch.device) -> int:
-    """Measure the bytes free on the device, less what ComfyUI reserves for other programs; may be negative."""
-    free = int(comfy.model_management.get_free_memory(device))
-    return free - int(comfy.model_management.extra_reserved_memory())
+def usable_memory(patcher: Any) -> int:
+    """Measure the bytes that the MODEL may use of its device, less what ComfyUI reserves; may be negative.
+
+    Where ComfyUI can say so, weights of models under dynamic VRAM count as free: they leave when memory is asked for.
+    """
+    ask = getattr(patcher, "get_free_memory", comfy.model_management.get_free_memory)
+    return int(ask(patcher.load_device)) - int(comfy.model_management.extra_reserved_memory())
+
+
+def bytes_to_unload(device: torch.device) -> int:
+    """Count the bytes of the models on the device that ComfyUI unloads for another, beside those that count as free."""
+    listed = [entry for entry in loaded_models() if entry.device == device]
+    # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
+    there = [entry for entry in listed if entry.model is not None]
+    counted = hasattr(ModelPatcher, "get_free_memory")
+    return sum(entry.model_loaded_memory() for entry in there if not (counted and entry.model.is_dynamic()))
+
+
+def make_room_to_lock(size: int) -> None:
+    """Have ComfyUI unlock as much of its own page-locked memory as with `size` bytes more is above its bound."""
+    make_room = getattr(comfy.model_management, "ensure_pin_registerable", None)
+    if make_room is not None:
+        make_room(size)
+
+
+def count_locked(size: int) -> None:
+    """Count page-locked bytes of ours with ComfyUI's own, which it bounds; negative for what is unlocked."""
+    if hasattr(comfy.model_management, "TOTAL_PINNED_MEMORY"):
+        comfy.model_management.TOTAL_PINNED_MEMORY += size
 
 
 def discard_cuda_error() -> None:

@@ -9,7 +9,7 @@ import psutil
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from ..common.core import loaded_models, usable_memory
+from ..common.core import bytes_to_unload, usable_memory
 from ..memory.host.file_speed import measure_file_bandwidth
 from ..memory.host.flat_weights import parts_of
 from ..memory.host.mapped_file import bytes_in_file
@@ -167,9 +167,6 @@ def _fit(
     side = IMAGE_SIDE // latent.spacial_downscale_ratio
     shape = [1, latent.latent_channels, side, side]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
-    # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
-    listed = loaded_models()
-    loaded = [m for m in listed if m.device == device and m.model is not None]
-    free = usable_memory(device) + sum(m.model_loaded_memory() for m in loaded)
+    free = usable_memory(patcher) + bytes_to_unload(device)
     machine = Hardware(int(free), link_bandwidth(device), available + inside, file)
     return plan(costs, other, machine, order, SearchSpace(tuple(range(len(costs) + 1)), prefetch))

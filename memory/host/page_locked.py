@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ...common.core import discard_cuda_error
+from ...common.core import count_locked, discard_cuda_error, make_room_to_lock
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,14 @@ def page_locked(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     mapping = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+    make_room_to_lock(size)
     error = _cudart().cudaHostRegister(buffer.data_ptr(), size, PORTABLE)
     if error != 0:
         # CUDA reports it once more, at the next call of anybody.
         discard_cuda_error()
         raise RuntimeError(f"CUDA refuses to register it ({error})")
     mapping.address, mapping.device = buffer.data_ptr(), torch.cuda.current_device()
+    count_locked(size)
     _registered[mapping.address] = mapping
     return buffer
 

@@ -167,6 +167,26 @@ def test_an_injection_gives_the_managers_of_its_adapters_and_another_one_none():
         assert core.bypass_managers(SimpleNamespace(inject=function)) == []
 
 
+def test_weights_that_leave_when_memory_is_asked_for_count_as_free_and_only_once(tiny_flux, monkeypatch):
+    mm = comfy.model_management
+    monkeypatch.setattr(mm, "get_free_memory", lambda device: 1000)
+    monkeypatch.setattr(mm, "extra_reserved_memory", lambda: 100)
+    patcher = tiny_flux.clone()
+    assert core.usable_memory(patcher) == 900
+    monkeypatch.setattr(ModelPatcher, "get_free_memory", lambda self, device: 1000 + 50)
+    assert core.usable_memory(patcher) == 950
+
+    def entry(size, dynamic, device="cpu", gone=False):
+        model = None if gone else SimpleNamespace(is_dynamic=lambda: dynamic)
+        return SimpleNamespace(device=torch.device(device), model=model, model_loaded_memory=lambda: size)
+
+    listed = [entry(1, False), entry(20, True), entry(300, False, "meta"), entry(4000, False, gone=True)]
+    monkeypatch.setattr(mm, "current_loaded_models", listed)
+    assert core.bytes_to_unload(torch.device("cpu")) == 1
+    monkeypatch.delattr(ModelPatcher, "get_free_memory")
+    assert core.usable_memory(patcher) == 900 and core.bytes_to_unload(torch.device("cpu")) == 21
+
+
 def without_the_switch(path):
     raise AssertionError("called with what it does not take")
 

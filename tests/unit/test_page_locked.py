@@ -6,6 +6,7 @@ import mmap
 import sys
 from typing import Any
 
+import comfy.model_management as mm
 import pytest
 import torch
 from tessera.memory.host import page_locked as module
@@ -51,6 +52,28 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     yield made
     gc.collect()  # before the stand-in goes
+
+
+def test_comfyui_counts_what_is_locked_and_makes_room_for_it_first(registry: Registry, monkeypatch: Any) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(mm, "TOTAL_PINNED_MEMORY", 5)
+    monkeypatch.setattr(mm, "ensure_pin_registerable", lambda size: asked.append((size, mm.TOTAL_PINNED_MEMORY)))
+    one, other = page_locked(SIZE), page_locked(SIZE)
+    assert asked == [(SIZE, 5), (SIZE, 5 + SIZE)] and mm.TOTAL_PINNED_MEMORY == 5 + 2 * SIZE
+    assert unlock(one) and mm.TOTAL_PINNED_MEMORY == 5 + SIZE
+    del one, other
+    gc.collect()
+    assert mm.TOTAL_PINNED_MEMORY == 5
+    registry.refuses = 1
+    with pytest.raises(RuntimeError, match="refuses"):
+        page_locked(SIZE)
+    assert mm.TOTAL_PINNED_MEMORY == 5
+
+
+def test_a_comfyui_that_counts_nothing_is_told_nothing(registry: Registry, monkeypatch: Any) -> None:
+    for name in ("TOTAL_PINNED_MEMORY", "ensure_pin_registerable"):
+        monkeypatch.delattr(mm, name)
+    assert unlock(page_locked(SIZE)) and not hasattr(mm, "TOTAL_PINNED_MEMORY")
 
 
 def test_as_much_is_locked_as_is_asked_for_in_pages_of_its_own(registry: Registry) -> None:

@@ -93,9 +93,9 @@ def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
     )
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(patcher: ModelPatcher) -> int:
     """Return the bytes that a run may use: the free memory without ComfyUI's reserve and 5 % for fragmentation."""
-    return max(0, usable_memory(device) * 19 // 20)
+    return max(0, usable_memory(patcher) * 19 // 20)
 
 
 def make_room_to_step(
@@ -120,7 +120,7 @@ def measure(
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
     available = psutil.virtual_memory().available
-    machine = Hardware(free_memory(device), link_bandwidth(device), available)
+    machine = Hardware(free_memory(patcher), link_bandwidth(device), available)
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
