@@ -92,6 +92,7 @@ class _Registered(mmap.mmap):
         if address is not None:
             torch.cuda.synchronize(self.device)  # nothing may be copying still
             _cudart().cudaHostUnregister(address)
+            count_locked(-len(self))
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be on its way out
