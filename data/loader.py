@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, count, islice
 
@@ -10,6 +10,8 @@ import torch
 
 from ..common.rng import generator
 from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant
+
+_BETWEEN_CHECKS = 10_000  # batches, a small part of a second
 
 SampleRequest = tuple[int, SampleVariant]
 """(index of the sample, variant of it)"""
@@ -43,6 +45,14 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
                 yield tuple(queue)
                 queue.clear()
         epoch += 1
+
+
+def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted: Callable[[], None]) -> None:
+    """Take `count` batches, as a resumed run has shown them. Asks for Cancel: there may be millions."""
+    for number in range(count):
+        if number % _BETWEEN_CHECKS == 0:
+            check_interrupted()
+        next(order)
 
 
 def _regularisation(samples: Sequence[Sample], seed: int) -> Iterator[int]:

@@ -122,7 +122,7 @@ class Learner:
         """Restore a saved state. Returns notes for the user."""
         self.network.load_master_weights(state.master_weights)
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and state.scaler:  # a state of another dtype has none
             self.scaler.load_state_dict(state.scaler)
         if self.average is None:
             return _average_left(state)

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common.core import end_of_node
 from ..compile.region import CompileFailed, cannot_compile
-from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant
+from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant, skip_batches
 from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
@@ -121,8 +121,8 @@ class Trainer:
         Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves before.
         """
         settings, progress = self.settings, self.progress
-        order = batch_order(self.data.samples, settings.batch_size, settings.seed)
-        batches = islice(order, progress.batches, None)
+        batches = batch_order(self.data.samples, settings.batch_size, settings.seed)
+        skip_batches(batches, progress.batches, self.observer.check_interrupted)
         upcoming = self.next_micro_batches(batches, progress.step)
         try:
             self.between_steps()

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from tessera.data.loader import batch_order
+from tessera.data.loader import batch_order, skip_batches
 from tessera.data.samples import Sample
 
 # (tokens, text length) of each sample and its repeats: two shapes share 12 tokens.
@@ -70,3 +70,17 @@ def test_going_on_after_any_number_of_batches_gives_the_same_rest(done):
 
 def test_a_single_sample_fills_a_batch_with_itself():
     assert batches(3, count=4, samples=SAMPLES[:1]) == [(0, 0, 0)] * 4
+
+
+def test_skipping_is_taking_them_and_asks_for_cancel():
+    order, asked = batch_order(SAMPLES, 2, 7), []
+    skip_batches(order, 25_000, lambda: asked.append(1))
+    assert len(asked) == 3 and next(order) == batches(2, 7, 25_001)[-1]
+
+    def cancel():
+        asked.append(1)
+        if len(asked) == 5:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        skip_batches(order, 10**12, cancel)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ...lora.network import OTHER_NETWORK, RESUME_OFF
 from ...lora.options import NetworkOptions
@@ -15,49 +15,49 @@ from ...models.adapters.oft import OftAdapter
 from ...models.adapters.registry import adapter_kind
 from ...models.family import linear_shapes
 from ..optim.optimizers import check_class, chosen_class
-from ..optim.options import OptimizerOptions
-from ..optim.param_groups import check_groups, group_sizes, parameter_groups
-from ..optim.state_dict import part_of
-from .state import MASTER_WEIGHTS_PREFIX, read_header
+from ..optim.param_groups import check_groups, flat, group_sizes, parameter_groups
+from ..settings import TrainSettings
+from .optimizer_fit import fits_optimizer
+from .state import damaged_field, read_header
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MADE_WITH = ("algorithm", "init", "rank", "factor")
 
 
-def check_state(
-    path: Path, network: NetworkOptions, optimizer: OptimizerOptions, model: Any, targets: Sequence[str]
-) -> None:
-    """Check that a run with these options on the layers `targets` of `model` can resume from the state.
+def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targets: Sequence[str]) -> None:
+    """Check that a run with these settings on the layers `targets` of `patcher`'s model can resume from the state.
 
     Raises ValueError, naming the input, where it cannot, or where the saved weights would silently mean something else
-    under these options (another alpha, for example).
+    under these settings (another alpha, for example).
     """
-    plain = read_header(path)
-    shapes = linear_shapes(model)
+    header, network, optimizer = read_header(path), settings.network, settings.optimizer
+    shapes = linear_shapes(patcher.model)
     own = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
     saved = {
         name: AdapterSpec(**{field: value for field, value in group.items() if field != "layers"})
-        for group in plain.get("adapters", ())
+        for group in header.adapters
         for name in group["layers"]
     }
-    _check_network(_saved_shapes(path), saved, own, network)
-    check_class(part_of(plain["tree"], "optimizer", "class"), chosen_class(optimizer))
+    _check_network({name: tensor.shape for name, tensor in header.master_weights.items()}, saved, own, network)
+    check_class(header.moving["optimizer"].get("class"), chosen_class(optimizer))
     master_weights = {f"{n}.{name}": p for n, adapter in own.items() for name, p in adapter.named_parameters()}
     groups = parameter_groups(master_weights, optimizer.learning_rate, network.lora_plus_ratio)
-    saved_groups = part_of(plain["tree"], "optimizer", "param_groups")
-    check_groups(group_sizes(groups), [len(part_of(group, "params")) for group in saved_groups])
+    saved_groups = header.moving["optimizer"]["param_groups"]
+    check_groups(group_sizes(groups), [len(group["params"]) for group in saved_groups])
+    average = header.moving["average"]
+    if average and average["masters"].keys() != master_weights.keys():
+        raise damaged_field(path, "average")
+    if not fits_optimizer(optimizer, flat(groups), header.moving["optimizer"], header.step, patcher.load_device):
+        raise ValueError(
+            f"resume: {path.name} does not hold what {optimizer.display_name} saves with the settings here; set the "
+            f"optimizer as it was, choose another state, {RESUME_OFF}"
+        )
 
 
 def _bare(spec: AdapterSpec, size: tuple[int, int]) -> Adapter:
     """Build an adapter on the meta device, for its shapes only. size: (out, in) of the layer."""
     with torch.device("meta"):
         return adapter_kind(spec)(spec, *size)
-
-
-def _saved_shapes(path: Path) -> Shapes:
-    with safetensors.safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if name.startswith(MASTER_WEIGHTS_PREFIX)]  # noqa: SIM118
-        return {name.removeprefix(MASTER_WEIGHTS_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def _check_network(

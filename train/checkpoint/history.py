@@ -39,11 +39,11 @@ def parts_of(state: Path | None, lineage: str, now: Plain, asked: str) -> list[P
     last = {"made_with": now, "asked": asked}
     if state is None:
         return [last]
-    plain = read_header(state)
-    *earlier, before = plain.get("parts") or [{}]
-    if plain["lineage"] == lineage:
+    header = read_header(state)
+    *earlier, before = header.parts or [{}]
+    if header.lineage == lineage:
         return [*earlier, last]
-    return [*earlier, before | {"to_step": plain["step"]}, last]
+    return [*earlier, before | {"to_step": header.step}, last]
 
 
 def continued_from(parts: Sequence[Plain]) -> list[Plain]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ...common.fingerprint import fingerprint
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
-from .state import STATE_SUFFIX, read_header
+from .schema import StateHeader
+from .state import STATE_SUFFIX, DamagedState, read_header
 
 
 def named_state(root: Path, settings: TrainSettings) -> Path | None:
@@ -23,22 +23,39 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
     return path
 
 
-def find_state(root: Path, settings: TrainSettings, lineage: str) -> Path | None:
-    """Return the state to resume from, None where the run starts at step 0.
+def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]:
+    """List the states to resume from, the best first; empty where the run starts at step 0.
 
-    'latest' takes the furthest intact state of this lineage up to `steps`.
+    A named state is the only one. 'latest' gives the intact states of this lineage up to `steps`, the furthest first.
 
-    Raises ValueError where a named state is missing or is past `steps`.
+    Raises ValueError where a named state is missing, damaged or past `steps`.
     """
     if settings.resume == "off":
-        return None
+        return []
     named = named_state(root, settings)
-    if named is not None and (step := read_header(named)["step"]) > settings.steps:
+    if named is None:
+        return [path for _, path in sorted(_of_lineage(root, settings, lineage), reverse=True)]
+    if (step := read_header(named).step) > settings.steps:
         raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
-    if named is not None:
-        return named
-    found = _furthest(root, settings, lineage)
-    return None if found is None else found[1]
+    return [named]
+
+
+def damaged_states(root: Path, settings: TrainSettings, lineage: str) -> list[str]:
+    """Describe the damaged states of this output name that are of this lineage, or whose lineage cannot be read."""
+    found = []
+    for path in _states(root, settings):
+        try:
+            read_header(path)
+        except DamagedState as error:
+            if error.lineage in (None, lineage):
+                found.append(passed_over(root, path, error))
+    return found
+
+
+def passed_over(root: Path, path: Path, error: ValueError) -> str:
+    """Say that 'latest' does not take a state, and why."""
+    reason = str(error).removeprefix("resume: ").rpartition("; ")[0].replace(path.name, "it", 1)
+    return f"{path.relative_to(root).as_posix()} is passed over: {reason}."
 
 
 def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
@@ -56,9 +73,9 @@ def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:
     if named is None:
         return _continued(root, settings, lineage) if settings.continued and settings.resume == "latest" else lineage
     header = read_header(named)
-    if lineage in (header["lineage"], _asked(header)):
-        return header["lineage"]
-    return fingerprint({"from": header["lineage"], "step": header["step"], "to": lineage})
+    if lineage in (header.lineage, _asked(header)):
+        return header.lineage
+    return fingerprint({"from": header.lineage, "step": header.step, "to": lineage})
 
 
 def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
@@ -66,25 +83,25 @@ def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
 
     Of several, prefer a finished run, then the furthest, then the newest.
     """
-    if find_finished(root, settings.output_name, settings.key(lineage)) or _furthest(root, settings, lineage):
+    if find_finished(root, settings.output_name, settings.key(lineage)) or _of_lineage(root, settings, lineage):
         return lineage
     found = []
     for header, path in _whole_states(root, settings):
-        finished = find_finished(root, settings.output_name, settings.key(header["lineage"])) is not None
-        if _asked(header) == lineage and (finished or header["step"] <= settings.steps):
-            found.append((finished, header["step"], path.stat().st_mtime_ns, header["lineage"]))
+        finished = find_finished(root, settings.output_name, settings.key(header.lineage)) is not None
+        if _asked(header) == lineage and (finished or header.step <= settings.steps):
+            found.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
     return max(found)[-1] if found else lineage
 
 
-def _asked(header: dict[str, Any]) -> str | None:
+def _asked(header: StateHeader) -> str | None:
     """Return the lineage of the settings of a state's last segment, None where unknown."""
-    asked: str | None = (header.get("parts") or [{}])[-1].get("asked")
+    asked: str | None = (header.parts or [{}])[-1].get("asked")
     return asked
 
 
 def other_state(root: Path, settings: TrainSettings) -> str | None:
     """Return the newest intact state of this output name up to `steps`, of any settings, as `resume` names it."""
-    paths = [path for header, path in _whole_states(root, settings) if header["step"] <= settings.steps]
+    paths = [path for header, path in _whole_states(root, settings) if header.step <= settings.steps]
     # Two states written within one tick of the file system's clock: the name decides for the further one.
     newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     return None if newest is None else newest.relative_to(root).as_posix()
@@ -92,34 +109,36 @@ def other_state(root: Path, settings: TrainSettings) -> str | None:
 
 def step_past(root: Path, settings: TrainSettings, lineage: str) -> int | None:
     """Return the step of the first intact state of this lineage past `steps`, None without one."""
-    headers = [header for header, _ in _whole_states(root, settings) if header["lineage"] == lineage]
-    return min((header["step"] for header in headers if header["step"] > settings.steps), default=None)
+    headers = [header for header, _ in _whole_states(root, settings) if header.lineage == lineage]
+    return min((header.step for header in headers if header.step > settings.steps), default=None)
 
 
 def further_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
     """Return the furthest intact state of this lineage after `step`, as `resume` names it; None without one."""
-    found = _furthest(root, settings, lineage)
+    found = max(_of_lineage(root, settings, lineage), default=None)
     return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None
 
 
-def _furthest(root: Path, settings: TrainSettings, lineage: str) -> tuple[int, Path] | None:
-    """Return (step, path) of the furthest intact state of this lineage up to `steps`."""
-    found = [
-        (header["step"], path)
+def _of_lineage(root: Path, settings: TrainSettings, lineage: str) -> list[tuple[int, Path]]:
+    """List (step, path) of the intact states of this lineage up to `steps`."""
+    return [
+        (header.step, path)
         for header, path in _whole_states(root, settings)
-        if header["lineage"] == lineage and header["step"] <= settings.steps
+        if header.lineage == lineage and header.step <= settings.steps
     ]
-    return max(found, default=None)
 
 
-def _whole_states(root: Path, settings: TrainSettings) -> Iterator[tuple[dict[str, Any], Path]]:
+def _whole_states(root: Path, settings: TrainSettings) -> Iterator[tuple[StateHeader, Path]]:
     """Yield (header, path) of the intact states of this output name; damaged ones are skipped."""
-    for folder in run_folders(root, settings.output_name):
-        for path in folder.states():
-            try:
-                yield read_header(path), path
-            except ValueError:
-                continue
+    for path in _states(root, settings):
+        try:
+            yield read_header(path), path
+        except DamagedState:
+            continue
+
+
+def _states(root: Path, settings: TrainSettings) -> list[Path]:
+    return [path for folder in run_folders(root, settings.output_name) for path in folder.states()]
 
 
 def list_states(root: Path) -> list[str]:

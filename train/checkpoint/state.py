@@ -5,6 +5,7 @@ Random generators have no state to save: every number is a function of (seed, pu
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ from torch import Tensor
 
 from ...common.files import read_tensors, write_atomically
 from ..optim.state_dict import pack_state, unpack_state
+from .metadata import VERSION
+from .schema import FORMAT, LATER, MASTER_WEIGHTS_PREFIX, StateHeader, StoredTensor, UnreadableField, parse_header
 
 STATE_SUFFIX = ".tessera"
-MASTER_WEIGHTS_PREFIX = "masters."
-_FORMAT = 1
-# Optional fields: not in every state.
-_LATER = ("validation", "adapters", "parts")
+# The metadata entry with the version of the pack that wrote a state; not in the states of 0.1.
+_WRITTEN_BY = "tessera_version"
+_NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32")
+_INSTEAD = "choose another state, or 'off'."
+
+
+class DamagedState(ValueError):
+    """Error of a state that cannot be read. The message is for the user.
+
+    lineage: lineage of the state, None where that cannot be read either.
+    """
+
+    lineage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ def save_state(path: Path, state: TrainingState) -> None:
         f"{MASTER_WEIGHTS_PREFIX}{name}": tensor.to("cpu").contiguous() for name, tensor in state.master_weights.items()
     }
     plain = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": state.step,
         "batches": state.batches,
         "loss": state.loss,
@@ -80,51 +92,81 @@ def save_state(path: Path, state: TrainingState) -> None:
         "machine": state.environment,
         "tree": tree,
     }
-    plain |= {name: value for name in _LATER if (value := getattr(state, name))}
-    metadata = {"tessera": json.dumps(plain, allow_nan=False)}
+    plain |= {name: value for name in LATER if (value := getattr(state, name))}
+    metadata = {"tessera": json.dumps(plain, allow_nan=False), _WRITTEN_BY: VERSION}
     write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, metadata=metadata))
 
 
 def load_state(path: Path) -> TrainingState:
-    """Read a state with its tensors on the CPU. Raises ValueError where the file is damaged or is not a state."""
-    plain = read_header(path)
+    """Read a state with its tensors on the CPU. Raises DamagedState where the file is damaged or is not a state."""
+    header = read_header(path)
     try:
-        tensors, _ = read_tensors(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        tensors, metadata = read_tensors(path)
+        moving = unpack_state(tensors, json.loads(metadata["tessera"])["tree"])
+    except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:  # replaced since the header was read
         raise _damaged(path) from error
-    moving = unpack_state(tensors, plain["tree"])
-    master_weights = {
-        n.removeprefix(MASTER_WEIGHTS_PREFIX): t for n, t in tensors.items() if n.startswith(MASTER_WEIGHTS_PREFIX)
-    }
     return TrainingState(
-        step=plain["step"],
-        batches=plain["batches"],
-        master_weights=master_weights,
+        step=header.step,
+        batches=header.batches,
+        master_weights={name: tensors[f"{MASTER_WEIGHTS_PREFIX}{name}"] for name in header.master_weights},
         optimizer=moving["optimizer"],
         scheduler=moving["scheduler"],
         scaler=moving["scaler"],
-        loss=plain["loss"],
-        lineage=plain["lineage"],
-        environment=plain["machine"],
+        loss=header.loss,
+        lineage=header.lineage,
+        environment=header.environment,
         average=moving.get("average", {}),
-        **{name: plain[name] for name in _LATER if name in plain},
+        validation=header.validation,
+        adapters=header.adapters,
+        parts=header.parts,
     )
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the plain fields of a state, without its tensors.
+def read_header(path: Path) -> StateHeader:
+    """Read and check all of a state but its tensors' numbers.
 
-    Raises ValueError where the file is damaged or is not a state of this version.
+    Raises DamagedState where the file is damaged or is not a state of this version.
     """
+    metadata: dict[str, str] = {}
+    plain: Any = None
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            plain = json.loads((file.metadata() or {})["tessera"])
-    except (OSError, KeyError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+            metadata = file.metadata() or {}
+            plain = json.loads(metadata["tessera"])
+            tensors = {name: _stored(file, name) for name in file.keys()}  # noqa: SIM118
+        return parse_header(plain, tensors)
+    except UnreadableField as error:
+        version = metadata.get(_WRITTEN_BY, "")
+        told = _unknown_field(path, error.name, version) if error.unknown else damaged_field(path, error.name)
+        lineage = plain.get("lineage") if isinstance(plain, dict) and error.name != "lineage" else None
+        told.lineage = lineage if isinstance(lineage, str) else None
+        raise told from error
+    except (OSError, KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise _damaged(path) from error
-    if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
-        raise _damaged(path)
-    return plain
 
 
-def _damaged(path: Path) -> ValueError:
-    return ValueError(f"resume: {path.name} is not a whole state of this version; choose another state, or 'off'.")
+def _stored(file: Any, name: str) -> StoredTensor:
+    stored = file.get_slice(name)
+    shape = tuple(stored.get_shape())
+    single = shape in ((), (1,)) and stored.get_dtype() in _NUMBERS
+    return StoredTensor(shape, stored.get_dtype(), float(file.get_tensor(name)) if single else None)
+
+
+def damaged_field(path: Path, name: str) -> DamagedState:
+    """Make the error of a field whose value is not what a state holds. Its name is shown in part: it may be hostile."""
+    return DamagedState(
+        f"resume: {path.name} is damaged: its field {name[:40]!r} is not what a state holds; {_INSTEAD}"
+    )
+
+
+def _unknown_field(path: Path, name: str, version: str) -> DamagedState:
+    known = re.fullmatch(r"[0-9A-Za-z.+-]{1,20}", version)
+    writer = f"version {version}" if known else "another version"
+    return DamagedState(
+        f"resume: {path.name} was written by {writer} of Tessera, and this one ({VERSION}) does not know its field "
+        f"{name[:40]!r}; update Tessera, {_INSTEAD}"
+    )
+
+
+def _damaged(path: Path) -> DamagedState:
+    return DamagedState(f"resume: {path.name} is not a whole state of this version; {_INSTEAD}")

@@ -97,9 +97,13 @@ def restore_optimizer(
     ]
     bases = list(scheduler.base_lrs)
     check_groups(group_sizes(optimizer.param_groups), group_sizes(optimizer_state["param_groups"]))
-    optimizer.load_state_dict(optimizer_state)
-    scheduler.load_state_dict(scheduler_state)
-    scheduler.base_lrs = bases
+    # An older library saved fewer entries of a group. Settings of a state do not reach torch, which reads some of them.
+    found = zip(optimizer.param_groups, optimizer_state["param_groups"], settings, strict=True)
+    groups = [own | saved | kept for own, saved, kept in found]
+    optimizer.load_state_dict({**optimizer_state, "param_groups": groups})
+    # The step is all that a closed formula needs. Anything else in a state would replace attributes of the scheduler.
+    step = scheduler_state["last_epoch"]
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1})
     for group, kept, base, factor in zip(optimizer.param_groups, settings, bases, scheduler.lr_lambdas, strict=True):
         group.update(kept)
         group["lr"] = base * factor(scheduler.last_epoch)

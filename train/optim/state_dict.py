@@ -46,16 +46,10 @@ def pack_state(state: Any, prefix: str = "") -> tuple[dict[str, Tensor], Json]:
     return tensors, pack(state, prefix)
 
 
-def part_of(tree: Json, *keys: str) -> Any:
-    """Look up nested keys in a packed tree. Returns the value still packed, None where a key is missing."""
-    for key in keys:
-        items = tree.get("dict", ()) if isinstance(tree, dict) else ()
-        tree = next((value for name, value in items if name == key), None)
-    return tree
-
-
-def unpack_state(tensors: Mapping[str, Tensor], tree: Json) -> Any:
+def unpack_state(tensors: Mapping[str, Any], tree: Json) -> Any:
     """Restore the state that `pack_state` packed. Mappings become dicts; tensors are returned without a copy.
+
+    tensors: the tensors by name, or what is to stand for them.
 
     Raises ValueError where a tensor is missing or the tree was not made by `pack_state`.
     """
@@ -64,8 +58,12 @@ def unpack_state(tensors: Mapping[str, Tensor], tree: Json) -> Any:
     if not isinstance(tree, dict):
         return tree
     match tree:
-        case {"dict": list(items)}:
-            return {unpack_state(tensors, key): unpack_state(tensors, value) for key, value in items}
+        case {"dict": list(items)} if all(isinstance(item, list) and len(item) == 2 for item in items):
+            pairs = [(unpack_state(tensors, key), unpack_state(tensors, value)) for key, value in items]
+            try:
+                return dict(pairs)
+            except TypeError:
+                raise ValueError("The saved state has a list or a dict as a key; start from another file.") from None
         case {"tuple": list(items)}:
             return tuple(unpack_state(tensors, item) for item in items)
         case {"float": str(text)}:

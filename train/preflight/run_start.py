@@ -8,11 +8,21 @@ from comfy.model_patcher import ModelPatcher
 
 from ...common.fingerprint import weights_fingerprint
 from ..checkpoint.compatibility import check_state
-from ..checkpoint.resume import continued_lineage, find_state, further_state, other_state, step_past
+from ..checkpoint.resume import (
+    continued_lineage,
+    damaged_states,
+    find_states,
+    further_state,
+    other_state,
+    passed_over,
+    step_past,
+)
 from ..checkpoint.run_folder import RunFolder, find_finished, open_folder
 from ..checkpoint.state import read_header
 from ..settings import TrainSettings
 from .checks import CheckedRun
+
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class RunStart:
     state: state to resume from, None to start at step 0.
     step: optimizer steps done in `state`, 0 without one.
     further: last state of an earlier continuation of `state` with these settings, as `resume` names it.
+    passed_over: sentences on the states that `latest` would have taken, were they not damaged.
     """
 
     weights: str
@@ -39,6 +50,7 @@ class RunStart:
     state: Path | None = None
     step: int = 0
     further: str | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSettings, root: Path) -> RunStart:
@@ -48,7 +60,7 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
 
     The first call for a MODEL reads all its weights to fingerprint them.
 
-    Raises ValueError where the state to resume from is missing or incompatible.
+    Raises ValueError where a state that `resume` names is missing, damaged or incompatible.
     """
     weights = weights_fingerprint(model)
     asked = settings.lineage(checked.data.fingerprint, weights)
@@ -56,14 +68,21 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
     key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, key):
         return RunStart(weights, asked, lineage, key, finished, finished=True)
-    state = find_state(root, settings, lineage)
-    if state is None:
-        return RunStart(weights, asked, lineage, key, open_folder(root, settings.output_name, key, None))
-    check_state(state, settings.network, settings.optimizer, checked.patcher.model, checked.targets)
-    header, folder = read_header(state), open_folder(root, settings.output_name, key, state)
-    step: int = header["step"]
-    further = further_state(root, settings, lineage, step)
-    return RunStart(weights, asked, lineage, key, folder, state=state, step=step, further=further)
+    left = damaged_states(root, settings, lineage) if settings.resume == "latest" else []
+    for state in find_states(root, settings, lineage):
+        try:
+            check_state(state, settings, checked.patcher, checked.targets)
+        except ValueError as error:
+            # Of this lineage it was saved with these very settings, so what it holds is not what was saved.
+            if settings.names_state:
+                raise
+            left.append(passed_over(root, state, error))
+            continue
+        step, folder = read_header(state).step, open_folder(root, settings.output_name, key, state)
+        further = further_state(root, settings, lineage, step) if settings.names_state else None
+        return RunStart(weights, asked, lineage, key, folder, False, state, step, further, tuple(left))
+    folder = open_folder(root, settings.output_name, key, None)
+    return RunStart(weights, asked, lineage, key, folder, passed_over=tuple(left))
 
 
 def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Iterator[str]:
@@ -74,6 +93,9 @@ def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Ite
             f"There is no run to go on with that had these settings from step 0 on, so {folder.name} is taken, which "
             "came to them from others; set resume to 'latest' to train from step 0."
         )
+    yield from begun.passed_over[:_MOST_NAMED]
+    if (rest := len(begun.passed_over) - _MOST_NAMED) > 0:
+        yield f"{rest} more damaged states are passed over."
     if begun.further is not None:
         yield (
             f"A run like this one went on from the state in resume before; this one begins there again. Choose "

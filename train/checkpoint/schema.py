@@ -1,0 +1,249 @@
+"""Schema of a saved state: every field is checked here, once, before any of them is used.
+
+A state may come from another version, a failing disk or a stranger, and a safetensors header that parses says nothing
+of what it holds. What passes here can be read by the rest of `train/` without further checks of types and ranges.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple
+
+from ...models.adapters.base import INITS, AdapterSpec
+from ...models.adapters.registry import ADAPTERS
+from ..optim.state_dict import unpack_state
+
+FORMAT = 1
+MASTER_WEIGHTS_PREFIX = "masters."
+# Optional fields: not in every state.
+LATER = ("validation", "adapters", "parts")
+_FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", *LATER}
+_MOVING = ("optimizer", "scheduler", "scaler", "average")
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_SPEC = {one.name: one.default is MISSING for one in fields(AdapterSpec)}
+_MOST_BATCHES_OF_A_STEP = 1024  # the limit of gradient_accumulation on Train LoRA
+_MOST_RANK = 2**20
+_DEEPEST = 100
+_LONGEST_NAME = 300
+
+
+class StoredTensor(NamedTuple):
+    """Tensor of a state, known from the header.
+
+    shape: its shape.
+    dtype: name of its dtype in safetensors, such as F32.
+    value: its number, where it has one element only.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class StateHeader:
+    """Fields of a state without its tensors, all checked.
+
+    step: optimizer steps done.
+    batches: micro-batches done.
+    loss: loss of each step.
+    lineage: fingerprint of everything but the run's length.
+    environment: hardware and software that it was saved on.
+    master_weights: tensors of the LoRA by name.
+    moving: state of optimizer, schedule, scaler and average, with a StoredTensor for each tensor.
+    validation: points and the validation key, empty without validation.
+    adapters: specs of the adapters with the layers that have them; empty in old states.
+    parts: segments of the run; empty in old states.
+    """
+
+    step: int
+    batches: int
+    loss: list[float]
+    lineage: str
+    environment: dict[str, str]
+    master_weights: dict[str, StoredTensor]
+    moving: dict[str, Any]
+    validation: dict[str, Any] = field(default_factory=dict)
+    adapters: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+
+class UnreadableField(Exception):
+    """Field of a state that cannot be used.
+
+    name: its name.
+    unknown: True where this version does not know it, False where its value is not what a state holds.
+    """
+
+    def __init__(self, name: str, unknown: bool = False):
+        super().__init__(name)
+        self.name, self.unknown = name, unknown
+
+
+def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader:
+    """Check a state's plain fields and the names and shapes of its tensors.
+
+    plain: the parsed JSON.
+    tensors: all tensors of the file by name.
+
+    Raises UnreadableField for the first field that cannot be used.
+    """
+    _need(isinstance(plain, dict), "format")
+    if (version := plain.get("format")) != FORMAT or isinstance(version, bool):
+        raise UnreadableField("format", unknown=type(version) is int)
+    _known(plain, _FIELDS)
+    for name, value in plain.items():
+        _need(is_plain(value), name)
+    step, batches, loss = plain.get("step"), plain.get("batches"), plain.get("loss")
+    _need(_is_count(step), "step")
+    _need(isinstance(loss, list) and len(loss) == step and all(map(_is_number, loss)), "loss")
+    _need(_is_count(batches, step, _MOST_BATCHES_OF_A_STEP * step), "batches")
+    _need(_is_name(plain.get("lineage")), "lineage")
+    environment = plain.get("machine")
+    _need(isinstance(environment, dict) and all(map(_is_name, environment.values())), "machine")
+    master_weights = {
+        name.removeprefix(MASTER_WEIGHTS_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MASTER_WEIGHTS_PREFIX)
+    }
+    _need(bool(master_weights) and all(one.dtype == "F32" for one in master_weights.values()), "masters")
+    later = {name: plain[name] for name in LATER if name in plain}
+    _check_validation(later.get("validation", {}), step)
+    _check_adapters(later.get("adapters", []), {name.rpartition(".")[0] for name in master_weights})
+    _check_parts(later.get("parts", []), step)
+    moving = _moving(plain.get("tree"), tensors, step)
+    _check_average(moving["average"], master_weights, step)
+    return StateHeader(step, batches, loss, plain["lineage"], environment, master_weights, moving, **later)
+
+
+def _moving(tree: Any, tensors: Mapping[str, StoredTensor], step: int) -> dict[str, Any]:
+    """Unpack the tree and check all but the optimizer's own entries, which only its class knows."""
+    try:
+        moving = unpack_state(tensors, tree)
+    except ValueError:
+        raise UnreadableField("tree") from None
+    _need(isinstance(moving, dict), "tree")
+    _known(moving, set(_MOVING))
+    moving = {"average": {}, **moving}
+    for name in _MOVING:
+        _need(isinstance(moving.get(name), dict), name)
+    optimizer, scheduler, scaler = (moving[name] for name in ("optimizer", "scheduler", "scaler"))
+    groups = optimizer.get("param_groups")
+    _need(isinstance(groups, list) and all(_is_group(group) for group in groups), "param_groups")
+    numbers = [number for group in groups for number in group["params"]]
+    _need(bool(numbers) and numbers == list(range(len(numbers))), "param_groups")
+    _need(isinstance(optimizer.get("state"), dict), "optimizer")
+    _need(optimizer.get("class") is None or _is_name(optimizer["class"]), "class")
+    _need(_is_count(scheduler.get("last_epoch"), step, step), "scheduler")
+    if scaler:
+        _need(all(_is_number(scaler.get(name)) and scaler[name] > 0 for name in _SCALER[:4]), "scaler")
+        _need(_is_count(scaler["growth_interval"]) and _is_count(scaler.get(_SCALER[4])), "scaler")
+    return moving
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list) and all(map(_is_count, group["params"]))
+
+
+def _check_average(average: dict[Any, Any], master_weights: Mapping[str, StoredTensor], step: int) -> None:
+    if not average:
+        return
+    _need(_is_count(average.get("updates"), 0, step), "average")
+    tensors = average.get("masters")
+    _need(isinstance(tensors, dict) and bool(tensors), "average")
+    for name, tensor in average["masters"].items():
+        same = isinstance(tensor, StoredTensor) and name in master_weights and tensor[:2] == master_weights[name][:2]
+        _need(same, "average")
+
+
+def _check_validation(validation: Any, step: int) -> None:
+    _need(isinstance(validation, dict), "validation")
+    if not validation:
+        return
+    _need(_is_name(validation.get("of")) and isinstance(validation.get("points"), list), "validation")
+    for point in validation["points"]:
+        _need(isinstance(point, dict) and _is_count(point.get("step"), 0, step), "validation")
+        _need(_is_number(point.get("loss")), "validation")
+        for name in ("sigmas", "losses"):
+            _need(isinstance(point.get(name), list) and all(map(_is_number, point[name])), "validation")
+
+
+def _check_adapters(adapters: Any, trained: set[str]) -> None:
+    """Check the specs. trained: names of the layers that the state has weights of."""
+    _need(isinstance(adapters, list) and all(isinstance(one, dict) for one in adapters), "adapters")
+    for one in adapters:
+        _known(one, {*_SPEC, "layers"})
+        _need(all(name in one for name, required in _SPEC.items() if required), "adapters")
+        spec = {name: one[name] for name in _SPEC if name in one}
+        for name, choices in (("algorithm", tuple(ADAPTERS)), ("init", INITS)):
+            _need(isinstance(chosen := spec.get(name, choices[0]), str), name)
+            if chosen not in choices:
+                raise UnreadableField(f"{name} {chosen}", unknown=True)
+        _need(_is_count(spec["rank"], 1, _MOST_RANK), "rank")
+        _need(_is_number(spec["alpha"]) and spec["alpha"] > 0, "alpha")
+        _need((factor := spec.get("factor", -1)) == -1 or _is_count(factor, 1, _MOST_RANK), "factor")
+        _need(_is_number(limit := spec.get("constraint", 0.0)) and limit >= 0, "constraint")
+        _need(isinstance(one.get("layers"), list) and all(map(_is_name, one["layers"])), "layers")
+    # Old states hold no specs; others hold that of each layer.
+    _need(not adapters or trained == {name for one in adapters for name in one["layers"]}, "layers")
+
+
+def _check_parts(parts: Any, step: int) -> None:
+    _need(isinstance(parts, list) and all(isinstance(part, dict) for part in parts), "parts")
+    begin = 0
+    for number, part in enumerate(parts, start=1):
+        made = part.get("made_with", {})
+        _need(isinstance(made, dict) and isinstance(made.get("data_fingerprint", ""), str), "parts")
+        _need(_is_name(part.get("asked", "unknown")), "parts")
+        if number < len(parts):
+            _need(_is_count(part.get("to_step"), begin, step), "parts")
+            begin = part["to_step"]
+
+
+def _need(holds: bool, name: str) -> None:
+    if not holds:
+        raise UnreadableField(name)
+
+
+def _known(given: Mapping[Any, Any], known: set[str]) -> None:
+    """Raise for a field that this version does not know: leaving it out could change what the state means."""
+    if unknown := [name for name in given if name not in known]:
+        raise UnreadableField(str(unknown[0]), unknown=True)
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Test for JSON of moderate depth and size of numbers, whose text can be encoded again."""
+    if depth > _DEEPEST:
+        return False
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) < 2**64
+    if isinstance(value, str):
+        return _is_encodable(value)
+    if isinstance(value, list):
+        return all(is_plain(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return all(_is_encodable(name) and is_plain(item, depth + 1) for name, item in value.items())
+    return value is None
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_count(value: Any, least: int = 0, most: int = 2**63) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_name(value: Any) -> bool:
+    """Test for a short text that can stand in a message."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME and value.isprintable()
