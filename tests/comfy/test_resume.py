@@ -460,6 +460,46 @@ def test_a_finished_run_is_returned_from_disk_and_trained_again_when_its_file_is
     assert len(watcher.losses) == 6
 
 
+def without(field):
+    """Takes a field out of a summary."""
+
+    def change(text):
+        summary = json.loads(text)
+        del summary[field]
+        return json.dumps(summary).encode()
+
+    return change
+
+
+DAMAGED = {
+    "a truncated LoRA": ("tiny.safetensors", lambda content: content[:-100]),
+    "an empty LoRA": ("tiny.safetensors", lambda content: b""),
+    "a truncated summary": ("summary.json", lambda content: content[:-100]),
+    "a deep summary": ("summary.json", lambda content: b"[" * 100_000 + b"]" * 100_000),
+    "losses that are none": ("summary.json", lambda content: content.replace(b'"loss": [', b'"loss": [null,')),
+    "previews that are none": ("summary.json", lambda content: content.replace(b'"loss"', b'"previews": [], "loss"')),
+    "points that are none": ("summary.json", lambda content: content.replace(b'"points": [', b'"points": [{},')),
+    **{f"a summary without {name}": ("summary.json", without(name)) for name in ("loss", "key", "status", "folder")},
+}
+
+
+def test_a_finished_run_whose_files_cannot_be_read_is_restored_as_one_whose_files_are_gone(tiny_flux, tmp_path):
+    options = {"steps": 2, "validation": {"every_n_steps": 1, "keep_best": False}}
+    first = train(tiny_flux, mixed_data(), tmp_path, **options)
+    for name, (file, damage) in DAMAGED.items():
+        path = first.path.with_name(file)
+        content = path.read_bytes()
+        assert damage(content) != content, name
+        path.write_bytes(damage(content))
+        watcher = Watcher()
+        restored = train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
+        assert restored.path == first.path and "Resumed at step 2." in watcher.notes and not watcher.losses, name
+        equal(restored, first)
+        again = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
+        assert again.validation == first.validation and not any("Resumed" in note for note in watcher.notes), name
+        equal(again, first)
+
+
 def test_training_neither_reads_nor_moves_the_global_generators(tiny_flux, tmp_path):
     data = mixed_data()
     whole = train(tiny_flux, data, tmp_path / "whole", **HARD)

@@ -12,10 +12,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from unicodedata import normalize
 
+from safetensors import SafetensorError, safe_open
+
 from ...common.files import write_atomically
+from .schema import is_plain
 from .state import STATE_SUFFIX
 
 STATES_KEPT = 2
+# The fields of every summary.
+_SUMMARY: dict[str, type] = {
+    **dict.fromkeys(("status", "key", "output_name", "folder", "started", "ended"), str),
+    **dict.fromkeys(("steps", "steps_done", "targets", "parameters"), int),
+    **dict.fromkeys(("loss", "notes", "files"), list),
+    "compile": bool,
+}
 
 
 def place_of(output_name: str) -> PurePosixPath:
@@ -106,10 +116,10 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """Read summary.json; None where it is missing or damaged."""
         try:
-            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return found if _is_whole(found) else None
 
 
 def step_loras(folder: Path, name: str) -> dict[int, Path]:
@@ -140,12 +150,37 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
 
 
 def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
-    """Find the folder of a finished run with this key whose LoRA still exists."""
+    """Find the folder of a finished run with this key whose LoRA and summary are there and can be read."""
     for folder in run_folders(root, output_name, key):
         summary = folder.read_summary()
-        if summary and summary.get("key") == key and summary.get("status") == "finished" and folder.lora_path.is_file():
+        if summary and summary["key"] == key and summary["status"] == "finished" and _is_readable(folder.lora_path):
             return folder
     return None
+
+
+def _is_whole(summary: Any) -> bool:
+    """Test that a summary has the fields that every run writes, and in those that nodes read what they expect."""
+    if not (isinstance(summary, dict) and is_plain(summary)):
+        return False
+    if not all(isinstance(summary.get(name), kind) for name, kind in _SUMMARY.items()):
+        return False
+    validation, previews = summary.get("validation", {}), summary.get("previews", {})
+    if not (isinstance(validation, dict) and isinstance(previews, dict)):
+        return False
+    points = validation.get("points", [])
+    if not (isinstance(points, list) and all(isinstance(point, dict) for point in points)):
+        return False
+    numbers = [*summary["loss"], *(point.get(name) for point in points for name in ("step", "loss"))]
+    return all(type(number) in (int, float) for number in numbers)
+
+
+def _is_readable(lora: Path) -> bool:
+    """Test for a safetensors file as long as its header says, with tensors in it."""
+    try:
+        with safe_open(lora, framework="pt") as file:
+            return bool(file.keys())
+    except (OSError, SafetensorError):
+        return False
 
 
 def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> RunFolder:
