@@ -2,13 +2,17 @@
 
 import contextlib
 import errno
+import hashlib
 import os
+import platform
 import re
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -25,13 +29,20 @@ _REASONS = {
 }
 
 
+# Part of the name of an unfinished file, by which others see whether its process still runs.
+_MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()}".encode(), digest_size=4).hexdigest()
+_SESSION = uuid.uuid4().hex[:8]
+_OWNER = f"-{_MACHINE}-{os.getpid()}-{_SESSION}"
+_ABANDONED = 24 * 60 * 60  # seconds
+
+
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write` on a new file next to `path`, flush it to the disk and rename it to `path`.
 
     An existing file at `path` stays unchanged until the new one is complete. The unfinished file is removed on failure.
     Raises OSError with one sentence that names the file, the cause and the fix.
     """
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.part")
+    unfinished = path.with_name(f".{uuid.uuid4().hex}{_OWNER}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
@@ -50,6 +61,27 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+
+
+def sweep_unfinished(folder: Path) -> None:
+    """Delete what killed processes left of `write_atomically` in a folder and all below it.
+
+    A file goes whose process on this machine has ended. Another machine's, or one of an older version, goes after a day
+    without a write to it: a live server on a shared disk may be at it.
+    """
+    for unfinished in folder.rglob(".*.part"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or held open
+            if _is_left(unfinished):
+                unfinished.unlink()
+
+
+def _is_left(unfinished: Path) -> bool:
+    named = re.fullmatch(r"\.[0-9a-f]{32}-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})\.part", unfinished.name)
+    if named and named[1] == _MACHINE and int(named[2]) == os.getpid():
+        return named[3] != _SESSION  # of an earlier process with this number, as in a container that was restarted
+    if named and named[1] == _MACHINE and not psutil.pid_exists(int(named[2])):
+        return True
+    return time.time() - unfinished.stat().st_mtime > _ABANDONED
 
 
 def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..common.files import read_tensors, write_atomically
+from ..common.files import read_tensors, sweep_unfinished, write_atomically
 from ..common.progress import Interrupted, Progress
 
 Shape = tuple[int | None, ...]
@@ -114,6 +114,8 @@ def run_jobs(cache: Cache, jobs: list[EncodeJob], what: str, progress: Progress,
     what: plural noun of the encoded things, for the progress text.
     Raises ValueError where an encoder returns NaN or infinity.
     """
+    if jobs:
+        sweep_unfinished(cache.folder)
     start = time.monotonic()
     for done, job in enumerate(jobs):
         interrupted()

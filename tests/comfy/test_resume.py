@@ -411,8 +411,34 @@ def test_a_run_started_anew_goes_on_in_its_own_folder_and_what_a_killed_process_
     cancelled(tiny_flux, data, tmp_path, 5, resume="off")
     (second,) = set(tmp_path.iterdir()) - {first}
     (second / ".0123.part").write_bytes(b"half a state")
+    os.utime(second / ".0123.part", (0, 0))
     assert train(tiny_flux, data, tmp_path).path == second / "tiny.safetensors"
     assert set(tmp_path.iterdir()) == {first, second} and not list(second.glob(".*"))
+
+
+@pytest.mark.parametrize("resume", ["latest", "off"])
+def test_a_run_that_was_killed_before_its_first_save_uses_its_folder_again(resume, tiny_flux, tmp_path):
+    folder = train(tiny_flux, mixed_data(), tmp_path, steps=2).path.parent
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "previews").mkdir()
+    for name in ("previews/step000000_0.png", "previews/.0123.part", "tiny.workflow.json"):
+        (folder / name).write_text("left")
+        os.utime(folder / name, (0, 0))
+    assert train(tiny_flux, mixed_data(), tmp_path, steps=2, resume=resume).path.parent == folder
+    assert not (folder / "previews" / ".0123.part").exists() and (folder / "previews" / "step000000_0.png").is_file()
+    # What was saved, or finished, is left as it is.
+    lora, summary = folder / "tiny.safetensors", folder / "summary.json"
+    for kept in (lora, folder / "state-000002.tessera", summary):
+        for path in folder.iterdir():
+            if path not in (kept, folder / "previews"):
+                path.rename(tmp_path / path.name)
+        other = train(tiny_flux, mixed_data(), tmp_path, steps=2, resume="off").path.parent
+        assert other != folder
+        shutil.rmtree(other)
+        for name in (lora.name, "state-000002.tessera", summary.name):
+            if (tmp_path / name).exists():
+                (tmp_path / name).rename(folder / name)
 
 
 def test_resume_off_trains_from_the_start(tiny_flux, tmp_path):

@@ -2,10 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
-from tessera.data.cache import Cache
+from tessera.common import files
+from tessera.common.files import sweep_unfinished, write_atomically
+from tessera.data.cache import Cache, EncodeJob, run_jobs
+from with_pack import ROOT
 
 SHAPES = {"latent": (16, 4, 6), "extra": (1, None)}
 
@@ -80,3 +86,76 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(cache, tensors, monkeypat
         cache.write("abcd", {"latent": torch.zeros(1)})
     assert cache.path("abcd").read_bytes() == before
     assert [path.name for path in cache.path("abcd").parent.iterdir()] == ["abcd.safetensors"]
+
+
+KILLED = f"""
+import importlib.util, os, pathlib, sys
+spec = importlib.util.spec_from_file_location("files", {str(ROOT / "common" / "files.py")!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+def half(beside):
+    beside.write_bytes(b"half")
+    if sys.argv[2] == "killed":
+        os._exit(0)
+    print("writing", flush=True)
+    sys.stdin.read()
+
+module.write_atomically(pathlib.Path(sys.argv[1]) / "file", half)
+"""
+
+
+def unfinished(folder):
+    return sorted(path for path in folder.rglob("*") if path.suffix == ".part")
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(tmp_path):
+    folder = tmp_path / "previews"
+    folder.mkdir()
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    subprocess.run([*command, "killed"], check=True)
+    (left,) = unfinished(folder)
+    with subprocess.Popen([*command, "live"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as live:
+        live.stdout.readline()
+        (writing,) = {*unfinished(folder)} - {left}
+        sweep_unfinished(tmp_path)
+        assert unfinished(folder) == [writing]
+        live.communicate("")
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_what_this_process_writes_stays_and_what_an_earlier_one_of_its_number_left_goes(tmp_path):
+    """In a container a server that was restarted may have the number of the one that was killed."""
+    own = []
+
+    def write(beside):
+        own.append(beside.name)
+        beside.with_name(beside.name.replace(files._SESSION, "0" * 8)).touch()
+        sweep_unfinished(tmp_path)
+        assert unfinished(tmp_path) == [beside]
+
+    write_atomically(tmp_path / "file", write)
+    assert own and not unfinished(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".0123.part", f".{'0' * 32}-{'f' * 8}-1-{'0' * 8}.part"])
+def test_the_files_of_another_machine_or_version_are_swept_after_a_day_without_a_write(name, tmp_path):
+    (tmp_path / name).touch()
+    sweep_unfinished(tmp_path)
+    assert unfinished(tmp_path)
+    os.utime(tmp_path / name, 2 * (time.time() - 25 * 60 * 60,))
+    (tmp_path / "other.part").touch()
+    sweep_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.part"]
+
+
+def test_encoding_sweeps_the_whole_cache(cache, tensors):
+    left = cache.path("ffff").with_name(".0123.part")
+    left.parent.mkdir(parents=True)
+    left.touch()
+    os.utime(left, (0, 0))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    run_jobs(
+        cache, [EncodeJob("abcd", shapes, 1, lambda: tensors, "a picture")], "pictures", lambda *_: None, lambda: None
+    )
+    assert not left.exists() and cache.holds("abcd", shapes)

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 from safetensors import SafetensorError, safe_open
 
-from ...common.files import write_atomically
+from ...common.files import sweep_unfinished, write_atomically
 from .schema import is_plain
 from .state import STATE_SUFFIX
 
@@ -71,6 +71,16 @@ class RunFolder:
         for path in until[:-keep]:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
+
+    def is_free(self) -> bool:
+        """True where a new run may write here: nothing was saved, and no finished run says that something was."""
+        if not self.path.exists():
+            return True
+        if not self.path.is_dir():
+            return False
+        summary = self.read_summary()
+        saved = any(path.suffix in (".safetensors", STATE_SUFFIX) for path in self.path.iterdir())
+        return not saved and (summary is None or summary["status"] not in ("finished", "unsaved"))
 
     def states(self) -> list[Path]:
         """List the saved states by ascending step."""
@@ -186,16 +196,17 @@ def _is_readable(lora: Path) -> bool:
 def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> RunFolder:
     """Return the folder to write to: the folder of `state` if it belongs to the same run, else a new one.
 
-    Deletes partial files that a killed process left in a resumed folder.
+    A folder of this run without LoRA and state, as of a process that was killed before its first save, is taken again.
+    Deletes what killed processes left in the folders of this output name.
     """
+    for folder in run_folders(root, output_name):
+        sweep_unfinished(folder.path)
     place = root / place_of(output_name)
     first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
     if state is not None and _same(state.parent.parent, place.parent) and is_of_run(state.parent.name, place.name, key):
-        for unfinished in state.parent.glob(".*.part"):  # partial file of a killed process
-            unfinished.unlink(missing_ok=True)
         return RunFolder(state.parent, place.name)
     folder, number = first, 1
-    while folder.path.exists() and any(folder.path.iterdir()):
+    while not folder.is_free():
         number += 1
         folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
     return folder
