@@ -20,14 +20,17 @@ def saved_state_message(step: int, state: str) -> str:
     return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
 
 
-def interrupted_update_message(saved: int, state: str) -> str:
-    """Describe the last save where the optimizer failed in the middle of an update.
+def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str:
+    """Describe the last save where the steps since then are not saved.
 
     saved: step of the last save, 0 without one.
     state: its name in the `resume` input.
+    saves_on_the_way: True where `save_every` or `save_every_epochs` is set.
     """
     if saved == 0:
-        return "What was trained was not saved before; set save_every to save on the way."
+        return (
+            f"What was trained was not saved before{'' if saves_on_the_way else '; set save_every to save on the way'}."
+        )
     return saved_state_message(saved, state)
 
 
@@ -65,7 +68,7 @@ def explain_error(error: BaseException, step: int, last_save: str, planned_graph
     """Translate a known error into one sentence for the user; None for an unknown one.
 
     step: last complete step.
-    last_save: description of the saved state, made by `saved_state_message` or `interrupted_update_message`.
+    last_save: description of the saved state, made by `saved_state_message` or `unsaved_steps_message`.
     planned_graphs: number of graphs that were to be compiled.
     """
     if isinstance(error, CannotContinue | CompileFailed):

@@ -14,7 +14,7 @@ from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
 from .checkpoint.run_folder import place_of
 from .checkpoint.state import TrainingState, load_state, save_state, state_path
-from .errors import TrainingStopped, interrupted_update_message, saved_state_message
+from .errors import saved_state_message, unsaved_steps_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
@@ -39,6 +39,20 @@ class Best:
     step: int
     loss: float
     of: str
+
+
+@dataclass(frozen=True)
+class FinalLora:
+    """LoRA of a run that has taken all its steps.
+
+    lora: the LoRA, fp32, with kohya keys.
+    saved: True where it lies in the run's folder.
+    copy: its file elsewhere where it could not be saved there, None without one.
+    """
+
+    lora: LoraModel
+    saved: bool
+    copy: Path | None = None
 
 
 def read_best(path: Path) -> Best | None:
@@ -155,16 +169,32 @@ class Saver:
         A failure to write is reported and does not end the run: disk space may be freed before the next save.
         """
         try:
-            self._write(self.folder.step_lora_path(self.progress.step))
+            self._write()
         except OSError as error:
             self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
-    def save_final(self) -> LoraModel:
-        """Write the final LoRA and the training state. Raises TrainingStopped where the disk refuses."""
+    def save_final(self, spare_folder: Path | None) -> FinalLora:
+        """Write the final LoRA and the training state. What the disk refuses is reported and ends nothing.
+
+        spare_folder: where a copy of the LoRA is tried where the run's own folder cannot take it; None without one.
+        """
+        path, lora = self.folder.lora_path, self.snapshot()
         try:
-            return self._write(self.folder.lora_path)
+            self._write_lora(path, lora)
         except OSError as error:
-            raise TrainingStopped(f"{error.strerror} {self.describe_last_save()}") from error
+            copy = None if spare_folder is None else self._save_copy(spare_folder, lora)
+            lies = "" if copy is None else f", and a copy lies in {copy.parent.name}/{copy.name} until ComfyUI restarts"
+            self.observer.note(
+                f"{error.strerror} The LoRA goes on through the graph: connect Save LoRA and queue again to write it "
+                f"where there is room{lies}. {self.describe_last_save()}"
+            )
+            return FinalLora(lora, False, copy)
+        self.observer.saved(path)
+        try:
+            self._write_state()
+        except OSError as error:
+            self.observer.note(f"{error.strerror} The finished LoRA is saved, but no run can go on from its last step.")
+        return FinalLora(lora, True)
 
     def save_unsaved_progress(self) -> None:
         """Save the LoRA and the training state at Cancel or an error, if there were steps since the last save.
@@ -174,7 +204,7 @@ class Saver:
         saved = self.progress.saved_step
         if self.progress.intact and self.progress.step > saved:
             try:
-                self._write(self.folder.step_lora_path(self.progress.step))
+                self._write()
             except Exception as error:  # the user needs the error that ended the run, not this one
                 log.warning("The state could not be saved", exc_info=error)
                 cause = getattr(error, "strerror", None) or "The state could not be saved."
@@ -186,9 +216,10 @@ class Saver:
     def describe_last_save(self) -> str:
         """Describe the last save and how to resume from it, for a run that ends now."""
         progress = self.progress
-        saved = progress.intact and progress.saved_step == progress.step
-        message = saved_state_message if saved else interrupted_update_message
-        return message(progress.saved_step, self.last_state)
+        if progress.intact and progress.saved_step == progress.step:
+            return saved_state_message(progress.saved_step, self.last_state)
+        on_the_way = bool(self.settings.save_every or self.settings.save_every_epochs)
+        return unsaved_steps_message(progress.saved_step, self.last_state, on_the_way)
 
     def keep_best(self, loss: float) -> None:
         """Write the best LoRA if `loss` is lower than the loss of the one on disk. A failure to write is reported."""
@@ -248,17 +279,33 @@ class Saver:
             found = replace(found, file=self.folder.best_path.name)
         self.best = found
 
-    def _write(self, path: Path) -> LoraModel:
-        step, lora = self.progress.step, self.snapshot()
+    def _write(self) -> None:
+        path = self.folder.step_lora_path(self.progress.step)
+        self._write_lora(path, self.snapshot())
+        self._write_state()
+        self.observer.saved(path)
+
+    def _write_lora(self, path: Path, lora: LoraModel) -> None:
         self._write_companion_files()
         save_lora(path, lora, "kohya", "fp32")
         if self.settings.keep_last:  # before the state, which may need the disk space
-            self.folder.remove_old_loras(step, self.settings.keep_last)
+            self.folder.remove_old_loras(self.progress.step, self.settings.keep_last)
+
+    def _write_state(self) -> None:
+        step = self.progress.step
         save_state(state_path(self.folder.path, step), self._state())
         self.progress.saved_step, self.last_state = step, self.state_name(step)
         self.folder.remove_old_states(step, self.resumed_from)
-        self.observer.saved(path)
-        return lora
+
+    def _save_copy(self, folder: Path, lora: LoraModel) -> Path | None:
+        """Write the LoRA to another folder, under the name of the run's folder. Returns its path, None on failure."""
+        path = folder / f"{self.folder.path.name}.safetensors"
+        try:
+            save_lora(path, lora, "kohya", "fp32")
+        except OSError as error:
+            log.warning("No copy of the LoRA could be saved either: %s", error.strerror)
+            return None
+        return path
 
     def _write_companion_files(self) -> None:
         while self._companion_files:

@@ -16,7 +16,6 @@ from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
-from .errors import TrainingStopped
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.context import make_context
@@ -37,12 +36,19 @@ class TrainResult:
     loss: loss of each step.
     path: the saved file.
     summary: contents of summary.json; finite numbers and text only.
+    copy: where the LoRA lies in place of `path`, on which the disk was full; None without such a copy.
     """
 
     lora: LoraModel
     loss: list[float]
     path: Path
     summary: dict[str, Any]
+    copy: Path | None = None
+
+    @property
+    def saved(self) -> bool:
+        """True where the LoRA lies at `path`."""
+        return self.summary["status"] == "finished"
 
     @property
     def sheet(self) -> Path | None:
@@ -93,6 +99,7 @@ def train_lora(
     compile_settings: CompileSettings | None = None,
     watchers: Sequence[Watcher] = (),
     workflow: Mapping[str, str] | None = None,
+    spare_folder: Path | None = None,
 ) -> TrainResult:
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
@@ -100,6 +107,7 @@ def train_lora(
     compile_settings: compile settings where `settings.compile` is 'auto'; None takes inductor's defaults.
     watchers: called between the steps, such as previews.
     workflow: texts of companion files of the LoRA, by the ending that follows its name.
+    spare_folder: where the finished LoRA is tried to be written where the run's own folder cannot take it.
 
     Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
@@ -139,8 +147,8 @@ def train_lora(
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.doing())
             trainer.run()
-            lora = trainer.save_final()
-            outcome = "finished"
+            final = trainer.save_final(spare_folder)
+            outcome = "finished" if final.saved else "unsaved"
         except InterruptProcessingException:
             outcome = "cancelled"
             raise
@@ -170,26 +178,17 @@ def train_lora(
                     summary |= watcher.facts(trainer)
             finally:
                 trainer.close()
-                _write_summary(folder, summary, recorder, trainer.saver.describe_last_save())
-    return TrainResult(lora, summary["loss"], folder.lora_path, summary)
+                _write_summary(folder, summary, recorder)
+    return TrainResult(final.lora, summary["loss"], folder.lora_path, summary, final.copy)
 
 
-def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer, last_save: str) -> None:
-    """Write summary.json.
-
-    last_save: description of the last save.
-
-    Raises TrainingStopped where a finished run's summary cannot be written. For other runs the failure is a note, so
-    that it does not hide the error that ended the run.
-    """
-    finished = summary["status"] == "finished"
-    if not finished and not folder.path.exists():
+def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:
+    """Write summary.json. A failure is a note: it hides neither the LoRA nor the error that ended the run."""
+    if summary["status"] != "finished" and not folder.path.exists():
         return
     try:
         folder.write_summary(summary)
     except OSError as error:
-        if finished:
-            raise TrainingStopped(f"{error.strerror} {last_save}") from error
         observer.note(str(error.strerror))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..common.core import end_of_node
 from ..compile.region import CompileFailed, cannot_compile
 from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant, skip_batches
-from ..lora.files.lora_model import LoraModel
 from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
@@ -32,7 +31,7 @@ from .placement import auto
 from .placement.environment import environment_facts, memory_peak, reset_memory_peak
 from .placement.placed_model import PlacedModel
 from .preflight.context import RunContext
-from .saver import Progress, Saver
+from .saver import FinalLora, Progress, Saver
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +110,9 @@ class Trainer:
         linears = self.placed.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
-    def save_final(self) -> LoraModel:
-        """Write the final LoRA and the training state. Raises TrainingStopped where the disk refuses."""
-        return self.saver.save_final()
+    def save_final(self, spare_folder: Path | None) -> FinalLora:
+        """Write the final LoRA and the training state, see `Saver.save_final`."""
+        return self.saver.save_final(spare_folder)
 
     def run(self) -> None:
         """Train to the last step.

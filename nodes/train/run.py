@@ -47,7 +47,8 @@ def run(
     compile_settings, compile_notes = inherited_compile(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
-    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files)
+    spare = Path(folder_paths.get_temp_directory())
+    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare)
 
 
 def settings_of_run(expert: Expert) -> TrainSettings:
@@ -57,11 +58,12 @@ def settings_of_run(expert: Expert) -> TrainSettings:
 
 
 def outputs(result: TrainResult) -> tuple[LoraModel, dict[str, list[Any]], str]:
-    """Outputs LORA_MODEL, LOSS_MAP (with validation points, where there are any) and the path."""
+    """Outputs LORA_MODEL, LOSS_MAP (with validation points, where there are any) and the path, empty without a file."""
     loss: dict[str, list[Any]] = {"loss": result.loss}
     if result.validation:
         loss["validation"] = result.validation
-    return result.lora, loss, str(result.path)
+    path = result.path if result.saved else result.copy
+    return result.lora, loss, "" if path is None else str(path)
 
 
 def preview_sheet(result: TrainResult) -> Tensor | ExecutionBlocker:
@@ -81,5 +83,5 @@ def node_ui(*results: TrainResult) -> dict[str, Any]:
 
 
 def summary_payload(result: TrainResult) -> dict[str, Any]:
-    """Summary with the path relative to the output folder."""
-    return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix()}
+    """Summary with the path relative to the output folder; empty where the LoRA could not be saved there."""
+    return {**result.summary, "path": result.path.relative_to(runs_folder().parent).as_posix() if result.saved else ""}

@@ -274,7 +274,7 @@ class TesseraTrainLora(io.ComfyNode):
                     "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
                     "without that name."
                 )
-                record_outputs(output_name, [result.path])
+                record_outputs(output_name, [result.path] if result.saved else [])
                 values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
                 return io.NodeOutput(*values, ui=node_ui(result))
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
@@ -290,7 +290,7 @@ class TesseraTrainLora(io.ComfyNode):
                 before = results[0].lora if results else None
                 partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
-        record_outputs(output_name, [result.path for result in results])
+        record_outputs(output_name, [result.path for result in results if result.saved])
         high, low = results
         return io.NodeOutput(
             *outputs(high), *outputs(low), preview_sheet(high), preview_sheet(low), ui=node_ui(high, low)

@@ -17,7 +17,9 @@ from comfy_server import ServerFailure, error_of
 from tessera.data.loader import batch_order
 from tessera.data.samples import TrainingData
 from tessera.models.registry import family_of
+from tessera.nodes.train.run import outputs, summary_payload
 from tessera.train.errors import TrainingStopped
+from tessera.train.train_lora import train_lora
 from tessera.train.trainer import Trainer
 from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
@@ -281,23 +283,55 @@ def test_a_full_disk_at_a_save_in_between_is_noted_and_training_goes_on(room, ti
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_full_disk_at_the_end_is_told_in_one_sentence_and_the_last_whole_state_stays(room, tiny_flux, tmp_path):
+def test_a_full_disk_at_the_end_leaves_the_lora_in_the_graph_and_the_last_whole_state(room, tiny_flux, tmp_path):
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole")
     with disk(room) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == 6 else None)
-        with pytest.raises(TrainingStopped, match="could not be saved: .* free some space") as stopped:
-            train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
-    assert str(stopped.value).startswith(("tiny.safetensors could", "state-000006.tessera could"))
+        result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
+    assert result.loss == whole.loss
+    assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
     assert not list(tmp_path.rglob(".*"))
     (folder,) = (tmp_path / "full").iterdir()
-    left = f"What was trained up to step 4 is kept: choose {folder.name}/state-000004.tessera in resume to go on from "
-    assert str(stopped.value).endswith(f" {left}it with other settings.")
     states = sorted(path.name for path in folder.glob("*.tessera"))
     assert states == ["state-000002.tessera", "state-000004.tessera"]
-    watcher = Watcher()
-    result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
-    assert "Resumed at step 4." in watcher.notes
-    assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
+    (note,) = [note for note in watcher.notes if "free some space" in note and "summary.json" not in note]
+    again = Watcher()
+    restored = train(tiny_flux, mixed_data(), tmp_path / "full", again)
+    assert all(torch.equal(restored.lora[name], whole.lora[name]) for name in whole.lora)
+    if room == 300_000:  # the LoRA finds room, its state does not
+        assert note.startswith("state-000006.tessera could not be saved: ")
+        assert note.endswith("The finished LoRA is saved, but no run can go on from its last step.")
+        assert result.saved and result.path.is_file() and result.summary["status"] == "finished" and not again.losses
+        return
+    assert note.startswith("tiny.safetensors could not be saved: ")
+    kept = f"What was trained up to step 4 is kept: choose {folder.name}/state-000004.tessera in resume to go on from "
+    graph = "The LoRA goes on through the graph: connect Save LoRA and queue again to write it where there is room. "
+    assert note.endswith(f" {graph}{kept}it with other settings.")
+    assert not result.saved and result.copy is None and result.summary["status"] == "unsaved"
+    assert "Resumed at step 4." in again.notes and restored.saved
+
+
+def test_a_lora_that_its_folder_does_not_take_at_the_end_is_copied_elsewhere(tiny_flux, tmp_path):
+    """A file lies where the folder was: no system makes a LoRA below it."""
+    root, spare = tmp_path / "output" / "loras", tmp_path / "temp"
+
+    def take_away(done):
+        if done == 2:
+            (folder,) = root.iterdir()
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+
+    watcher, settings = Watcher(at_step=take_away), run_settings(steps=2, save_every=1)
+    result = train_lora(tiny_flux, mixed_data(), settings, root, watcher, spare_folder=spare)
+    (folder,) = root.iterdir()
+    copy = spare / f"{folder.name}.safetensors"
+    assert result.copy == copy and list(spare.iterdir()) == [copy] and not result.saved
+    saved = safetensors.torch.load_file(copy)
+    assert saved.keys() == result.lora.keys() and all(torch.equal(saved[name], result.lora[name]) for name in saved)
+    (note,) = [note for note in watcher.notes if note.startswith("tiny.safetensors could not be saved: ")]
+    assert f"where there is room, and a copy lies in temp/{copy.name} until ComfyUI restarts. " in note
+    assert outputs(result)[2] == str(copy) and summary_payload(result)["path"] == ""
+    assert outputs(replace(result, copy=None))[2] == ""
 
 
 def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_memory_back(tiny_flux, tmp_path):
@@ -311,18 +345,24 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
     assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000002.tessera"]
 
 
-def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says_so(tiny_flux, tmp_path):
+def told_of_a_full_disk(model, root, step, **options):
+    """What a run says whose disk is full from this step on."""
     with disk(400) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 2 else None)
-        with pytest.raises(TrainingStopped, match="What was trained was not saved before; set save_every to save on"):
-            train(tiny_flux, mixed_data(), tmp_path / "none", watcher, steps=2, save_every=0)
+        watcher = Watcher(at_step=lambda done: full.fill() if done == step else None)
+        assert not train(model, mixed_data(), root, watcher, **options).saved
+    return [note for note in watcher.notes if "goes on through the graph" in note]
+
+
+def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says_so(tiny_flux, tmp_path):
+    (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "none", 2, steps=2, save_every=0)
+    assert note.endswith(" What was trained was not saved before; set save_every to save on the way.")
+    (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "all", 1, steps=2, save_every=1)
+    assert note.endswith(" What was trained was not saved before.")
     first = train(tiny_flux, mixed_data(), tmp_path, steps=3, save_every=0).path.parent
     named = f"{first.name}/state-000003.tessera"
-    with disk(400) as full:
-        watcher = Watcher(at_step=lambda done: full.fill() if done == 4 else None)
-        with pytest.raises(TrainingStopped, match=f"What was trained up to step 3 is kept: choose {named} in resume"):
-            options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
-            train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
+    options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
+    (note,) = told_of_a_full_disk(tiny_flux, tmp_path, 4, **options)
+    assert f"What was trained up to step 3 is kept: choose {named} in resume" in note
 
 
 def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
@@ -348,8 +388,8 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
 def test_a_state_that_finds_no_room_does_not_keep_old_loras(tiny_flux, tmp_path):
     with disk(300_000) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == 2 else None)
-        with pytest.raises(TrainingStopped, match="state-000004.tessera could not be saved"):
-            train(tiny_flux, mixed_data(), tmp_path, watcher, steps=4, save_every=1, keep_last=1)
+        train(tiny_flux, mixed_data(), tmp_path, watcher, steps=4, save_every=1, keep_last=1)
+    assert any("state-000004.tessera could not be saved" in note for note in watcher.notes)
     assert [path.name for path in tmp_path.rglob("*step*.safetensors")] == ["tiny-step000003.safetensors"]
     assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000001.tessera"]
 

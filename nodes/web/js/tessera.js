@@ -25,7 +25,7 @@ const describe = {
 const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
 function describeRun(run) {
-  const lines = [`Saved: output/${run.path}`]
+  const lines = [run.path ? `Saved: output/${run.path}` : 'The LoRA could not be saved, see below.']
   const loss = run.loss ?? []
   if (loss.length) {
     const tenth = Math.max(1, Math.floor(loss.length / 10))
@@ -42,7 +42,10 @@ function describeRun(run) {
     lines.push(`Peak memory of the ${run.peak_memory_of}: ${(run.peak_memory_mib / 1024).toFixed(2)} GiB`)
   }
   const previews = run.previews?.files.length
-  if (previews) lines.push(`${previews} preview${previews > 1 ? 's' : ''}: output/${run.path.replace(/[^/]*$/, 'previews')}`)
+  if (previews) {
+    const folder = run.path ? `: output/${run.path.replace(/[^/]*$/, 'previews')}` : ''
+    lines.push(`${previews} preview${previews > 1 ? 's' : ''}${folder}`)
+  }
   return [...lines, ...(run.notes ?? [])]
 }
 
