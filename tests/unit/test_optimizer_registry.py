@@ -36,9 +36,12 @@ def test_classes_of_the_listed_packages_are_tried_and_taken(path):
     assert check_optimizer(custom(path, args), CPU) == ()
 
 
-@pytest.mark.parametrize("name", ["adafactor", "came", "adamw_schedulefree", "lion", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw8bit", "adafactor", "came", "adamw_schedulefree", "lion", "muon", "prodigy"]
+)
 def test_each_named_optimizer_is_tried_and_goes_on_alike(name):
-    assert check_optimizer(OptimizerOptions(name, learning_rate=2e-5, warmup_steps=5), CPU) == ()
+    rate = 1.0 if name == "prodigy" else 2e-5
+    assert check_optimizer(OptimizerOptions(name, learning_rate=rate, warmup_steps=5), CPU) == ()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,14 @@ def test_a_line_that_is_no_literal_is_named_and_not_run(line):
         ("params=1", "optimizer_args sets params, which is the LoRA's weights; leave that line out."),
         ("eps=1e-6\neps=1e-7", "optimizer_args sets eps twice; leave one of the lines out."),
         ("eps=1e999", "optimizer_args sets eps to 1e999; give a finite number."),
+        *(
+            (
+                f"eps={value}",
+                f"optimizer_args sets eps to {value[:100]}; give a number, True, False, None, a text in quotes, or a "
+                "tuple or list of these.",
+            )
+            for value in ("1j", "(0.9, 1e999)", "{1}", "{'a': 1}", "b'a'", "[1, [...]]", "9" * 400)
+        ),
     ],
 )
 def test_arguments_that_contradict_an_input_or_themselves_are_named(args, sentence):
@@ -143,6 +154,16 @@ def test_arguments_that_contradict_an_input_or_themselves_are_named(args, senten
         (
             custom("torch.optim.SGD", "momentum=-1.0"),
             "The optimizer torch.optim.SGD does not take these optimizer_args or this network: Invalid momentum value",
+        ),
+        (OptimizerOptions(optimizer_args="capturable=True"), "The optimizer adamw cannot train a LoRA here ("),
+        (OptimizerOptions(optimizer_args="eps='small'"), "The optimizer adamw does not take these optimizer_args or"),
+        (
+            OptimizerOptions("adamw8bit", optimizer_args="min_8bit_size='all'"),
+            "The optimizer adamw8bit cannot train a LoRA here (TypeError: ",
+        ),
+        (
+            OptimizerOptions("prodigy", learning_rate=1.0, optimizer_args="d_coef='2'"),
+            "The optimizer prodigy cannot train a LoRA here (TypeError: ",
         ),
         (custom("torch.optim.LBFGS"), "The optimizer torch.optim.LBFGS cannot train a LoRA here (TypeError: "),
         (

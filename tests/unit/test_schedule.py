@@ -134,6 +134,7 @@ def test_a_curve_is_read_with_or_without_percent_signs_and_on_lines():
         ("0:1, 50:-1", "lr_curve has the point '50:-1'; write percent"),
         ("0:nan", "lr_curve has the point '0:nan'; write percent"),
         ("0:inf", "lr_curve has the point '0:inf'; write percent"),
+        ("0:1, 100:1e308", "lr_curve has the factor 1e308; write one of at most 1e+06, or raise learning_rate."),
         ("50:1, 50:0.5", "lr_curve has '50:0.5' after a point at or past it; write the points in order."),
         ("", "lr_curve has no point above 0, so nothing would be learnt; write '0:1, 50:1, 100:0.1'."),
         ("0:0, 100:0", "lr_curve has no point above 0, so nothing would be learnt"),

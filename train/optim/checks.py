@@ -33,9 +33,6 @@ def check_optimizer(
     """
     network = network or NetworkOptions()
     check_ratio(ratio := network.lora_plus_ratio, options)
-    if options.optimizer in ("adamw", "adamw8bit", "prodigy"):
-        build_optimizer(options, [nn.Parameter(torch.zeros(1, device=device))])
-        return optimizer_notes(options)
     shapes = _small_adapter(network)
     if options.optimizer == "muon" and any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(
@@ -57,9 +54,8 @@ def check_optimizer(
     except Exception as error:  # whatever a library does where it wants a closure, sparse gradients or another machine
         plus = "" if ratio == 1 else f" with lora_plus_ratio {ratio:g}"
         told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
-            f"The optimizer {name} cannot train a LoRA here{plus} ({told}); choose another one, such as adamw."
-        ) from error
+        fix = "change optimizer_args" if options.optimizer_args.strip() else "choose another one, such as adamw"
+        raise ValueError(f"The optimizer {name} cannot train a LoRA here{plus} ({told}); {fix}.") from error
     notes = optimizer_notes(options)
     if options.optimizer == "custom" and is_schedule_free(optimizer) and options.lr_scheduler != "constant":
         notes += (_needs_no_schedule(name, options.lr_scheduler),)

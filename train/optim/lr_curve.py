@@ -2,6 +2,8 @@
 
 import math
 
+LARGEST_FACTOR = 1e6  # the rate is a product, which in fp32 would overflow far above
+
 Curve = tuple[tuple[float, float], ...]
 
 
@@ -23,6 +25,11 @@ def parse_curve(text: str) -> Curve:
             raise ValueError(
                 f"lr_curve has the point {part.strip()!r}; write percent of the steps, a colon and a factor of 0 or "
                 "more, such as '0:1, 50:1, 100:0.1'."
+            )
+        if point[1] > LARGEST_FACTOR:
+            raise ValueError(
+                f"lr_curve has the factor {factor.strip()[:20]}; write one of at most {LARGEST_FACTOR:g}, or raise "
+                "learning_rate."
             )
         if points and point[0] <= points[-1][0]:
             raise ValueError(f"lr_curve has {part.strip()!r} after a point at or past it; write the points in order.")

@@ -142,8 +142,19 @@ def parse_args(text: str) -> dict[str, Any]:
             raise ValueError(f"optimizer_args sets {key} twice; leave one of the lines out.")
         if isinstance(parsed, float) and not math.isfinite(parsed):
             raise ValueError(f"optimizer_args sets {key} to {value}; give a finite number.")
+        if not _is_plain(parsed):
+            raise ValueError(
+                f"optimizer_args sets {key} to {value[:100]}; give a number, True, False, None, a text in quotes, or a "
+                "tuple or list of these."
+            )
         args[key] = parsed
     return args
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | str) or (type(value) in (int, float) and abs(value) < 1e300)
 
 
 def arguments(kind: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
