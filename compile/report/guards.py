@@ -7,10 +7,13 @@ are listed, where torch stops at the first. Torch's names of scopes are left out
 import logging
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from .expressions import value_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +48,15 @@ def failed_guards(manager: Any, values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _walk(manager: Any, values: dict[str, Any]) -> Iterable[str]:
-    scope = {"L": values, "G": manager.global_scope["G"], **manager.closure_vars}
+    names = ChainMap({"L": values, "G": manager.global_scope["G"]}, manager.closure_vars, manager.global_scope)
     for leaf in (*manager.root.get_leaf_guards(), *manager.root.get_epilogue_lambda_guards()):
         if type(leaf).__name__ == "LAMBDA_GUARD" and leaf(values) is False:
-            yield from (tidy(part) for part in leaf.verbose_code_parts() if _false(part, manager.global_scope, scope))
+            yield from (tidy(part) for part in leaf.verbose_code_parts() if _false(part, names))
     pending = list(manager.root.get_child_managers())
     while pending:
         child = pending.pop(0)
         try:
-            value = eval(child.get_source(), dict(manager.global_scope), scope)
+            value = value_of(child.get_source(), names)
         except Exception:  # the value is gone: a guard further up says so
             continue
         failing = [
@@ -68,10 +71,10 @@ def _walk(manager: Any, values: dict[str, Any]) -> Iterable[str]:
             pending += [each for each in pair if each is not None]
 
 
-def _false(part: str, names: dict[str, Any], scope: dict[str, Any]) -> bool:
+def _false(part: str, names: Mapping[str, Any]) -> bool:
     """Return True if one condition of a shape guard fails; those that cannot be asked alone count as failed."""
     try:
-        return not eval(part, dict(names), scope)
+        return not value_of(part, names)
     except Exception:
         return True
 

@@ -238,3 +238,58 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
         if (doc := ast.get_docstring(node)) and doc.split()[0] in {"What", "Whether", "How", "Which", "Where"}
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# Beside what `eval` and `exec` are: a code object, and what runs a statement of a text in another way.
+RUNNING_TEXT = {"eval", "exec", "compile", "__import__"}
+RUNNING_MODULES = {"code", "codeop", "runpy"}
+
+
+def run_as_code(tree: ast.Module) -> set[str]:
+    """The lines that run a text, or take hold of a function that does: under another name it could be called anywhere.
+
+    A parameter may be called `compile`; a call of that name runs a text.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RUNNING_TEXT:
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.Name) and node.id in RUNNING_TEXT - {"compile"}:
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and node.attr in RUNNING_TEXT:
+            if isinstance(node.value, ast.Name) and node.value.id in ("builtins", "__builtins__"):
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found |= RUNNING_MODULES & {name for name in names if not getattr(node, "level", 0)}
+            if "builtins" in names:
+                found |= {alias.name for alias in node.names} & RUNNING_TEXT
+    return found
+
+
+def test_no_text_is_run_as_code():
+    """The registry of nodes forbids it: a workflow, a model and a LoRA come from strangers."""
+    files = [*FILES, ROOT / "__init__.py"]
+    assert {name_of(file): lines for file in files if (lines := run_as_code(tree_of(file)))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = eval('1')",
+        "run = exec",
+        "builtins.eval(text)",
+        "from builtins import exec as run",
+        "code = compile(text, '', 'exec')",
+        "def f(text):\n    return list(map(eval, text))",
+        "__import__(name)",
+        "import code",
+    ],
+)
+def test_every_way_to_run_a_text_is_found(text):
+    assert run_as_code(ast.parse(text))
+
+
+def test_what_only_shares_a_name_with_it_is_allowed():
+    own = ["re.compile('a')", "torch.compile(f)", "model.eval()", "def f(compile):\n    return compile == 'auto'"]
+    assert not run_as_code(ast.parse("\n".join(own)))

@@ -1,0 +1,84 @@
+"""Values of the expressions in torch's guards: names, attributes, items, comparisons and a few calls, nothing else.
+
+What stands in a guard comes from the names and keys of a model, and so in part from a stranger's file.
+"""
+
+import ast
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+# Torch's own helpers are named ___; these are the other functions and methods that stand in its guards.
+_FUNCTIONS = {function.__name__: function for function in (bool, dict, float, int, len, list, str, tuple, type)}
+_METHODS = {"keys", "size", "storage_offset", "stride"}
+_OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
+
+
+def value_of(text: str, names: Mapping[str, Any]) -> Any:
+    """Read the value of an expression. names: what its names stand for.
+
+    Raises ValueError for what no guard says, such as another call, and what reading raises where a value is gone.
+    """
+    return _value(ast.parse(text.strip(), mode="eval").body, names)
+
+
+def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    def of(inner: ast.AST) -> Any:
+        return _value(inner, names)
+
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return names[name] if name in names else _FUNCTIONS[name]
+        case ast.Attribute(value=inner, attr=name):
+            return getattr(of(inner), name)
+        case ast.Subscript(value=inner, slice=key):
+            return of(inner)[of(key)]
+        case ast.Slice():
+            return slice(*(None if part is None else of(part) for part in (node.lower, node.upper, node.step)))
+        case ast.Tuple(elts=items):
+            return tuple(of(item) for item in items)
+        case ast.List(elts=items):
+            return [of(item) for item in items]
+        case ast.UnaryOp(op=op, operand=inner) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](of(inner))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](of(left), of(right))
+        case ast.BoolOp(op=op, values=values):
+            return (all if isinstance(op, ast.And) else any)(of(value) for value in values)
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            values = [of(left), *(of(other) for other in others)]
+            return all(_OPERATORS[type(op)](values[i], values[i + 1]) for i, op in enumerate(ops))
+        case ast.Call(func=function, args=given, keywords=[]) if _may_be_called(function):
+            return of(function)(*(of(item) for item in given))
+    raise ValueError(f"no expression of a guard: {ast.unparse(node)[:100]}")
+
+
+def _may_be_called(function: ast.AST) -> bool:
+    match function:
+        case ast.Name(id=name):
+            return name in _FUNCTIONS or name.startswith("___")
+        case ast.Attribute(attr=name):
+            return name in _METHODS
+    return False
