@@ -117,7 +117,8 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, nn.Module):
         _feed(digest, (type(value).__qualname__, sorted(value.state_dict().items())))
     elif hasattr(value, "weights"):  # comfy.weight_adapter's adapters
-        _feed(digest, (type(value).__qualname__, value.weights))
+        rows = getattr(value, "row_offset", None)  # of a LoKr on a part of what it was trained on
+        _feed(digest, (type(value).__qualname__, value.weights, *([] if rows is None else [rows])))
     else:
         _feed(digest, getattr(value, "__qualname__", type(value).__qualname__))
 

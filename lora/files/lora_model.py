@@ -13,6 +13,7 @@ from ...models.registry import native_name, table_of
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
 DORA = "dora_scale"
+_AGAIN = "train or load it again"
 _SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
 # Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
 _SUFFIXES = (*_SYNONYMS, DOWN, UP, "lora_mid.weight")
@@ -119,14 +120,15 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     """Convert any LORA_MODEL to a LoraModel: ours, a plain dict in kohya's keys, or `diffusion_model.<module>.…`
     (core's Train LoRA, lora_A / lora_B pairs). A missing alpha becomes the rank, which is what loaders take it for.
 
-    Raises ValueError for keys of another model part or layout, and for half a pair.
+    Raises ValueError for keys of another model part or layout, for half a pair, and for tensors that are no matrices.
     """
     if not isinstance(lora, Mapping) or not lora:
         raise ValueError("lora is empty; connect the LORA_MODEL of a training node.")
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = dict(lora.names) if isinstance(lora, LoraModel) else {}
     for key, tensor in lora.items():
-        # torch.compile wraps a module and adds this to its name; no loader knows it.
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"lora holds a {type(tensor).__name__} as {key!r}; {_AGAIN}.")
         module, suffix = _split(key.replace("_orig_mod.", ""))
         if module.startswith("diffusion_model."):
             native = module.removeprefix("diffusion_model.")
@@ -141,7 +143,13 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     result = LoraModel(tensors, getattr(lora, "metadata", None), names)
     for flat, parts in result.parts().items():
         if (DOWN in parts) != (UP in parts):
-            raise ValueError(f"lora holds only half of the pair for {flat}; train or load it again.")
+            raise ValueError(f"lora holds only half of the pair for {flat}; {_AGAIN}.")
+        if ALPHA in parts and parts[ALPHA].numel() != 1:
+            raise ValueError(f"lora holds {parts[ALPHA].numel()} numbers as the alpha of {flat}, not one; {_AGAIN}.")
+        for suffix in (DOWN, UP):
+            if suffix in parts and (parts[suffix].dim() < 2 or not parts[suffix].numel()):
+                shape = tuple(parts[suffix].shape)
+                raise ValueError(f"lora holds {suffix} of {flat} in the shape {shape}, which is no matrix; {_AGAIN}.")
         if DOWN in parts and ALPHA not in parts:
             result[f"{PREFIX}{flat}.{ALPHA}"] = torch.tensor(float(parts[DOWN].shape[0]))
     return result

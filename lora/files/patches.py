@@ -42,6 +42,7 @@ _ORDERS: dict[type, tuple[str, ...]] = {
     BOFTAdapter: _TURNS,
 }
 _PLAIN = {"diff": "full difference", "set": "full weight"}
+_NO_MATRICES = {ALPHA, DORA, RESHAPE, "rescale"}
 
 
 class DoesNotFit(ValueError):
@@ -105,8 +106,19 @@ class Patch:
         """Its tensors by the suffix that they have in kohya's and LyCORIS' files; no copies."""
         if isinstance(self.content, tuple):
             return {"diff" if self.content[0] == "diff" else "set_weight": self.content[1][0]}
-        named = zip(_ORDERS[type(self.content)], self.content.weights, strict=True)
+        named = zip(_ORDERS[type(self.content)], self.content.weights, strict=False)
         return {suffix: torch.as_tensor(value).detach() for suffix, value in named if value is not None}
+
+    def check_known(self, name: str) -> None:
+        """Raise DoesNotFit for content that this pack cannot read: of an adapter or with settings that ComfyUI has
+        added since, or of tensors that are no matrices. name: of the weight, for the message."""
+        if (unknown := _unknown(self.content)) is not None:
+            raise DoesNotFit(f"{name}: ComfyUI reads it as {unknown}, which this version of Tessera does not know")
+        if isinstance(self.content, tuple):
+            return
+        for suffix, tensor in self.tensors().items():
+            if tensor.dim() < 2 and suffix not in _NO_MATRICES or (suffix == RESHAPE and tensor.dim() != 1):
+                raise DoesNotFit(f"{name}: {suffix} is of the shape {tuple(tensor.shape)}, which is no matrix")
 
     def shape(self) -> tuple[int, int] | None:
         """(out, in) of what it is for, 0 for a side that it does not tell; None where it tells neither."""
@@ -151,12 +163,31 @@ class Patch:
         return comfy.lora.calculate_weight([(1.0, self.content, 1.0, self.place, seen)], weight, ""), used
 
 
+def _unknown(content: Any) -> str | None:
+    """A name for content that is none of `_ORDERS` and `_PLAIN`, or has more to it than they do; None for the rest."""
+    if isinstance(content, tuple):
+        if len(content) != 2 or content[0] not in tuple(_PLAIN):
+            return "a patch of another kind"
+        kind, values = content
+        plain = len(values) == 1 and isinstance(values[0], Tensor)
+        return None if plain else f"a {_PLAIN[kind]} with settings"
+    name, order = type(content).__name__, _ORDERS.get(type(content))
+    if order is None:
+        return f"a {name}"
+    if getattr(content, "row_offset", None) is not None:
+        return f"a {name} of some rows of a wider layer"
+    values = content.weights
+    known = all(value is None or isinstance(value, Tensor | int | float | list) for value in values[: len(order)])
+    more = [value for value in values[len(order) :] if value is not None]
+    return None if known and not more and len(values) >= len(order) else f"a {name} with settings"
+
+
 def _applies(content: Any, shape: Sequence[int]) -> bool:
     """True where ComfyUI's reader changes a weight of this shape; tried on meta tensors."""
     if isinstance(content, OFTAdapter | BOFTAdapter):
         # A limit is compared with numbers; whatever it is, the shapes are the same.
-        blocks, rescale, alpha, dora = content.weights
-        content = type(content)(set(), (blocks, rescale, None if alpha is None else 0.0, dora))
+        blocks, rescale, alpha, *more = content.weights
+        content = type(content)(set(), (blocks, rescale, None if alpha is None else 0.0, *more))
     try:
         return Patch(content).apply(torch.empty(tuple(shape), device="meta"))[1]
     except Exception:

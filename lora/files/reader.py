@@ -25,6 +25,7 @@ Parts = dict[str, Tensor]
 
 _TEXT_ENCODER = ("lora_te", "text_encoder", "text_encoders.", "clip_l.", "t5xxl.")
 # What the reader takes beside the tensors of adapters.
+_SCALARS = (ALPHA, "row_offset")
 _WHOLE = ("diff", "diff_b", "set_weight", "w_norm", "b_norm", ALPHA, "dora_scale")
 
 
@@ -48,13 +49,22 @@ class ReadLora:
 
 def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tuple[Patches, list[str]]:
     """Read (the LoRA as ComfyUI's weight patches of this model, the keys that are of no module of it). Raises
-    DoesNotFit where a part of an update is missing."""
+    DoesNotFit where a part of an update is missing, or is nothing that this pack knows."""
     plain = comfy.lora_convert.convert_lora({key.replace("_orig_mod.", ""): tensor for key, tensor in lora.items()})
     names = _key_map(family, model)
+    for key, tensor in plain.items():
+        name, _, suffix = key.rpartition(".")
+        if not isinstance(tensor, Tensor):
+            raise DoesNotFit(f"{key} is a {type(tensor).__name__} and no tensor")
+        if name in names and suffix in _SCALARS and tensor.numel() != 1:
+            raise DoesNotFit(f"{key} has {tensor.numel()} numbers in place of one")
     try:
         patches = comfy.lora.load_lora(plain, names, log_missing=False)
     except KeyError as error:
         raise DoesNotFit(f"it holds only a part of an update: {error.args[0]} is missing") from error
+    for target, content in patches.items():
+        key, patch = Patch.of(target, content)
+        patch.check_known(name_of(key))
     # All adapters share one set, in which ComfyUI collects whatever key it has taken.
     known: set[str] = next((patch.loaded_keys for patch in patches.values() if hasattr(patch, "loaded_keys")), set())
     whole = {key for key in plain for name, _, suffix in (key.rpartition("."),) if name in names and suffix in _WHOLE}

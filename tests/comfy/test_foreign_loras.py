@@ -7,11 +7,14 @@ import weakref
 import comfy.lora
 import comfy.sd
 import comfy.utils
+import comfy.weight_adapter
 import pytest
 import tiny
 import torch
+from comfy.weight_adapter import LoKrAdapter, WeightAdapterBase
 from safetensors.torch import save_file
 from tessera.lora.base import apply_base_lora
+from tessera.lora.files.patches import DoesNotFit, Patch
 from tessera.lora.options import NetworkOptions
 from tessera.lora.source import LoraSource
 from tessera.lora.warm_start import read_warm_start
@@ -165,6 +168,15 @@ def broken(form, **changes):
         (broken("lora with a middle", lora_mid__weight=torch.ones(3, 3)), "ComfyUI cannot apply it to 128 x 128 .lora"),
         (broken("set_weight", set_weight=torch.ones(64, 128)), "64 x 128 there, 128 x 128 here"),
         (broken("lora", reshape_weight=torch.tensor([128, 256])), "makes a layer of 128 x 256 of one of 128 x 128, as"),
+        (broken("lora", reshape_weight=torch.tensor(128)), r"reshape_weight is of the shape \(\), which is no matrix"),
+        (broken("lora", alpha=torch.ones(3)), r".*proj.alpha has 3 numbers in place of one"),
+        (
+            broken("lora", lora_up__weight=torch.ones(128)),
+            r"lora_up.weight is of the shape \(128,\), which is no matrix",
+        ),
+        (broken("loha", hada_w2_b=torch.ones(3)), r"hada_w2_b is of the shape \(3,\), which is no matrix"),
+        (broken("lokr", lokr_w1=torch.tensor(1.0)), r"lokr_w1 is of the shape \(\), which is no matrix"),
+        (broken("lora", config={"rank": 4}), "proj.config is a dict and no tensor"),
     ],
 )
 def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors, told, tiny_flux, caplog):
@@ -174,6 +186,68 @@ def test_what_comfyui_cannot_apply_is_one_sentence_that_names_the_input(tensors,
         read_warm_start(NetworkOptions(start_from=source), family, tiny_flux.model, targets)
     with pytest.raises(ValueError, match=rf"base_lora: LORA_MODEL does not fit .*{told}"):
         apply_base_lora(tiny_flux.clone(), NetworkOptions(base_lora=source), family)
+
+
+class LaterAdapter(WeightAdapterBase):
+    """An adapter that a later ComfyUI may have."""
+
+    name = "later"
+
+    def __init__(self, loaded_keys, weights):
+        self.loaded_keys, self.weights = loaded_keys, weights
+
+    @classmethod
+    def load(cls, x, lora, alpha, dora_scale, loaded_keys):
+        return cls({f"{x}.later"}, (lora[f"{x}.later"],)) if f"{x}.later" in lora else None
+
+
+@pytest.mark.parametrize("option", ["start_from", "base_lora"])
+def test_an_adapter_that_comfyui_adds_later_is_named(option, tiny_flux, monkeypatch):
+    monkeypatch.setattr(comfy.weight_adapter, "adapters", [*comfy.weight_adapter.adapters, LaterAdapter])
+    network = NetworkOptions(**{option: LoraSource.of_model({f"{PROJ}.later": torch.ones(128, 128)})})
+    told = f"{option}: LORA_MODEL does not fit .*img_attn.proj.weight: ComfyUI reads it as a LaterAdapter, which this"
+    with pytest.raises(ValueError, match=told):
+        if option == "start_from":
+            read_warm_start(network, family_of(tiny_flux), tiny_flux.model, ["double_blocks.0.img_attn.proj"])
+        else:
+            apply_base_lora(tiny_flux.clone(), network, family_of(tiny_flux))
+
+
+def later(content, **attributes):
+    """The content with what a later ComfyUI may set on it."""
+    for name, value in attributes.items():
+        setattr(content, name, value)
+    return content
+
+
+EIGHT = (None,) * 8
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (("diff", (torch.ones(2, 2), {"pad_weight": True})), "a full difference with settings"),
+        (("later", (torch.ones(2, 2),)), "a patch of another kind"),
+        (({"rank": 4},), "a patch of another kind"),
+        (LoKrAdapter(set(), (torch.ones(2, 2), *EIGHT, {"factor": 4})), "a LoKrAdapter with settings"),
+        (LoKrAdapter(set(), ({"rank": 4}, *EIGHT)), "a LoKrAdapter with settings"),
+        (
+            later(LoKrAdapter(set(), (torch.ones(2, 2), *EIGHT)), row_offset=128),
+            "a LoKrAdapter of some rows of a wider",
+        ),
+    ],
+)
+def test_content_that_a_later_comfyui_may_give_is_named(content, told):
+    with pytest.raises(
+        DoesNotFit, match=f"img_in: ComfyUI reads it as {told}.*, which this version of Tessera does no"
+    ):
+        Patch(content).check_known("img_in")
+
+
+def test_what_a_later_comfyui_leaves_empty_changes_nothing():
+    given = later(LoKrAdapter(set(), (torch.ones(2, 2), torch.ones(2, 2), *EIGHT)), row_offset=None)
+    Patch(given).check_known("img_in")
+    assert Patch(given).tensors().keys() == {"lokr_w1", "lokr_w2"} and Patch(given).shape() == (4, 4)
 
 
 def test_comfyui_itself_leaves_the_weight_as_it_is_by_them(tiny_flux, caplog):

@@ -192,12 +192,22 @@ def test_names_of_another_family_are_kept_where_they_were_known():
         convert(dict(lora), "comfyui")
 
 
+PAIR = {f"lora_unet_img_in.lora_{way}.weight": torch.ones(2, 2) for way in ("down", "up")}
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
         ({}, "lora is empty"),
         ({"lora_te1_text_model_x.alpha": torch.tensor(1.0)}, "lora_te1_text_model_x.alpha"),
         ({"lora_unet_img_in.lora_up.weight": torch.ones(2, 2)}, "half of the pair for img_in"),
+        (PAIR | {"lora_unet_img_in.alpha": torch.ones(3)}, "lora holds 3 numbers as the alpha of img_in, not one; tra"),
+        (
+            PAIR | {"lora_unet_img_in.lora_down.weight": torch.ones(2)},
+            r"lora_down.weight of img_in in the shape \(2,\)",
+        ),
+        (PAIR | {"lora_unet_img_in.lora_up.weight": torch.ones(0, 2)}, r"in the shape \(0, 2\), which is no matrix; t"),
+        (PAIR | {"lora_unet_img_in.config": {"rank": 4}}, "lora holds a dict as 'lora_unet_img_in.config'; train or"),
     ],
 )
 def test_what_is_no_lora_of_a_diffusion_model_is_refused(lora, message):

@@ -172,7 +172,10 @@ def _with_loras(stages: Stages, column: Column) -> Stages:
 def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
     if lora is None:
         return model
-    patched, changed = with_lora(model, lora.read(), lora.strength)
+    try:
+        patched, changed = with_lora(model, lora.read(), lora.strength)
+    except (KeyError, RuntimeError) as error:  # of ComfyUI's own reader, which names a key or a tensor
+        raise ValueError(f"loras: {lora.name} cannot be read by ComfyUI ({error}); take it out.") from error
     if not changed:
         raise ValueError(
             f"loras: {lora.name} changes no weight of this model, so it is a LoRA of another one; take it out, or "
