@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -18,6 +19,7 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.ops
 import comfy.sd
+import comfy.utils
 import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -127,6 +129,24 @@ def load_without_dynamic_vram(path: str, options: dict[str, Any]) -> Any:
     load = comfy.sd.load_diffusion_model
     off = {"disable_dynamic": True} if _takes(load, "disable_dynamic") else {}
     return load(path, model_options=options, **off)
+
+
+def load_of_compiled(path: str, options: dict[str, Any], disable_dynamic: bool = False) -> Any:
+    """Load a file that was saved from a compiled model, as core's loader does others.
+
+    torch.compile puts `_orig_mod.` into the names of what it wraps, by which core recognises no model. Raises
+    ValueError for a file of no diffusion model.
+    """
+    tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    tensors = {key.replace("_orig_mod.", ""): tensor for key, tensor in tensors.items()}
+    metadata = {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}  # names quantised layers
+    load = comfy.sd.load_diffusion_model_state_dict
+    off = {"disable_dynamic": True} if disable_dynamic and _takes(load, "disable_dynamic") else {}
+    model = load(tensors, model_options=options, metadata=metadata, **off)
+    if model is None:
+        raise ValueError(f"Could not detect model type of {Path(path).name}: it holds no diffusion model known here.")
+    model.cached_patcher_init = (load_of_compiled, (path, options))
+    return model
 
 
 def lazy_loading_code() -> CodeType | None:

@@ -11,6 +11,14 @@ def flat_name(name: str) -> str:
     return name.replace(".", "_")
 
 
+_COMPILED = re.compile(r"^_orig_mod\.|\._orig_mod(?=\.)|__orig_mod(?=[_.])")
+
+
+def uncompiled(key: str) -> str:
+    """A key without the `_orig_mod` that torch.compile puts before the names of what it wraps, with dots or flat."""
+    return _COMPILED.sub("", key)
+
+
 Shape = tuple[int, int]
 """Rows and columns of a native weight."""
 

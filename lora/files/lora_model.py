@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.name_table import NameTable, flat_name
+from ...models.name_table import NameTable, flat_name, uncompiled
 from ...models.registry import native_name, table_of
 
 PREFIX = "lora_unet_"
@@ -129,7 +129,7 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     for key, tensor in lora.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"lora holds a {type(tensor).__name__} as {key!r}; {_AGAIN}.")
-        module, suffix = _split(key.replace("_orig_mod.", ""))
+        module, suffix = _split(uncompiled(key))
         if module.startswith("diffusion_model."):
             native = module.removeprefix("diffusion_model.")
             module = PREFIX + flat_name(native)

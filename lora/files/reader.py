@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...models.family import Family, linear_shapes
-from ...models.name_table import flat_name
+from ...models.name_table import flat_name, uncompiled
 from .lora_model import ALPHA, DOWN, UP, LowRank
 from .patches import DoesNotFit, Patch, Target
 
@@ -50,7 +50,7 @@ class ReadLora:
 def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tuple[Patches, list[str]]:
     """Read (the LoRA as ComfyUI's weight patches of this model, the keys that are of no module of it). Raises
     DoesNotFit where a part of an update is missing, or is nothing that this pack knows."""
-    plain = comfy.lora_convert.convert_lora({key.replace("_orig_mod.", ""): tensor for key, tensor in lora.items()})
+    plain = comfy.lora_convert.convert_lora({uncompiled(key): tensor for key, tensor in lora.items()})
     names = _key_map(family, model)
     for key, tensor in plain.items():
         name, _, suffix = key.rpartition(".")

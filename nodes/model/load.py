@@ -9,7 +9,7 @@ from comfy import sd
 from comfy_api.latest import io
 from safetensors import SafetensorError, safe_open
 
-from ...common.core import load_without_dynamic_vram
+from ...common.core import load_of_compiled, load_without_dynamic_vram
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
@@ -17,6 +17,7 @@ from ...models.blocks import most_blocks
 from ...models.swapped_model import SwapSettings
 from .block_swap import swap_inputs, with_swap
 
+SAFETENSORS = (".safetensors", ".sft")
 WEIGHT_DTYPES = {
     "default": None,
     "fp8_e4m3fn": torch.float8_e4m3fn,
@@ -88,14 +89,16 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         # for, would load the file a second time.
         if blocks_to_swap == 0:
             with _readable(unet_name):
-                model = sd.load_diffusion_model(path, model_options=options)
+                load = load_of_compiled if _is_of_compiled(path) else sd.load_diffusion_model
+                model = load(path, options)
             return io.NodeOutput(model, ui={"tessera": [{"notes": []}]})  # takes what was said before off the node
         if blocks_to_swap != -1:
             _check_count(path, blocks_to_swap)
         # The host, whatever ComfyUI was started with: under --highvram it would load the whole model onto the device.
         options["offload_device"] = torch.device("cpu")
         with KeepMapped() as mapped, _readable(unet_name):
-            model = load_without_dynamic_vram(path, options)
+            compiled = _is_of_compiled(path)
+            model = load_of_compiled(path, options, True) if compiled else load_without_dynamic_vram(path, options)
         cast_as_asked(model.model)
         copy_into_ram(model.model)
         settings = SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory)
@@ -114,14 +117,26 @@ def _readable(unet_name: str) -> Iterator[None]:
         ) from error
 
 
+def _is_of_compiled(path: str) -> bool:
+    """Return True for a safetensors file that was saved from a model with torch.compile on it."""
+    if not path.lower().endswith(SAFETENSORS):
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return any("_orig_mod." in name for name in file.keys())
+    except SafetensorError:
+        return False  # loading says what is wrong with it
+
+
 def _check_count(path: str, blocks_to_swap: int) -> None:
     """Check blocks_to_swap against the file's keys, before minutes of loading. Raises ValueError."""
-    if not path.lower().endswith((".safetensors", ".sft")):
+    if not path.lower().endswith(SAFETENSORS):
         return
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.endswith(".weight")]
-            most = most_blocks(name for name in names if len(file.get_slice(name).get_shape()) > 1)
+            matrices = [name for name in names if len(file.get_slice(name).get_shape()) > 1]
+            most = most_blocks(name.replace("_orig_mod.", "") for name in matrices)
     except SafetensorError:
         return  # loading says what is wrong with it
     if most:

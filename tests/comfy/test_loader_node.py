@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tessera.memory.swap.patcher import SwapPatcher
 from tessera.models.blocks import find_blocks, most_blocks
 from tessera.models.swapped_model import SwapSettings, swap_settings_of
@@ -46,6 +47,33 @@ def test_a_model_that_the_node_loads_samples_as_one_of_cores_loader(scaled: bool
     assert torch.equal(sample(ours, "flux"), picture)
     swapped = out.args[0]
     assert list(swapped.swap.blocks) == ALL and torch.equal(sample(swapped, "flux"), picture)
+
+
+@pytest.mark.parametrize(
+    ("inner", "compiled"),
+    [("", "_orig_mod."), ("double_blocks.1.", "double_blocks.1._orig_mod."), ("", "model.diffusion_model._orig_mod.")],
+)
+def test_a_file_saved_from_a_compiled_model_loads_as_the_model(inner, compiled, tiny_files, load, tmp_path) -> None:
+    """torch.compile of the model, of one block, and of the model in a checkpoint."""
+    tensors = load_file(tiny_files["flux"])
+    named = {name: compiled + name.removeprefix(inner) if name.startswith(inner) else name for name in tensors}
+    assert len({*named.values()} - {*tensors}) > 8
+    save_file({named[name]: tensor for name, tensor in tensors.items()}, tmp_path / "compiled.safetensors")
+    whole = load(tmp_path / "compiled.safetensors").args[0]
+    swapped = load(tmp_path / "compiled.safetensors", blocks_to_swap=4).args[0]
+    wanted = tiny.load_flux(tiny_files["flux"]).model.state_dict()
+    for found in (whole, swapped):
+        state = found.model.state_dict()
+        assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert list(swapped.swap.blocks) == ALL
+    with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
+        load(tmp_path / "compiled.safetensors", blocks_to_swap=5)
+
+
+def test_such_a_file_of_no_model_is_named(load, tmp_path) -> None:
+    save_file({"_orig_mod.other.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="Could not detect model type of other.safetensors: it holds no diffusion"):
+        load(tmp_path / "other.safetensors")
 
 
 def test_its_settings_are_those_of_block_swap_and_travel_with_the_model(tiny_files, load) -> None:

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from tessera.lora.files.formats import convert
-from tessera.lora.files.lora_model import LoraModel, LowRank, low_rank
+from tessera.lora.files.lora_model import LoraModel, LowRank, low_rank, normalised
 from tessera.lora.files.reader import join_rows, read_lora
 from tessera.models.registry import family_of
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_update, random_updates
@@ -71,6 +71,18 @@ def test_split_layers_of_flux_are_fused_exactly(prefix, tiny_flux, caplog):
         assert (found[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
     rank = low_rank(read(tiny_flux, tensors)["double_blocks.0.img_attn.qkv"]).rank if prefix == "transformer." else 8
     assert rank == 8  # q's and k's
+
+
+@pytest.mark.parametrize("compiled", ["double_blocks_0__orig_mod_", "_orig_mod_double_blocks_0_"])
+def test_flat_names_of_a_compiled_model_are_read(compiled, tiny_flux, caplog):
+    updates = random_updates(tiny_flux)
+    updates = {name: updates[name] for name in ("double_blocks.0.img_attn.qkv", "double_blocks.0.img_mlp.2", "img_in")}
+    tensors = LoraModel.from_modules(updates)
+    named = {key.replace("lora_unet_double_blocks_0_", f"lora_unet_{compiled}"): key for key in tensors}
+    named = {key.replace("lora_unet_img_in.", "lora_unet_img_in__orig_mod."): old for key, old in named.items()}
+    assert not named.keys() & tensors.keys()
+    assert_same_deltas(deltas(read(tiny_flux, {key: tensors[old] for key, old in named.items()})), updates, 1e-6)
+    assert normalised({key: tensors[old] for key, old in named.items()}).keys() == tensors.keys()
 
 
 def test_pieces_over_one_down_keep_its_rank():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...common.core import end_of_node
 from ...common.text import joined
+from ...models.name_table import uncompiled
 from ...models.registry import related_family
 
 Conditioning = list[list[Any]]
@@ -141,7 +142,8 @@ class Stages:
 def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float = 1.0) -> tuple[ModelPatcher, int]:
     """Clone the MODEL with the LoRA on it, like Load LoRA. Returns the clone and the number of weights it changes."""
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
-    loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(dict(lora)), keys)
+    plain = {uncompiled(key): tensor for key, tensor in lora.items()}
+    loaded = comfy.lora.load_lora(comfy.lora_convert.convert_lora(plain), keys)
     clone = model.clone()
     return clone, len(clone.add_patches(loaded, strength))
 
