@@ -192,6 +192,8 @@ def _cut(picture: Tensor, grid: Grid, target: Grid, patch: int) -> Tensor:
 
 def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) -> SampleTensors:
     cond, conditioning = entry[0], dict(entry[1])
+    if cond.ndim == 4:  # as some text encoders give it, with an axis of one beside that of the batch
+        cond = next((cond.squeeze(axis) for axis in (1, 2) if cond.shape[axis] == 1), cond)
     if cond.ndim != 3 or cond.shape[0] != 1:
         shape = tuple(cond.shape)
         raise ValueError(f"The conditioning of {latent.name} has the shape {shape}; it must be (1, tokens, width).")

@@ -67,6 +67,15 @@ def test_each_picture_takes_its_own_conditioning(shapes, positive, expected):
     assert {sample.load().latent.shape for sample in data.samples} == {(16, 8, 8)}
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_text_embedding_with_one_axis_too_many_is_taken_without_it(axis):
+    text, more = entry(1)
+    data = latents_to_data([latent(1, 16, 8, 8)], [[[text.unsqueeze(axis), more]]], 1)
+    assert torch.equal(data.samples[0].load().text, text)
+    with pytest.raises(ValueError, match=r"The conditioning of latent 1 has the shape \(1, 2, 2, 64\); it must be"):
+        latents_to_data([latent(1, 16, 8, 8)], [[[torch.zeros(1, 2, 2, 64), more]]], 1)
+
+
 def test_a_clip_keeps_its_frames():
     (sample,) = latents_to_data([latent(1, 16, 3, 8, 12)], [[entry(1)]], 1).samples
     assert sample.grid == (3, 4, 6) and sample.tokens == 72
