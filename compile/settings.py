@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -165,6 +166,17 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend {name!r} is not installed; choose one of {', '.join(backends())}.") from error
 
 
+def dynamic_named(value: Any) -> str:
+    """Give the value of dynamic that is meant: Python and JSON write true and false in other ways than torch's manual.
+
+    Raises ValueError for another.
+    """
+    name = str(value).strip().lower()
+    if name not in DYNAMIC:
+        raise ValueError(f"dynamic is {value!r}; choose one of {', '.join(DYNAMIC)}.")
+    return name
+
+
 def parse_overrides(text: str) -> tuple[Override, ...]:
     """Parse the lines of the overrides field.
 
@@ -199,6 +211,8 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
         if key in changes:
             raise ValueError(f"{where}: {key} is given twice.")
         values = allowed[key]
+        if key in ("dynamic", "fullgraph"):
+            value = value.lower()
         if values is not None and value not in values:
             raise ValueError(f"{where}: {key} is {value!r}; choose one of {', '.join(values)}.")
         changes[key] = value

@@ -18,6 +18,7 @@ from ...compile.settings import (
     CompileSettings,
     backends,
     check_backend,
+    dynamic_named,
     parse_overrides,
 )
 from ..common.progress import client_server
@@ -139,13 +140,18 @@ class TesseraCompileModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, backend: str | None = None) -> bool | str:
-        """Check the backend here, since core's own check of a combo names no fix."""
-        if backend is not None:  # linked: its value is not known yet, and execute checks it
-            try:
+    def validate_inputs(cls, backend: str | None = None, dynamic: Any = None) -> bool | str:
+        """Check the backend here, since core's own check of a combo names no fix, and dynamic in any case of letters.
+
+        None is a linked input, whose value is not known yet; execute checks it.
+        """
+        try:
+            if backend is not None:
                 check_backend(backend)
-            except ValueError as error:
-                return str(error)
+            if dynamic is not None:
+                dynamic_named(dynamic)
+        except ValueError as error:
+            return str(error)
         return True
 
     @classmethod
@@ -161,7 +167,8 @@ class TesseraCompileModel(io.ComfyNode):
         preset: str = CUSTOM,
         overrides: str = "",
     ) -> io.NodeOutput:
-        asked = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, parse_overrides(overrides))
+        dynamic, lines = dynamic_named(dynamic), parse_overrides(overrides)
+        asked = CompileSettings(backend, mode, dynamic, fullgraph, cache_size_limit, scope, lines)
         settings, notes = with_preset(asked, preset)
         check_is_diffusion_model(model)
         compiled, compiled_model = compile_model(model, settings)

@@ -68,6 +68,14 @@ def test_the_browser_is_told_what_the_presets_fill_in():
     assert preset["options"] == ["custom", *PRESETS]
 
 
+@pytest.mark.parametrize(("given", "meant"), [("True", "true"), (True, "true"), ("FALSE", "false"), ("Auto", "auto")])
+def test_dynamic_is_taken_in_any_case_of_letters(given, meant, tiny_flux):
+    assert TesseraCompileModel.validate_inputs(dynamic=given) is True
+    (compiled,) = run(TesseraCompileModel, tiny_flux, dynamic=given).args
+    assert compiled_model_of(compiled).settings.dynamic == meant
+    assert "dynamic is 'maybe'; choose one of auto" in TesseraCompileModel.validate_inputs(dynamic="maybe")
+
+
 BAD = [
     ({"backend": "nvfuser"}, "backend 'nvfuser' is not installed; choose one of inductor, cudagraphs, aot_eager"),
     ({"backend": "tvm"}, "backend tvm needs the package tvm, which is not installed; choose inductor."),

@@ -96,7 +96,7 @@ def test_a_line_that_says_nothing_or_two_things_is_refused_by_its_number(line, s
 
 
 def test_the_last_line_that_matches_a_block_counts():
-    overrides = parse_overrides("* mode=max-autotune\nsingle_blocks.* eager\nsingle_blocks.1 dynamic=true")
+    overrides = parse_overrides("* mode=max-autotune\nsingle_blocks.* eager\nsingle_blocks.1 dynamic=True")
     settings = CompileSettings(cache_size_limit=5, overrides=overrides)
     assert settings.how_for("double_blocks.0") == HowToCompile(mode="max-autotune", limit=5)
     assert settings.how_for("single_blocks.0") is None
