@@ -140,7 +140,7 @@ class Saver:
         if state.lineage != self.context.lineage:
             self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
         for name, value in self.environment.items():
-            if state.environment.get(name) != value:
+            if name in state.environment and state.environment[name] != value:
                 self.observer.note(
                     f"The state was saved with {name} = {state.environment.get(name)} and goes on with {value}, so the "
                     "result may differ in its last bits from an uninterrupted run."

@@ -38,7 +38,7 @@ class MemoryOptions:
     offload_activations: keep the block inputs that full checkpointing saves on the host.
     """
 
-    checkpointing: str = "full"
+    checkpointing: str = "auto"
     attention: str = "auto"
     activation_budget: float = option(0.5, _OF_SELECTIVE)
     blocks_to_swap: int = 0

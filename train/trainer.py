@@ -89,8 +89,8 @@ class Trainer:
                 raise
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
-        environment = environment_facts(self.device, context.compile_settings)
-        self.saver = Saver(learner, context, environment, observer, self.strata)
+        self.compile_settings = context.compile_settings
+        self.saver = Saver(learner, context, self.environment(), observer, self.strata)
         self.reader = SampleReader(self.data.samples)
         if placed.runner.not_compiled:
             self.fall_back_to_eager(placed.runner.not_compiled)
@@ -104,6 +104,10 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Restore a saved state; training continues as if it had not been interrupted."""
         self.saver.resume(path)
+
+    def environment(self) -> dict[str, str]:
+        """Return what the last bits of a result depend on, for states."""
+        return environment_facts(self.device, self.compile_settings) | self.placed.chosen()
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
         """Initialise the weights from another LoRA. Returns a note for each part that could not be taken."""
@@ -206,6 +210,7 @@ class Trainer:
         if cause is None:
             self.learner.zero_grad()
             self.placed.rebuild(self.progress.step)
+            self.saver.environment = self.environment()
             return self.attempt(compute)
         self.placed.runner.discard_offloaded()
         self.fall_back_to_eager(cause)
@@ -228,7 +233,8 @@ class Trainer:
         """Switch to eager execution for the rest of the run and report `cause` once."""
         self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
-        self.saver.environment = environment_facts(self.device, None)
+        self.compile_settings = None
+        self.saver.environment = self.environment()
 
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         self.placed.ensure()

@@ -25,7 +25,8 @@ class TesseraMemory(io.ComfyNode):
                     default=MemoryOptions.checkpointing,
                     tooltip="What the backward pass computes again in place of keeping it. full: every block, least "
                     "memory, about a third slower. selective: the part that activation_budget leaves. none: nothing, "
-                    "fastest and largest. auto: the fastest that fits. The result is the same.",
+                    "fastest and largest. auto: the fastest that fits the free memory, measured at the start. The "
+                    "result is the same but for rounding.",
                 ),
                 io.Combo.Input(
                     "attention",

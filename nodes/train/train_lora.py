@@ -147,7 +147,9 @@ class TesseraTrainLora(io.ComfyNode):
                     "objective", optional=True, tooltip="From Training Objective: which noise levels are trained."
                 ),
                 MemoryType.Input(
-                    "memory", optional=True, tooltip="From Training Memory; unconnected it is full checkpointing."
+                    "memory",
+                    optional=True,
+                    tooltip="From Training Memory; unconnected, checkpointing is auto: the fastest that fits.",
                 ),
                 io.Model.Input(
                     "model_low_noise",

@@ -163,7 +163,7 @@ def trained(path: Path, folder: Path, backend: str | None = None, model: Any = N
     with torch.inference_mode():  # as a node loads it
         model = model or tiny.load_flux(path)
     data = tiny.make_data([(4, 4), (2, 8)], [16, 16])
-    options = MemoryOptions(**memory)
+    options = MemoryOptions(**{"checkpointing": "full"} | memory)
     trainer = tiny.make_trainer(model, data, folder, backend=backend, steps=2, memory=options)
     tiny.fill_up_matrices(trainer)
     trainer.run()

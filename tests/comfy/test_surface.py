@@ -248,7 +248,7 @@ SURFACE = {
         "Training Memory",
         False,
         [
-            'checkpointing COMBO = "full"',
+            'checkpointing COMBO = "auto"',
             'attention COMBO = "auto"',
             "activation_budget? FLOAT = 0.5",
             "blocks_to_swap? INT = 0",

@@ -35,7 +35,7 @@ def trained(path: Path, folder: Path, **memory: Any) -> Any:
         tiny.make_data([(4, 4), (2, 8)], [16, 16]),
         folder,
         steps=2,
-        memory=MemoryOptions(**memory),
+        memory=MemoryOptions(**{"checkpointing": "full"} | memory),
     )
     trainer.observer = Watcher()
     tiny.fill_up_matrices(trainer)

@@ -118,7 +118,9 @@ def test_after_a_run_nothing_of_the_model_is_page_locked(deep_flux: Path, tmp_pa
 
     monkeypatch.setattr(training, "unlock", unlock)
     model = tiny.load_flux(deep_flux)
-    trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    trainer = tiny.make_trainer(
+        model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
+    )
     homes = [master.untyped_storage().data_ptr() for master in trainer.placed.swap.ring.flat_weights]
     trainer.run()
     assert unlocked == []
@@ -135,7 +137,9 @@ def test_what_cannot_be_unlocked_is_left_block_after_block(deep_flux: Path, tmp_
     left: list[int] = []
     model = tiny.load_flux(deep_flux)
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
-    trainer = tiny.make_trainer(model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    trainer = tiny.make_trainer(
+        model, tiny.make_data([(4, 4)], [16]), tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
+    )
     trainer.run()
     homes = [StorageWeakRef(master.untyped_storage()) for master in trainer.placed.swap.ring.flat_weights]
     monkeypatch.setattr(training, "unlock", lambda flat: False)
@@ -175,7 +179,7 @@ def test_memory_management_can_have_the_slots_back(deep_flux: Path, tmp_path: Pa
 def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Path, tmp_path: Path) -> None:
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(
-        tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions(blocks_to_swap=6)
+        tiny.load_flux(deep_flux), data, tmp_path, steps=1, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
     )
     ring = trainer.placed.swap.ring
     bring = ring._bring
@@ -191,7 +195,9 @@ def test_a_slot_that_holds_another_block_is_found_in_the_backward(deep_flux: Pat
 
 def test_the_tensors_of_a_block_lie_aligned_in_one_buffer(deep_flux: Path, tmp_path: Path) -> None:
     data = tiny.make_data([(4, 4)], [16])
-    trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, memory=MemoryOptions(blocks_to_swap=6))
+    trainer = tiny.make_trainer(
+        tiny.load_flux(deep_flux), data, tmp_path, memory=MemoryOptions(checkpointing="full", blocks_to_swap=6)
+    )
     for block in trainer.placed.swap.blocks:
         tensors = {f"{owner}.{n}": t for owner, m in frozen_modules(block).items() for n, t in m._buffers.items()}
         layout = Layout.of((name, tensor) for name, tensor in tensors.items() if tensor is not None)
@@ -205,5 +211,5 @@ def test_more_blocks_than_there_are_is_one_sentence(deep_flux: Path, tmp_path: P
             tiny.load_flux(deep_flux),
             tiny.make_data([(4, 4)], [16]),
             tmp_path,
-            memory=MemoryOptions(blocks_to_swap=7),
+            memory=MemoryOptions(checkpointing="full", blocks_to_swap=7),
         )

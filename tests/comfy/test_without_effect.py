@@ -61,7 +61,10 @@ def test_a_guidance_on_positive_that_training_replaces_is_told(tiny_flux, given,
     ("options", "told"),
     [
         ({}, None),
-        ({"activation_budget": 0.3}, "activation_budget is not used: it belongs to checkpointing selective, which is"),
+        (
+            {"activation_budget": 0.3, "checkpointing": "full"},
+            "activation_budget is not used: it belongs to checkpointing selective, which is",
+        ),
         ({"activation_budget": 0.3, "checkpointing": "selective"}, None),
         ({"activation_budget": 0.3, "checkpointing": "auto"}, None),
         ({"prefetch_blocks": 2}, "prefetch_blocks is not used: blocks_to_swap is 0."),

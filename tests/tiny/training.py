@@ -56,7 +56,7 @@ def make_trainer(
         "network": NetworkOptions(rank=4, alpha=8.0),
         "optimizer": OptimizerOptions(learning_rate=1e-3),
         "objective": ObjectiveOptions(),
-        "memory": MemoryOptions(),
+        "memory": MemoryOptions(checkpointing="full"),
     }
     settings = TrainSettings(**{**defaults, **changes})
     family = family_of(model)

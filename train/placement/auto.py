@@ -54,10 +54,21 @@ class StepCost:
 class AutomaticMemory:
     """Memory plan of a run, and the sequence of smaller plans for an OOM."""
 
-    def __init__(self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...]):
+    def __init__(
+        self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...], before: str | None = None
+    ) -> None:
+        """before: checkpointing of the state that the run goes on from, taken again where it fits."""
         self.asked, self.measured, self.order = asked, measured, order
         self.choices = choices_of(asked, len(measured.blocks))
-        self.plan = plan(measured.blocks, measured.other_bytes, measured.machine, order, self.choices)
+        if asked.checkpointing == "auto" and before in self.choices.checkpointing:
+            self.plan = self._plan(replace(self.choices, checkpointing=(before,)))
+            if self.plan.fits:
+                return
+        self.plan = self._plan(self.choices)
+
+    def _plan(self, choices: SearchSpace) -> SwapPlan:
+        measured = self.measured
+        return plan(measured.blocks, measured.other_bytes, measured.machine, self.order, choices)
 
     def options(self) -> MemoryOptions:
         """Return the memory options with the plan's values for the automatic ones."""
@@ -75,6 +86,14 @@ class AutomaticMemory:
         if less is not None:
             self.plan = less
         return less
+
+
+def shared_memory_note(device: torch.device) -> str:
+    """Explain what a plan's memory is on a device without memory of its own; empty for a GPU."""
+    if device.type in ("cuda", "xpu"):
+        return ""
+    name = {"cpu": "the CPU", "mps": "MPS"}.get(device.type, device.type)
+    return f" On {name} that is the computer's own memory, as far as it was free when the run began."
 
 
 def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
@@ -257,6 +276,8 @@ def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def _used(device: torch.device) -> int:

@@ -37,7 +37,7 @@ class PlacedModel:
         self.compile_settings, self.graphs = context.compile_settings, len(data.graph_keys())
         self.device = self.patcher.load_device
         self.dtype = self.patcher.model.get_dtype_inference()
-        self.memory = self.settings.memory
+        self.memory, self.before = self.settings.memory, context.checkpointing
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         try:
@@ -56,9 +56,17 @@ class PlacedModel:
         """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
         measured = auto.measure(self.patcher, self.family, data, targets, self.settings)
-        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order)
+        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, self.before)
         self.memory = self.automatic.options()
-        self.observer.note(self.automatic.plan.text)
+        self.observer.note(self.automatic.plan.text + auto.shared_memory_note(self.device))
+
+    def _plan_text(self) -> str | None:
+        """Return the memory plan in words, with what its memory is on this device; None without one."""
+        return self.automatic.plan.text + auto.shared_memory_note(self.device) if self.automatic else None
+
+    def chosen(self) -> dict[str, str]:
+        """Return the checkpointing where the plan chose it: a run that goes on takes it again."""
+        return {"checkpointing": self.memory.checkpointing} if self.settings.memory.checkpointing == "auto" else {}
 
     def _build_within_memory(self, step: int) -> None:
         """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM where there is none."""
@@ -205,7 +213,7 @@ class PlacedModel:
             "blocks_swapped": len(self.swap.blocks) if self.swap else 0,
             "block_copies": self.copies(),
             "checkpointing": self.memory.checkpointing,
-            "memory_plan": self.automatic.plan.text if self.automatic else None,
+            "memory_plan": self._plan_text(),
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
             "compile_report": self.runner.report.facts(),
         }

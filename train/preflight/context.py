@@ -13,6 +13,7 @@ from ...models.family import Family
 from ..checkpoint.history import continued_from, made_with, parts_of
 from ..checkpoint.metadata import Describe, describer, facts_of, now
 from ..checkpoint.run_folder import RunFolder
+from ..checkpoint.state import read_header
 from ..settings import TrainSettings
 from ..validation_split import held_out_note
 from .checks import CheckedRun
@@ -38,6 +39,7 @@ class RunContext:
     continued_from: the earlier segments that had other settings.
     started: ISO 8601 with an offset.
     notes: sentences for the user.
+    checkpointing: what the plan of the state to resume from chose, None where it chose nothing.
     """
 
     patcher: ModelPatcher
@@ -55,6 +57,7 @@ class RunContext:
     continued_from: Sequence[dict[str, Any]] = ()
     started: str = ""
     notes: tuple[str, ...] = ()
+    checkpointing: str | None = None
 
     @property
     def all_data(self) -> TrainingData:
@@ -111,4 +114,5 @@ def make_context(
         continued_from=earlier,
         started=started,
         notes=notes,
+        checkpointing=None if begun.state is None else read_header(begun.state)["machine"].get("checkpointing"),
     )

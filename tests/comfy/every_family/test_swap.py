@@ -152,3 +152,11 @@ def test_the_flat_weights_are_never_written_and_stay_the_models_own(case_file, t
 def test_a_plan_is_chosen_by_measuring_a_block(trained, tmp_path, case):
     automatic = trained(case, tmp_path, checkpointing="auto", blocks_to_swap=-1)
     assert automatic.placed.automatic is not None and automatic.progress.step == STEPS
+
+
+@every_case("swap", fast=True)
+def test_with_nothing_connected_a_step_is_measured_and_what_fits_trains(case_file, case, tmp_path):
+    trainer = tiny.make_trainer(case.load(case_file(case)), data_of(case), tmp_path, steps=1, memory=MemoryOptions())
+    assert trainer.placed.automatic.plan.fits and trainer.placed.memory.checkpointing == "none"
+    trainer.run()
+    assert trainer.placed.swap is None and len(trainer.progress.loss) == 1

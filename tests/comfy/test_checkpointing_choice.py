@@ -1,0 +1,104 @@
+"""Checkpointing auto, the default: the fastest that fits, told, and taken again by a run that goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tessera.nodes.options.memory import TesseraMemory
+from tessera.nodes.train.train_lora import TesseraTrainLora
+from tessera.train.placement import auto
+from tessera.train.settings import MemoryOptions
+from tiny.prompt import executed
+from tiny.runs import Watcher, mixed_data, train
+
+AUTO = {"checkpointing": "auto"}
+ON_CPU = " On the CPU that is the computer's own memory, as far as it was free when the run began."
+
+
+def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
+    monkeypatch.setattr(auto, "free_memory", lambda device: bytes_)
+
+
+def run(model: Any, folder: Path, steps: int, **memory: Any) -> tuple[Any, list[str]]:
+    """(the result, what was told)."""
+    watcher = Watcher()
+    result = train(model, mixed_data(), folder, watcher, steps=steps, save_every=0, memory=memory or AUTO)
+    return result, watcher.notes
+
+
+def test_auto_is_what_an_unconnected_memory_means_and_what_the_node_shows():
+    assert MemoryOptions().checkpointing == "auto" and MemoryOptions().blocks_to_swap == 0
+    checkpointing = TesseraMemory.INPUT_TYPES()["required"]["checkpointing"][1]
+    assert checkpointing["default"] == "auto"
+    assert "the fastest that fits" in TesseraTrainLora.INPUT_TYPES()["optional"]["memory"][1]["tooltip"]
+
+
+@pytest.mark.parametrize("saved", ["none", "selective", "full"])
+def test_a_saved_workflow_keeps_its_value(saved):
+    assert executed(TesseraMemory, checkpointing=saved, attention="auto").result[0] == MemoryOptions(saved)
+
+
+@pytest.mark.parametrize(("bytes_", "chosen"), [(2**40, "none"), (1, "full")])
+def test_with_nothing_connected_the_fastest_that_fits_is_taken_and_told(
+    bytes_, chosen, tiny_flux, tmp_path, monkeypatch
+):
+    free(monkeypatch, bytes_)
+    result, notes = run(tiny_flux, tmp_path, steps=1)
+    (plan,) = (note for note in notes if f"checkpointing {chosen}" in note)
+    assert plan.endswith(ON_CPU) and plan.startswith("Fits with " if chosen == "none" else "Needs ")
+    assert result.summary["checkpointing"] == chosen and result.summary["memory_plan"] == plan
+    assert result.summary["blocks_swapped"] == 0
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda", ""), ("cpu", ON_CPU), ("mps", ON_CPU.replace("the CPU", "MPS"))])
+def test_where_memory_is_shared_it_is_said_what_fits_means(device, told):
+    assert auto.shared_memory_note(torch.device(device)) == told
+
+
+def test_a_run_that_goes_on_takes_its_choice_again_where_that_fits(tiny_flux, tmp_path, monkeypatch):
+    free(monkeypatch, 1)
+    first, _ = run(tiny_flux, tmp_path, steps=1)
+    free(monkeypatch, 2**40)  # enough for none, which would be faster
+    second, notes = run(tiny_flux, tmp_path, steps=2)
+    assert "Resumed at step 1." in notes
+    assert first.summary["checkpointing"] == second.summary["checkpointing"] == "full"
+    assert not any("goes on with" in note for note in notes)
+
+
+def test_where_the_choice_does_not_fit_any_more_it_is_said(tiny_flux, tmp_path, monkeypatch):
+    free(monkeypatch, 2**40)
+    run(tiny_flux, tmp_path, steps=1)
+    free(monkeypatch, 1)
+    result, notes = run(tiny_flux, tmp_path, steps=2)
+    assert result.summary["checkpointing"] == "full"
+    assert (
+        "The state was saved with checkpointing = none and goes on with full, so the result may differ in its last "
+        "bits from an uninterrupted run."
+    ) in notes
+
+
+def test_a_state_that_chose_nothing_binds_nothing(tiny_flux, tmp_path):
+    first, _ = run(tiny_flux, tmp_path, steps=1, checkpointing="selective")
+    second, notes = run(tiny_flux, tmp_path, steps=2)
+    assert (first.summary["checkpointing"], second.summary["checkpointing"]) == ("selective", "none")
+    assert not any("goes on with" in note for note in notes)
+
+
+def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_that(tiny_flux, tmp_path, monkeypatch):
+    free(monkeypatch, 2**40)
+    trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=2, memory=MemoryOptions())
+    assert trainer.saver.environment["checkpointing"] == "none"
+    loss, failing = trainer.loss, [True]
+
+    def runs_out(*args: Any) -> Any:
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss(*args)
+
+    trainer.loss = runs_out
+    trainer.run()
+    chosen = trainer.placed.memory.checkpointing
+    assert chosen in ("selective", "full") and trainer.saver.environment["checkpointing"] == chosen
