@@ -173,7 +173,7 @@ class Saver:
         except OSError as error:
             self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
 
-    def save_final(self, spare_folder: Path | None) -> FinalLora:
+    def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state. What the disk refuses is reported and ends nothing.
 
         spare_folder: where a copy of the LoRA is tried where the run's own folder cannot take it; None without one.

@@ -114,7 +114,7 @@ class Trainer:
         linears = self.placed.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
-    def save_final(self, spare_folder: Path | None) -> FinalLora:
+    def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state, see `Saver.save_final`."""
         return self.saver.save_final(spare_folder)
 
