@@ -114,5 +114,5 @@ def make_context(
         continued_from=earlier,
         started=started,
         notes=notes,
-        checkpointing=None if begun.state is None else read_header(begun.state)["machine"].get("checkpointing"),
+        checkpointing=None if begun.state is None else read_header(begun.state).environment.get("checkpointing"),
     )
