@@ -21,7 +21,7 @@ from tiny.encoders import load_chroma_clip
 from tiny.family_case import ALL, Batch, Captions, Diffusers, Encoders, Learning
 from torch import Tensor
 
-from .flux import FluxCase, placed, rows_by_table
+from .flux import FluxCase, norms_of_core, placed, rows_by_table
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "chroma.py"))
 GRIDS = [(4, 12), (8, 6), (6, 8)]
@@ -91,7 +91,10 @@ class ChromaCase(FluxCase):
     def diffusers(self) -> Diffusers:
         from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 
-        return Diffusers(FluxLoraLoaderMixin, diffusers_model, diffusers_rows, {"diffusers": ALL}, _velocities)
+        layouts = {"diffusers": ALL}
+        return Diffusers(
+            FluxLoraLoaderMixin, diffusers_model, diffusers_rows, layouts, _velocity, as_core=norms_of_core
+        )
 
     def tokens(self, latent: Tensor, sample: Any) -> Tensor:
         return placed(latent, 2, (0, 0, 0))[0][0, : sample.tokens]
@@ -163,23 +166,18 @@ def _empty_diffusers_model() -> Any:
     return transformer
 
 
-def _velocities(model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
-    """(1, 24, 64) each."""
-    generator = torch.Generator().manual_seed(1)
-    latent = torch.randn(1, 16, 8, 12, generator=generator)
-    text = torch.randn(1, 7, tiny.T5_WIDTH, generator=generator)
-    sigma = torch.tensor([0.6])
-    tokens, ids = placed(latent[0], 2, (0, 0, 0))
-    with torch.no_grad():
-        ours = model.model.diffusion_model(latent, sigma, text, torch.zeros(1))
-        theirs = transformer(
-            hidden_states=tokens,
-            encoder_hidden_states=text,
-            timestep=sigma,
-            img_ids=ids[0],
-            txt_ids=torch.zeros(7, 3),
-        ).sample
-    return placed(ours[0], 2, (0, 0, 0))[0], theirs
+def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
+    """As ChromaPipeline calls it on a caption without pads; it knows no guidance."""
+    from diffusers import ChromaPipeline
+
+    (c, h, w), dtype, text = x_t.shape, x_t.dtype, sample.load().text
+    return transformer(
+        hidden_states=ChromaPipeline._pack_latents(x_t[None], 1, c, h, w),
+        encoder_hidden_states=text.to(dtype),
+        timestep=torch.tensor([sigma], dtype=dtype),
+        img_ids=ChromaPipeline._prepare_latent_image_ids(1, h // 2, w // 2, "cpu", dtype),
+        txt_ids=torch.zeros(text.shape[1], 3),
+    ).sample[0, : sample.tokens]
 
 
 CASES = [ChromaCase(name="chroma", variant="chroma", linears=2 + 2 * 8 + 2 * 2 + 1, targets=2 * 8 + 2 * 2)]

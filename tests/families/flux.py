@@ -152,7 +152,11 @@ class Flux1Case(FluxCase):
     def diffusers(self) -> Diffusers:
         from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
 
-        return Diffusers(FluxLoraLoaderMixin, _diffusers_model, diffusers_rows, {"diffusers": ALL}, _velocities)
+        batches = ("shapes", "one by default") if self.variant == "dev" else ("shapes",)
+        layouts = {"diffusers": ALL}
+        return Diffusers(
+            FluxLoraLoaderMixin, _diffusers_model, diffusers_rows, layouts, _velocity, batches, norms_of_core
+        )
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"shapes": (1, 3), "references": (3,)}
@@ -241,29 +245,37 @@ def _empty_diffusers_model(model: Any) -> Any:
     )
 
 
-def _velocities(model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
-    """(1, 16, 8, 12) each."""
-    generator = torch.Generator().manual_seed(1)
-    net = model.model.diffusion_model
-    latent = torch.randn(1, 16, 8, 12, generator=generator)
-    text = torch.randn(1, 7, net.params.context_in_dim, generator=generator)
-    pooled = torch.randn(1, net.params.vec_in_dim, generator=generator)
-    sigma, guidance = torch.tensor([0.6]), torch.tensor([3.5])
-    with torch.no_grad():
-        ours = net(latent, sigma, text, pooled, guidance)
-        rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
-        ids = torch.stack((torch.zeros_like(rows), rows, columns), -1).reshape(-1, 3)
-        tokens = latent.reshape(1, 16, 4, 2, 6, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 24, 64)
-        theirs = transformer(
-            hidden_states=tokens,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            timestep=sigma,
-            img_ids=ids,
-            txt_ids=torch.zeros(7, 3),
-            guidance=guidance if net.params.guidance_embed else None,
-        ).sample
-    return ours, theirs.reshape(1, 4, 6, 16, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(1, 16, 8, 12)
+def norms_of_core(transformer: Any) -> None:
+    """Core leaves the eps of FLUX's RMS norms to torch, which takes that of the dtype; diffusers writes it out."""
+    for module in transformer.modules():
+        if type(module).__name__ == "RMSNorm":
+            module.eps = torch.finfo(transformer.dtype).eps
+
+
+def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
+    """As FluxPipeline and, with a reference, FluxKontextPipeline call it."""
+    from diffusers import FluxPipeline
+
+    def packed(latent: Tensor) -> tuple[Tensor, Tensor]:
+        c, h, w = latent.shape
+        ids = FluxPipeline._prepare_latent_image_ids(1, h // 2, w // 2, "cpu", latent.dtype)
+        return FluxPipeline._pack_latents(latent[None], 1, c, h, w), ids
+
+    read, dtype = sample.load(), x_t.dtype
+    tokens, ids = packed(x_t)
+    for reference in read.conditioning.get("reference_latents", ()):
+        more, more_ids = packed((reference[0].to(dtype) - 0.1159) * 0.3611)
+        more_ids[..., 0] = 1
+        tokens, ids = torch.cat((tokens, more), dim=1), torch.cat((ids, more_ids))
+    return transformer(
+        hidden_states=tokens,
+        encoder_hidden_states=read.text.to(dtype),
+        pooled_projections=read.conditioning["pooled_output"].to(dtype),
+        timestep=torch.tensor([sigma], dtype=dtype),
+        img_ids=ids,
+        txt_ids=torch.zeros(read.text.shape[1], 3),
+        guidance=torch.tensor([guidance], dtype=dtype) if transformer.config.guidance_embeds else None,
+    ).sample[0, : sample.tokens]
 
 
 def mixed_samples(family: str, methods: Sequence[str | None], text: Callable[[int], int]) -> list[Any]:

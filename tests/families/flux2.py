@@ -15,7 +15,7 @@ from tiny.flux import flux_sample
 from tiny.image_encoders import load_flux2_vae, load_klein_clip, load_mistral_clip
 from torch import Tensor
 
-from .flux import REFERENCE, FluxCase, mixed_samples, placed, to_tokens
+from .flux import REFERENCE, FluxCase, mixed_samples, norms_of_core, placed, to_tokens
 
 ZERO = "index_timestep_zero"
 REFERENCES = [[(4, 6), (3, 3)], [(6, 4), (1, 9)], [(8, 3), (9, 1)]]
@@ -102,7 +102,16 @@ class Flux2Case(FluxCase):
         # ComfyUI's format as they are, though it holds (scale, shift).
         layouts = {"kohya": TARGETS, "comfyui": ALL, "diffusers": ALL}
         differs = {"comfyui": ("norm_out.linear",)}
-        return Diffusers(Flux2LoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, _velocities, differs)
+        return Diffusers(
+            Flux2LoraLoaderMixin,
+            _diffusers_model,
+            _diffusers_rows,
+            layouts,
+            _velocity,
+            ("shapes", "references by default"),
+            norms_of_core,
+            differs,
+        )
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"shapes": (1, 3), "index": (3,), "timestep zero": (3,)}
@@ -169,28 +178,26 @@ def _diffusers_model(model: Any) -> Any:
     return transformer.requires_grad_(False)
 
 
-def _velocities(model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
-    """(1, 24, 128) each."""
-    generator = torch.Generator().manual_seed(1)
-    net = model.model.diffusion_model
-    latent = torch.randn(1, 128, 4, 6, generator=generator)
-    text = torch.randn(1, 7, net.params.context_in_dim, generator=generator)
-    sigma, guidance = torch.tensor([0.6]), torch.tensor([3.5])
-    img_ids, txt_ids = torch.zeros(4, 6, 4), torch.zeros(7, 4)
-    img_ids[..., 1] += torch.arange(4)[:, None]
-    img_ids[..., 2] += torch.arange(6)
-    txt_ids[..., 3] += torch.arange(7)
-    with torch.no_grad():
-        ours = net(latent, sigma, text, None, guidance)
-        theirs = transformer(
-            hidden_states=latent.flatten(2).transpose(1, 2),
-            encoder_hidden_states=text,
-            timestep=sigma,
-            img_ids=img_ids.reshape(1, 24, 4),
-            txt_ids=txt_ids[None],
-            guidance=guidance,
-        ).sample
-    return ours.flatten(2).transpose(1, 2), theirs
+def _velocity(transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
+    """As Flux2Pipeline calls it, on a caption that is padded left to 512 tokens."""
+    from diffusers import Flux2Pipeline
+
+    read, dtype = sample.load(), x_t.dtype
+    references = [reference.to(dtype) for reference in read.conditioning.get("reference_latents", ())]
+    tokens = torch.cat([Flux2Pipeline._pack_latents(latent) for latent in (x_t[None], *references)], dim=1)
+    ids = Flux2Pipeline._prepare_latent_ids(x_t[None])
+    if references:
+        ids = torch.cat((ids, Flux2Pipeline._prepare_image_ids(references)), dim=1)
+    text = read.text.to(dtype)
+    text = torch.cat((text.new_zeros(1, 512 - text.shape[1], text.shape[2]), text), dim=1)
+    return transformer(
+        hidden_states=tokens,
+        encoder_hidden_states=text,
+        timestep=torch.tensor([sigma], dtype=dtype),
+        img_ids=ids,
+        txt_ids=Flux2Pipeline._prepare_text_ids(text),
+        guidance=torch.tensor([guidance], dtype=dtype),
+    ).sample[0, : sample.tokens]
 
 
 def _samples(grids: Any, references: Any = None, method: str | None = None, tokens: int | None = None) -> list[Any]:

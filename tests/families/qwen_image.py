@@ -49,6 +49,9 @@ class QwenImageCase(FamilyCase):
             "ragged": partial(_samples, [()] * 3, tokens=22),
             "references": partial(_samples, REFERENCES),
             "odd sides": lambda: [qwen_sample("odd", 5, 3, 9, [(7, 5), (3, 8)])],
+            "even sides": partial(_even_sides, [()] * 3),
+            "even sides, smaller references": partial(_even_sides, [[(4, 8), (8, 4)], [(8, 4), (8, 4)], [(4, 8)] * 2]),
+            "even sides, a larger reference": lambda: [qwen_sample("larger", 4, 6, 9, [(4, 16)])],
             "several methods": lambda: [
                 qwen_sample(name, 4, 6, 9, [(6, 4)], method)
                 for name, method in zip("abc", ("index_timestep_zero", None, "offset"), strict=True)
@@ -98,7 +101,27 @@ class QwenImageCase(FamilyCase):
         from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 
         layouts = {"kohya": ALL, "comfyui": ALL, "diffusers": ALL}
-        return Diffusers(QwenImageLoraLoaderMixin, _diffusers_model, lambda _, native: native, layouts)
+        batch = "even sides, smaller references" if self.timestep_zero() else "even sides"
+        return Diffusers(
+            QwenImageLoraLoaderMixin, _diffusers_model, lambda _, native: native, layouts, self._velocity, (batch,)
+        )
+
+    def _velocity(self, transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
+        """As QwenImagePipeline and QwenImageEditPlusPipeline call it on a caption without pads."""
+        from diffusers import QwenImagePipeline
+
+        read, dtype, tokens, shapes = sample.load(), x_t.dtype, [], []
+        references = [self.in_model_space(r[0].to(dtype)) for r in read.conditioning.get("reference_latents", ())]
+        for latent in (x_t, *references):
+            c, t, h, w = latent.shape
+            tokens.append(QwenImagePipeline._pack_latents(latent[None], 1, c, h, w))
+            shapes.append((t, h // 2, w // 2))
+        return transformer(
+            hidden_states=torch.cat(tokens, dim=1),
+            encoder_hidden_states=read.text.to(dtype),
+            timestep=torch.tensor([sigma], dtype=dtype),
+            img_shapes=[shapes],
+        ).sample[0, : sample.tokens]
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
         return {"references": (1, 3)} if self.timestep_zero() else {"shapes": (1, 3)}
@@ -152,9 +175,17 @@ class QwenImageCase(FamilyCase):
 def _diffusers_model(model: Any) -> Any:
     from diffusers import QwenImageTransformer2DModel
 
-    return QwenImageTransformer2DModel(
-        num_layers=2, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(8, 28, 28)
-    ).requires_grad_(False)
+    weights = model.model.diffusion_model.state_dict()
+    transformer = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=64,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        axes_dims_rope=(8, 28, 28),
+        zero_cond_t=weights.pop("__index_timestep_zero__", None) is not None,
+    )
+    transformer.load_state_dict(weights)
+    return transformer.requires_grad_(False)
 
 
 def _samples(references: Sequence[Sequence[tuple[int, int]]], tokens: int | None = None) -> list[Any]:
@@ -163,6 +194,14 @@ def _samples(references: Sequence[Sequence[tuple[int, int]]], tokens: int | None
     return [
         qwen_sample(f"{i}", *shape, given, tokens=tokens)
         for i, (shape, given) in enumerate(zip(shapes, references, strict=True))
+    ]
+
+
+def _even_sides(references: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
+    """Of 24 tokens."""
+    shapes = [(4, 6, 5), (6, 4, 40), (2, 12, 128)]
+    return [
+        qwen_sample(f"even {i}", *shape, given) for i, (shape, given) in enumerate(zip(shapes, references, strict=True))
     ]
 
 

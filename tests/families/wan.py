@@ -65,17 +65,29 @@ class WanCase(FamilyCase):
             "shapes": partial(self.samples, GRIDS),
             "ragged": partial(self.samples, RAGGED, KEPT),
         }
+        if self.variant == "2.1-i2v":
+            batches["captions of 512"] = partial(self.samples, GRIDS, text_length=512)
         if self.variant == "2.2-5b":
             batches["all noisy"] = partial(self.samples, GRIDS, clean=False)
         return batches
 
     def samples(
-        self, grids: Sequence[tuple[int, int, int]], kept: Sequence[int] | None = None, clean: bool = True
+        self,
+        grids: Sequence[tuple[int, int, int]],
+        kept: Sequence[int] | None = None,
+        clean: bool = True,
+        **options: Any,
     ) -> list[Any]:
         clean = clean and self.variant == "2.2-5b"
         return [
             tiny.wan_sample(
-                f"sample {i}", grid, self.variant, keep=keep, text=4 + 2 * i, clean_frames=int(clean and grid[0] > 1)
+                f"sample {i}",
+                grid,
+                self.variant,
+                keep=keep,
+                text=4 + 2 * i,
+                clean_frames=int(clean and grid[0] > 1),
+                **options,
             )
             for i, (grid, keep) in enumerate(zip(grids, kept or [None] * len(grids), strict=True))
         ]
@@ -136,26 +148,27 @@ class WanCase(FamilyCase):
         from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
 
         layouts = {"diffusers": ALL, "kohya": TARGETS, "comfyui": TARGETS}
-        return Diffusers(WanLoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, self._velocities)
+        # diffusers takes the last 512 tokens of what is text and image for the text.
+        batches = ("captions of 512",) if self.variant == "2.1-i2v" else ("shapes",)
+        return Diffusers(
+            WanLoraLoaderMixin, _diffusers_model, _diffusers_rows, layouts, self._velocity, batches, _sines_of_core
+        )
 
-    def _velocities(self, model: Any, transformer: Any) -> tuple[Tensor, Tensor]:
-        """(N, 4·C) each; 5B with a clean frame."""
-        # diffusers takes the last 512 tokens of the context for the text.
-        clean = int(self.variant == "2.2-5b")
-        sample = tiny.wan_sample("one", (2, 2, 3), self.variant, text_length=512, clean_frames=clean)
-        read, sigma = sample.load(), 0.6
-        x, timestep, image = read.latent[None], torch.tensor([1000 * sigma]), None
-        ours = self.core_velocity(model, sample, sigma)
-        with torch.no_grad():
-            if clean:
-                timestep = torch.tensor([[0.0] * 6 + [1000 * sigma] * 6])
-            if "concat_latent_image" in read.conditioning:
-                picture = model.model.process_latent_in(read.conditioning["concat_latent_image"])
-                x = torch.cat((x, 1 - read.conditioning["concat_mask"].repeat(1, 4, 1, 1, 1), picture), dim=1)
-            if self.variant == "2.1-i2v":
-                image = read.conditioning["clip_vision_output"].penultimate_hidden_states
-            theirs = transformer(x, timestep, padded_text(sample), image).sample
-        return ours, self.tokens(theirs[0], sample)
+    def _velocity(self, transformer: Any, sample: Any, x_t: Tensor, sigma: float, guidance: float) -> Tensor:
+        """As WanPipeline and WanImageToVideoPipeline call it: with a timestep for each token where a frame is clean."""
+        read, dtype, vision = sample.load(), x_t.dtype, None
+        x, timestep = x_t[None], torch.tensor([1000 * sigma], dtype=dtype)
+        if sample.clean_frames:
+            clean = sample.clean_frames * sample.tokens // sample.grid[0]
+            timestep = timestep.repeat(1, sample.tokens)
+            timestep[:, :clean] = 0
+        if "concat_latent_image" in read.conditioning:
+            picture = self.in_model_space(read.conditioning["concat_latent_image"][0].to(dtype))[None]
+            given = 1 - read.conditioning["concat_mask"].to(dtype).repeat(1, 4, 1, 1, 1)
+            x = torch.cat((x, given, picture), dim=1)
+        if self.variant == "2.1-i2v":
+            vision = read.conditioning["clip_vision_output"].penultimate_hidden_states.to(dtype)
+        return self.tokens(transformer(x, timestep, padded_text(sample).to(dtype), vision).sample[0], sample)
 
     def tokens(self, latent: Tensor, sample: Any) -> Tensor:
         return tokens_of(latent)[:, : sample.tokens // sample.grid[0]].flatten(0, 1)
@@ -233,6 +246,15 @@ def _diffusers_model(model: Any) -> Any:
     )
     transformer.load_state_dict(_diffusers_rows(model, core.state_dict()))
     return transformer.requires_grad_(False)
+
+
+def _sines_of_core(transformer: Any) -> None:
+    """Core raises 10,000 to its powers in fp32, where diffusers takes exponentials: sines of up to 1000 tell them
+    apart."""
+    from comfy.ldm.wan.model import sinusoidal_embedding_1d
+
+    known = transformer.condition_embedder.timesteps_proj
+    known.forward = partial(sinusoidal_embedding_1d, known.num_channels)
 
 
 def _core_conds(model: Any, sample: Any, x: Tensor) -> dict[str, Any]:

@@ -74,7 +74,10 @@ class Diffusers:
     build: (MODEL) → diffusers' model of the same size and weights, frozen.
     rows: (MODEL, tensors by names of weights) → the same by diffusers' names, by a table that is not ours.
     layouts: the LoRA formats that it reads, each with ALL or TARGETS, the Linears that it knows in it.
-    velocities: (MODEL, diffusers' model) → one forward of each on the same inputs.
+    velocity: (diffusers' model, sample, noisy latent in the model's space, sigma, guidance) → (N, C), called as its
+        pipeline does, in the dtype of the latent.
+    batches: names of `FamilyCase.batches` that its pipelines can be given.
+    as_core: gives diffusers' model the numbers that ComfyUI is known to have otherwise than diffusers.
     differs: modules that diffusers is known to read otherwise, by format.
     """
 
@@ -82,7 +85,9 @@ class Diffusers:
     build: Callable[[Any], Any]
     rows: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
     layouts: Mapping[str, str]
-    velocities: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    velocity: Callable[[Any, Any, Tensor, float, float], Tensor]
+    batches: tuple[str, ...] = ("shapes",)
+    as_core: Callable[[Any], None] = lambda transformer: None
     differs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

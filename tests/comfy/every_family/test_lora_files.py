@@ -12,6 +12,7 @@ import comfy.model_management
 import comfy.sd
 import comfy.utils
 import pytest
+import torch
 from family_cases import CASES, cases, every_case, marks_of
 from safetensors import safe_open
 from tessera.lora.files.formats import FORMATS, save_lora
@@ -24,6 +25,7 @@ from tiny.family_case import ALL, FamilyCase, relative_error
 from tiny.foreign_loras import foreign
 from tiny.lora_files import assert_same_deltas, delta, loaded_in_comfyui, patched_deltas, random_updates
 from tiny.runs import train, training_data
+from torch import Tensor
 
 DTYPES = {"fp32": 1e-5, "bf16": 6e-3, "fp16": 1e-3}
 
@@ -173,21 +175,25 @@ def test_diffusers_takes_no_file_of_another_kind_than_plain_lora(case_file, tmp_
     assert taken_by_diffusers(case, model, random_updates(model), tmp_path / "a.safetensors") == set()
 
 
-SAMPLED_BY_BOTH = [case for case in cases("diffusers") if case.diffusers() and case.diffusers().velocities]
-
-
-@pytest.mark.parametrize("case", SAMPLED_BY_BOTH, ids=lambda case: case.name)
+@every_case("diffusers")
 def test_with_the_lora_diffusers_runs_as_comfyui_does(case_file, tmp_path, caplog, case):
-    model, kit = case.load(case_file(case)), case.diffusers()
+    model, kit, guidance, sigma = case.load(case_file(case)), case.diffusers(), 3.5, 0.6
+    sample = case.batches()[kit.batches[-1]]()[0]
+
+    def velocities(here: Any, there: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            theirs = kit.velocity(there, sample, sample.load().latent, sigma, guidance)
+        return case.core_velocity(here, sample, sigma, guidance), theirs
+
     comfy.model_management.load_models_gpu([model], force_full_load=True)
-    base, base_there = kit.velocities(model, kit.build(model))
+    base, base_there = velocities(model, kit.build(model))
     assert relative_error(base_there, base) < 1e-4
     updates = updates_of(case, model)
     transformer = with_adapter(case, model, saved(updates, tmp_path / "a.safetensors", "diffusers"), caplog)
     patched, _ = comfy.sd.load_lora_for_models(model, None, LoraModel.from_modules(updates), 1.0, 0.0)
     comfy.model_management.load_models_gpu([patched], force_full_load=True)
     try:
-        here, there = kit.velocities(patched, transformer)
+        here, there = velocities(patched, transformer)
     finally:
         patched.detach()
     assert (here - base).norm() > 0.1 * base.norm()
