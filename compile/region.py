@@ -28,6 +28,15 @@ log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
 
 
+class TooManyGraphs(RuntimeError):
+    """Raised where a region that may hold so many graphs has more, by a torch that has no limit for one region."""
+
+
+def limits_each_region() -> bool:
+    """Tell whether torch.compile takes a limit for one callable; one that does not is counted after."""
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
+
+
 class CompileFailed(RuntimeError):
     """Raised where a region can't be compiled as its settings demand; the message is for the user."""
 
@@ -47,7 +56,7 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
     if how.mode != "default" and how.backend == "inductor":
         extra["mode"] = how.mode
     compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
-    return compiled if "recompile_limit" in supported else _within_limit(compiled, how.limit)
+    return compiled if limits_each_region() else _within_limit(compiled, how.limit)
 
 
 def run_block(block: Block, *args: Any) -> Any:
@@ -274,4 +283,8 @@ def cannot_compile(error: BaseException) -> str | None:
 
 def over_the_limit(error: BaseException) -> bool:
     """Return True if dynamo gave up because a region met more shapes than were planned."""
-    return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")
+    return isinstance(error, TooManyGraphs) or type(error).__name__ in (
+        "FailOnRecompileLimitHit",
+        "RecompileLimitExceeded",
+        "CacheLimitExceeded",
+    )

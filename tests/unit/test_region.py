@@ -45,16 +45,33 @@ def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs)
     assert torch._dynamo.config.recompile_limit == before
 
 
+class Named(Block):
+    def structure(self) -> str:
+        return "block:"
+
+
+@pytest.mark.parametrize("torch_is", ["as it is", "older"])
+def test_the_first_graph_that_was_not_planned_is_an_error_with_every_torch(torch_is, request):
+    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.settings import MemoryOptions
+
+    if torch_is == "older":
+        request.getfixturevalue("older_torch")
+    block, how = Named(), CompileSettings("eager")
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), how, 2, torch.device("cpu"))
+    for rows in (2, 3, 2):
+        assert runner(block, torch.ones(rows)).shape == (rows,)
+    with pytest.raises(Exception) as stopped:
+        runner(block, torch.ones(4))
+    assert region.over_the_limit(stopped.value) and region.cannot_compile(stopped.value) is None
+
+
 def test_a_torch_that_refuses_to_compile_is_named_and_the_runner_is_eager(monkeypatch):
     from tessera.train.placement.block_runner import BlockRunner
     from tessera.train.settings import MemoryOptions
 
     def refuses(*args, **kwargs):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
-
-    class Named(Block):
-        def structure(self) -> str:
-            return "block:"
 
     monkeypatch.setattr(region.torch, "compile", refuses)
     block = Named()

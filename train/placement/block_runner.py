@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from ...compile.region import CompileFailed, cannot_compile, compiled_function, graph_break, run_block
+from ...compile.region import (
+    CompileFailed,
+    TooManyGraphs,
+    cannot_compile,
+    compiled_function,
+    graph_break,
+    limits_each_region,
+    run_block,
+)
 from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings, HowToCompile
 from ...memory.activations import checkpointing
@@ -162,10 +170,14 @@ class BlockRunner:
 
 
 def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.device) -> Callable[..., Any]:
+    counts = not limits_each_region()
+
     def run(*args: Any) -> Any:
-        with report.watch(device):
+        with report.watch(device) as record:
             out = compiled(*args)
         report.compiled_calls += 1
+        if counts and record.event is not None and sum(e.graphs for e in report.events) > report.how.limit:
+            raise TooManyGraphs(f"{report.label} has more graphs than {report.how.limit}")
         return out
 
     return run
