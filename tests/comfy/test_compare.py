@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from tessera.lora.files.formats import save_lora
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.loras.compare import TesseraCompareLoras
@@ -29,11 +30,12 @@ def lora_of(seed, name="double_blocks.0.img_attn.qkv", size=(384, 128)):
 
 @pytest.fixture(scope="module")
 def files(lora_folder):
-    """A run with two saves and its end, and a LoRA of Wan, and no other where ComfyUI lists LoRAs."""
+    """A run with two saves and its end, a LoRA of Wan and a broken one, and no other where ComfyUI lists LoRAs."""
     ends = ["-step000100", "-step000020", ""]
     for seed, end in enumerate(ends):
         save_lora(lora_folder / RUN / f"film{end}.safetensors", lora_of(seed))
     save_lora(lora_folder / "of_wan.safetensors", lora_of(9, "blocks.0.self_attn.q", (128, 128)))
+    save_file({**lora_of(0), "lora_unet_img_in.alpha": torch.ones(4)}, lora_folder / "broken.safetensors")
     folder_paths.filename_list_cache.clear()
     return [f"{RUN}/film{end}.safetensors" for end in ("-step000020", "-step000100", "")]
 
@@ -122,6 +124,7 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
         ({"loras": "../secret"}, "loras: '../secret' is the name of no LoRA that ComfyUI lists"),
         ({"loras": "/etc/*"}, "is the name of no LoRA that ComfyUI lists"),
         ({"loras": "of_wan"}, "loras: of_wan.safetensors changes no weight of this model"),
+        ({"loras": "broken"}, "loras: broken.safetensors cannot be read by ComfyUI .*4 elements.*; take it out"),
         ({"run": RUN, "strengths": "0"}, "strengths is '0'; give one or more numbers other than 0"),
         ({"run": RUN, "strengths": "strong"}, "strengths is 'strong'"),
         ({"run": RUN, "height": 44}, "height is 44; the model takes multiples of 8, such as 40"),
