@@ -56,12 +56,34 @@ def compiled_function(body: Callable[..., Any], name: str, how: HowToCompile) ->
     if how.mode != "default" and how.backend == "inductor":
         extra["mode"] = how.mode
     compiled = torch.compile(own, backend=how.backend, fullgraph=how.fullgraph, dynamic=DYNAMIC[how.dynamic], **extra)
+    if how.dynamic != "false":
+        compiled = _without_autograd_cache(compiled)
     return compiled if limits_each_region() else _within_limit(compiled, how.limit)
 
 
 def run_block(block: Block, *args: Any) -> Any:
     """Body of every training region."""
     return block(*args)
+
+
+def _without_autograd_cache(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep AOTAutograd's cache out of `compiled`.
+
+    Its key leaves out the guards that dynamo has found so far, so that a graph for one size is taken for another, with
+    that size's numbers in it: positions that core computes from the height and width come out wrong, without an error
+    (seen with torch 2.14; pytorch/pytorch issue 194001 has the same cause). Inductor's own cache is still used.
+    """
+    from torch._functorch import config
+
+    def run(*args: Any) -> Any:
+        before = config.enable_autograd_cache
+        config.enable_autograd_cache = False  # a fifth of the time of its patch(), for each block of each step
+        try:
+            return compiled(*args)
+        finally:
+            config.enable_autograd_cache = before
+
+    return run
 
 
 def _within_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any]:

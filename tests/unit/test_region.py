@@ -95,3 +95,24 @@ def test_a_weight_stored_narrower_costs_the_partitioner_as_much_as_a_plain_one()
     plain = flops(lambda: nn.functional.linear(x, weight))
     stored = flops(lambda: stored_linear(x, weight.to(torch.bfloat16), None, None))
     assert stored == plain == 2 * (2 * 2 * 5 * 8 * 16)
+
+
+def positions(picture: torch.Tensor) -> torch.Tensor:
+    """What core computes for a picture of any size: padded to patches, and a place for each."""
+    _, _, height, width = picture.shape
+    picture = nn.functional.pad(picture, (0, -width % 2, 0, -height % 2), mode="circular")
+    rows, columns = (height + 1) // 2, (width + 1) // 2
+    places = torch.zeros(rows, columns, 2)
+    places[:, :, 0] = places[:, :, 0] + torch.linspace(0, rows - 1, steps=rows).unsqueeze(1)
+    places[:, :, 1] = places[:, :, 1] + torch.linspace(0, columns - 1, steps=columns).unsqueeze(0)
+    return places.sum(-1) * picture.mean()
+
+
+@pytest.mark.parametrize("dynamic", ["true", "auto"])
+def test_a_graph_that_a_cache_holds_for_one_size_is_not_taken_for_another(dynamic, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    run = compiled_function(positions, "positions", HowToCompile("inductor", dynamic=dynamic, fullgraph=True))
+    for height, width in ((8, 8), (8, 12), (16, 12), (16, 20)):
+        picture = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(run(picture), positions(picture))
