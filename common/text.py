@@ -1,4 +1,4 @@
-"""Parts of messages: lists of names, and the sentences that reject a value out of range."""
+"""Parts of messages: values as they were given, lists of names, and sentences that reject a value out of range."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,28 @@ from dataclasses import fields
 from typing import Any
 
 _NAMED = 5  # how many files a message lists before it only counts the rest
+_SHOWN, _END = 100, 30  # characters of a text, and those of its end
+
+
+def cut(text: str) -> str:
+    """Cut a long text in its middle, to about 100 characters."""
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - _END]}…{text[-_END:]}"
+
+
+def shown(value: Any) -> str:
+    """Quote a value that a stranger may have written, cut to about 100 characters."""
+    if isinstance(value, str):
+        return repr(cut(value))
+    try:
+        return cut(repr(value))
+    except ValueError:  # of an int: Python writes no more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def shortlist(names: Sequence[str]) -> str:
     """List up to five names, and how many more there are."""
     rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(cut, names[:_NAMED])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def joined(names: Sequence[str]) -> str:
@@ -23,7 +39,7 @@ def joined(names: Sequence[str]) -> str:
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` of the input `name` is allowed."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+        raise ValueError(f"{name} is {shown(value)}; choose one of {', '.join(allowed)}.")
 
 
 def finite(options: Any) -> None:

@@ -8,6 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
+from .common.types import refuse_literals
 from .data import prepare
 from .loras import average, compare, save
 from .model import block_swap, compile, load, tune
@@ -33,6 +34,9 @@ NODES: list[type[io.ComfyNode]] = [
     *compare.NODES,
     *average.NODES,
 ]
+
+for _node in NODES:
+    refuse_literals(_node)
 
 
 class TesseraExtension(ComfyExtension):

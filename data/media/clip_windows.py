@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...common.text import shown
+
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 # Video VAEs (Wan's) encode the first frame by itself and then four frames to each latent frame.
 FRAMES_PER_LATENT = 4
+_DIGITS = 9  # of a number of frames
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Extraction:
 
     def __post_init__(self) -> None:
         if self.method not in EXTRACTIONS:
-            raise ValueError(f"extraction is {self.method!r}; choose one of {', '.join(EXTRACTIONS)}.")
+            raise ValueError(f"extraction is {shown(self.method)}; choose one of {', '.join(EXTRACTIONS)}.")
         if not 0 <= self.fps <= 1000:
             raise ValueError(f"fps is {self.fps}; set it to frames per second, or to 0 to take each clip's own.")
         for name in ("frame_stride", "frame_sample", "max_frames"):
@@ -81,9 +84,10 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     Raises ValueError for anything but positive whole numbers.
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
-    if not parts or not all(part.isdecimal() and int(part) >= 1 for part in parts):
+    # Python turns no text of more than 4300 digits into a number.
+    if not parts or not all(part.isdecimal() and len(part) <= _DIGITS and int(part) >= 1 for part in parts):
         raise ValueError(
-            f"target_frames is {text!r}; write the numbers of frames with commas between them, such as 1, 25, 49."
+            f"target_frames is {shown(text)}; write the numbers of frames with commas between them, such as 1, 25, 49."
         )
     given = sorted({int(part) for part in parts})
     lowered = [f"{count} to {round_down_frames(count)}" for count in given if round_down_frames(count) != count]

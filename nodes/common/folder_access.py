@@ -10,6 +10,7 @@ from typing import Any
 
 import folder_paths
 
+from ...common.text import shown
 from ...data.folders.files import is_image, is_video
 
 SETTINGS_FILE = "tessera.json"
@@ -113,6 +114,8 @@ def resolve_folder(choice: str) -> Path:
 
     Links are followed before the check. Raises ValueError for any other folder, there or not.
     """
+    if not isinstance(choice, str):
+        raise ValueError(f"The folder is {shown(choice)}, which is no text; choose one of the list.")
     if os.path.isabs(choice):
         roots = read_settings().allowed_folders
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
@@ -123,13 +126,15 @@ def resolve_folder(choice: str) -> Path:
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
         raise ValueError(
-            f"The folder {choice!r} may not be read: it is not under ComfyUI's input or datasets folder; move it there "
-            f'(and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
+            f"The folder {shown(choice)} may not be read: it is not under ComfyUI's input or datasets folder; move it "
+            f'there (and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
         )
     for folder in inside:
         if folder.is_dir():
             return folder
-    raise ValueError(f"The folder {choice!r} does not exist; put your pictures and captions there, or choose another.")
+    raise ValueError(
+        f"The folder {shown(choice)} does not exist; put your pictures and captions there, or choose another."
+    )
 
 
 def _leaves_its_root(below: str) -> bool:

@@ -147,6 +147,10 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
         with pytest.raises(ValueError, match="may not be read"):  # also where the check at the door is passed by
             run(prepare.TesseraImageFolder, folder=choice)
         assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
+    for choice in (["a", "b", "c"], float("nan"), 7, {}, "x" * 10**6):  # as a hand-written workflow gives them
+        told = prepare.TesseraImageFolder.validate_inputs(folder=choice, control_folder=choice, mask_folder=choice)
+        assert told.startswith(("folder: The folder is ", "folder: The folder 'xxx")) and len(told) < 400
+        assert prepare.TesseraVideoFolder.validate_inputs(folder=choice) == told
     assert "input/link" not in folder_access.list_image_folders()
     with pytest.raises(ValueError, match=r"The folder 'input/gone' does not exist; put your pictures"):
         folder_access.resolve_folder("input/gone")

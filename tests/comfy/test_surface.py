@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tessera
+from comfy_api.latest import io
 from comfy_server import DIRECT
 from tessera.nodes import NODES, TesseraExtension
 from tessera.train.checkpoint.metadata import VERSION
@@ -572,3 +573,26 @@ def test_the_server_gives_the_help_pages_where_the_frontend_looks_for_them(serve
     for node_id in SURFACE:
         with DIRECT.open(f"{server.url}/extensions/tessera/docs/{node_id}.md", timeout=30) as reply:
             assert reply.read() == (DOCS / f"{node_id}.md").read_bytes()
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.define_schema().node_id)
+@pytest.mark.parametrize("literal", ["hello " * 50, 7, [1, "x"], {"a": 1}], ids=["text", "number", "list", "dict"])
+def test_what_is_written_where_a_connection_belongs_is_told(node, literal):
+    schema = node.define_schema()
+    for one in schema.inputs:
+        grown = isinstance(one, io.Autogrow.Input)
+        kind = one.template.input.get_io_type() if grown else one.get_io_type()
+        plain = {"CONDITIONING": list, "LATENT": dict, "LORA_MODEL": dict, "LOSS_MAP": dict}.get(kind, str)
+        if (
+            (isinstance(one, io.WidgetInput) and not grown)
+            or kind == "*"
+            or type(literal) is plain
+            and plain is not str
+        ):
+            continue
+        given = {"lora0": literal} if grown else [literal] if schema.is_input_list else literal
+        with pytest.raises(
+            ValueError, match=f"^{one.id} is .*; connect the output of a node that gives {kind}"
+        ) as told:
+            node.execute(**{one.id: given})
+        assert len(str(told.value)) < 250

@@ -1,0 +1,26 @@
+"""Values of strangers in messages."""
+
+import pytest
+from tessera.common.text import cut, one_of, shortlist, shown
+
+
+def test_a_short_value_is_quoted_as_it_is():
+    assert [shown(value) for value in ("fox", 1.5, ["a", None], float("nan"))] == ["'fox'", "1.5", "['a', None]", "nan"]
+    assert cut("x" * 100) == "x" * 100
+
+
+def test_a_long_value_is_cut():
+    for value in ("a" * 10**6, "\0" * 10**6, ["a" * 200], 10**200, 10**5000, [10**5000], -(10**5000)):
+        assert 20 < len(shown(value)) <= 2 + 4 * 101
+
+
+def test_the_ends_of_a_long_text_stay():
+    assert shown("begin" + "x" * 10**6 + "end").startswith("'beginx")
+    assert shown("begin" + "x" * 10**6 + "end").endswith("…" + "x" * 27 + "end'")
+
+
+def test_names_in_a_list_and_unknown_choices_are_cut():
+    assert len(shortlist(["a" * 10**6] * 9)) < 600
+    with pytest.raises(ValueError, match="flip is 'aaa.*…a*'; choose one of off, on") as told:
+        one_of("flip", "a" * 10**6, ("off", "on"))
+    assert len(str(told.value)) < 200
