@@ -153,9 +153,10 @@ def test_one_that_does_not_work_is_passed_over_and_told_where_it_is_the_only_one
 
 def test_one_whose_values_are_wrong_or_whose_signature_is_another_is_refused(kernels, monkeypatch):
     op.flash_package.cache_clear()
-    monkeypatch.setattr(kernels, "scale", 1.5)
-    with pytest.raises(ValueError, match=r"does not work here \(FlashAttention .: its values are not those"):
-        attention_function("flash-attn", CPU, torch.float32)
+    for scale in (1.5, torch.nan):
+        monkeypatch.setattr(kernels, "scale", scale)
+        with pytest.raises(ValueError, match=r"does not work here \(FlashAttention .: its values are not those"):
+            attention_function("flash-attn", CPU, torch.float32)
     for name, module in list(sys.modules.items()):
         if name in NAMES.values() and isinstance(module, ModuleType):
             monkeypatch.setattr(module, "flash_attn_func", lambda q, k, v: q)
@@ -182,7 +183,7 @@ def test_cudnn_by_name_is_its_own_kernel():
 
 def test_what_it_needs_is_one_sentence(monkeypatch):
     with installed(), pytest.raises(ValueError, match="attention is 'flash-attn', which is not installed here"):
-        ragged_attention_function("flash-attn", torch.device("cuda"), torch.bfloat16)
+        ragged_attention_function("flash-attn", CPU, torch.bfloat16)
     with installed("2"):
         monkeypatch.setattr(op, "DTYPES", (torch.float16, torch.bfloat16))
         with pytest.raises(ValueError, match="needs a GPU and fp16 or bf16, not cpu in torch.float32"):
