@@ -145,6 +145,8 @@ class Trainer:
                 # A step that compiled is not part of the pace.
                 if self.placed.runner.report.counts() == compiled_before:
                     self.seconds.append(time.perf_counter() - started)
+                if self.placed.plan_again(settings.steps - progress.step):
+                    self.place_anew()
                 self.observer.step(self.report(mean_loss, learning_rate))
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
@@ -208,14 +210,19 @@ class Trainer:
         # Retry outside the handler: inside it the exception's frames still hold the failed step's activations.
         # Repeating is exact, as random numbers depend on the step only.
         if cause is None:
-            self.learner.zero_grad()
-            self.placed.rebuild(self.progress.step)
-            self.saver.environment = self.environment()
+            self.place_anew()
             return self.attempt(compute)
         self.placed.runner.discard_offloaded()
         self.fall_back_to_eager(cause)
         comfy.model_management.soft_empty_cache()
         return compute()
+
+    def place_anew(self) -> None:
+        """Place the model by another memory plan, between two steps or before one is tried again."""
+        self.learner.zero_grad()
+        self.placed.rebuild(self.progress.step)
+        self.saver.environment = self.environment()
+        self.seconds.clear()  # the pace was that of the plan before
 
     def note_uncompiled(self) -> None:
         """Report the kinds of blocks that could not be compiled and run eager; where all are, that training does."""

@@ -6,8 +6,8 @@ plan. It runs eagerly, which saves at least as much for backward as the compiled
 
 import copy
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -31,6 +31,8 @@ from ..batch import make_batch
 from ..optim.registry import OptimizerSpec
 from ..settings import MemoryOptions, TrainSettings
 
+WORTH = 0.05  # part of a step that another plan has to save: less is within what timing differs by
+
 
 def is_asked(memory: MemoryOptions) -> bool:
     """Return True where the options leave block swap or checkpointing to the plan."""
@@ -44,11 +46,23 @@ class StepCost:
     blocks: one cost for each block.
     other_bytes: bytes outside the blocks: other weights, LoRA, optimizer state.
     machine: free memory and bandwidths.
+    structures: the structure of each block.
+    shapes: shape of the first input at which each structure was measured.
     """
 
     blocks: tuple[BlockCost, ...]
     other_bytes: int
     machine: Hardware
+    structures: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def timed_anew(self, forward: Mapping[str, float]) -> "StepCost":
+        """Return the cost with the blocks' own seconds of a forward, by structure; backward changes as much."""
+        blocks = (
+            replace(block, forward=forward[kind], backward=block.backward * forward[kind] / block.forward)
+            for kind, block in zip(self.structures, self.blocks, strict=True)
+        )
+        return replace(self, blocks=tuple(blocks))
 
 
 class AutomaticMemory:
@@ -60,9 +74,11 @@ class AutomaticMemory:
         """before: checkpointing of the state that the run goes on from, taken again where it fits."""
         self.asked, self.measured, self.order = asked, measured, order
         self.choices = choices_of(asked, len(measured.blocks))
+        self.may_plan_again = True
         if asked.checkpointing == "auto" and before in self.choices.checkpointing:
             self.plan = self._plan(replace(self.choices, checkpointing=(before,)))
             if self.plan.fits:
+                self.may_plan_again = False
                 return
         self.plan = self._plan(self.choices)
 
@@ -79,8 +95,31 @@ class AutomaticMemory:
             checkpointing=self.plan.checkpointing or self.asked.checkpointing,
         )
 
+    def plan_again(self, forward: Mapping[str, float], steps: int, compile_seconds: float) -> bool:
+        """Plan with the seconds of the compiled blocks, and switch to that plan where it pays. Returns True then.
+
+        forward: seconds of a block's forward, by structure.
+        steps: optimizer steps left.
+        compile_seconds: what compiling took; another checkpointing compiles anew.
+        """
+        self.may_plan_again = False
+        self.measured = self.measured.timed_anew(forward)
+        now, best = self._plan(self._only(self.plan)), self._plan(self.choices)
+        saved = now.seconds - best.seconds
+        cost = 0.0 if best.checkpointing == now.checkpointing else compile_seconds
+        pays = best.fits and saved > WORTH * now.seconds and saved * steps > cost
+        self.plan = best if pays else now
+        return pays
+
+    def _only(self, made: SwapPlan) -> SearchSpace:
+        """Return the search space of one plan."""
+        checkpointing = (made.checkpointing,) if made.checkpointing else ()
+        counts, prefetch = (len(made.swapped),), (made.prefetch,)
+        return replace(self.choices, counts=counts, prefetch=prefetch, checkpointing=checkpointing)
+
     def step_down(self) -> SwapPlan | None:
         """Switch to the next smaller plan and return it; None where there is none."""
+        self.may_plan_again = False  # what is planned anew would be the plan that did not fit
         measured = self.measured
         less = step_down(self.plan, measured.blocks, measured.other_bytes, measured.machine, self.order, self.choices)
         if less is not None:
@@ -153,6 +192,7 @@ def measure(
         batch = make_batch(patcher, family, samples, settings.objective, device, settings.seed, (0, 0))
     inside = {id(module) for module in frozen}
     outer = [module for module in transformer.frozen_modules() if id(module) not in inside]
+    structures = tuple(block.structure() for _, block in transformer.blocks())
     own = {_storage(buffer) for module in outer for buffer in module.buffers()}
     probe = _Probe(network, batch.inputs, settings, device)
     with _count_saved(probe.outside, own):
@@ -173,7 +213,7 @@ def measure(
     other = sum(module.held_bytes() for module in outer) + lora + _total(probe.outside)
     for module in transformer.frozen_modules():
         module.release()
-    return StepCost(tuple(costs), other, replace(machine, file=file))
+    return StepCost(tuple(costs), other, replace(machine, file=file), structures, probe.shapes)
 
 
 class _Probe:
@@ -182,6 +222,7 @@ class _Probe:
     def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
         self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
         self.costs: dict[str, BlockCost] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._outputs: dict[str, Any] = {}
         self.outside: dict[int, Tensor] = {}  # tensors saved outside the blocks, by address
 
@@ -189,6 +230,7 @@ class _Probe:
         structure = block.structure()
         if structure not in self.costs:
             self.outside |= {_storage(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
+            self.shapes[structure] = tuple(args[0].shape)
             self.costs[structure], self._outputs[structure] = self._measure(block, args)
         return self._outputs[structure]
 

@@ -23,6 +23,7 @@ from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
 from ...models.family import Block
 from ..settings import MemoryOptions
+from .block_clock import BlockClock
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class BlockRunner:
     planned_graphs: number of graphs that the compiled regions take for all of them.
     not_compiled: reason why nothing could be compiled, None otherwise.
     failed: cause by label of each region that could not be compiled and runs eager.
+    clock: times the compiled blocks while it is set.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BlockRunner:
         self._run = {region: self._eager() for region in self.regions}
         self.not_compiled: str | None = None
         self.failed: dict[str, str] = {}
+        self.clock: BlockClock | None = None
         self.report = CompileReport("Train LoRA", [])
         self.backward: RegionReport | None = None
         self._reports: dict[RegionKey, RegionReport] = {}  # of the regions that run compiled
@@ -138,8 +141,10 @@ class BlockRunner:
 
     def __call__(self, block: Block, *args: Any) -> Any:
         region = self._region_of[id(block)]
+        report = self._reports.get(region)
         try:
-            return self._run[region](block, *args)
+            with nullcontext() if self.clock is None or report is None else self.clock.time(region[0], report, args):
+                return self._run[region](block, *args)
         except Exception as error:
             if region not in self._reports or (cause := cannot_compile(error)) is None:
                 raise

@@ -17,6 +17,7 @@ from ..observer import Observer
 from ..preflight.context import RunContext
 from . import auto
 from .auto import AutomaticMemory
+from .block_clock import BlockClock
 from .block_runner import BlockRunner
 
 
@@ -48,6 +49,8 @@ class PlacedModel:
                 self.transformer, targets, self.settings.network, self.settings.seed
             )
             self.runner = self._build_runner()
+            if self.automatic is not None and self.automatic.may_plan_again and self.runner.planned_graphs:
+                self.runner.clock = BlockClock(self.automatic.measured.shapes, self.device)
         except BaseException:
             self.unload()
             raise
@@ -118,6 +121,22 @@ class PlacedModel:
             return False
         self.memory = self.automatic.options()
         self.observer.note(f"Out of memory at step {step + 1}; it goes on with less. {less.text}")
+        return True
+
+    def plan_again(self, steps: int) -> bool:
+        """Plan once more when the compiled blocks are timed: the plan was made with eager ones, which are slower.
+
+        steps: optimizer steps left. Returns True where another plan is to be placed, by `rebuild`.
+        """
+        clock = self.runner.clock
+        if clock is None or self.automatic is None or (seconds := clock.seconds()) is None:
+            return False
+        self.runner.clock = None
+        compile_seconds = self.runner.report.counts().seconds
+        if not self.automatic.may_plan_again or not self.automatic.plan_again(seconds, steps, compile_seconds):
+            return False
+        self.memory = self.automatic.options()
+        self.observer.note(f"Planned again with the compiled blocks' times. {self.automatic.plan.text}")
         return True
 
     def rebuild(self, step: int) -> None:
