@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..common.text import shown
+
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DYNAMIC = {"auto": None, "true": True, "false": False}
 SCOPES = ("blocks", "stack", "model")
@@ -110,11 +112,11 @@ class CompileSettings:
     def check(self) -> None:
         """Raise ValueError, in a sentence, for a value that can't be meant."""
         if self.mode not in MODES:
-            raise ValueError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
+            raise ValueError(f"mode is {shown(self.mode)}; choose one of {', '.join(MODES)}.")
         if self.dynamic not in DYNAMIC:
-            raise ValueError(f"dynamic is {self.dynamic!r}; choose one of {', '.join(DYNAMIC)}.")
+            raise ValueError(f"dynamic is {shown(self.dynamic)}; choose one of {', '.join(DYNAMIC)}.")
         if self.scope not in SCOPES:
-            raise ValueError(f"scope is {self.scope!r}; choose one of {', '.join(SCOPES)}.")
+            raise ValueError(f"scope is {shown(self.scope)}; choose one of {', '.join(SCOPES)}.")
         if self.cache_size_limit < 1:
             raise ValueError(f"cache_size_limit is {self.cache_size_limit}; it has to be at least 1.")
         for backend in {self.backend, *(value for o in self.overrides for key, value in o.changes if key == "backend")}:
@@ -173,7 +175,7 @@ def dynamic_named(value: Any) -> str:
     """
     name = str(value).strip().lower()
     if name not in DYNAMIC:
-        raise ValueError(f"dynamic is {value!r}; choose one of {', '.join(DYNAMIC)}.")
+        raise ValueError(f"dynamic is {shown(value)}; choose one of {', '.join(DYNAMIC)}.")
     return name
 
 
@@ -207,14 +209,16 @@ def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in allowed:
-            raise ValueError(f"{where}: {word!r} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}.")
+            raise ValueError(
+                f"{where}: {shown(word)} is not known; write eager, {', '.join(f'{k}=…' for k in allowed)}."
+            )
         if key in changes:
             raise ValueError(f"{where}: {key} is given twice.")
         values = allowed[key]
         if key in ("dynamic", "fullgraph"):
             value = value.lower()
         if values is not None and value not in values:
-            raise ValueError(f"{where}: {key} is {value!r}; choose one of {', '.join(values)}.")
+            raise ValueError(f"{where}: {key} is {shown(value)}; choose one of {', '.join(values)}.")
         changes[key] = value
     return Override(pattern, changes=tuple(changes.items()))
 

@@ -1,8 +1,11 @@
 """Glob patterns over module names: the layers that get an adapter, and ranks and alphas of some of them."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from ..common.text import shown
 
 RankAlpha = tuple[int, float]
 _EXAMPLE = "'single_blocks.*: rank=8 alpha=4'"
@@ -24,7 +27,7 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         pattern = line[1:].strip() if excludes else line
         if not pattern:
             raise ValueError(
-                f"Line {number} of targets is {line!r} with no pattern after it; write one, as in '-*.img_mlp.*', "
+                f"Line {number} of targets is {shown(line)} with no pattern after it; write one, as in '-*.img_mlp.*', "
                 "or remove the line."
             )
         (exclude if excludes else include).append(pattern)
@@ -42,8 +45,8 @@ def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequenc
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"The pattern {pattern!r} in targets matches no layer of this model; its layers have names such as "
-                f"{examples(names)}."
+                f"The pattern {shown(pattern)} in targets matches no layer of this model; its layers have "
+                f"names such as {examples(names)}."
             )
     chosen = [
         name
@@ -91,7 +94,7 @@ def parse_rank_patterns(text: str) -> tuple[RankPattern, ...]:
         pattern, _, settings = (part.strip() for part in line.partition(":"))
         values = dict(part.partition("=")[::2] for part in settings.split())
         if not pattern or not values or not values.keys() <= {"rank", "alpha"}:
-            raise ValueError(f"Line {number} of rank_patterns is {line.strip()!r}; write it as in {_EXAMPLE}.")
+            raise ValueError(f"Line {number} of rank_patterns is {shown(line.strip())}; write it as in {_EXAMPLE}.")
         found.append(RankPattern(pattern, _rank(values, number), _alpha(values, number)))
     return tuple(found)
 
@@ -103,8 +106,8 @@ def match_rank_patterns(lines: Sequence[RankPattern], targets: Sequence[str]) ->
         names = [name for name in targets if fnmatchcase(name, line.pattern)]
         if not names:
             raise ValueError(
-                f"The pattern {line.pattern!r} in rank_patterns matches no layer that is trained; they have names such "
-                f"as {examples(targets)}."
+                f"The pattern {shown(line.pattern)} in rank_patterns matches no layer that is trained; they "
+                f"have names such as {examples(targets)}."
             )
         for name in names:
             matching[name].append(number)
@@ -155,8 +158,11 @@ def unused_rank_patterns(
 def _rank(values: dict[str, str], line: int) -> int | None:
     if "rank" not in values:
         return None
-    if not values["rank"].isdecimal() or int(values["rank"]) < 1:
-        raise ValueError(f"Line {line} of rank_patterns has the rank {values['rank']!r}; give a whole number from 1.")
+    # At most nine digits: Python turns no text of more than 4300 into a number.
+    if not re.fullmatch(r"[0-9]{1,9}", values["rank"]) or int(values["rank"]) < 1:
+        raise ValueError(
+            f"Line {line} of rank_patterns has the rank {shown(values['rank'])}; give a whole number from 1."
+        )
     return int(values["rank"])
 
 
@@ -168,5 +174,5 @@ def _alpha(values: dict[str, str], line: int) -> float | None:
     except ValueError:
         alpha = 0.0
     if not 0 < alpha < float("inf"):
-        raise ValueError(f"Line {line} of rank_patterns has the alpha {values['alpha']!r}; give a number above 0.")
+        raise ValueError(f"Line {line} of rank_patterns has the alpha {shown(values['alpha'])}; give a number above 0.")
     return alpha

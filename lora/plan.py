@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+from ..common.text import shown
 from ..common.unread import unread_notes
 from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
@@ -112,7 +113,7 @@ def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> It
     matching = match_rank_patterns(lines, targets)
     for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
         yield (
-            f"The line of {line.pattern!r} in rank_patterns changes nothing: its layers have that already, or "
+            f"The line of {shown(line.pattern)} in rank_patterns changes nothing: its layers have that already, or "
             "later lines set it anew."
         )
 

@@ -18,6 +18,7 @@ from math import ceil, comb
 import numpy as np
 from numpy.typing import NDArray
 
+from ...common.text import shown
 from .equal_area import MEGAPIXEL, equal_area_crop
 from .grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Bucket, Floats, Grid, Placement, find_buckets, place
 
@@ -100,7 +101,7 @@ def plan_buckets(
     Raises ValueError for values out of range, and where sizes is empty or holds an empty image.
     """
     if fit not in FITS:
-        raise ValueError(f"fit is {fit!r}; choose one of {', '.join(FITS)}.")
+        raise ValueError(f"fit is {shown(fit)}; choose one of {', '.join(FITS)}.")
     if not 0 < megapixels <= MOST_MEGAPIXELS:
         raise ValueError(
             f"megapixels is {megapixels}; set it above 0 and to at most {MOST_MEGAPIXELS} (1 is 1024 x 1024 pixels)."

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...common.text import joined, shortlist
+from ...common.text import joined, shortlist, shown
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .variants import CaptionVariants, caption_lines
@@ -43,7 +43,7 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
             )
         if rules.separator and any(rules.separator in text for text in texts):
             yield (
-                f"Captions of {folder!r} hold {rules.separator!r}, which is text like any other, as neither "
+                f"Captions of {folder!r} hold {shown(rules.separator)}, which is text like any other, as neither "
                 f"shuffle_tags nor tag_dropout is on."
             )
     if options.caption_variants != CaptionOptions.caption_variants and not options.sampled():
@@ -58,7 +58,9 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
     if options.wildcards and not any("{" in text for text in texts):
         yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
     if rules.on and rules.keep and captions and all(rules.separator and rules.separator in line for line in captions):
-        yield f"keep_tokens has no effect on {folder!r}, where {rules.separator!r} in each caption says what stays."
+        yield (
+            f"keep_tokens has no effect on {folder!r}, where {shown(rules.separator)} in each caption says what stays."
+        )
     free = max((len(split_tags(line, rules).free) for line in captions), default=0)
     if rules.shuffle and free < 2:
         yield f"shuffle_tags has no effect on {folder!r}, where no caption has two tags, with a comma between, to move."

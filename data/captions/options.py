@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.text import finite, joined
+from ...common.text import finite, joined, shown
 from .tags import TagRules
 
 MOST_VARIANTS = 1000
@@ -43,8 +43,8 @@ class CaptionOptions:
             raise ValueError(f"keep_tokens is {self.keep_tokens}; set it to 0 or more.")
         if "," in self.keep_tokens_separator:
             raise ValueError(
-                f"keep_tokens_separator is {self.keep_tokens_separator!r}, and a comma stands between tags; set it to "
-                f"something else, such as |||."
+                f"keep_tokens_separator is {shown(self.keep_tokens_separator)}, and a comma stands between "
+                "tags; set it to something else, such as |||."
             )
         if not 1 <= self.caption_variants <= MOST_VARIANTS:
             raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_VARIANTS}.")

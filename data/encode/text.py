@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.fingerprint import fingerprint, weights_fingerprint
 from ...common.progress import Interrupted, Progress
-from ...common.text import shortlist
+from ...common.text import shortlist, shown
 from ...models.text import CaptionTokens, TextPolicy
 from ..cache import EncodeJob
 from ..captions.variants import CaptionVariants
@@ -138,7 +138,7 @@ def tokenize_captions(
     if stops:
         named = [item.name for item, of in zip(items, texts, strict=True) if not stops.keys().isdisjoint(of)]
         raise ValueError(
-            f"The captions of {shortlist(named)} hold the text {next(iter(stops.values()))!r}, at which "
+            f"The captions of {shortlist(named)} hold the text {shown(next(iter(stops.values())))}, at which "
             f"{policy.family}'s text encoder stops; remove it from them."
         )
     read = []

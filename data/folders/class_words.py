@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...common.text import shortlist
+from ...common.text import cut, shortlist, shown
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     """
     word, equals, named = (part.strip() for part in class_word.partition("="))
     if equals and not (word and named):
-        raise ValueError(f"class_word is {class_word!r}; write it as word=class, such as ohwx=man.")
+        raise ValueError(f"class_word is {shown(class_word)}; write it as word=class, such as ohwx=man.")
     if equals:
         return ClassWord((word,), named)
     whole = trigger_words.strip().rstrip(",").rstrip()
     if not whole:
         raise ValueError(
-            f"class_word is {word!r} and trigger_words is empty, so that there is no word that it could stand for; set "
-            f"trigger_words, or write class_word as word=class (such as ohwx={word}) where the captions hold the word "
-            f"already."
+            f"class_word is {shown(word)} and trigger_words is empty, so that there is no word that it could stand "
+            f"for; set trigger_words, or write class_word as word=class (such as ohwx={cut(word)}) where the captions "
+            "hold the word already."
         )
     parts = (part.strip() for part in whole.split(","))
     return ClassWord(tuple(dict.fromkeys((whole, *filter(None, parts)))), word)
@@ -57,9 +57,9 @@ def check_class_captions(rule: ClassWord, folder: str, with_class: int, without:
     """
     if not with_class:
         raise ValueError(
-            f"class_word stands for {rule.words[0]!r}, which no caption of the folder {folder!r} holds; write the word "
-            f"that they hold, as {rule.words[0]}={rule.of_class} with it in front."
+            f"class_word stands for {shown(rule.words[0])}, which no caption of the folder {folder!r} "
+            f"holds; write the word that they hold, as {cut(rule.words[0])}={cut(rule.of_class)} with it in front."
         )
     if not without:
         return ()
-    return (f"Without the word {rule.words[0]!r}, so without a class caption: {shortlist(without)}.",)
+    return (f"Without the word {shown(rule.words[0])}, so without a class caption: {shortlist(without)}.",)

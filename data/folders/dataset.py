@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.fingerprint import fingerprint
+from ...common.text import shown
 from ..captions.notes import variant_notes
 from ..captions.options import CaptionOptions
 from ..captions.variants import CaptionVariants, make_caption_variants
@@ -303,7 +304,7 @@ def _checked_extension(extension: str) -> str:
     """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
     normal = "." + extension.strip().lstrip(".")
     if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
-        raise ValueError(f"caption_extension is {extension!r}; set it to how caption files end, such as .txt.")
+        raise ValueError(f"caption_extension is {shown(extension)}; set it to how caption files end, such as .txt.")
     return normal
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from ...common.text import shown
 from ..media.clip_windows import FULL, Extraction
 
 FLIPS = (OFF, HORIZONTAL) = ("off", "horizontal")
@@ -38,7 +39,7 @@ class FolderOptions:
         if not 0 <= self.unmasked_weight <= 1:
             raise ValueError(f"unmasked_weight is {self.unmasked_weight}; set it between 0 (left out) and 1 (as all).")
         if self.flip not in FLIPS:
-            raise ValueError(f"flip is {self.flip!r}; choose one of {', '.join(FLIPS)}.")
+            raise ValueError(f"flip is {shown(self.flip)}; choose one of {', '.join(FLIPS)}.")
         if self.crops < 1:
             raise ValueError(f"crops is {self.crops}; set it to 1 or more.")
         if not 1 <= self.crop_zoom <= 8:
@@ -50,8 +51,8 @@ class FolderOptions:
             )
         if self.blank_prompt_preservation and self.class_word.strip():
             raise ValueError(
-                f"class_word is {self.class_word.strip()!r} and blank_prompt_preservation is on; what is preserved is "
-                f"one of them: leave class_word empty, or switch blank_prompt_preservation off."
+                f"class_word is {shown(self.class_word.strip())} and blank_prompt_preservation is on; what "
+                "is preserved is one of them: leave class_word empty, or switch blank_prompt_preservation off."
             )
         if self.regularisation and self.blank_prompt_preservation:
             raise ValueError(
@@ -60,8 +61,8 @@ class FolderOptions:
             )
         if self.regularisation and self.class_word.strip():
             raise ValueError(
-                f"class_word is {self.class_word.strip()!r} and regularisation is on, whose captions name the class "
-                f"already; leave class_word empty there."
+                f"class_word is {shown(self.class_word.strip())} and regularisation is on, whose captions "
+                "name the class already; leave class_word empty there."
             )
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.files import write_atomically
+from ...common.text import shown
 from ...models.name_table import NameTable
 from .header import for_file
 from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
@@ -30,9 +31,9 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     Raises ValueError where the format can't carry an update, or the dtype a value.
     """
     if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; choose one of {', '.join(FORMATS)}.")
+        raise ValueError(f"format is {shown(format)}; choose one of {', '.join(FORMATS)}.")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype is {shown(dtype)}; choose one of {', '.join(DTYPES)}.")
     model = normalised(lora)
     layouts: dict[str, Layout] = {"kohya": _kohya, "comfyui": _comfyui, "diffusers": partial(_diffusers, model.table())}
     layout = layouts[format]
@@ -102,7 +103,9 @@ def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapp
 def _native(model: LoraModel, flat: str, format: str) -> str:
     name = model.name(flat)
     if name is None:
-        raise ValueError(f"format {format} needs the module's own name, which {flat!r} does not tell; choose kohya.")
+        raise ValueError(
+            f"format {format} needs the module's own name, which {shown(flat)} does not tell; choose kohya."
+        )
     return name
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...common.text import shown
 from ...models.name_table import NameTable, flat_name, uncompiled
 from ...models.registry import native_name, table_of
 
@@ -128,7 +129,7 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
     names: dict[str, str] = dict(lora.names) if isinstance(lora, LoraModel) else {}
     for key, tensor in lora.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"lora holds a {type(tensor).__name__} as {key!r}; {_AGAIN}.")
+            raise ValueError(f"lora holds a {type(tensor).__name__} as {shown(key)}; {_AGAIN}.")
         module, suffix = _split(uncompiled(key))
         if module.startswith("diffusion_model."):
             native = module.removeprefix("diffusion_model.")
@@ -136,7 +137,7 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
             names[flat_name(native)] = native
         elif not module.startswith(PREFIX):
             raise ValueError(
-                f"lora holds {key!r}, which is no update of a diffusion model in kohya's or ComfyUI's names; "
+                f"lora holds {shown(key)}, which is no update of a diffusion model in kohya's or ComfyUI's names; "
                 "connect the LORA_MODEL of a training node."
             )
         tensors[f"{module}.{suffix}"] = tensor.detach().contiguous()

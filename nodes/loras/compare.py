@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from ...common.text import shown
 from ...train.preview.compare import Column, compare, two_experts
 from ...train.preview.previewer import Preview
 from ...train.preview.sampling import Conditioning, Sampling, Stages
@@ -164,7 +165,7 @@ class TesseraCompareLoras(io.ComfyNode):
     ) -> bool | str:
         """Check `run`; None where it is linked. ComfyUI passes growing inputs to every validator."""
         if run not in (None, NONE) and run not in listed_runs():
-            return f"run: there is no run {run!r} any more; choose another, or {NONE!r}."
+            return f"run: there is no run {shown(run)} any more; choose another, or {NONE!r}."
         return True
 
     @classmethod
@@ -197,7 +198,7 @@ class TesseraCompareLoras(io.ComfyNode):
         **sampler: Any,
     ) -> io.NodeOutput:
         if clips not in CLIPS:
-            raise ValueError(f"clips is {clips!r}; choose one of {', '.join(CLIPS)}.")
+            raise ValueError(f"clips is {shown(clips)}; choose one of {', '.join(CLIPS)}.")
         samplings = [Sampling(vae, positive, **sampler), *(preview.sampling for preview in more_prompts)]
         high, low = lora_models or {}, lora_models_low_noise or {}
         if model_low_noise is None:

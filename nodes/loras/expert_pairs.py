@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ...common.text import shown
 from ...train.expert_pair import HIGH, LOW
 from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, loras_of_run, matching, path_of, unknown_lora
 
@@ -77,14 +78,18 @@ def pairs(loras: str, run: str) -> list[Pair]:
 def _written_out(line: str, listed: Sequence[str]) -> Pair:
     halves = [half.strip() for half in line.split(_SEPARATOR)]
     if len(halves) != 2 or halves == [NONE, NONE]:
-        raise ValueError(f"loras: {line!r} is no pair; write the two names as 'high + low', one of them may be none.")
+        raise ValueError(
+            f"loras: {shown(line)} is no pair; write the two names as 'high + low', one of them may be none."
+        )
     names: list[str | None] = []
     for half in halves:
         matches = [] if half == NONE else matching(half, listed)
         if half != NONE and not matches:
             raise unknown_lora(half)
         if len(matches) > 1:
-            raise ValueError(f"loras: {half!r} stands for {len(matches)} LoRAs; name one of them in {line!r}.")
+            raise ValueError(
+                f"loras: {shown(half)} stands for {len(matches)} LoRAs; name one of them in {shown(line)}."
+            )
         names.append(matches[0] if matches else None)
     return Pair(*names)
 

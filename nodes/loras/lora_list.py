@@ -8,6 +8,8 @@ from pathlib import Path, PurePosixPath
 
 import folder_paths
 
+from ...common.text import shown
+
 NONE = "none"
 MOST_LORAS = 32
 ENDING = ".safetensors"
@@ -55,8 +57,8 @@ def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:
 
 def unknown_lora(line: str) -> ValueError:
     return ValueError(
-        f"loras: {line!r} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows it, or with * for "
-        "any text."
+        f"loras: {shown(line)} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows "
+        "it, or with * for any text."
     )
 
 
@@ -76,7 +78,7 @@ def loras_named(loras: str, run: str) -> list[str]:
         matches = matching(line, listed)
         if not matches and " + " in line:
             raise ValueError(
-                f"loras: {line!r} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
+                f"loras: {shown(line)} names the LoRAs of two experts; connect model_low_noise, or name one LoRA."
             )
         if not matches:
             raise unknown_lora(line)

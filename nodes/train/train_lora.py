@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ...common.text import joined
+from ...common.text import joined, shown
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
@@ -218,7 +218,7 @@ class TesseraTrainLora(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, resume: str | None = None) -> bool | str:  # None where it is linked
         if resume not in (None, "latest", "off") and resume not in list_states(runs_folder()):
-            return f"resume: there is no state {resume!r} any more; choose another, 'latest' or 'off'."
+            return f"resume: there is no state {shown(resume)} any more; choose another, 'latest' or 'off'."
         return True
 
     @classmethod

@@ -123,3 +123,11 @@ def test_the_work_over_rank_patterns_is_linear_in_their_number(monkeypatch, own)
         lines = [RankPattern(f"blocks.{i % 100}.*" if own else "*", *line) for i, line in enumerate(values)]
         unused_rank_patterns(lines, match_rank_patterns(lines, layers), (16, 16.0))
         assert calls["match"] == count * len(layers) and calls["apply"] <= 4 * count, (count, calls)
+
+
+@pytest.mark.parametrize("digits", [4300, 10**5])
+def test_a_number_of_very_many_digits_is_told_and_cut(digits):
+    for line in (f"*: rank={'9' * digits}", f"*: alpha={'x' * digits}", "9" * digits):
+        with pytest.raises(ValueError, match="rank_patterns (has the|is) ") as told:
+            parse_rank_patterns(line)
+        assert len(str(told.value)) < 260

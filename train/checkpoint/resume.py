@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...common.fingerprint import fingerprint
+from ...common.text import shown
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
 from .schema import StateHeader
@@ -19,7 +20,9 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
         return None
     path = (root / settings.resume).resolve()
     if not (path.is_relative_to(root.resolve()) and path.is_file()):
-        raise ValueError(f"resume: there is no state {settings.resume!r}; choose one of the list, 'latest' or 'off'.")
+        raise ValueError(
+            f"resume: there is no state {shown(settings.resume)}; choose one of the list, 'latest' or 'off'."
+        )
     return path
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+from ...common.text import shown
+
 LARGEST_FACTOR = 1e6  # the rate is a product, which in fp32 would overflow far above
 
 Curve = tuple[tuple[float, float], ...]
@@ -23,8 +25,8 @@ def parse_curve(text: str) -> Curve:
             point = math.nan, math.nan
         if not (colon and 0 <= point[0] <= 1 and 0 <= point[1] < math.inf):
             raise ValueError(
-                f"lr_curve has the point {part.strip()!r}; write percent of the steps, a colon and a factor of 0 or "
-                "more, such as '0:1, 50:1, 100:0.1'."
+                f"lr_curve has the point {shown(part.strip())}; write percent of the steps, a colon and a "
+                "factor of 0 or more, such as '0:1, 50:1, 100:0.1'."
             )
         if point[1] > LARGEST_FACTOR:
             raise ValueError(
@@ -32,7 +34,9 @@ def parse_curve(text: str) -> Curve:
                 "learning_rate."
             )
         if points and point[0] <= points[-1][0]:
-            raise ValueError(f"lr_curve has {part.strip()!r} after a point at or past it; write the points in order.")
+            raise ValueError(
+                f"lr_curve has {shown(part.strip())} after a point at or past it; write the points in order."
+            )
         points.append(point)
     if not any(factor for _, factor in points):
         raise ValueError("lr_curve has no point above 0, so nothing would be learnt; write '0:1, 50:1, 100:0.1'.")
