@@ -26,6 +26,8 @@ from torch import Tensor
 _SLACK = 0.0006
 # A clip may last so many seconds, or so many for each of its frames, before its stamps are taken as wrong.
 _LONGEST, _LONGEST_STAY = 600.0, 60.0
+# FFmpeg goes by what a file holds, not by its name, and knows lists that name other files to read.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif,avi"
 # Codecs with packets that show no frame of their own; their frames are known only after decoding.
 _HIDDEN_FRAMES = frozenset({"vp8"})
 # Video without a colour matrix is BT.709 from this height on, and BT.601, the decoder's default, below.
@@ -145,7 +147,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
-    with av.open(str(path)) as container:
+    with av.open(str(path), options={"format_whitelist": _CONTAINERS}) as container:
         if not container.streams.video:
             raise ValueError("it holds no video")
         stream = container.streams.video[0]

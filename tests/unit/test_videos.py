@@ -275,6 +275,13 @@ def test_what_is_no_video_is_told(tmp_path, content, reason):
         inspect_video(tmp_path / "gone.mp4")
 
 
+def test_a_list_of_other_files_is_not_followed(tmp_path):
+    write_film(tmp_path / "other.mp4", 2)
+    (tmp_path / "a.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
+    with pytest.raises(ValueError, match=r"The clip 'a.mp4' can't be read \(it is no video or is damaged\); save it"):
+        inspect_video(tmp_path / "a.mp4")
+
+
 def test_a_file_without_pictures_is_told(tmp_path):
     with av.open(str(tmp_path / "a.mkv"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
