@@ -71,7 +71,7 @@ def held_out_note(held: TrainingData, full_data_fingerprint: str, parts: Sequenc
 
     held: validation samples.
     full_data_fingerprint: fingerprint of the data before the split.
-    parts: segments of the run, see `checkpoint.history.parts_of`.
+    parts: segments of the run, see `checkpoint.history.run_segments`.
     """
     names = sorted({_file(sample) for sample in held.samples})
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

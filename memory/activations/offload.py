@@ -148,7 +148,7 @@ class ActivationOffload:
                 target.copy_(source, non_blocking=True)
                 return self.stream.record_event()
 
-    def forget(self) -> None:
+    def drop_broken_step(self) -> None:
         """Drop the state of a step that broke off, once none of its copies is under way."""
         if self.stream is not None:
             self.stream.synchronize()

@@ -70,7 +70,7 @@ class ResidentWeights(ModelPatcher):
         if not self.resident or not any(entry.model is self for entry in loaded_models()):
             comfy.model_management.load_models_gpu([self], force_full_load=True)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Take the weights off the device and out of ComfyUI's list."""
         loaded = loaded_models()
         for index in [i for i, entry in enumerate(loaded) if entry.model is self]:

@@ -104,6 +104,7 @@ def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_
         watcher = Watcher()
         high, _ = run_both(experts, tmp_path, watcher, steps=steps, resume=low.as_posix(), **changes)
         told = [note for note in watcher.notes if note.startswith("High noise expert: There is no run to go on with")]
+        assert all(note.endswith("; set resume to 'off' to train from step 0.") for note in told)
         return high.path.parent, len(watcher.losses), told
 
     slower = {"optimizer": {"learning_rate": 1e-3}}

@@ -21,7 +21,7 @@ WAITS = {
     "staged": {"CudaLink.send", "CudaLink.order", "CudaLink.finished"},
     "offload": {"ActivationOffload._copy", "ActivationOffload._release_until", "ActivationOffload._unpack"},
 }
-SETTLE = {"CopyStream.settle", "CudaLink.settle", "ActivationOffload.forget"}
+SETTLE = {"CopyStream.settle", "CudaLink.settle", "ActivationOffload.drop_broken_step"}
 
 
 @pytest.fixture(scope="module")

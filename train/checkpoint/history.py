@@ -18,7 +18,7 @@ _FIELDS = (
 )
 
 
-def made_with(facts: RunFacts, data: str, weights: str) -> Plain:
+def segment_settings(facts: RunFacts, data: str, weights: str) -> Plain:
     """Return the settings that decide what a segment learns, as plain JSON.
 
     data, weights: fingerprints of training data and model; they reveal a change, not its content.
@@ -28,10 +28,10 @@ def made_with(facts: RunFacts, data: str, weights: str) -> Plain:
     return {name: told[name] for name in _FIELDS} | names
 
 
-def parts_of(state: Path | None, lineage: str, now: Plain, asked: str) -> list[Plain]:
+def run_segments(state: Path | None, lineage: str, now: Plain, asked: str) -> list[Plain]:
     """List the segments of a run of this lineage that resumes from `state`, the one that begins now last.
 
-    now: settings of this segment, see `made_with`.
+    now: settings of this segment, see `segment_settings`.
     asked: lineage of its settings, by which `resume.continued_lineage` finds the run again.
 
     A segment of an old state, which did not hold them, has no `made_with`.

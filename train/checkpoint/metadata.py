@@ -170,7 +170,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def facts_of(
+def collect_facts(
     settings: TrainSettings, family: Family, patcher: ModelPatcher, data: TrainingData, started: str
 ) -> RunFacts:
     """Collect the facts of a run before its first step."""
@@ -205,7 +205,7 @@ def facts_of(
     )
 
 
-def describer(facts: RunFacts) -> Describe:
+def metadata_writer(facts: RunFacts) -> Describe:
     """Return the function that makes the metadata of this run's LoRA files."""
 
     def describe(step: int, loss: float | None, lora: LoraModel) -> dict[str, str]:

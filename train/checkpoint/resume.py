@@ -102,7 +102,7 @@ def _asked(header: StateHeader) -> str | None:
     return asked
 
 
-def other_state(root: Path, settings: TrainSettings) -> str | None:
+def state_of_other_settings(root: Path, settings: TrainSettings) -> str | None:
     """Return the newest intact state of this output name up to `steps`, of any settings, as `resume` names it."""
     paths = [path for header, path in _whole_states(root, settings) if header.step <= settings.steps]
     # Two states written within one tick of the file system's clock: the name decides for the further one.
@@ -110,13 +110,13 @@ def other_state(root: Path, settings: TrainSettings) -> str | None:
     return None if newest is None else newest.relative_to(root).as_posix()
 
 
-def step_past(root: Path, settings: TrainSettings, lineage: str) -> int | None:
+def first_step_past(root: Path, settings: TrainSettings, lineage: str) -> int | None:
     """Return the step of the first intact state of this lineage past `steps`, None without one."""
     headers = [header for header, _ in _whole_states(root, settings) if header.lineage == lineage]
     return min((header.step for header in headers if header.step > settings.steps), default=None)
 
 
-def further_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
+def later_state(root: Path, settings: TrainSettings, lineage: str, step: int) -> str | None:
     """Return the furthest intact state of this lineage after `step`, as `resume` names it; None without one."""
     found = max(_of_lineage(root, settings, lineage), default=None)
     return found[1].relative_to(root).as_posix() if found is not None and found[0] > step else None

@@ -34,7 +34,7 @@ from ..settings import MemoryOptions, TrainSettings
 WORTH = 0.05  # part of a step that another plan has to save: less is within what timing differs by
 
 
-def is_asked(memory: MemoryOptions) -> bool:
+def plans_memory(memory: MemoryOptions) -> bool:
     """Return True where the options leave block swap or checkpointing to the plan."""
     return memory.blocks_to_swap == -1 or memory.checkpointing == "auto"
 
@@ -73,7 +73,7 @@ class AutomaticMemory:
     ) -> None:
         """before: checkpointing of the state that the run goes on from, taken again where it fits."""
         self.asked, self.measured, self.order = asked, measured, order
-        self.choices = choices_of(asked, len(measured.blocks))
+        self.choices = search_space(asked, len(measured.blocks))
         self.may_plan_again = True
         if asked.checkpointing == "auto" and before in self.choices.checkpointing:
             self.plan = self._plan(replace(self.choices, checkpointing=(before,)))
@@ -135,7 +135,7 @@ def shared_memory_note(device: torch.device) -> str:
     return f" On {name} that is the computer's own memory, as far as it was free when the run began."
 
 
-def choices_of(asked: MemoryOptions, blocks: int) -> SearchSpace:
+def search_space(asked: MemoryOptions, blocks: int) -> SearchSpace:
     """Return the search space: all values of the automatic options, the user's value of the others."""
     counts: tuple[int, ...] = (asked.blocks_to_swap,)
     prefetch: tuple[int, ...] = (asked.prefetch_blocks,)

@@ -127,7 +127,7 @@ class BlockRunner:
     def discard_offloaded(self) -> None:
         """Drop offloaded activations. Call it where no backward follows a forward."""
         if self.offload is not None:
-            self.offload.forget()
+            self.offload.drop_broken_step()
 
     def fall_back_to_eager(self) -> None:
         """Run every block uncompiled from now on."""

@@ -42,7 +42,7 @@ class PlacedModel:
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         try:
-            if auto.is_asked(self.memory):
+            if auto.plans_memory(self.memory):
                 self._choose_memory(data, targets)
             self._build_within_memory(step=0)
             self.network: LoraNetwork = build_network(
@@ -143,7 +143,7 @@ class PlacedModel:
         """Place the weights anew by `memory`; LoRA and optimizer are retained, graphs unless checkpointing changes."""
         assert self.resident is not None
         self.runner.discard_offloaded()
-        self.resident.forget()
+        self.resident.release()
         # Drop our references to the host weights: then only ComfyUI's modules hold them, and moving one frees it.
         self.resident.modules, self.swap = (), None
         comfy.model_management.soft_empty_cache()
@@ -208,7 +208,7 @@ class PlacedModel:
     def unload(self) -> None:
         """Free the weights on the device and remove them from ComfyUI's list of loaded models."""
         if self.resident is not None:
-            self.resident.forget()
+            self.resident.release()
 
     def close(self) -> None:
         """Free all memory of the model."""

@@ -10,8 +10,8 @@ from ...common.fingerprint import fingerprint
 from ...compile.settings import CompileSettings
 from ...data.samples import TrainingData
 from ...models.family import Family
-from ..checkpoint.history import continued_from, made_with, parts_of
-from ..checkpoint.metadata import Describe, describer, facts_of, now
+from ..checkpoint.history import continued_from, run_segments, segment_settings
+from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, now
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.state import read_header
 from ..settings import TrainSettings
@@ -91,9 +91,9 @@ def make_context(
     companion_files: texts to write next to the LoRA, by ending.
     """
     started = now()
-    facts = facts_of(settings, checked.family, checked.patcher, checked.data, started)
-    made = made_with(facts, checked.data.fingerprint, begun.weights)
-    parts = parts_of(begun.state, begun.lineage, made, begun.asked)
+    facts = collect_facts(settings, checked.family, checked.patcher, checked.data, started)
+    made = segment_settings(facts, checked.data.fingerprint, begun.weights)
+    parts = run_segments(begun.state, begun.lineage, made, begun.asked_lineage)
     earlier = continued_from(parts)
     notes: tuple[str, ...] = ()
     if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
@@ -106,7 +106,7 @@ def make_context(
         settings=settings,
         folder=begun.folder,
         lineage=begun.lineage,
-        describe=describer(replace(facts, continued_from=earlier)),
+        describe=metadata_writer(replace(facts, continued_from=earlier)),
         compile_settings=(compile_settings or CompileSettings()) if settings.compile == "auto" else None,
         validation=checked.validation,
         companion_files=companion_files,

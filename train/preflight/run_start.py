@@ -12,10 +12,10 @@ from ..checkpoint.resume import (
     continued_lineage,
     damaged_states,
     find_states,
-    further_state,
-    other_state,
+    first_step_past,
+    later_state,
     passed_over,
-    step_past,
+    state_of_other_settings,
 )
 from ..checkpoint.run_folder import RunFolder, find_finished, open_folder
 from ..checkpoint.state import read_header
@@ -30,26 +30,26 @@ class RunStart:
     """Start of a run.
 
     weights: fingerprint of the MODEL.
-    asked: lineage of the run's settings.
-    lineage: lineage of the run; differs from `asked` where it resumes from a state of other settings.
+    asked_lineage: lineage of the run's settings.
+    lineage: lineage of the run; differs from `asked_lineage` where it resumes from a state of other settings.
     key: key of the run, see `TrainSettings.key`.
     folder: folder to write to; the existing one where `finished`.
     finished: True where a run of this key was completed before.
     state: state to resume from, None to start at step 0.
     step: optimizer steps done in `state`, 0 without one.
-    further: last state of an earlier continuation of `state` with these settings, as `resume` names it.
+    later_state: last state of an earlier continuation of `state` with these settings, as `resume` names it.
     passed_over: sentences on the states that `latest` would have taken, were they not damaged.
     """
 
     weights: str
-    asked: str
+    asked_lineage: str
     lineage: str
     key: str
     folder: RunFolder
     finished: bool = False
     state: Path | None = None
     step: int = 0
-    further: str | None = None
+    later_state: str | None = None
     passed_over: tuple[str, ...] = ()
 
 
@@ -63,11 +63,11 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
     Raises ValueError where a state that `resume` names is missing, damaged or incompatible.
     """
     weights = weights_fingerprint(model)
-    asked = settings.lineage(checked.data.fingerprint, weights)
-    lineage = continued_lineage(root, settings, asked)
+    asked_lineage = settings.lineage(checked.data.fingerprint, weights)
+    lineage = continued_lineage(root, settings, asked_lineage)
     key = settings.key(lineage)
     if finished := find_finished(root, settings.output_name, key):
-        return RunStart(weights, asked, lineage, key, finished, finished=True)
+        return RunStart(weights, asked_lineage, lineage, key, finished, finished=True)
     left = damaged_states(root, settings, lineage) if settings.resume == "latest" else []
     for state in find_states(root, settings, lineage):
         try:
@@ -79,36 +79,36 @@ def find_run_start(model: ModelPatcher, checked: CheckedRun, settings: TrainSett
             left.append(passed_over(root, state, error))
             continue
         step, folder = read_header(state).step, open_folder(root, settings.output_name, key, state)
-        further = further_state(root, settings, lineage, step) if settings.names_state else None
-        return RunStart(weights, asked, lineage, key, folder, False, state, step, further, tuple(left))
+        later = later_state(root, settings, lineage, step) if settings.names_state else None
+        return RunStart(weights, asked_lineage, lineage, key, folder, False, state, step, later, tuple(left))
     folder = open_folder(root, settings.output_name, key, None)
-    return RunStart(weights, asked, lineage, key, folder, passed_over=tuple(left))
+    return RunStart(weights, asked_lineage, lineage, key, folder, passed_over=tuple(left))
 
 
 def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Iterator[str]:
     """Explain the choice of the start: a run resumed unasked, or states that were not used, and how to change it."""
-    if settings.resume == "latest" and begun.lineage != begun.asked:
+    if settings.resume == "latest" and begun.lineage != begun.asked_lineage:
         folder = begun.folder.path if begun.state is None else begun.state.parent
         yield (
             f"There is no run to go on with that had these settings from step 0 on, so {folder.name} is taken, which "
-            "came to them from others; set resume to 'latest' to train from step 0."
+            "came to them from others; set resume to 'off' to train from step 0."
         )
     yield from begun.passed_over[:_MOST_NAMED]
     if (rest := len(begun.passed_over) - _MOST_NAMED) > 0:
         yield f"{rest} more damaged states are passed over."
-    if begun.further is not None:
+    if begun.later_state is not None:
         yield (
             f"A run like this one went on from the state in resume before; this one begins there again. Choose "
-            f"{begun.further} in resume to go on from where that was left."
+            f"{begun.later_state} in resume to go on from where that was left."
         )
     if begun.finished or begun.state is not None or settings.resume != "latest":
         return
-    if (past := step_past(root, settings, begun.lineage)) is not None:
+    if (past := first_step_past(root, settings, begun.lineage)) is not None:
         yield (
             f"The states that are kept of this run are past steps = {settings.steps}, so it starts at step 0; raise "
             f"steps to {past} or more to go on from one."
         )
-    elif other := other_state(root, settings):
+    elif other := state_of_other_settings(root, settings):
         yield (
             f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
             f"this run starts at step 0; choose {other} in resume to go on from one."
