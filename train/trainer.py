@@ -238,7 +238,7 @@ class Trainer:
 
     def fall_back_to_eager(self, cause: str) -> None:
         """Switch to eager execution for the rest of the run and report `cause` once."""
-        self.observer.note(f"torch.compile does not work on this machine, so training runs eager: {cause}")
+        self.observer.note(f"Compiling failed, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
         self.compile_settings = None
         self.saver.environment = self.environment()
