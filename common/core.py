@@ -87,6 +87,8 @@ def end_of_node() -> None:
     A node that samples or encodes many times calls it after each, as ComfyUI would between nodes; otherwise the buffers
     stay until the node ends.
     """
+    if not comfy.memory_management.aimdo_enabled:  # only then does ComfyUI, whose calls wait for the GPU
+        return
     for module, name in _AT_END_OF_NODE:
         give_back = getattr(sys.modules.get(module), name, None)  # what nobody has imported holds nothing
         if give_back is not None:

@@ -30,7 +30,15 @@ _REASONS = {
 
 
 # Part of the name of an unfinished file, by which others see whether its process still runs.
-_MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()}".encode(), digest_size=4).hexdigest()
+def _processes() -> str:
+    """Name the space that process numbers are of: containers may share all else with their host."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+_MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".encode(), digest_size=4).hexdigest()
 _SESSION = uuid.uuid4().hex[:8]
 _OWNER = f"-{_MACHINE}-{os.getpid()}-{_SESSION}"
 _ABANDONED = 24 * 60 * 60  # seconds

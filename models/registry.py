@@ -52,7 +52,8 @@ def _check_is_of_comfyui(model: Any) -> None:
     a family asks ComfyUI's own for its sizes."""
     family, held = related_family(model), getattr(model, "diffusion_model", None)
     held = getattr(held, "_orig_mod", held)  # as torch.compile wraps it
-    if family is not None and not isinstance(held, family.transformer_class):
+    of_core = type(held).__module__.startswith("comfy.")  # a relative of core's own, which `family_of` names
+    if family is not None and not of_core and not isinstance(held, family.transformer_class):
         raise ValueError(
             f"model runs {family.title} as a {type(held).__name__}, which training cannot read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."

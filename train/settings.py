@@ -201,12 +201,20 @@ class TrainSettings:
 
     def key(self, lineage: str) -> str:
         """Fingerprint of lineage, length, memory, compile and validation options. Equal keys mean the same run."""
-        whole = {
-            "lineage": lineage,
-            "steps": self.steps,
-            "memory": changed_fields(self.memory),
-            "compile": self.compile,
-        }
+        return self._key(lineage, self._memory())
+
+    def keys(self, lineage: str) -> tuple[str, ...]:
+        """Return `key`, and the one that version 0.1 gave these options where it is another."""
+        memory = self._memory()
+        earlier = memory | {"checkpointing": "auto"} if self.memory.checkpointing == "auto" else memory
+        return tuple(dict.fromkeys((self._key(lineage, memory), self._key(lineage, earlier))))
+
+    def _memory(self) -> dict[str, Any]:
+        """Return the memory options that tell runs apart. In version 0.1 full checkpointing was the default."""
+        return {k: v for k, v in changed_fields(self.memory).items() if (k, v) != ("checkpointing", "full")}
+
+    def _key(self, lineage: str, memory: dict[str, Any]) -> str:
+        whole = {"lineage": lineage, "steps": self.steps, "memory": memory, "compile": self.compile}
         if self.validation is not None:
             default = ValidationOptions().facts()
             whole["validation"] = {

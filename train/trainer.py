@@ -240,7 +240,7 @@ class Trainer:
         """Switch to eager execution for the rest of the run and report `cause` once."""
         self.observer.note(f"Compiling failed, so training runs eager: {cause}")
         self.placed.runner.fall_back_to_eager()
-        self.compile_settings = None
+        self.compile_settings = self.placed.compile_settings = None
         self.saver.environment = self.environment()
 
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 # Torch's own helpers are named ___; these are the other functions and methods that stand in its guards.
-_FUNCTIONS = {function.__name__: function for function in (bool, dict, float, int, len, list, str, tuple, type)}
+_FUNCTIONS = {
+    function.__name__: function for function in (abs, bool, dict, float, int, len, list, max, min, str, tuple, type)
+}
 _METHODS = {"keys", "size", "storage_offset", "stride"}
 _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,

@@ -14,6 +14,7 @@ from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
 from ...models.blocks import most_blocks
+from ...models.name_table import uncompiled
 from ...models.swapped_model import SwapSettings
 from .block_swap import swap_inputs, with_swap
 
@@ -136,7 +137,7 @@ def _check_count(path: str, blocks_to_swap: int) -> None:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.endswith(".weight")]
             matrices = [name for name in names if len(file.get_slice(name).get_shape()) > 1]
-            most = most_blocks(name.replace("_orig_mod.", "") for name in matrices)
+            most = most_blocks(uncompiled(name) for name in matrices)
     except SafetensorError:
         return  # loading says what is wrong with it
     if most:

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from itertools import islice
 
+import comfy.ops
 import pytest
 import safetensors.torch
 import tiny
@@ -89,6 +90,13 @@ def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(chang
     with pytest.raises(ValueError, match=f"^{what}, which training cannot read; load it from a safetensors") as refused:
         train(tiny_flux, mixed_data(), tmp_path, watcher)
     assert not watcher.phases and not list(tmp_path.iterdir()) and "\n" not in str(refused.value)
+
+
+def test_a_relative_of_core_s_own_with_another_transformer_is_named(tiny_flux):
+    tiny_flux.model.__class__ = type("FluxSister", (type(tiny_flux.model),), {})
+    tiny_flux.model.diffusion_model = comfy.ops.disable_weight_init.Linear(1, 1)
+    with pytest.raises(ValueError, match="^model is a FluxSister, which Train LoRA cannot train; connect one of these"):
+        family_of(tiny_flux)
 
 
 def test_a_model_that_another_pack_has_compiled_is_not_taken_for_one(tiny_flux):

@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType
 
+import comfy.memory_management
 import comfy.model_management
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ CALLS = ("reset_cast_buffers", "cleanup_prefetch_queues", "vbars_reset_watermark
 def given_back(monkeypatch):
     """The names of core's calls, in their order."""
     called: list[str] = []
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     for module, name in core._AT_END_OF_NODE:
         if module not in sys.modules:
             monkeypatch.setitem(sys.modules, module, ModuleType(module))
@@ -53,7 +55,14 @@ def test_each_call_is_that_of_core_and_one_that_is_not_there_is_left_out(given_b
     assert given_back == [*CALLS, CALLS[2]]
 
 
-def test_core_s_own_calls_leave_the_models_loaded(tiny_flux):
+def test_without_dynamic_vram_nothing_is_called_as_in_core(given_back, monkeypatch):
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
+    core.end_of_node()
+    assert given_back == []
+
+
+def test_core_s_own_calls_leave_the_models_loaded(tiny_flux, monkeypatch):
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
     with torch.inference_mode():
         before = tiny.sample(tiny_flux, "flux")
         loaded = [entry.model for entry in core.loaded_models()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
-from tessera.train.settings import ValidationOptions
+from tessera.train.settings import CHECKPOINTING, ValidationOptions
 from tiny.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]
@@ -180,7 +180,7 @@ def test_a_run_is_named_by_what_is_set():
         "network": {"rank": 8, "dropout": 0.1, "algorithm": "loha", "start_from": LoraSource("a", "b")},
         "optimizer": {"learning_rate": 1.0, "warmup_steps": 1, "optimizer": "lion"},
         "objective": {"shift": 3.0, "stratified": "batch"},
-        "memory": {"blocks_to_swap": 3, "checkpointing": "full"},
+        "memory": {"blocks_to_swap": 3, "checkpointing": "selective"},
     }
     for part, values in others.items():
         for name, value in values.items():
@@ -188,3 +188,15 @@ def test_a_run_is_named_by_what_is_set():
     for name, value in {"part": 0.2, "seed": 1, "data": training_data()}.items():
         names.add(key(replace(made, validation=replace(ValidationOptions(), **{name: value}))))
     assert len(names) == 2 + sum(map(len, others.values())) + 3
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_run_of_version_0_1_keeps_its_name(checkpointing):
+    """There, full checkpointing was the default and so in no name."""
+    made = run_settings(memory={"blocks_to_swap": 3, "checkpointing": checkpointing})
+    whole = {"lineage": "a", "steps": made.steps, "memory": {"blocks_to_swap": 3}, "compile": made.compile}
+    if checkpointing != "full":
+        whole["memory"]["checkpointing"] = checkpointing
+    keys = made.keys("a")
+    assert fingerprint(whole) in keys and keys[0] == made.key("a")
+    assert len(keys) == (2 if checkpointing == "auto" else 1)

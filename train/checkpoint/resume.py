@@ -86,11 +86,11 @@ def _continued(root: Path, settings: TrainSettings, lineage: str) -> str:
 
     Of several, prefer a finished run, then the furthest, then the newest.
     """
-    if find_finished(root, settings.output_name, settings.key(lineage)) or _of_lineage(root, settings, lineage):
+    if find_finished(root, settings.output_name, settings.keys(lineage)) or _of_lineage(root, settings, lineage):
         return lineage
     found = []
     for header, path in _whole_states(root, settings):
-        finished = find_finished(root, settings.output_name, settings.key(header.lineage)) is not None
+        finished = find_finished(root, settings.output_name, settings.keys(header.lineage)) is not None
         if _asked(header) == lineage and (finished or header.step <= settings.steps):
             found.append((finished, header.step, path.stat().st_mtime_ns, header.lineage))
     return max(found)[-1] if found else lineage

@@ -7,6 +7,7 @@ It lies in ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any L
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -159,12 +160,13 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
     return [RunFolder(path, place.name) for path in paths]
 
 
-def find_finished(root: Path, output_name: str, key: str) -> RunFolder | None:
-    """Find the folder of a finished run with this key whose LoRA and summary are there and can be read."""
-    for folder in run_folders(root, output_name, key):
-        summary = folder.read_summary()
-        if summary and summary["key"] == key and summary["status"] == "finished" and _is_readable(folder.lora_path):
-            return folder
+def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolder | None:
+    """Find the folder of a finished run with one of these keys whose LoRA and summary are there and can be read."""
+    for key in keys:
+        for folder in run_folders(root, output_name, key):
+            summary = folder.read_summary()
+            if summary and summary["key"] == key and summary["status"] == "finished" and _is_readable(folder.lora_path):
+                return folder
     return None
 
 

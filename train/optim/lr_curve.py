@@ -2,7 +2,7 @@
 
 import math
 
-from ...common.text import shown
+from ...common.text import cut, shown
 
 LARGEST_FACTOR = 1e6  # the rate is a product, which in fp32 would overflow far above
 
@@ -30,7 +30,7 @@ def parse_curve(text: str) -> Curve:
             )
         if point[1] > LARGEST_FACTOR:
             raise ValueError(
-                f"lr_curve has the factor {factor.strip()[:20]}; write one of at most {LARGEST_FACTOR:g}, or raise "
+                f"lr_curve has the factor {cut(factor.strip())}; write one of at most {LARGEST_FACTOR:g}, or raise "
                 "learning_rate."
             )
         if points and point[0] <= points[-1][0]:

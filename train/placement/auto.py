@@ -318,6 +318,8 @@ def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "xpu":
+        torch.xpu.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
 

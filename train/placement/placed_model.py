@@ -49,7 +49,8 @@ class PlacedModel:
                 self.transformer, targets, self.settings.network, self.settings.seed
             )
             self.runner = self._build_runner()
-            if self.automatic is not None and self.automatic.may_plan_again and self.runner.planned_graphs:
+            timed = self.device.type in ("cpu", "cuda")  # elsewhere the host's clock says when a block is queued
+            if timed and self.automatic and self.automatic.may_plan_again and self.runner.planned_graphs:
                 self.runner.clock = BlockClock(self.automatic.measured.shapes, self.device)
         except BaseException:
             self.unload()
