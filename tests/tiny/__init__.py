@@ -87,7 +87,6 @@ LOADERS = {
     "flux": load_flux,
     "schnell": load_flux,
     "flux2": load_flux2,
-    "chroma": load_chroma,
     "wan": load_wan,
     "wan_vace": load_wan,
     "qwen_image": load_qwen_image,
