@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache, wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 from comfy_api.latest import io
@@ -36,8 +37,7 @@ def refuse_literals(node: type[io.ComfyNode]) -> None:
     def sockets() -> dict[str, tuple[str, bool]]:
         return dict(_sockets(node))
 
-    @wraps(execute)
-    def checked(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
+    def check(inputs: Mapping[str, Any]) -> None:
         for name, (kind, several) in sockets().items():
             given = inputs.get(name)
             if several and isinstance(given, Mapping):
@@ -45,9 +45,19 @@ def refuse_literals(node: type[io.ComfyNode]) -> None:
             for value in given if several and isinstance(given, list) else [given]:
                 if isinstance(value, (str, int, float, list, dict)) and not isinstance(value, _PLAIN.get(kind, ())):
                     raise ValueError(f"{name} is {shown(value)}; connect the output of a node that gives {kind}.")
+
+    @wraps(execute)
+    def checked(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
+        check(inputs)
         return execute(cls, *args, **inputs)
 
-    node.execute = classmethod(checked)
+    @wraps(execute)
+    async def checked_async(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
+        check(inputs)
+        return await execute(cls, *args, **inputs)
+
+    # ComfyUI awaits what is declared async, and nothing else.
+    node.execute = classmethod(checked_async if iscoroutinefunction(execute) else checked)
 
 
 def _sockets(node: type[io.ComfyNode]) -> Iterator[tuple[str, tuple[str, bool]]]:

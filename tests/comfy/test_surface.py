@@ -1,5 +1,6 @@
 """The public surface, written down: workflows and API clients depend on it. Inputs and outputs may be appended."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -594,5 +595,7 @@ def test_what_is_written_where_a_connection_belongs_is_told(node, literal):
         with pytest.raises(
             ValueError, match=f"^{one.id} is .*; connect the output of a node that gives {kind}"
         ) as told:
-            node.execute(**{one.id: given})
+            done = node.execute(**{one.id: given})
+            if asyncio.iscoroutine(done):
+                asyncio.run(done)
         assert len(str(told.value)) < 250
