@@ -163,6 +163,7 @@ class BlockRunner:
             ) from error
         log.debug("%s", report.label, exc_info=error)
         self.failed[report.label] = broken or cause
+        report.compiled_calls -= 1  # the one that failed
         del self._reports[region]
         self.planned_graphs -= self.graphs
         eager = self._eager()
@@ -178,9 +179,9 @@ def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.d
     counts = not limits_each_region()
 
     def run(*args: Any) -> Any:
+        report.compiled_calls += 1  # before it: a checkpoint breaks off its second run as soon as it has what it needs
         with report.watch(device) as record:
             out = compiled(*args)
-        report.compiled_calls += 1
         if counts and record.event is not None and sum(e.graphs for e in report.events) > report.how.limit:
             raise TooManyGraphs(f"{report.label} has more graphs than {report.how.limit}")
         return out
