@@ -19,6 +19,17 @@ def uncompiled(key: str) -> str:
     return _COMPILED.sub("", key)
 
 
+def matcher(template: str) -> re.Pattern[str]:
+    """A pattern of the names that a template stands for; its groups are the numbers."""
+    return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)"))
+
+
+def filled(template: str, numbers: Sequence[str]) -> str:
+    """A template with its numbers in it. `str.format` is not used, for templates are read from files too."""
+    first, *rest = template.split("{}")
+    return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
+
+
 Shape = tuple[int, int]
 """Rows and columns of a native weight."""
 
@@ -49,7 +60,7 @@ class NameTable:
     """The names of one family. Kohya's keys write dots as underscores, so that only a table can undo them.
 
     to_diffusers: native module name -> the diffusers modules that together hold it, in the order of its output rows;
-        "{}" is the number of the block.
+        "{}" is the number of the block. A name that is written out goes before one that "{}" stands in.
     others: modules that may carry a difference but have no matrix, or no place in diffusers.
     rows: (native name, parts, rows, columns of the native weight) -> how many rows each diffusers module takes.
     halves_swapped: native names whose two halves of rows diffusers holds the other way round.
@@ -64,17 +75,19 @@ class NameTable:
     halves_swapped: frozenset[str] = frozenset()
     proportions: Mapping[str, Shape] = field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
-    _flat: dict[str, str] = field(init=False, repr=False, compare=False)
+    _flat: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
+    _dotted: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        flat = {re.escape(flat_name(t)).replace(r"\{\}", r"(\d+)"): t for t in (*self.to_diffusers, *self.others)}
-        object.__setattr__(self, "_flat", flat)
+        templates = (*self.to_diffusers, *self.others)
+        object.__setattr__(self, "_flat", {matcher(flat_name(template)): template for template in templates})
+        object.__setattr__(self, "_dotted", {matcher(template): template for template in templates})
 
     def native(self, flat: str) -> str | None:
         """The native name of a module from its flat one; None where the family has no such module."""
         for pattern, template in self._flat.items():
-            if match := re.fullmatch(pattern, flat):
-                return template.format(*match.groups())
+            if match := pattern.fullmatch(flat):
+                return filled(template, match.groups())
         return None
 
     def fits(self, flat: str, shape: Shape) -> bool:
@@ -94,14 +107,21 @@ class NameTable:
         return []
 
     def template(self, name: str) -> str:
-        """A native name with the number of its block as "{}"."""
-        return name if name in self.to_diffusers else re.sub(r"\.\d+\.", ".{}.", name, count=1)
+        """The entry that a native name is of; the name itself where there is none."""
+        return self._entry(name)[0]
 
     def diffusers(self, name: str) -> tuple[str, ...]:
         """The diffusers modules that hold the native module `name`, in row order; empty where there is none."""
-        index = re.search(r"\.(\d+)\.", name)
-        parts = self.to_diffusers.get(self.template(name), ())
-        return tuple(part.format(index.group(1) if index else "") for part in parts)
+        template, numbers = self._entry(name)
+        return tuple(filled(part, numbers) for part in self.to_diffusers.get(template, ()))
+
+    def _entry(self, name: str) -> tuple[str, Sequence[str]]:
+        """The template of a native name, and the numbers in place of its "{}"."""
+        if name not in self.to_diffusers:
+            for pattern, template in self._dotted.items():
+                if match := pattern.fullmatch(name):
+                    return template, match.groups()
+        return name, ()
 
     def diffusers_rows(self, name: str, rows: int, columns: int) -> list[int]:
         """Output rows of the native module that each of its diffusers modules takes. rows, columns: the native

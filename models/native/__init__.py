@@ -1,0 +1,1 @@
+"""Any other model, through ComfyUI's own forward."""
