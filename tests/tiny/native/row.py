@@ -1,0 +1,152 @@
+"""A row of the table of tiny models: one of ComfyUI's model classes with sizes that run in milliseconds."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+PATCH = 2  # cells along a side of what the data counts as a token; the model's own patch may be another
+Draw = Callable[..., Tensor]
+"""Called with a shape it gives normal numbers that follow from the sample's name."""
+
+
+def nothing(draw: Draw) -> dict[str, Any]:
+    """Return the conditioning of a model that takes text alone."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRow:
+    """One model class of ComfyUI in a tiny size.
+
+    name: how tests call it.
+    model: the class of comfy.supported_models.
+    tier: A, models that people train by name; B, every other distinct forward.
+    unet: what detection would read from a checkpoint; goes over the class's own values.
+    latent: (C, H, W) or (C, T, H, W) of a sample, as the VAE outputs it.
+    text: (length, width) of a caption, as the text encoder outputs it.
+    conditioning: makes what the encoders and nodes put beside the text.
+    batches: samples of one shape run as one batch; False where the model takes one at a time.
+    audio: shape of the audio latent that goes beside the latent, without its batch axis; None for pictures and videos.
+    sizes: arguments of a class, by its dotted name, that ComfyUI fixes in its code.
+    text_ids: the caption is a list of token numbers, given by `conditioning`, and the model ignores the text tensor.
+    left_out: axis of the matrix → why it is left out.
+    """
+
+    name: str
+    model: str
+    tier: str
+    unet: Mapping[str, Any]
+    latent: tuple[int, ...]
+    text: tuple[int, int]
+    conditioning: Callable[[Draw], dict[str, Any]] = nothing
+    batches: bool = True
+    audio: tuple[int, ...] | None = None
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    text_ids: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def build(row: NativeRow, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Make the MODEL under inference mode, as loaders do: every weight is an inference tensor, filled by its name."""
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    kind = getattr(comfy.supported_models, row.model)
+    sizes = {**kind.unet_config, **row.unet}
+    with torch.inference_mode(), _small(row.sizes):
+        config = kind(sizes)
+        config.unet_config.update(row.unet)
+        config.set_inference_dtype(dtype, None)
+        model = config.get_model({}, "", device=torch.device("cpu"))
+        for name, value in model.diffusion_model.state_dict().items():
+            if value.is_floating_point() and value.numel():
+                value.copy_(_weight(name, tuple(value.shape), seed))
+    cpu = torch.device("cpu")
+    patcher = comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+    patcher.cached_patcher_init = (build, (row, dtype, seed))
+    return patcher
+
+
+def _weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Matrices have variance 1 / fan-in, so that activations stay near one; norms lie around 1, biases around 0."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode())))
+    if name.endswith("bias"):
+        return 0.1 * value
+    if value.ndim < 2:
+        return 1 + 0.1 * value
+    return value / max(value[0].numel(), 1) ** 0.5
+
+
+@contextmanager
+def _small(sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    if not sizes:
+        yield
+        return
+    (dotted, arguments), *others = sizes.items()
+    module, name = dotted.rsplit(".", 1)
+    kind = getattr(import_module(module), name)
+    with patch(dotted, lambda *given, **named: kind(*given, **{**named, **arguments})), _small(dict(others)):
+        yield
+
+
+def drawn(name: str) -> Draw:
+    """Return the source of a sample's numbers, which follow from its name alone."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def sample_of(row: NativeRow, name: str = "a sample", text_length: int | None = None) -> Any:
+    """Make a Sample of the row whose tensors follow from its name; `text_length` in place of the row's."""
+    from tessera.data.samples import Sample, SampleTensors
+
+    draw = drawn(name)
+    length = text_length or row.text[0]
+    conditioning = row.conditioning(draw)
+    if (mask := conditioning.get("attention_mask")) is not None:
+        more = torch.ones(1, max(0, length - mask.shape[1]), dtype=torch.long)
+        conditioning["attention_mask"] = torch.cat([more, mask[:, -length:]], dim=1)
+    tensors = SampleTensors(draw(*row.latent), draw(1, length, row.text[1]), conditioning)
+    frames = row.latent[1] if len(row.latent) == 4 else 1
+    height, width = row.latent[-2:]
+    grid = (frames, height, width)
+    return Sample(name, grid, frames * height * width, length, lambda *_: tensors, conditioning=frozenset(conditioning))
+
+
+def data_of(row: NativeRow, count: int = 2) -> Any:
+    """Make TrainingData of `count` samples of one shape."""
+    from tessera.data.samples import TrainingData
+
+    return TrainingData(tuple(sample_of(row, f"{row.name} {i}") for i in range(count)), f"{row.name} {count}")
+
+
+def core_forward(patcher: Any, row: NativeRow, sample: Any, sigma: float, x: Tensor | None = None) -> Tensor:
+    """Run ComfyUI's own `extra_conds` and `apply_model` of one sample under no_grad, as its sampler does; return what
+    the model takes for the clean latent, (C, …) in its own space.
+
+    x: (C, …) noisy latent in the model's space; the sample's latent where it is None.
+    """
+    import comfy.utils
+
+    read, model, cpu = sample.load(), patcher.model, torch.device("cpu")
+    noisy = (model.process_latent_in(read.latent[None]) if x is None else x[None]).clone()
+    given = dict(read.conditioning)
+    with torch.no_grad():
+        if row.audio is not None:
+            audio = drawn(f"{sample.name} audio")(1, *row.audio)
+            noisy, given["latent_shapes"] = comfy.utils.pack_latents([noisy, audio])
+        made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
+        conds = {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
+        denoised = model.apply_model(noisy, torch.tensor([sigma]), **conds)
+        if row.audio is not None:
+            denoised = comfy.utils.unpack_latents(denoised, given["latent_shapes"])[0]
+    return denoised[0]
