@@ -1,0 +1,168 @@
+"""The kernels of a training step over ComfyUI's own forward: differentiable ones in the place of those for sampling.
+
+ComfyUI's modules bind the attention chosen at its start by name, and hand it more than attention of ours takes. For the
+time of a step all of these names stand for the attention chosen on Training Memory. Comfy-kitchen's ropes have no
+backward; torch's forms of them stand in their place.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import comfy.ldm.modules.attention
+import comfy.model_management
+import comfy.quant_ops
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layers.attention import Attention
+from .ropes import ROPES
+
+Function = Callable[..., Any]
+
+# Under these names ComfyUI's modules bind the attention that was chosen; other packs may have put theirs there.
+CHOSEN = ("optimized_attention", "optimized_attention_masked")
+PACKAGES = ("comfy", "comfy_extras")
+
+_in_force: list[Attention] = []
+
+
+@contextmanager
+def training_kernels(attention: Attention) -> Iterator[None]:
+    """Have ComfyUI's forwards run `attention` and differentiable ropes, and know that they train.
+
+    It stands around forward and backward, which computes forwards again; inside itself it does nothing. The same
+    functions are put in place each time, so that a graph compiled in one step serves the next.
+    """
+    if _in_force:
+        assert _in_force[0] is attention
+        yield
+        return
+    modules = _modules()
+    replaced: list[tuple[_Place, Function, Function]] = []
+    management = comfy.model_management
+    before = management.in_training
+    _in_force.append(attention)
+    try:
+        management.in_training = True
+        for place in _places(modules):
+            kernel = place.namespace[place.name]
+            ours = place.rope or _attend(attention, kernel)
+            replaced.append((place, kernel, ours))
+            place.namespace[place.name] = ours
+        yield
+    finally:
+        for place, kernel, _ in replaced:
+            place.namespace[place.name] = kernel
+        management.in_training = before
+        _in_force.clear()
+        _restore_new(set(_modules()) - set(modules), {id(ours): kernel for _, kernel, ours in replaced})
+
+
+class _Place(NamedTuple):
+    """One name that stands for a kernel.
+
+    rope: what takes its place; None for an attention.
+    """
+
+    namespace: dict[str, Any]
+    name: str
+    rope: Function | None
+
+
+def _modules() -> tuple[ModuleType, ...]:
+    """Give the modules of ComfyUI that are loaded, and comfy-kitchen."""
+    found = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] in PACKAGES)
+    return tuple(module for module in (*found, _kitchen()) if module is not None)
+
+
+def _kitchen() -> Any:
+    return getattr(comfy.quant_ops, "ck", None)  # missing where comfy-kitchen is not installed
+
+
+@lru_cache(maxsize=1)
+def _places(modules: tuple[ModuleType, ...]) -> list[_Place]:
+    """Find the names that stand for a kernel; once for these modules, since they hold thousands of names."""
+    kitchen, core = _kitchen(), comfy.ldm.modules.attention
+    ropes = {id(getattr(kitchen, name)): form for name, form in ROPES.items() if hasattr(kitchen, name)}
+    attentions = {id(value) for name, value in vars(core).items() if name.startswith("attention")}
+    places = []
+    for namespace in (*map(vars, modules), core.REGISTERED_ATTENTION_FUNCTIONS):
+        for name, value in namespace.items():
+            if id(value) in ropes:
+                places.append(_Place(namespace, name, ropes[id(value)]))
+            elif id(value) in attentions or (name in CHOSEN and callable(value)):
+                places.append(_Place(namespace, name, None))
+    return places
+
+
+def _restore_new(modules: set[ModuleType], kernels: dict[int, Function]) -> None:
+    """Put kernels back into modules that were imported while ours stood in their place.
+
+    kernels: by id of ours.
+    """
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in kernels:
+                setattr(module, name, kernels[id(value)])
+
+
+@lru_cache(maxsize=64)
+def _attend(attention: Attention, kernel: Function) -> Function:
+    """Make the function that stands for a kernel of ComfyUI; one for each, so that it can be told what it stood for."""
+    return core_attention(attention)
+
+
+def core_attention(attention: Attention) -> Function:
+    """Wrap attention of ours in a function that takes the arguments of ComfyUI's and gives what its torch form gives.
+
+    Where there is a mask or a scale, which attention of ours does not take, torch's SDPA runs.
+    """
+    limit = comfy.ldm.modules.attention.SDP_BATCH_LIMIT
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v: (B, H, T, D) → (B, T, H·D)."""
+        if q.shape[0] <= limit:
+            return attention(q, k, v)
+        parts = zip(q.split(limit), k.split(limit), v.split(limit), strict=True)
+        return torch.cat([attention(*part) for part in parts])
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """q, k, v: (B, T, H·D), or (B, H, T, D) with `skip_reshape`.
+
+        Gives (B, T, H·D), or (B, H, T, D) with `skip_output_reshape`. mask: (T, S), (B, T, S) or (B, H, T, S), of bool
+        or to be added, and what broadcasts to it. With `enable_gqa`, keys and values may have fewer heads.
+        """
+        if not skip_reshape:
+            batch, _, width = q.shape
+            dim = width // heads
+            kv_heads = k.shape[-1] // dim if enable_gqa else heads
+            q = q.reshape(batch, -1, heads, dim).transpose(1, 2)
+            k, v = (x.reshape(batch, -1, kv_heads, dim).transpose(1, 2) for x in (k, v))
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        if mask is None and scale is None:
+            out = plain(q, k, v)
+            return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2) if skip_output_reshape else out
+        if mask is not None and mask.ndim in (2, 3):
+            mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+    return attend
