@@ -16,6 +16,7 @@ from .latents import LatentPolicy
 from .layers.attention import attention_function, ragged_attention_function
 from .layers.lora_linear import LoraLinear
 from .name_table import NameTable
+from .objective import FlowMatching, Objective
 from .text import TextPolicy
 
 RunBlock = Callable[..., Any]
@@ -219,6 +220,10 @@ class Family(ABC):
         tokens (references apart)."""
         return 1.0
 
+    def objective(self, patcher: ModelPatcher) -> Objective:
+        """Noise levels, noising and target: flow matching, where the level is the model's sigma."""
+        return FlowMatching()
+
     def expert_boundary(self, model: Any) -> float | None:
         """The sigma below which a second model, the low noise expert, takes over from one of this kind; None for models
         that come alone."""
@@ -283,6 +288,8 @@ class Family(ABC):
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
         """Collate the batch as the transformer takes it, on the device of sigma, (B,) fp32, where the latents lie too.
+
+        sigma: the model's own sigmas, `noise_level` of the family's objective.
 
         Training makes it on the host, where reading a number waits for nothing, and moves it as a whole. Raises
         ValueError for a conditioning that this forward does not run.

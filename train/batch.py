@@ -1,4 +1,4 @@
-"""Batches: sample noise and sigma for each sample, and pack model inputs and velocity targets as tokens."""
+"""Batches: sample noise and sigma for each sample, and pack model inputs and targets as tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from ..common.rng import generator
 from ..data.samples import Sample, SampleTensors, shown_per_epoch
 from ..memory.host.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
-from .objective.noise import add_noise, perturb_noise, sample_noise, velocity_target
+from .objective.noise import perturb_noise, sample_noise
 from .objective.options import ObjectiveOptions
 from .objective.preservation import PreservationInputs
 from .objective.timestep_sampling import Strata, sample_sigma, sample_stratum
@@ -24,8 +24,8 @@ class Batch:
     """Micro-batch with both sides of its loss.
 
     inputs: arguments of the transformer's forward.
-    target: velocity, (B, N, C·patch), fp32.
-    sigma: noise levels, (B,), fp32.
+    target: what the output should be, (B, N, C·patch), fp32: the velocity in flow matching.
+    sigma: noise levels in 0 to 1, (B,), fp32.
     weights: weight of each token in the loss of its sample, (B, N); None where all are 1.
     loss_weights: factor on the loss of each sample, (B,); None where all are 1.
     preserved: inputs of the preservation loss; None without preservation.
@@ -109,8 +109,9 @@ class _NoisedSample(NamedTuple):
     """Sample with its random noise and noise level.
 
     latent: clean latent in the model's space.
-    noise: noise of the velocity target.
+    noise: noise of the target.
     input_noise: noise mixed into the input; differs from `noise` under input perturbation.
+    level: noise level in 0 to 1.
     """
 
     sample: Sample
@@ -118,23 +119,25 @@ class _NoisedSample(NamedTuple):
     latent: Tensor
     noise: Tensor
     input_noise: Tensor
-    sigma: float
+    level: float
 
 
 def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSample], guidance: float) -> Batch:
+    objective = family.objective(patcher)
     noisy: list[NoisySample] = []
     targets: list[Tensor] = []
-    for sample, tensors, latent, noise, input_noise, sigma in noised:
-        level = torch.tensor([sigma], dtype=torch.float32)
-        x_t = add_noise(latent[None], input_noise[None], level)[0]
+    sigmas = [objective.noise_level(one.level) for one in noised]
+    for (sample, tensors, latent, noise, input_noise, _), sigma in zip(noised, sigmas, strict=True):
+        x_t = objective.add_noise(latent, input_noise, sigma)
         if sample.clean_frames:
             x_t[:, : sample.clean_frames] = latent[:, : sample.clean_frames]
         noisy.append(
             NoisySample(x_t, tensors.text, tensors.conditioning, sample.tokens, sample.text_length, sample.clean_frames)
         )
-        targets.append(family.patchify(velocity_target(latent, noise), sample.tokens).tokens)
-    levels = torch.tensor([one.sigma for one in noised], dtype=torch.float32)
-    inputs = family.inputs(patcher, noisy, levels, guidance)
+        targets.append(family.patchify(objective.target(latent, noise, sigma), sample.tokens).tokens)
+    levels = torch.tensor([one.level for one in noised], dtype=torch.float32)
+    model_sigmas = torch.tensor(sigmas, dtype=torch.float32)
+    inputs = family.inputs(patcher, noisy, model_sigmas, guidance)
     samples = [(one.sample, one.tensors) for one in noised]
     preserved: PreservationInputs | None = None
     if any(tensors.class_prompt for _, tensors in samples):
@@ -142,7 +145,7 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
         has_class_caption = torch.tensor([float(tensors.class_prompt is not None) for _, tensors in samples])
         token_weights = _weights([(sample, replace(tensors, weights=None)) for sample, tensors in samples])
         preserved = PreservationInputs(
-            family.inputs(patcher, class_inputs, levels, guidance), has_class_caption, token_weights
+            family.inputs(patcher, class_inputs, model_sigmas, guidance), has_class_caption, token_weights
         )
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
     return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved)

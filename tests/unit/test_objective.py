@@ -7,8 +7,9 @@ import torch
 from scipy import stats
 from tessera.common.rng import generator
 from tessera.models.flux.family import resolution_shift
+from tessera.models.objective import FlowMatching
 from tessera.train.objective.loss import velocity_loss
-from tessera.train.objective.noise import add_noise, sample_noise, velocity_target
+from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.objective.timestep_sampling import check_range, sample_sigma, shift_sigma
 
@@ -138,25 +139,32 @@ def test_noise_is_normal():
     assert stats.kstest(values, "norm").pvalue > 0.01
 
 
-def test_each_sample_is_noised_by_its_own_sigma():
-    x0, noise = torch.tensor([[[2.0, 4.0]], [[-1.0, 3.0]]]), torch.tensor([[[0.0, 8.0]], [[1.0, 1.0]]])
-    x_t = add_noise(x0, noise, torch.tensor([0.25, 1.0]))
-    assert torch.equal(x_t, torch.tensor([[[1.5, 5.0]], [[1.0, 1.0]]]))
+def test_a_sample_is_noised_by_its_sigma():
+    flow, x0, noise = FlowMatching(), torch.tensor([[2.0, 4.0]]), torch.tensor([[0.0, 8.0]])
+    assert torch.equal(flow.add_noise(x0, noise, 0.25), torch.tensor([[1.5, 5.0]]))
+    assert torch.equal(flow.add_noise(x0, noise, 1.0), noise)
 
 
-def test_the_target_leads_from_x_t_to_both_ends_of_the_path():
-    x0, noise = torch.randn(3, 5, 4, generator=generator(1)), torch.randn(3, 5, 4, generator=generator(2))
-    sigma = torch.tensor([0.1, 0.5, 0.9])
-    x_t, velocity = add_noise(x0, noise, sigma), velocity_target(x0, noise)
-    torch.testing.assert_close(x_t - sigma[:, None, None] * velocity, x0)
-    torch.testing.assert_close(x_t + (1 - sigma[:, None, None]) * velocity, noise)
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 0.9])
+def test_the_target_leads_from_x_t_to_both_ends_of_the_path(sigma):
+    flow, x0, noise = FlowMatching(), *(torch.randn(5, 4, generator=generator(seed)) for seed in (1, 2))
+    x_t, velocity = flow.add_noise(x0, noise, sigma), flow.target(x0, noise, sigma)
+    torch.testing.assert_close(x_t - sigma * velocity, x0)
+    torch.testing.assert_close(x_t + (1 - sigma) * velocity, noise)
 
 
 def test_noising_bf16_latents_happens_in_fp32():
     x0 = torch.tensor([[1.0]], dtype=torch.bfloat16)
     noise = torch.tensor([[0.001]], dtype=torch.float32)
-    assert add_noise(x0, noise, torch.tensor([0.001])).item() == pytest.approx(0.999001, abs=1e-7)
-    assert velocity_target(x0, noise).item() == pytest.approx(-0.999, abs=1e-7)
+    assert FlowMatching().add_noise(x0, noise, 0.001).item() == pytest.approx(0.999001, abs=1e-7)
+    assert FlowMatching().target(x0, noise, 0.001).item() == pytest.approx(-0.999, abs=1e-7)
+
+
+def test_x_t_has_the_bits_of_a_sigma_that_was_rounded_to_fp32_first():
+    x0, noise = (torch.randn(64, 64, generator=generator(seed)) for seed in (3, 4))
+    for sigma in (1 / 3, 0.1, 0.987654321):
+        level = torch.full((64, 64), sigma, dtype=torch.float32)
+        assert torch.equal(FlowMatching().add_noise(x0, noise, sigma), (1 - level) * x0 + level * noise)
 
 
 def test_the_loss_is_the_mean_square_of_each_sample():

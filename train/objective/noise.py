@@ -1,4 +1,4 @@
-"""Flow matching inputs: noise sampling, the noised latent x_t and the velocity target."""
+"""Random noise of training samples; the family's objective (`models/objective.py`) adds it to the latent."""
 
 from collections.abc import Sequence
 
@@ -37,14 +37,3 @@ def perturb_noise(noise: Tensor, options: ObjectiveOptions, generator: torch.Gen
     if options.ip_noise_gamma_random_strength:
         gamma *= torch.rand((), generator=generator, dtype=torch.float64).item()
     return noise + gamma * torch.randn(noise.shape, generator=generator, dtype=torch.float32)
-
-
-def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Compute x_t = (1 − sigma)·x0 + sigma·noise in fp32. x0, noise: (B, …); sigma: (B,)."""
-    sigma = sigma.float().reshape(-1, *[1] * (x0.ndim - 1))
-    return (1.0 - sigma) * x0.float() + sigma * noise.float()
-
-
-def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
-    """Compute the velocity noise − x0 in fp32: the derivative of x_t with respect to sigma."""
-    return noise.float() - x0.float()
