@@ -1,0 +1,102 @@
+"""The fields of a named model's facts."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PreviewDefaults:
+    """Settings of KSampler for a preview, as ComfyUI's template of the model has them."""
+
+    steps: int
+    cfg: float
+    sampler: str
+    scheduler: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRelease:
+    """One file of a model that is published under a name of its own.
+
+    title: for texts.
+    file: of the weights, as the template names it; empty where no template has them.
+    checkpoint: True where the file holds text encoders and VAE too.
+    template: ComfyUI's workflow template that file, encoders, VAE and sampling stand in; empty where there is none.
+    sampling: of previews.
+    distilled: True where guidance or steps were distilled into it, which plain training undoes.
+    adapter: the training adapter that people train it with; empty where none is known.
+    """
+
+    title: str
+    file: str = ""
+    checkpoint: bool = False
+    template: str = ""
+    sampling: PreviewDefaults
+    distilled: bool = False
+    adapter: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """One model by name.
+
+    name: in metadata and in keys.
+    title: in messages.
+    model_classes: names of its classes in comfy.model_base.
+    configs: names of its classes in comfy.supported_models, where `model_classes` hold other models too.
+    default_targets: patterns of the Linears that a LoRA trains; a release lacks some of them.
+    shift: of the timesteps in training, as `objective.shift_sigma` applies it; None for that of ComfyUI's class.
+    guidance: the distilled guidance that it is trained at; None where it takes none.
+    megapixels: the size of the pictures, or of the frames of a clip, that it was made for.
+    vae: the file of its VAE, empty where it stands in the checkpoint or the model works on pixels.
+    encoders: the files of its text encoders, in the order of the loader's inputs.
+    clip_type: `type` of the loader of its text encoders.
+    releases: of this model, the one to train on first.
+    licence: the name of one that binds what is made with the weights; empty for an open one.
+    notes: what else a user should know before training, a sentence each.
+    """
+
+    name: str
+    title: str
+    model_classes: tuple[str, ...]
+    configs: tuple[str, ...] = ()
+    default_targets: tuple[str, ...]
+    shift: float | None = None
+    guidance: float | None = None
+    megapixels: float = 1.0
+    vae: str = ""
+    encoders: tuple[str, ...] = ()
+    clip_type: str = ""
+    releases: tuple[NamedRelease, ...] = ()
+    licence: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def sampling(self) -> PreviewDefaults:
+        """Settings of previews on the model to train on."""
+        return self.releases[0].sampling if self.releases else USUAL_SAMPLING
+
+    def remarks(self) -> list[str]:
+        """Sentences for the user before a run: distilled releases, the licence, and the model's own notes."""
+        said = []
+        for release in self.releases:
+            if release.distilled:
+                said.append(f"{release.title} is distilled, and plain training undoes that. {_way_out(self, release)}")
+        if self.licence:
+            said.append(f"{self.title} is under the {self.licence}; read it before you share a LoRA.")
+        return [*said, *self.notes]
+
+
+def _way_out(facts: ModelFacts, release: NamedRelease) -> str:
+    ways = []
+    if not facts.releases[0].distilled:
+        ways.append(f"train on {facts.releases[0].title} and look at the LoRA on {release.title}")
+    if release.adapter:
+        ways.append(f"train with {release.adapter} as training adapter")
+    if not ways:
+        return "Keep the run short, and compare previews with the model as it was."
+    way = ", or ".join(ways)
+    return f"{way[0].upper()}{way[1:]}."
+
+
+# Where nobody has named the model: what KSampler starts with.
+USUAL_SAMPLING = PreviewDefaults(20, 8.0, "euler", "simple")
