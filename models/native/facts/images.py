@@ -2,27 +2,7 @@
 where `template` names one; what comes from elsewhere has its source beside it."""
 
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
-
-# Attention and MLP of the transformers in a UNet; proj_in and proj_out, which sd-scripts trains too (networks/lora.py,
-# UNET_TARGET_REPLACE_MODULE), are projections.
-_UNET = (
-    "*.transformer_blocks.*.attn1.*",
-    "*.transformer_blocks.*.attn2.*",
-    "*.transformer_blocks.*.ff.*",
-)
-
-# What diffusion-pipe trains (models/lumina_2.py and z_image.py: JointTransformerBlock) without the refiner of the text
-# and without modulation, which musubi-tuner leaves out too (networks/lora_zimage.py: exclude_patterns).
-_NEXT_DIT = (
-    "noise_refiner.*.attention.*",
-    "noise_refiner.*.feed_forward.*",
-    "layers.*.attention.*",
-    "layers.*.feed_forward.*",
-)
-
-# Of every block, as sd-scripts has it (networks/lora_anima.py: ANIMA_TARGET_REPLACE_MODULE and exclude_patterns). The
-# adapter of the text is left out, as diffusion-pipe advises for small datasets (docs/supported_models.md, Anima).
-_COSMOS_2 = ("blocks.*.self_attn.*", "blocks.*.cross_attn.*", "blocks.*.mlp.*")
+from .patterns import COSMOS_2, DOUBLE_AND_SINGLE, KANDINSKY_5, NEXT_DIT
 
 IMAGES = (
     ModelFacts(
@@ -30,7 +10,7 @@ IMAGES = (
         title="Z-Image",
         model_classes=("Lumina2",),
         configs=("ZImage",),
-        default_targets=_NEXT_DIT,
+        default_targets=NEXT_DIT,
         vae="ae.safetensors",
         encoders=("qwen_3_4b.safetensors",),
         clip_type="lumina2",
@@ -53,7 +33,7 @@ IMAGES = (
         ),
     ),
     ModelFacts(
-        name="krea2",
+        name="krea-2",
         title="Krea 2",
         model_classes=("Krea2",),
         # Attention and MLP of the blocks, without the fusion of the text, which musubi-tuner trains too
@@ -86,7 +66,7 @@ IMAGES = (
         name="anima",
         title="Anima",
         model_classes=("Anima",),
-        default_targets=_COSMOS_2,
+        default_targets=COSMOS_2,
         vae="qwen_image_vae.safetensors",
         encoders=("qwen_3_06b_base.safetensors",),
         clip_type="stable_diffusion",
@@ -101,75 +81,11 @@ IMAGES = (
         licence="CircleStone Labs Non-Commercial License",  # circlestone-labs/Anima, LICENSE.md
     ),
     ModelFacts(
-        name="sdxl",
-        title="SDXL",
-        model_classes=("SDXL",),
-        default_targets=_UNET,
-        releases=(
-            NamedRelease(
-                title="SDXL",
-                file="sd_xl_base_1.0.safetensors",
-                checkpoint=True,
-                template="sdxl_simple_example",
-                sampling=PreviewDefaults(25, 8.0, "euler", "normal"),
-            ),
-            NamedRelease(
-                title="SDXL Turbo",
-                file="sd_xl_turbo_1.0_fp16.safetensors",
-                checkpoint=True,
-                template="sdxlturbo_example",
-                sampling=PreviewDefaults(1, 1.0, "euler_ancestral", "sgm_uniform"),
-                distilled=True,
-            ),
-        ),
-    ),
-    ModelFacts(
-        name="sd15",
-        title="SD 1.5",
-        model_classes=("BaseModel",),
-        configs=("SD15",),
-        default_targets=_UNET,
-        megapixels=0.25,
-        releases=(
-            NamedRelease(
-                title="SD 1.5",
-                file="v1-5-pruned-emaonly-fp16.safetensors",
-                checkpoint=True,
-                template="default",
-                sampling=PreviewDefaults(20, 8.0, "euler", "normal"),
-            ),
-        ),
-    ),
-    ModelFacts(
-        name="sd3",
-        title="SD 3.5",
-        model_classes=("SD3",),
-        # Attention and MLP of both streams, as sd-scripts has them (networks/lora_sd3.py), without modulation. The last
-        # block's text has no MLP; the medium model attends twice.
-        default_targets=(
-            "joint_blocks.*.x_block.attn.*",
-            "joint_blocks.*.x_block.attn2.*",
-            "joint_blocks.*.x_block.mlp.*",
-            "joint_blocks.*.context_block.attn.*",
-            "joint_blocks.*.context_block.mlp.*",
-        ),
-        releases=(
-            NamedRelease(
-                title="SD 3.5 Large",
-                file="sd3.5_large_fp8_scaled.safetensors",
-                checkpoint=True,
-                template="sd3.5_simple_example",
-                sampling=PreviewDefaults(20, 4.01, "euler", "sgm_uniform"),
-            ),
-        ),
-        licence="Stability AI Community License",
-    ),
-    ModelFacts(
-        name="lumina2",
+        name="lumina-2",
         title="Lumina 2",
         model_classes=("Lumina2",),
         configs=("Lumina2",),
-        default_targets=_NEXT_DIT,
+        default_targets=NEXT_DIT,
         releases=(
             NamedRelease(
                 title="NetaYume Lumina",
@@ -251,15 +167,8 @@ IMAGES = (
         name="chroma-radiance",
         title="Chroma Radiance",
         model_classes=("ChromaRadiance",),
-        # Of Chroma's blocks, without the approximator of their modulation and the pixel decoder.
-        default_targets=(
-            "double_blocks.*.img_attn.*",
-            "double_blocks.*.txt_attn.*",
-            "double_blocks.*.img_mlp.*",
-            "double_blocks.*.txt_mlp.*",
-            "single_blocks.*.linear1",
-            "single_blocks.*.linear2",
-        ),
+        # Without the approximator of the blocks' modulation and the pixel decoder.
+        default_targets=DOUBLE_AND_SINGLE,
         shift=1.0,  # ModelSamplingAuraFlow in the template; ComfyUI's class has FLUX's
         encoders=("t5xxl_fp8_e4m3fn_scaled.safetensors",),
         clip_type="chroma",
@@ -272,5 +181,127 @@ IMAGES = (
             ),
         ),
         notes=("Chroma Radiance works on pixels: choose `pixel_space` in Load VAE.",),
+    ),
+    ModelFacts(
+        name="cosmos-predict2",
+        title="Cosmos Predict2",
+        model_classes=("CosmosPredict2",),
+        default_targets=COSMOS_2,
+        vae="wan_2.1_vae.safetensors",
+        encoders=("oldt5_xxl_fp8_e4m3fn_scaled.safetensors",),
+        clip_type="cosmos",
+        releases=(
+            # Comfy-Org/workflow_templates, templates/image_cosmos_predict2_2B_t2i.json; the package has it no more.
+            NamedRelease(
+                title="Cosmos Predict2",
+                file="cosmos_predict2_2B_t2i.safetensors",
+                sampling=PreviewDefaults(35, 4.0, "euler", "karras"),
+            ),
+        ),
+        licence="NVIDIA Open Model License",
+    ),
+    ModelFacts(
+        name="hunyuan-image",
+        title="HunyuanImage 2.1",
+        model_classes=("HunyuanImage21",),
+        # sd-scripts, networks/lora_hunyuan_image.py, without modulation
+        default_targets=DOUBLE_AND_SINGLE,
+        megapixels=4.0,  # 2048 x 2048
+        vae="hunyuan_image_2.1_vae_fp16.safetensors",
+        encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "byt5_small_glyphxl_fp16.safetensors"),
+        clip_type="hunyuan_image",
+        releases=(
+            # Files of Comfy-Org/Hunyuan-Image-2.1; steps and cfg of sd-scripts, docs/hunyuan_image_train_network.md.
+            NamedRelease(
+                title="HunyuanImage 2.1",
+                file="hunyuanimage2.1_bf16.safetensors",
+                sampling=PreviewDefaults(50, 3.5, "euler", "simple"),
+            ),
+            NamedRelease(
+                title="HunyuanImage 2.1 Distilled",
+                file="hunyuanimage2.1_distilled_bf16.safetensors",
+                sampling=PreviewDefaults(8, 1.5, "euler", "simple"),  # drbaph/HunyuanImage-2.1_fp8, README.md
+                distilled=True,
+            ),
+        ),
+        licence="Tencent Hunyuan Community License",
+    ),
+    ModelFacts(
+        name="kandinsky-5-image",
+        title="Kandinsky 5 Image",
+        model_classes=("Kandinsky5Image",),
+        default_targets=KANDINSKY_5,
+        vae="ae.safetensors",
+        encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors"),
+        clip_type="kandinsky5_image",
+        releases=(
+            NamedRelease(
+                title="Kandinsky 5 Image Lite",
+                file="kandinsky5lite_t2i.safetensors",
+                template="image_kandinsky5_t2i",
+                sampling=PreviewDefaults(50, 3.5, "euler", "simple"),
+            ),
+        ),
+    ),
+    ModelFacts(
+        name="ernie-image",
+        title="ERNIE-Image",
+        model_classes=("ErnieImage",),
+        # diffusion-pipe, models/ernie_image.py: ErnieImageSharedAdaLNBlock
+        default_targets=("layers.*.self_attention.*", "layers.*.mlp.*"),
+        vae="flux2-vae.safetensors",
+        encoders=("ministral-3-3b.safetensors",),
+        clip_type="flux2",
+        releases=(
+            NamedRelease(
+                title="ERNIE-Image",
+                file="ernie-image.safetensors",
+                template="image_ernie_image",
+                sampling=PreviewDefaults(20, 4.0, "euler", "simple"),
+            ),
+            NamedRelease(
+                title="ERNIE-Image Turbo",
+                file="ernie-image-turbo.safetensors",
+                template="image_ernie_image_turbo",
+                sampling=PreviewDefaults(8, 1.0, "euler", "simple"),
+                distilled=True,
+            ),
+        ),
+    ),
+    ModelFacts(
+        name="longcat",
+        title="LongCat-Image",
+        model_classes=("LongCatImage",),
+        default_targets=DOUBLE_AND_SINGLE,
+        vae="ae.safetensors",
+        encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors",),
+        clip_type="longcat_image",
+        releases=(
+            NamedRelease(
+                title="LongCat-Image",
+                file="longcat_image_bf16.safetensors",
+                template="image_longcat_text_to_image",
+                sampling=PreviewDefaults(20, 4.0, "euler", "simple"),
+            ),
+        ),
+    ),
+    ModelFacts(
+        name="ideogram-4",
+        title="Ideogram 4",
+        model_classes=("Ideogram4",),
+        # musubi-tuner, networks/lora_ideogram4.py: IDEOGRAM4_TARGET_REPLACE_MODULES and exclude_patterns
+        default_targets=("layers.*.attention.*", "layers.*.feed_forward.*"),
+        vae="flux2-vae.safetensors",
+        encoders=("qwen3vl_8b_fp8_scaled.safetensors",),
+        clip_type="ideogram4",
+        releases=(
+            NamedRelease(
+                title="Ideogram 4",
+                file="ideogram4_fp8_scaled.safetensors",
+                template="image_ideogram4_t2i",
+                sampling=PreviewDefaults(20, 7.0, "euler", "simple"),
+            ),
+        ),
+        licence="Ideogram Non-Commercial Model Agreement",
     ),
 )

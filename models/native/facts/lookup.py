@@ -7,10 +7,11 @@ from typing import Any
 from ...family import linear_shapes
 from .images import IMAGES
 from .model_facts import ModelFacts
+from .stable_diffusion import STABLE_DIFFUSION
 from .targets import default_targets
 from .videos import VIDEOS
 
-NAMED = (*IMAGES, *VIDEOS)
+NAMED = (*IMAGES, *STABLE_DIFFUSION, *VIDEOS)
 
 
 def facts_of(model: Any) -> ModelFacts:

@@ -12,13 +12,27 @@ from ...family import linear_shapes
 # adapts it, of modulation, of reference pictures, of sound and of control. `noise_refiner` is the latent's own.
 _NOT_OF_THE_LATENT = re.compile(
     r"txt|text|caption|(^|[._])cap([._]|$)|prompt|llm|(?<!noise_)refiner|adapter|connector|encoder|embed"
-    r"|guidance|approximator|(^|[._])ref(erence)?([._]|$)|audio|vision|vace|control|pose|face|motion|camera"
+    r"|guidance|approximator|(^|[._])ref(erence)?([._]|$)|audio|music|vision|(^|[._])visual[.]|vace|control|pose|face|motion|camera"
 )
 # Words in the names of a block's Linears that are neither attention nor MLP: modulation, by any of its names, the
 # embedding of the timestep in a residual block, and sound.
 _NOT_TRAINED = frozenset(
-    ("mod", "modulation", "adaln", "ada", "norm", "emb", "embed", "embedder", "time", "timestep", "temb", "generator")
-    + ("router", "audio")
+    (
+        "mod",
+        "modc",
+        "modx",
+        "modcx",
+        "modulation",
+        "adaln",
+        "ada",
+        "norm",
+        "emb",
+        "embed",
+        "embedder",
+        "time",
+        "timestep",
+    )
+    + ("temb", "generator", "router", "skip", "audio")
 )
 
 

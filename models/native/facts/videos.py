@@ -2,21 +2,54 @@
 `template` names one; what comes from elsewhere has its source beside it."""
 
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
+from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
-# Attention and MLP of the double and single blocks without modulation, as musubi-tuner has it (networks/lora.py:
-# HUNYUAN_TARGET_REPLACE_MODULES and exclude_patterns, networks/lora_hv_1_5.py); HunyuanVideo 1.5 has no single blocks.
-_HUNYUAN = (
-    "double_blocks.*.img_attn.*",
-    "double_blocks.*.txt_attn.*",
-    "double_blocks.*.img_mlp.*",
-    "double_blocks.*.txt_mlp.*",
-    "single_blocks.*.linear1",
-    "single_blocks.*.linear2",
+_WAN_SAMPLING = PreviewDefaults(20, 6.0, "uni_pc", "simple")
+WAN_CONDITIONED: tuple[tuple[str, str, str, tuple[NamedRelease, ...]], ...] = (
+    (
+        "wan-vace",
+        "Wan VACE",
+        "WAN21_Vace",
+        (
+            NamedRelease(
+                title="Wan VACE",
+                file="wan2.1_vace_14B_fp16.safetensors",
+                template="video_wan_vace_flf2v",
+                sampling=_WAN_SAMPLING,
+            ),
+        ),
+    ),
+    (
+        "wan-camera",
+        "Wan Fun Camera",
+        "WAN21_Camera",
+        (
+            NamedRelease(
+                title="Wan Fun Camera",
+                file="wan2.1_fun_camera_v1.1_14B_bf16.safetensors",
+                template="video_wan2.1_fun_camera_v1.1_14B",
+                sampling=_WAN_SAMPLING,
+            ),
+        ),
+    ),
+    (
+        "wan-s2v",
+        "Wan S2V",
+        "WAN22_S2V",
+        (
+            NamedRelease(
+                title="Wan S2V",
+                file="wan2.2_s2v_14B_fp8_scaled.safetensors",
+                template="video_wan2_2_14B_s2v",
+                sampling=PreviewDefaults(10, 6.0, "uni_pc", "simple"),
+            ),
+        ),
+    ),
 )
 
 VIDEOS = (
     ModelFacts(
-        name="ltxv",
+        name="ltx-video",
         title="LTX-Video",
         model_classes=("LTXV",),
         # diffusion-pipe, models/ltx_video.py: BasicTransformerBlock
@@ -38,7 +71,7 @@ VIDEOS = (
         name="hunyuan-video",
         title="HunyuanVideo",
         model_classes=("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"),
-        default_targets=_HUNYUAN,
+        default_targets=DOUBLE_AND_SINGLE,
         guidance=1.0,  # musubi-tuner, hv_train_network.py: the default of guidance_scale
         megapixels=0.41,  # 848 x 480, as the template starts
         vae="hunyuan_video_vae_bf16.safetensors",
@@ -58,7 +91,7 @@ VIDEOS = (
         name="hunyuan-video-1.5",
         title="HunyuanVideo 1.5",
         model_classes=("HunyuanVideo15",),
-        default_targets=_HUNYUAN,
+        default_targets=DOUBLE_AND_SINGLE,
         megapixels=0.92,  # 1280 x 720, as the template starts
         vae="hunyuanvideo15_vae_fp16.safetensors",
         encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "byt5_small_glyphxl_fp16.safetensors"),
@@ -72,5 +105,81 @@ VIDEOS = (
             ),
         ),
         licence="Tencent Hunyuan Community License",
+    ),
+    ModelFacts(
+        name="minimax-h3",
+        title="MiniMax H3",
+        model_classes=("MiniMaxH3",),
+        # ai-toolkit, ui/src/app/jobs/new/options.tsx, minimax_h3: ignore_if_contains adaln_proj; without the refiner of
+        # the text.
+        default_targets=("blocks.*.attn.*", "blocks.*.mlp.*"),
+        megapixels=1.03,  # 1344 x 768, as the template starts
+        vae="minimax_h3_video_vae_fp16.safetensors",
+        encoders=("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors",),
+        clip_type="minimax",
+        releases=(
+            NamedRelease(
+                title="MiniMax H3",
+                file="minimax_h3_fl2va_pruned_int8_convrot.safetensors",
+                template="video_minimax_h3_t2v",
+                sampling=PreviewDefaults(20, 1.0, "res_multistep", "simple"),
+                distilled=True,
+                adapter="ostris/minimax_h3_training_adapter (minimax_h3_training_adapter_v1.safetensors)",
+            ),
+        ),
+        licence="MiniMax H3 Community License Agreement",
+    ),
+    ModelFacts(
+        name="ltx-2",
+        title="LTX-2",
+        model_classes=("LTXAV",),
+        # The picture's part of diffusion-pipe's BasicAVTransformerBlock (models/ltx2.py); sound is not trained.
+        default_targets=("transformer_blocks.*.attn1.*", "transformer_blocks.*.attn2.*", "transformer_blocks.*.ff.*"),
+        megapixels=0.39,  # 768 x 512, as the template starts
+        encoders=("gemma_3_12B_it_fp4_mixed.safetensors",),
+        releases=(
+            NamedRelease(
+                title="LTX-2",
+                file="ltx-2-19b-dev-fp8.safetensors",
+                checkpoint=True,
+                template="video_ltx2_t2v",
+                sampling=PreviewDefaults(20, 4.0, "euler_ancestral", "simple"),
+            ),
+        ),
+        licence="LTX-2 Community License",
+    ),
+    ModelFacts(
+        name="kandinsky-5",
+        title="Kandinsky 5 Video",
+        model_classes=("Kandinsky5",),
+        default_targets=KANDINSKY_5,
+        megapixels=0.39,  # 768 x 512, as the template starts
+        vae="hunyuan_video_vae_bf16.safetensors",
+        encoders=("qwen_2.5_vl_7b_fp8_scaled.safetensors", "clip_l.safetensors"),
+        clip_type="kandinsky5",
+        releases=(
+            NamedRelease(
+                title="Kandinsky 5 Video Lite",
+                file="kandinsky5lite_t2v_sft_5s.safetensors",
+                template="video_kandinsky5_t2v",
+                sampling=PreviewDefaults(50, 5.0, "euler_ancestral", "beta"),
+            ),
+        ),
+    ),
+    *(
+        # Wan's models with further conditioning, without what reads that conditioning (musubi-tuner,
+        # networks/lora_wan.py: WanAttentionBlock).
+        ModelFacts(
+            name=name,
+            title=title,
+            model_classes=(model_class,),
+            default_targets=WAN,
+            megapixels=0.4,  # 832 x 480
+            vae="wan_2.1_vae.safetensors",
+            encoders=("umt5_xxl_fp8_e4m3fn_scaled.safetensors",),
+            clip_type="wan",
+            releases=releases,
+        )
+        for name, title, model_class, releases in WAN_CONDITIONED
     ),
 )
