@@ -1,5 +1,6 @@
 """The objective of a model: its noise levels, how it is noised, and the target of its output."""
 
+import math
 from typing import Protocol
 
 import torch
@@ -30,8 +31,8 @@ class Objective(Protocol):
         """Compute the output in fp32 from which a sampler gets `latent` back, at the x_t of this noise."""
         ...
 
-    def flow_sigma(self, sigma: float) -> float:
-        """Return the sigma of flow matching with the same ratio of noise to signal."""
+    def noise_ratio(self, sigma: float) -> float:
+        """Return noise over signal in x_t."""
         ...
 
     def output_scale(self, sigma: float) -> float:
@@ -57,8 +58,8 @@ class FlowMatching:
         """Compute the velocity noise − x0 in fp32: the derivative of x_t with respect to sigma."""
         return noise.float() - latent.float()
 
-    def flow_sigma(self, sigma: float) -> float:
-        return sigma
+    def noise_ratio(self, sigma: float) -> float:
+        return sigma / (1.0 - sigma) if sigma < 1.0 else math.inf
 
     def output_scale(self, sigma: float) -> float:
         """Return sigma, by x0 = x_t − sigma·v."""

@@ -12,6 +12,8 @@ from ..common.rng import generator
 from ..data.samples import Sample, SampleTensors, shown_per_epoch
 from ..memory.host.to_device import to_device
 from ..models.family import Family, ModelInputs, NoisySample
+from ..models.objective import Objective
+from .objective.loss import Signal
 from .objective.noise import perturb_noise, sample_noise
 from .objective.options import ObjectiveOptions
 from .objective.preservation import PreservationInputs
@@ -29,6 +31,7 @@ class Batch:
     weights: weight of each token in the loss of its sample, (B, N); None where all are 1.
     loss_weights: factor on the loss of each sample, (B,); None where all are 1.
     preserved: inputs of the preservation loss; None without preservation.
+    signal: noise and signal at each level; None in flow matching, where the level tells.
     """
 
     inputs: ModelInputs
@@ -37,6 +40,7 @@ class Batch:
     weights: Tensor | None
     loss_weights: Tensor | None = None
     preserved: PreservationInputs | None = None
+    signal: Signal | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy every tensor to `device`."""
@@ -51,6 +55,7 @@ class Batch:
             moved(self.weights),
             moved(self.loss_weights),
             None if self.preserved is None else self.preserved.to(device),
+            None if self.signal is None else self.signal.to(device),
         )
 
 
@@ -148,7 +153,14 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
             family.inputs(patcher, class_inputs, model_sigmas, guidance), has_class_caption, token_weights
         )
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
-    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved)
+    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved, _signal(objective, sigmas))
+
+
+def _signal(objective: Objective, sigmas: Sequence[float]) -> Signal | None:
+    if objective.is_flow:
+        return None
+    ratios, scales = ([of(sigma) for sigma in sigmas] for of in (objective.noise_ratio, objective.output_scale))
+    return Signal(torch.tensor(ratios, dtype=torch.float32), torch.tensor(scales, dtype=torch.float32))
 
 
 def _with_class_prompt(sample: NoisySample, tensors: SampleTensors) -> NoisySample:

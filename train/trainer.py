@@ -281,7 +281,8 @@ class Trainer:
     def loss(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
         """Return the mean training loss of a batch, a scalar on the device."""
         velocity = self.placed.velocity(batch.inputs, rng_key)
-        losses = training_loss(self.settings.objective, velocity, batch.target, batch.sigma, batch.weights)
+        objective = self.settings.objective
+        losses = training_loss(objective, velocity, batch.target, batch.sigma, batch.weights, batch.signal)
         return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
 
     def finite(self, total: Tensor) -> float:

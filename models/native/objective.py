@@ -97,10 +97,10 @@ class SamplingObjective:
         slope = self._denoised(one, zero, sigma) - self._denoised(zero, zero, sigma)
         return ((latent - self._denoised(zero, x_t, sigma)) / slope).float()
 
-    def flow_sigma(self, sigma: float) -> float:
+    def noise_ratio(self, sigma: float) -> float:
         one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         noise, signal = self._noised(zero, one, sigma).item(), self._noised(one, zero, sigma).item()
-        return noise / (noise + signal)
+        return noise / signal if signal else math.inf
 
     def output_scale(self, sigma: float) -> float:
         one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)

@@ -1,11 +1,16 @@
 """The objective within a run: what the model is shown and what it is held to, by its options; and after a resume."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
+from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
+from tessera.models.native.objective import objective_of
+from tessera.models.registry import family_of
 from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_sizes
 from tessera.train.objective.noise import sample_noise
@@ -83,6 +88,42 @@ def test_perturbed_input_and_offset_noise_are_what_the_formulas_say(tiny_flux, t
     shown = (1 - sigma) * x0 + sigma * (noise + 0.3 * xi)
     torch.testing.assert_close(made.inputs.tokens, tokens(shown), rtol=1e-5, atol=1e-5)
     trainer.close()
+
+
+def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight(tiny_flux, tmp_path, monkeypatch):
+    """FLUX with the sampling of Stable Diffusion patched on: x0 + sigma·noise, to be answered with the noise."""
+    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
+    (patched,) = ModelSamplingDiscrete().patch(trainer.patcher, "eps", zsnr=False)
+    monkeypatch.setattr(type(trainer.family), "objective", lambda self, patcher: objective_of(patcher))
+    (one,) = trainer.data.samples
+    samples = [(one, one.load())]
+    x0 = (samples[0][1].latent.double() - 0.1159) * 0.3611
+    objective = ObjectiveOptions(ip_noise_gamma=0.3, weighting="min_snr")
+    made = make_batch(patched, trainer.family, samples, objective, trainer.device, 3, (0, 0))
+    noise = sample_noise(x0.shape, generator(3, "noise", 0, 0, 0), 0.0).double()
+    xi = torch.randn(x0.shape, generator=generator(3, "ip_noise", 0, 0, 0)).double()
+    step = int(float(made.sigma) * 1000)
+    sigma = float(patched.get_model_object("model_sampling").sigmas[step])
+
+    def tokens(latent):
+        return latent.reshape(16, 4, 2, 4, 2).permute(1, 3, 0, 2, 4).reshape(1, 16, 64).float()
+
+    assert 0 < step < 999 and made.inputs.timestep.tolist() == [step]
+    torch.testing.assert_close(made.target, tokens(noise), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.inputs.tokens, tokens(x0 + sigma * (noise + 0.3 * xi)), rtol=1e-5, atol=1e-5)
+    assert made.signal.noise_ratio.tolist() == made.signal.output_scale.tolist() == pytest.approx([sigma])
+
+    monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: made.target + 1)
+    monkeypatch.setattr(trainer, "settings", replace(trainer.settings, objective=objective))
+    assert float(trainer.loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
+    trainer.close()
+
+
+def test_a_run_on_a_noise_schedule_refuses_what_only_flow_matching_has(tiny_flux, tmp_path, monkeypatch):
+    (patched,) = ModelSamplingDiscrete().patch(tiny_flux, "v_prediction", zsnr=True)
+    monkeypatch.setattr(type(family_of(tiny_flux)), "objective", lambda self, patcher: objective_of(patcher))
+    with pytest.raises(ValueError, match="weighting is 'cosmap', which is for flow matching models"):
+        train(patched, mixed_data(), tmp_path, Watcher(), steps=1, objective={"weighting": "cosmap"})
 
 
 def test_the_loss_of_a_step_is_the_weighted_loss_of_its_samples(tiny_flux, tmp_path):

@@ -11,6 +11,7 @@ from comfy.model_base import ModelType
 from comfy.model_patcher import ModelPatcher
 from comfy_extras import nodes_model_advanced as nodes
 from tessera.models.native.objective import LEAST_FLOW_SIGMA, SamplingObjective, default_shift, objective_of
+from tessera.models.objective import FlowMatching
 
 LEVELS = (0.0, 0.02, 0.31, 0.5, 0.77, 0.98, 1.0)
 FLOW = (ModelType.FLOW, ModelType.FLUX, ModelType.FLOW_COSMOS)
@@ -116,7 +117,8 @@ def test_levels_of_flow_models_are_their_sigmas():
     for kind in (ModelType.FLOW, ModelType.FLUX):
         objective = SamplingObjective(sampling_of(kind))
         assert [objective.noise_level(level) for level in LEVELS] == [LEAST_FLOW_SIGMA, *LEVELS[1:]]
-        assert objective.is_flow and objective.flow_sigma(0.3) == pytest.approx(0.3, rel=1e-12)
+        assert objective.is_flow and objective.noise_ratio(0.3) == pytest.approx(0.3 / 0.7, rel=1e-12)
+        assert objective.noise_ratio(1.0) == FlowMatching().noise_ratio(1.0) == math.inf
         assert objective.output_scale(0.3) == pytest.approx(0.3, rel=1e-12)
     cosmos = sampling_of(ModelType.FLOW_COSMOS)
     objective = SamplingObjective(cosmos)
@@ -124,7 +126,7 @@ def test_levels_of_flow_models_are_their_sigmas():
         sigma = objective.noise_level(level)
         assert sigma == pytest.approx(cosmos.sigma(level), rel=1e-12)
         assert cosmos.timestep(sigma) == pytest.approx(level, rel=1e-12)
-        assert objective.is_flow and objective.flow_sigma(sigma) == pytest.approx(level, rel=1e-12)
+        assert objective.is_flow and objective.noise_ratio(sigma) == pytest.approx(level / (1 - level), rel=1e-9)
         assert objective.output_scale(sigma) == pytest.approx(level, rel=1e-12)
     assert [objective.noise_level(level) for level in (0.0, 1.0)] == pytest.approx([0.002, 80.0])
 
@@ -152,14 +154,16 @@ def test_levels_of_models_without_timesteps_are_shares_of_log_sigma(kind):
     assert not objective.is_flow
 
 
-def test_the_sigma_of_flow_matching_has_the_same_ratio_of_noise_to_signal():
+def test_noise_over_signal_and_the_weight_of_the_output():
     objective = SamplingObjective(sampling_of(ModelType.EPS))
-    assert objective.flow_sigma(3.0) == pytest.approx(0.75)
+    assert objective.noise_ratio(3.0) == pytest.approx(3.0)
     assert objective.output_scale(3.0) == pytest.approx(3.0)
+    cogvideo = SamplingObjective(sampling_of(ModelType.V_PREDICTION_DDPM))
+    assert cogvideo.noise_ratio(3.0) == pytest.approx(3.0)
     velocity = SamplingObjective(sampling_of(ModelType.V_PREDICTION))
     assert velocity.output_scale(3.0) == pytest.approx(3 / math.sqrt(10))
     scaled = SamplingObjective(sampling_of(ModelType.FLOW, shift=1.0, noise_scale=8.0))
-    assert scaled.flow_sigma(0.5) == pytest.approx(8 / 9)
+    assert scaled.noise_ratio(0.5) == pytest.approx(8.0)
     latent, noise = pair()
     torch.testing.assert_close(scaled.target(latent, noise, 0.4), 8 * noise - latent)
 

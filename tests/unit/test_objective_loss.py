@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import stats
 from tessera.common.rng import generator
-from tessera.train.objective.loss import huber_threshold, sigma_weight, training_loss, velocity_loss
+from tessera.train.objective.flow_options import check_schedule_options
+from tessera.train.objective.loss import Signal, huber_threshold, sigma_weight, training_loss, velocity_loss
 from tessera.train.objective.noise import perturb_noise, sample_noise
 from tessera.train.objective.notes import objective_notes
 from tessera.train.objective.options import LOSSES, WEIGHTINGS, ObjectiveOptions
@@ -103,6 +104,61 @@ WEIGHTS_BY_HAND = {
 def test_a_weight_is_that_of_its_formula(weighting):
     found = sigma_weight(ObjectiveOptions(weighting=weighting), SIGMA)
     assert found.tolist() == pytest.approx(WEIGHTS_BY_HAND[weighting], rel=1e-5)
+
+
+RATIOS = torch.tensor([0.03, 0.5, 1.0, 14.6, 4518.0])  # noise over signal, as on the schedule of SDXL with zero SNR
+SNR = [1 / 0.0009, 4.0, 1.0, 1 / 14.6**2, 1 / 4518**2]
+
+
+def test_min_snr_weighs_noise_and_v_as_the_paper_does():
+    """Hang et al. 2023, sec. 3.4: min(SNR, gamma)/SNR on the noise, min(SNR, gamma)/(SNR + 1) on v."""
+    options = ObjectiveOptions(weighting="min_snr", min_snr_gamma=3.0)
+    noise, v = Signal(RATIOS, RATIOS), Signal(RATIOS, RATIOS / (1 + RATIOS**2).sqrt())
+    levels = torch.linspace(0, 1, 5)
+    assert sigma_weight(options, levels, noise).tolist() == pytest.approx([min(s, 3) / s for s in SNR], rel=1e-5)
+    assert sigma_weight(options, levels, v).tolist() == pytest.approx([min(s, 3) / (s + 1) for s in SNR], rel=1e-5)
+    straight = Signal(SIGMA / (1 - SIGMA), SIGMA)
+    same = sigma_weight(options, SIGMA[1:4])
+    torch.testing.assert_close(sigma_weight(options, SIGMA, straight)[1:4], same)
+
+
+def test_huber_c_follows_the_noise_over_the_signal_of_a_schedule():
+    signal, levels = Signal(RATIOS, RATIOS), torch.linspace(0, 1, 5)
+    snr = huber_threshold(ObjectiveOptions(huber_schedule="snr", huber_c=0.1), levels, signal)
+    assert snr.tolist() == pytest.approx([0.9 / (1 + r) ** 2 + 0.1 for r in RATIOS.tolist()], rel=1e-5)
+    by_level = huber_threshold(ObjectiveOptions(huber_schedule="exponential", huber_c=0.1), levels, signal)
+    assert by_level.tolist() == pytest.approx([0.1 ** float(u) for u in levels], rel=1e-5)
+
+
+def test_the_training_loss_of_a_schedule_is_weighted_by_its_signal():
+    options = ObjectiveOptions(loss="huber", huber_c=0.1, huber_schedule="snr", weighting="min_snr")
+    signal, level = Signal(torch.tensor([2.0]), torch.tensor([2.0])), torch.tensor([0.6])
+    found = training_loss(options, ERRORS, torch.zeros_like(ERRORS), level, None, signal)
+    expected = velocity_loss(ERRORS, torch.zeros_like(ERRORS), "huber", None, torch.tensor([0.9 / 9 + 0.1]))
+    torch.testing.assert_close(found, expected)  # SNR 1/4 is below gamma: a weight of 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        ("weighting", "cosmap", "'none', 'min_snr'"),
+        ("weighting", "sigma_sqrt", "'none', 'min_snr'"),
+        ("timestep_sampling", "logsnr", "'logit_normal', 'uniform', 'sigmoid', 'mode', 'beta', 'custom'"),
+        ("timestep_sampling", "resolution_flux2", "'logit_normal', 'uniform', 'sigmoid', 'mode', 'beta', 'custom'"),
+    ],
+)
+def test_options_of_flow_matching_are_refused_for_a_noise_schedule(name, value, others):
+    with pytest.raises(ValueError) as raised:
+        check_schedule_options(ObjectiveOptions(**{name: value}), "SDXL")
+    assert str(raised.value) == (
+        f"{name} is '{value}', which is for flow matching models, and SDXL is none; choose one of {others}."
+    )
+
+
+def test_a_noise_schedule_is_told_how_its_levels_are_drawn():
+    (note,) = check_schedule_options(ObjectiveOptions(), "SDXL")
+    assert note.startswith("timestep_sampling logit_normal draws the middle of the noise schedule of SDXL more often;")
+    assert check_schedule_options(ObjectiveOptions("uniform", weighting="min_snr"), "SDXL") == ()
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)

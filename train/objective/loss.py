@@ -1,14 +1,32 @@
-"""Loss of the velocity prediction, and the weight of each noise level."""
+"""Loss of the model's output, and the weight of each noise level."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .options import LOSSES, ObjectiveOptions
+from ...memory.host.to_device import to_device
+from .options import FLOW_WEIGHTINGS, LOSSES, ObjectiveOptions
 
 # Lower bound for sigma_sqrt, which is infinite at 0: the smallest sigma in diffusers' table of 1000.
 MIN_SIGMA = 1e-3
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Noise and signal of a batch whose levels are not sigmas of flow matching, which tell them.
+
+    noise_ratio: noise over signal in x_t, (B,).
+    output_scale: error of x0 for an error of 1 in the output, (B,).
+    """
+
+    noise_ratio: Tensor
+    output_scale: Tensor
+
+    def to(self, device: torch.device) -> "Signal":
+        """Copy both to `device`."""
+        return Signal(to_device(self.noise_ratio, device), to_device(self.output_scale, device))
 
 
 def velocity_loss(
@@ -52,50 +70,62 @@ def _losses(error: Tensor, loss: str, threshold: Tensor | None) -> Tensor:
     return 2 * c * error.square() / ((error.square() + c.square()).sqrt() + c)
 
 
-def huber_threshold(options: ObjectiveOptions, sigma: Tensor) -> Tensor:
-    """Compute c of the Huber losses for each sigma, (B,) → (B,) (kohya-ss/sd-scripts, `--huber_schedule`).
+def huber_threshold(options: ObjectiveOptions, level: Tensor, signal: Signal | None = None) -> Tensor:
+    """Compute c of the Huber losses for each noise level, (B,) → (B,) (kohya-ss/sd-scripts, `--huber_schedule`).
 
     constant: huber_c.
-    exponential: exp(t·ln(huber_c)) with timestep t from 0 to 1, hence huber_c^sigma: 1 at sigma 0, huber_c at sigma 1.
+    exponential: exp(t·ln(huber_c)) with timestep t from 0 to 1, hence huber_c^level: 1 at level 0, huber_c at level 1.
     snr: (1 − huber_c) / (1 + noise/signal)² + huber_c. On the straight path noise/signal is sigma / (1 − sigma), hence
     (1 − huber_c)·(1 − sigma)² + huber_c.
     """
     c = options.huber_c
     if options.huber_schedule == "exponential":
-        return torch.exp(math.log(c) * sigma)
+        return torch.exp(math.log(c) * level)
     if options.huber_schedule == "snr":
-        return (1.0 - c) * (1.0 - sigma).square() + c
-    return torch.full_like(sigma, c)
+        return (1.0 - c) * ((1.0 - level) if signal is None else 1.0 / (1.0 + signal.noise_ratio)).square() + c
+    return torch.full_like(level, c)
 
 
-def sigma_weight(options: ObjectiveOptions, sigma: Tensor) -> Tensor:
-    """Compute the loss weight of each sigma, (B,) → (B,).
+def sigma_weight(options: ObjectiveOptions, level: Tensor, signal: Signal | None = None) -> Tensor:
+    """Compute the loss weight of each noise level, (B,) → (B,).
 
     none: 1.
     sigma_sqrt: sigma^−2, with sigma at least 0.001 (diffusers, compute_loss_weighting_for_sd3).
     cosmap: 2 / (π·(1 − 2·sigma + 2·sigma²)) (Esser et al. 2024, arXiv 2403.03206, sec. 3.1; diffusers, same function).
-    min_snr: Hang et al. 2023, arXiv 2303.09556, sec. 3.4, weight the error of x0 by min(SNR, gamma). On the straight
-    path SNR = ((1 − sigma)/sigma)² and x0 = x_t − sigma·v, so that the weight of the velocity's squared error is
-    sigma²·min(SNR, gamma) = min((1 − sigma)², gamma·sigma²).
+    min_snr: Hang et al. 2023, arXiv 2303.09556, sec. 3.4, weight the error of x0 by min(SNR, gamma), and hence that of
+    the output by output_scale²·min(SNR, gamma): min(SNR, gamma)/SNR where it is the noise, min(SNR, gamma)/(SNR + 1)
+    where it is v. On the straight path SNR = ((1 − sigma)/sigma)² and x0 = x_t − sigma·v, so that the weight of the
+    velocity's squared error is sigma²·min(SNR, gamma) = min((1 − sigma)², gamma·sigma²).
+
+    sigma_sqrt and cosmap are of flow matching alone, where the level is sigma: `flow_options` refuses them elsewhere.
     """
+    assert signal is None or options.weighting not in FLOW_WEIGHTINGS, options.weighting
     if options.weighting == "sigma_sqrt":
-        return sigma.clamp_min(MIN_SIGMA).pow(-2)
+        return level.clamp_min(MIN_SIGMA).pow(-2)
     if options.weighting == "cosmap":
-        return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma.square()))
+        return 2.0 / (math.pi * (1.0 - 2.0 * level + 2.0 * level.square()))
+    if options.weighting == "min_snr" and signal is not None:
+        return signal.output_scale.square() * signal.noise_ratio.pow(-2).clamp_max(options.min_snr_gamma)
     if options.weighting == "min_snr":
-        return torch.minimum((1.0 - sigma).square(), options.min_snr_gamma * sigma.square())
-    return torch.ones_like(sigma)
+        return torch.minimum((1.0 - level).square(), options.min_snr_gamma * level.square())
+    return torch.ones_like(level)
 
 
 def training_loss(
-    options: ObjectiveOptions, prediction: Tensor, target: Tensor, sigma: Tensor, weights: Tensor | None
+    options: ObjectiveOptions,
+    prediction: Tensor,
+    target: Tensor,
+    level: Tensor,
+    weights: Tensor | None,
+    signal: Signal | None = None,
 ) -> Tensor:
     """Compute the weighted training loss of each sample, (B,).
 
     prediction, target: (B, N, C).
-    sigma: noise levels, (B,), fp32.
+    level: noise levels in 0 to 1, (B,), fp32.
     weights: weights of the tokens, (B, N), or None.
+    signal: None in flow matching.
     """
-    threshold = huber_threshold(options, sigma) if options.loss in ("huber", "pseudo_huber") else None
+    threshold = huber_threshold(options, level, signal) if options.loss in ("huber", "pseudo_huber") else None
     loss = velocity_loss(prediction, target, options.loss, weights, threshold)
-    return loss if options.weighting == "none" else loss * sigma_weight(options, sigma)
+    return loss if options.weighting == "none" else loss * sigma_weight(options, level, signal)

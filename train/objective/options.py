@@ -23,6 +23,9 @@ STRATIFIED = ("off", "batch", "epoch")
 LOSSES = ("mse", "huber", "pseudo_huber", "l1")
 HUBER_SCHEDULES = ("constant", "snr", "exponential")
 WEIGHTINGS = ("none", "sigma_sqrt", "cosmap", "min_snr")
+# Defined on the sigma of flow matching alone.
+FLOW_WEIGHTINGS = ("sigma_sqrt", "cosmap")
+FLOW_SAMPLINGS = (*RESOLUTION_SAMPLINGS, "logsnr")
 MAX_MODE_SCALE = 2 / (math.pi - 2)  # above it the mapping of mode sampling is not monotonic
 
 _OF_LOGIT = read_by("timestep_sampling", "logit_normal", *RESOLUTION_SAMPLINGS)

@@ -15,6 +15,7 @@ from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model
 from ...models.registry import family_of
 from ..batch import strata_sizes
+from ..objective.flow_options import check_schedule_options
 from ..objective.notes import objective_notes
 from ..objective.preservation import check_preservation
 from ..objective.timestep_sampling import check_range
@@ -56,6 +57,8 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     targets = choose_targets(family, patcher.model, settings.network)
     base_notes = apply_base_lora(patcher, settings.network, family)
     start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)
+    is_flow = family.objective(patcher).is_flow
+    schedule_notes = () if is_flow else check_schedule_options(settings.objective, family.title)
     lr_factor(settings.optimizer, settings.steps)
     optimizer_notes = check_optimizer(settings.optimizer, patcher.load_device, settings.network)
     attention = settings.memory.attention, patcher.load_device, patcher.model.get_dtype_inference()
@@ -82,6 +85,7 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *one_expert_notes(settings.network),
         *network_notes(settings.network, family, patcher.model, targets),
         *objective_notes(settings.objective, strata),
+        *schedule_notes,
         *guidance_notes(family, patcher.model, settings.objective, data.samples),
         *saving_notes(settings, strata),
         *weight_notes(settings.objective, data.samples),
