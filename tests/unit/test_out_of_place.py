@@ -1,0 +1,363 @@
+"""In-place code run out of place: values and gradients of the same code written without it, in eager, in a checkpoint
+and in one graph."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tessera.models.native.out_of_place import OutOfPlace, blocks_to_leave_eager, out_of_place
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+W = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
+
+
+def added(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    z = y.sin()
+    y += w.exp()
+    y.mul_(z).add_(1)
+    return y * z
+
+
+def chained(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    same = y.add_(w)
+    y.mul_(2)
+    return same * y.exp()  # `same` is y, whatever is written later
+
+
+def parts_of_a_base(x: Tensor, w: Tensor) -> Tensor:
+    pre = x * w
+    pre[:, :3].mul_(w[:, :3]).add_(pre[:, 3:])
+    pre[1:3].addcmul_(w[1:3], pre[1:3].sin())
+    return pre * pre.sin()
+
+
+def parts_of_parts(x: Tensor, w: Tensor) -> Tensor:
+    pre = x * w
+    rows = pre[1:]
+    cell = rows[:, 2:4]
+    whole = pre[:]
+    cell *= w[1:, :2]
+    rows[0].copy_(w[0])
+    return whole * rows.sum() + cell.sum()
+
+
+def base_after_a_view(x: Tensor, w: Tensor) -> Tensor:
+    pre = x * w
+    view = pre[:, ::2]
+    turned = pre.t()
+    pre.exp_()
+    return view.sin() + pre[:, 1::2] * turned.sum()
+
+
+def views_of_all_kinds(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y.view(2, 12)[0].mul_(w.flatten()[:12])
+    y.transpose(0, 1).unsqueeze(0)[:, 1:3].add_(w.t()[1:3])
+    y.unflatten(1, (2, 3)).permute(1, 0, 2).select(0, 1).sub_(1)
+    y.reshape(-1).narrow(0, 3, 5).sin_()
+    y.t().reshape(-1).zero_()  # a copy
+    y.diagonal().mul_(2)
+    return y * y.view(-1)[3]
+
+
+def copies(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    chosen = y[torch.tensor([0, 2])]
+    chosen.mul_(3)  # a copy of its base
+    y.to(torch.float64).add_(1)
+    y[:, 0].copy_(w[:, 1])
+    y[:, 1].zero_()
+    y[:, 2].fill_(0.5)
+    return y * chosen.sum()
+
+
+def layers(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    F.silu(y, inplace=True)
+    F.leaky_relu(y, 0.1, True)
+    nn.ReLU(inplace=True)(y)
+    nn.Dropout(0.5, inplace=True).eval()(y)
+    return y * y.detach().clone()
+
+
+def handed_back(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y += 1
+    z = F.dropout(y, training=False).contiguous().to(y.dtype)
+    z *= 2
+    return z * y
+
+
+def rounded(x: Tensor, w: Tensor) -> Tensor:
+    y = (x * w).to(torch.bfloat16)
+    y += w * 1.001  # rounds to the dtype that it is
+    assert y.dtype == torch.bfloat16 and y.shape == x.shape
+    return y.float() * w
+
+
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y.scatter_add_(1, torch.tensor([[0], [1], [2], [3]]), w[:, :1])
+    y.masked_fill_(y > 1, 0.5)
+    y.index_copy_(0, torch.tensor([2]), w[:1])
+    return torch.cat([y, torch.stack((y, y[:]))[0]], dim=0) * torch.cat(tensors=[y, y], dim=0)
+
+
+def operators(x: Tensor, w: Tensor) -> Tensor:
+    y, n = x * w, torch.arange(24).reshape(4, 6)
+    y -= 1
+    y /= 3
+    n //= 2
+    n %= 5
+    n |= 8
+    n <<= 1
+    return y * n
+
+
+PROGRAMS = [added, chained, parts_of_a_base, parts_of_parts, base_after_a_view, views_of_all_kinds, copies, layers]
+PROGRAMS += [handed_back, rounded, gathered, operators]
+
+
+def parts(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    q, k, v = y.chunk(3, dim=-1)
+    q *= k
+    k.add_(q.sin())
+    first, *_ = y.split([1, 3])
+    first.mul_(v[:1].repeat(1, 3))
+    y.unbind(1)[5].add_(1)
+    return q * k * v * y.sum()
+
+
+def parts_without(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    q, k, v = y[:, :2], y[:, 2:4], y[:, 4:]
+    q = q * k
+    k = k + q.sin()
+    y = torch.cat([q, k, v], dim=1)
+    y = torch.cat([y[:1] * v[:1].repeat(1, 3), y[1:]])
+    y = torch.cat([y[:, :5], y[:, 5:] + 1], dim=1)
+    return y[:, :2] * y[:, 2:4] * y[:, 4:] * y.sum()
+
+
+def outs(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    torch.add(y, w, out=y)
+    torch.mul(y[:2], 2, out=y[2:])
+    return y * y
+
+
+def outs_without(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w + w
+    y = torch.cat([y[:2], y[:2] * 2])
+    return y * y
+
+
+def assigned(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    z = y.sin()
+    y *= z
+    y[1] = w[1]
+    y[torch.tensor([0, 2]), 1:3] = z[:2, :2]
+    return y * z
+
+
+def assigned_without(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    z = y.sin()
+    y = y * z
+    y = torch.cat([y[:1], w[1:2], y[2:]])
+    rows = torch.cat([y[::2, :1], z[:2, :2], y[::2, 3:]], dim=1)
+    return torch.stack([rows[0], y[1], rows[1], y[3]]) * z
+
+
+# These autograd refuses to write in place, so that their reference is written without.
+WITHOUT = {parts: parts_without, outs: outs_without, assigned: assigned_without}
+
+
+def run(call, program) -> tuple[Tensor, Tensor]:
+    x = torch.linspace(0.1, 2.0, 24).reshape(4, 6).requires_grad_()
+    out = call(program, x, W)
+    weight = torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape)
+    (out * weight).sum().backward()
+    return out.detach(), x.grad
+
+
+def ours(program, *args):
+    return out_of_place("a block", program, *args)
+
+
+def checkpointed(program, *args):
+    return checkpoint(ours, program, *args, use_reentrant=False)
+
+
+def compiled(program, *args):
+    torch._dynamo.reset()
+    return torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=False)(program, *args)
+
+
+@pytest.mark.parametrize("call", [ours, checkpointed, compiled])
+@pytest.mark.parametrize("program", [*PROGRAMS, *WITHOUT])
+def test_values_and_gradients_are_those_of_the_code_that_writes(program, call):
+    if program is assigned and call is compiled:
+        pytest.skip("dynamo hides item assignment; eager tells")
+    with allow_mutation_on_saved_tensors():
+        want = run(lambda body, *args: body(*args), WITHOUT.get(program, program))
+    for found, expected in zip(run(call, program), want, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_arguments_are_not_written_and_results_are_of_the_end():
+    def body(x, rest):
+        first = x.add_(1)
+        rest["y"].mul_(2)
+        x.mul_(3)
+        return {"first": first, "both": [x, (rest["y"], None)]}
+
+    x, y = torch.ones(3), torch.ones(2)
+    found = ours(body, x, {"y": y})
+    assert torch.equal(found["first"], torch.full((3,), 6.0)) and found["both"][0] is found["first"]
+    assert torch.equal(found["both"][1][0], torch.full((2,), 2.0)) and torch.equal(x, torch.ones(3))
+    assert torch.equal(y, torch.ones(2))
+
+
+def test_random_numbers_are_those_of_the_code_that_writes():
+    def body(x):
+        return x.clone().normal_(), torch.empty(9).bernoulli_(0.5), F.dropout(x, 0.5, True, True), x
+
+    torch.manual_seed(3)
+    want = body(torch.ones(9))
+    torch.manual_seed(3)
+    for found, expected in zip(ours(body, torch.ones(9)), want, strict=True):
+        assert torch.equal(found, expected)
+
+
+class Block(nn.Module):
+    def __init__(self, where: str):
+        super().__init__()
+        self.where, self.linear = where, nn.Linear(4, 4)
+
+    def body(self, x: Tensor) -> Tensor:
+        x += self.linear(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return out_of_place(self.where, self.body, x)
+
+
+def test_blocks_of_other_names_share_one_graph():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(lambda block, x: block(x), backend=counter, fullgraph=True, dynamic=False)
+    for where in ("layer 1", "layer 2", "layer 3"):
+        forward(Block(where), torch.ones(2, 4))
+    assert counter.frame_count == 1
+
+
+def stale_base(x):
+    x.detach().mul_(2)
+    return x + 1
+
+
+def stale_view(x):
+    kept = x.as_strided((2,), (1,))
+    x.add_(1)
+    return kept * 2
+
+
+def stale_part(x):
+    flat = x.as_strided((3,), (1,))
+    row = x[0]
+    flat.zero_()
+    return row * 2
+
+
+@pytest.mark.parametrize(("program", "said"), [(stale_base, "add"), (stale_view, "mul"), (stale_part, "mul")])
+def test_what_shares_memory_in_a_way_that_is_not_followed_is_refused(program, said):
+    with pytest.raises(NotImplementedError, match=f"^layer 3 uses a tensor in {said} after it was written through"):
+        out_of_place("layer 3", program, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("write", [lambda x: x.t_(), lambda x: torch.ops.aten.add_.Tensor(x, 1)])
+def test_a_write_that_makes_no_new_tensor_is_refused(write):
+    with pytest.raises(NotImplementedError, match=r"^layer 3 calls (t_|aten\.add_\.Tensor), .*training"):
+        out_of_place("layer 3", write, torch.ones(2, 2))
+
+
+def test_sizes_of_memory_that_can_not_be_followed_may_be_read():
+    def sizes(x):
+        x.detach().mul_(2)
+        return torch.ones(x.shape) * x.size(1) * len(x) * x.ndim
+
+    assert torch.equal(ours(sizes, torch.ones(2, 3)), torch.full((2, 3), 12.0))
+
+
+def iterated(x):
+    x *= 2
+    a, b = x
+    return a + b
+
+
+def only_iterated(x):
+    a, b = x
+    return a + b
+
+
+def written_by_a_function(x):
+    return torch.sigmoid_(x)
+
+
+def raised(x):
+    x **= 2
+    return x
+
+
+def read_by_a_function(x):
+    x *= 2
+    return F.hardswish(x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [assigned, iterated, written_by_a_function, raised, read_by_a_function, only_iterated, *PROGRAMS, parts, outs],
+)
+def test_an_eager_run_tells_what_a_compiled_one_would_not_follow(program):
+    hidden = program in (assigned, iterated, written_by_a_function, raised, read_by_a_function)
+    args = (torch.ones(4, 6), W) if program in (assigned, *PROGRAMS, parts, outs) else (torch.ones(2, 3),)
+    with blocks_to_leave_eager() as names:
+        out_of_place("layer 3", program, *args)
+        out_of_place("layer 4", lambda x: x + 1, args[0])
+    assert names == ({"layer 3"} if hidden else set())
+
+
+def test_tensors_of_a_call_are_freed_with_it():
+    kept = []
+
+    def body(x):
+        y = x * 2
+        part = y[:1]
+        part += 1
+        kept.extend([weakref.ref(y), weakref.ref(part)])
+        return y.sum()
+
+    gc.disable()
+    try:
+        ours(body, torch.ones(2, 3))
+        assert [tensor() for tensor in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_code_without_writes_hands_every_tensor_through():
+    x, mode = torch.ones(2, 3), OutOfPlace("a block")
+    with mode:
+        views = [x[0], x.t(), *x.chunk(2)]
+        total = sum([view.sum() for view in views])
+    assert not mode.written and mode.current(views) == views and total == 15
