@@ -32,12 +32,15 @@ class Cache:
         """Return the path of a key's file; the first two characters of the key name its subfolder."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
-    def holds(self, key: str, shapes: Mapping[str, Shape]) -> bool:
-        """Check for an intact file with tensors of exactly these names and shapes (None matches any length).
+    def holds(self, key: str, shapes: Mapping[str, Shape] | None) -> bool:
+        """Check for an intact file with tensors of exactly these names and shapes (None matches any length), or with
+        any tensors for None.
 
         Reads only the header; safetensors validates it against the length of the file.
         """
         found = self.shapes(key)
+        if shapes is None:
+            return bool(found)
         return found.keys() == shapes.keys() and all(_fits(found[name], shape) for name, shape in shapes.items())
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
@@ -73,14 +76,15 @@ class EncodeJob:
     """One tensor file to be encoded where the cache lacks it.
 
     key: cache key.
-    shapes: name and shape of each tensor in the file; None for a length that is known only after encoding.
+    shapes: name and shape of each tensor in the file; None for a length that is known only after encoding, and as a
+        whole where the names are, too.
     bytes: approximate size on disk.
     encode: computes the tensors.
     name: the encoded file or caption, for messages.
     """
 
     key: str
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, Shape] | None
     bytes: int
     encode: Callable[[], Mapping[str, Tensor]]
     name: str

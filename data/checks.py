@@ -1,12 +1,13 @@
 """Checks and notes on items, encoders and options; they run before anything is encoded."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..common.text import shortlist, shown
 from ..models.latents import WAN21, WAN22, LatentPolicy
 from ..models.text import EDIT_PROMPTS, FIRST_EDIT, PLUS, TextPolicy
-from .buckets.grids import RAGGED_EDGE
+from .buckets.grids import RAGGED_EDGE, WHOLE_GRIDS
 from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
 from .encode.text import ItemCaptions
@@ -34,6 +35,11 @@ def check_options(
             f"image_to_video is on, and {text.family} makes no video; switch it off, or connect Wan's VAE and text "
             f"encoder."
         )
+    if image_to_video and latents not in text.latents:
+        raise ValueError(
+            "image_to_video is on, which makes start pictures for Wan alone; switch it off, or connect Wan's VAE and "
+            "text encoder."
+        )
     if clip_vision is not None and not image_to_video:
         raise ValueError(
             "clip_vision is connected and image_to_video is off; switch it on to train Wan 2.1 image to video, or "
@@ -56,7 +62,17 @@ def check_items(
             f"{text.family} makes pictures, and the data set holds clips ({shortlist(clips)}); take Training Clips "
             f"out, set target_frames to 1, or connect Wan's VAE and text encoder."
         )
+    if clips and not latents.makes_video:
+        raise ValueError(
+            f"The VAE is {latents.family}, which encodes pictures alone, and the data set holds clips "
+            f"({shortlist(clips)}); take Training Clips out, set target_frames to 1, or load the VAE of a video model."
+        )
     controlled = [item for item in items if item.controls]
+    if controlled and not text.takes_controls and text.whole_grids:
+        raise ValueError(
+            f"Control pictures can't be prepared for {text.family}, and {controlled[0].name!r} has one; set "
+            f"control_folder to none, or encode them with core's nodes and connect Latents to Training Data."
+        )
     if controlled and not text.takes_controls:
         raise ValueError(
             f"{text.family} takes no control pictures, and {controlled[0].name!r} has one; set control_folder to none, "
@@ -112,6 +128,35 @@ def plan_notes(
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
         yield f"Cut at the end, being longer than {cut[0][1].longest} tokens, the captions of {listed}."
+
+
+def fit_to_models(fit: str, text: TextPolicy, latents: LatentPolicy) -> tuple[str, tuple[str, ...]]:
+    """Return the fit that the models of these encoders take, and a note where it is another one."""
+    if fit != RAGGED_EDGE or not (text.whole_grids or latents.whole_grids):
+        return fit, ()
+    of = text.family if text.whole_grids else latents.family
+    note = (
+        f"fit is {WHOLE_GRIDS} here: models of {of} run ComfyUI's own forward, which takes no ragged edge. If the plan "
+        f"shows much cropping, raise max_graphs."
+    )
+    return WHOLE_GRIDS, (note,)
+
+
+def cut_to_latent_frames(items: tuple[Item, ...], latents: LatentPolicy) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    """Cut each clip to frames that fill latent frames, as this VAE counts them, and note which lost some."""
+    cut, shorter = [], []
+    for item in items:
+        count = latents.whole_frames(item.pixels.frames)
+        if count < item.pixels.frames:
+            shorter.append(f"{item.name} ({item.pixels.frames} to {count})")
+            item = replace(item, pixels=item.pixels.first(count))
+        cut.append(item)
+    if not shorter:
+        return items, ()
+    return tuple(cut), (
+        f"Cut to the numbers of frames that {latents.family} takes: {shortlist(shorter)}; set target_frames to such a "
+        f"number.",
+    )
 
 
 def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bool, clip_vision: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.fingerprint import fingerprint
 from ..common.text import shortlist
-from ..models.latents import POLICIES, WAN22, LatentPolicy, policy_of_latent
+from ..models.latents import WAN22, LatentPolicy, policy_of_latent
 from .buckets.grids import Grid, Placement
 from .buckets.latent_crops import place_latents
 from .encode.clip_vision import hidden_states, vision_output
@@ -61,6 +61,7 @@ def latents_to_data(
         or one entry for the whole batch), one entry per sample in total, or a single entry for all samples. Reference
         latents, start images (core's WanImageToVideo) and CLIP vision outputs are retained.
     max_graphs: limit of token counts. Latents of more counts are center-cropped to few counts, and notes name them.
+        Those of models that run ComfyUI's own forward keep all their whole tokens: a crop would have a ragged edge.
     masked_loss: use noise masks as token weights of the loss; without it they are ignored, with a note.
 
     An odd side loses one row or column of latent cells, with a note. A noise mask that marks the first frames of a
@@ -77,7 +78,8 @@ def latents_to_data(
     policy = _check_channels([latent.tensor for latent in given])
     entries = _match(positive, [len(batch) for batch in batches])
     grids = [_grid(latent.tensor, index, policy.patch) for index, latent in enumerate(given)]
-    placements = place_latents(grids, max_graphs)
+    most = max(max_graphs, len(given)) if policy.whole_grids and max_graphs >= 1 else max_graphs
+    placements = place_latents(grids, most)
     samples, names, odd, whole = [], [], [], []
     for latent, entry, grid, placement in zip(given, entries, grids, placements, strict=True):
         tensors = _tensors(latent, entry, grid, placement.grid, policy.patch)
@@ -163,14 +165,7 @@ def _check_channels(pictures: list[Tensor]) -> LatentPolicy:
             f"latents have different numbers of channels (latent 1 has {channels[0]}, latent {other + 1} has "
             f"{channels[other]}); encode all pictures with one VAE."
         )
-    policy = policy_of_latent(channels[0])
-    if policy is None:
-        known = ", ".join(f"{policy.channels} ({policy.family})" for policy in POLICIES)
-        raise ValueError(
-            f"latents have {channels[0]} channels, which no model that is trained here takes (they take {known}); "
-            f"encode the pictures with the model's VAE."
-        )
-    return policy
+    return policy_of_latent(channels[0])
 
 
 def _grid(picture: Tensor, index: int, patch: int) -> Grid:
@@ -318,7 +313,11 @@ def _notes(
     sides = [latent.tensor.shape[-2:] for latent in latents]
     odd = [s.name for s, side in zip(samples, sides, strict=True) if any(cells % policy.patch for cells in side)]
     if odd:
-        yield f"Cut to whole tokens, having an odd number of cells along a side: {shortlist(odd)}."
+        yield (
+            f"Cut to whole tokens, having an odd number of cells along a side: {shortlist(odd)}."
+            if policy.patch == 2
+            else f"Cut to whole tokens, having sides that are no multiples of {policy.patch} cells: {shortlist(odd)}."
+        )
     counts = sorted({p.tokens for p in placements})
     listed = ", ".join(map(str, counts))
     cut = [
@@ -328,13 +327,19 @@ def _notes(
     ]
     if cut:
         yield f"Cropped to keep within max_graphs ({listed} tokens, ragged edge): {shortlist(cut)}."
-    if len(counts) > max_graphs:
+    if len(counts) > max_graphs and policy.whole_grids:
+        yield (
+            f"There are {len(counts)} token counts ({listed}), each compiled: these latents are not cropped to fewer, "
+            f"as their models take no ragged edge; encode pictures at fewer sizes."
+        )
+    elif len(counts) > max_graphs:
         yield (
             f"There are {len(counts)} token counts ({listed}), the fewest for pictures and clips of these lengths; "
             f"each is compiled."
         )
     lengths = sorted({sample.text_length for sample in samples})
-    # Only FLUX.1 has pooled captions and uses each text length as it is; the other models pad to fixed lengths.
-    if len(lengths) > 1 and all("pooled_output" in sample.conditioning for sample in samples):
+    # Of the families here only FLUX.1, with pooled captions, uses each text length as it is; others pad to a few.
+    as_encoded = policy.whole_grids or all("pooled_output" in sample.conditioning for sample in samples)
+    if len(lengths) > 1 and as_encoded:
         listed = ", ".join(map(str, lengths))
         yield f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."

@@ -18,7 +18,15 @@ from .buckets.planner import BucketPlan, plan_buckets
 from .buckets.plot import describe_plan
 from .cache import Cache, check_space, missing_jobs, run_jobs
 from .captions.notes import encoding_notes
-from .checks import check_items, check_options, plan_notes, regularisation_notes, start_notes
+from .checks import (
+    check_items,
+    check_options,
+    cut_to_latent_frames,
+    fit_to_models,
+    plan_notes,
+    regularisation_notes,
+    start_notes,
+)
 from .encode.augmentation import view_notes
 from .encode.clip_vision import HIDDEN_STATES, vision_output
 from .encode.control_crops import place_controls
@@ -100,6 +108,8 @@ def prepare(
         raise ValueError("The data set is empty; connect Training Images or Training Clips.")
     items, item_notes = find_items(dataset, progress, interrupted)
     check_items(items, text, latents, image_to_video, edit_prompt)
+    items, frame_notes = cut_to_latent_frames(items, latents)
+    fit, fit_notes = fit_to_models(fit, text, latents)
     check_training_samples(item.options.regularisation for item in items)
     sizes = tuple(item.pixels.size for item in items)
     plan = plan_buckets(
@@ -161,6 +171,8 @@ def prepare(
     notes = (
         *dataset.notes,
         *item_notes,
+        *frame_notes,
+        *fit_notes,
         *plan_notes(items, first, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
         *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
@@ -239,7 +251,7 @@ def _sample(
     """Make the lazy sample of one item; text length and conditioning are read from the headers of the cached files."""
     grid = placement.grid
     encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in texts for key in one.all)]
-    carried = {*(encoded[0].keys() - {"cond"})}
+    carried = {*set[str]().union(*encoded) - {"cond"}}
     carried |= {"reference_latents"} if keys[0].references else set()
     carried |= {"concat_latent_image", "concat_mask"} if keys[0].start else set()
     carried |= {"clip_vision_output"} if keys[0].vision else set()
@@ -300,5 +312,6 @@ def _load(
 
 
 def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:
-    """Join an encoded caption with the conditioning that comes from the images."""
-    return Prompt(encoded["cond"], {part: tensor for part, tensor in encoded.items() if part != "cond"} | shown)
+    """Join an encoded caption with the conditioning that comes from the images. Numbers are stored without axes."""
+    parts = {part: tensor if tensor.ndim else tensor.item() for part, tensor in encoded.items() if part != "cond"}
+    return Prompt(encoded["cond"], parts | shown)

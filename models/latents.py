@@ -1,6 +1,7 @@
 """Latent policies: the geometry of each VAE's latents, and how the VAE of a graph is recognised."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -15,6 +16,9 @@ class LatentPolicy:
     patch: latent cells along a side that become one token.
     frames_per_latent: frames of a video that become one latent frame; the first frame has one of its own. 0 for an
         image VAE.
+    frames_to_latent, latent_to_frames: ComfyUI's formulas of a VAE that counts in another way, and back.
+    stills_only: its latents have an axis of frames, and it takes one image at a time.
+    whole_grids: its models run ComfyUI's own forward, which takes no ragged edge.
     """
 
     family: str
@@ -23,6 +27,14 @@ class LatentPolicy:
     pixels_per_latent: int
     patch: int
     frames_per_latent: int = 0
+    frames_to_latent: Callable[[int], int] | None = field(default=None, compare=False)
+    latent_to_frames: Callable[[int], int] | None = field(default=None, compare=False)
+    stills_only: bool = False
+    whole_grids: bool = False
+
+    @property
+    def makes_video(self) -> bool:
+        return self.frames_per_latent > 0 and not self.stills_only
 
     @property
     def pixels_per_token(self) -> int:
@@ -30,7 +42,17 @@ class LatentPolicy:
 
     def latent_frames(self, frames: int) -> int:
         """Latent frames of a video of `frames` frames; 1 for an image."""
-        return 1 if frames == 1 else (frames - 1) // self.frames_per_latent + 1
+        if frames == 1:
+            return 1
+        if self.frames_to_latent is not None:
+            return self.frames_to_latent(frames)
+        return (frames - 1) // self.frames_per_latent + 1
+
+    def whole_frames(self, frames: int) -> int:
+        """The frames of a video of `frames` frames that fill latent frames; the VAE leaves the rest out."""
+        if self.latent_to_frames is None:
+            return frames if frames == 1 else (self.latent_frames(frames) - 1) * self.frames_per_latent + 1
+        return self.latent_to_frames(self.latent_frames(frames))
 
 
 FLUX = LatentPolicy("FLUX.1", "ae.safetensors for FLUX.1", channels=16, pixels_per_latent=8, patch=2)
@@ -53,9 +75,20 @@ WAN22 = LatentPolicy(
 )
 POLICIES = (FLUX, FLUX2, WAN21, WAN22)
 
+# Latent cells along a side that become one token, by the channels of the latent, where it isn't USUAL_PATCH: what
+# the models take that use such a VAE. A U-Net halves its input three times, so its sides are whole in cells of 8.
+PATCHES = {
+    3: 32,  # pixels: Chroma Radiance and PixelDiT (16), HiDream-O1 (32)
+    4: 8,  # SD1.5, SDXL
+    32: 1,  # HunyuanVideo 1.5
+    64: 1,  # HunyuanImage
+    128: 1,  # FLUX.2's and LTX's
+}
+USUAL_PATCH = 2
+
 
 def latent_policy(vae: Any) -> LatentPolicy:
-    """Recognise the policy of a VAE. Raises ValueError for one that no family uses.
+    """Recognise the policy of a VAE, or make one of its own geometry. Raises ValueError for audio and 3D.
 
     A VAE of the same shape (SD3's is one of FLUX.1's) cannot be told apart by it; of video VAEs the class is known.
     """
@@ -67,16 +100,42 @@ def latent_policy(vae: Any) -> LatentPolicy:
         known = dimensions == 2 or ".wan." in type(model).__module__
         if known and found == (policy.channels, dimensions, policy.pixels_per_latent):
             return policy
-    kind = {1: "an audio", 2: "a picture", 3: "a video"}.get(vae.latent_dim, "a")
-    raise ValueError(
-        f"The VAE is {kind} VAE with {found[0]} latent channels at 1/{found[2]} of the size, which no model that is "
-        f"trained here uses; load one of these with Load VAE: {', '.join(policy.file for policy in POLICIES)}."
+    # Some audio VAEs have latents of two axes as well; their channels of sound are mono or stereo.
+    audio = vae.output_channels < 3
+    if audio or vae.latent_dim not in (2, 3):
+        raise ValueError(
+            f"The VAE is {'an audio' if audio else 'a 3D'} VAE with {found[0]} latent channels at 1/{found[2]} of the "
+            f"size, which no model that is trained here uses; load the VAE of a picture or video model with Load VAE, "
+            f"such as one of these: {', '.join(policy.file for policy in POLICIES)}."
+        )
+    return _own_geometry(vae, type(model).__name__)
+
+
+def _own_geometry(vae: Any, name: str) -> LatentPolicy:
+    channels, pixels = vae.latent_channels, vae.spacial_compression_encode()
+    family = f"{name} ({channels} channels, 1/{pixels})"
+    patch = PATCHES.get(channels, USUAL_PATCH)
+    if vae.latent_dim == 2:
+        return LatentPolicy(family, "", channels, pixels, patch, whole_grids=True)
+    return LatentPolicy(
+        family,
+        "",
+        channels,
+        pixels,
+        patch,
+        frames_per_latent=vae.downscale_index_formula[0],
+        frames_to_latent=vae.downscale_ratio[0],
+        latent_to_frames=vae.upscale_ratio[0],
+        stills_only=vae.not_video,
+        whole_grids=True,
     )
 
 
-def policy_of_latent(channels: int) -> LatentPolicy | None:
-    """The policy of latents with that many channels, or None.
+def policy_of_latent(channels: int) -> LatentPolicy:
+    """The policy of latents with that many channels, which tell the size of a token.
 
-    Families of 16 channels share the size of a token.
+    Families of 16 channels share that size. Of other latents nothing else is known: pixels_per_latent is 0.
     """
-    return next((policy for policy in POLICIES if policy.channels == channels), None)
+    known = (policy for policy in POLICIES if policy.channels == channels)
+    patch = PATCHES.get(channels, USUAL_PATCH)
+    return next(known, LatentPolicy(f"{channels} channels", "", channels, 0, patch, whole_grids=True))

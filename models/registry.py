@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from ..memory.weights.frozen import check_readable
 from .family import Family
 from .name_table import NameTable, Shape
+from .native.text import CoreText
 from .text import TextPolicy
 
 # Each folder's module `family` has a tuple FAMILIES.
@@ -67,7 +68,8 @@ def related_family(model: Any) -> Family | None:
 
 
 def text_policy(clip: Any) -> TextPolicy:
-    """Recognise the text policy of a CLIP. Raises ValueError for text encoders that no family uses."""
+    """Recognise the text policy of a CLIP, or make that of its own encoders. Raises ValueError for what is no CLIP of
+    ComfyUI."""
     if clip is None:
         raise ValueError(
             "The CLIP input is empty (the checkpoint holds no text encoders); load those of your model with CLIPLoader "
@@ -79,10 +81,12 @@ def text_policy(clip: Any) -> TextPolicy:
         # Other models' encoders are subclasses of these, in modules of their own.
         if isinstance(encoder, policy.encoder) and type(encoder).__module__ == policy.encoder.__module__:
             return policy
+    if hasattr(clip, "tokenizer"):
+        return CoreText(clip)
     known = "; ".join(f"{policy.files} for {policy.family}" for policy in policies)
     raise ValueError(
-        f"The CLIP holds {_public_name(type(encoder))} text encoders, which no model that is trained here uses; load "
-        f"one of these: {known}."
+        f"The CLIP holds {_public_name(type(encoder))} text encoders without a tokenizer of ComfyUI; load those of "
+        f"your model with CLIPLoader, such as one of these: {known}."
     )
 
 

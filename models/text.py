@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .latents import LatentPolicy
+from .latents import POLICIES, LatentPolicy
 
 # An identifier that no caption holds (NUL is taken out of captions): core's tokenizer then finds no embeddings.
 _NO_IDENTIFIER = "\0embedding:"
@@ -49,9 +49,10 @@ class TextPolicy:
     pictures_only: false where its models make video.
     takes_controls: whether its models take control images.
     edit_prompts: the templates in which its encoder is shown control images; empty where it sees none.
+    whole_grids: true where its models run ComfyUI's own forward, which takes no ragged edge.
     """
 
-    family: ClassVar[str]
+    family: str
     encoder: ClassVar[type]
     files: ClassVar[str]
     latents: ClassVar[tuple[LatentPolicy, ...]]
@@ -59,6 +60,7 @@ class TextPolicy:
     pictures_only: ClassVar[bool] = True
     takes_controls: ClassVar[bool] = False
     edit_prompts: ClassVar[tuple[str, ...]] = ()
+    whole_grids: ClassVar[bool] = False
 
     @property
     def sees_controls(self) -> bool:
@@ -90,9 +92,18 @@ class TextPolicy:
         """The same caption at a greater one of the `lengths`."""
         raise NotImplementedError
 
-    def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of an encoded caption by ComfyUI's names; None for any length."""
+    def outputs(self, length: int | None) -> Mapping[str, tuple[int | None, ...]] | None:
+        """Shapes of an encoded caption by ComfyUI's names; None for any length. None as a whole where all outputs are
+        kept, whatever they are."""
         return {"cond": (1, length, None)}
+
+    def collect(self, encoded: Mapping[str, Any], length: int | None) -> dict[str, Tensor]:
+        """Take the outputs of an encoded caption that are stored, by their names."""
+        outputs = self.outputs(length)
+        assert outputs is not None
+        assert encoded.get("attention_mask") is None or "attention_mask" in outputs
+        assert length in (None, encoded["cond"].shape[1]), (encoded["cond"].shape, length)
+        return {name: encoded[name] for name in outputs}
 
     def stop_text(self, clip: Any, caption: str) -> str | None:
         """The text in a caption at which the text encoder stops reading, or None."""
@@ -102,14 +113,19 @@ class TextPolicy:
         """The length at which the model sees a caption of `length` encoded tokens."""
         return length
 
+    def key(self, clip: Any) -> tuple[Any, ...]:
+        """Name all that the encoding depends on beside weights, tokens and layer."""
+        return ()
+
     def width(self, clip: Any) -> int:
         """Features of one encoded token."""
         return inner_tokenizer(clip.tokenizer).embedding_size
 
 
 def check_pair(text: TextPolicy, latents: LatentPolicy) -> None:
-    """Raise ValueError if the text encoders and the VAE are those of different families."""
-    if latents not in text.latents:
+    """Raise ValueError if the text encoders and the VAE are those of different families. Where one of them is of no
+    family here, the MODEL decides."""
+    if text.latents and latents in POLICIES and latents not in text.latents:
         fitting = " or ".join(policy.family for policy in text.latents)
         raise ValueError(
             f"The text encoders are those of {text.family} and the VAE is that of {latents.family}; load the VAE of "
@@ -138,7 +154,12 @@ def literal_tokenizer(tokenizer: Any, names: Sequence[str]) -> Any:
     literal = copy.copy(tokenizer)
     for name in names:
         part = copy.copy(getattr(tokenizer, name))
-        part.embedding_identifier = _NO_IDENTIFIER
-        part.embedding_directory = None
+        find_no_embeddings(part)
         setattr(literal, name, part)
     return literal
+
+
+def find_no_embeddings(part: Any) -> None:
+    """Make a tokenizer for one encoder read `embedding:` as text."""
+    part.embedding_identifier = _NO_IDENTIFIER
+    part.embedding_directory = None

@@ -117,7 +117,7 @@ def tokenize_captions(
     a graph.
     Raises ValueError for captions with a text at which the encoder stops.
     """
-    encoder = (weights_fingerprint(clip.patcher), clip.layer_idx)
+    encoder = (weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip))
     forms = [item.caption_variants for item in items]
     texts = [_texts(of) for of in forms]
     wanted = [
@@ -194,11 +194,7 @@ def encode_caption(clip: Any, caption: CaptionTokens, policy: TextPolicy) -> dic
     Bitwise equal to `clip.encode_from_tokens_scheduled(clip.tokenize(text))` for the same tokens. Hooks of the CLIP are
     ignored: they follow a sampling schedule, which training does not have.
     """
-    encoded = clip.encode_from_tokens(caption.tokens, return_dict=True)
-    assert encoded.get("attention_mask") is None or "attention_mask" in policy.outputs(caption.length)
-    result = {name: encoded[name] for name in policy.outputs(caption.length)}
-    assert caption.length in (None, result["cond"].shape[1]), (result["cond"].shape, caption.length)
-    return result
+    return policy.collect(clip.encode_from_tokens(caption.tokens, return_dict=True), caption.length)
 
 
 def _seeing(

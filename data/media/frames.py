@@ -38,8 +38,8 @@ class Pixels(Protocol):
         """Load the crop `box`, scaled to height x width: (frames, height, width, 3), float32, 0 to 1."""
         ...
 
-    def first(self) -> "Pixels":
-        """Return the first frame alone."""
+    def first(self, count: int = 1) -> "Pixels":
+        """Return the first `count` frames alone."""
         ...
 
 
@@ -71,7 +71,7 @@ class ImagePixels:
     def load(self, box: Box, height: int, width: int) -> Tensor:
         return load_image(self.path, box, height, width, digest=self.digest, name=self.name, opaque=self.opaque)
 
-    def first(self) -> Pixels:
+    def first(self, count: int = 1) -> Pixels:
         return self
 
 
@@ -105,8 +105,8 @@ class VideoPixels:
     def load(self, box: Box, height: int, width: int) -> Tensor:
         return load_frames(self.path, self.facts, self.stamps, box, height, width, name=self.name)
 
-    def first(self) -> Pixels:
-        return replace(self, stamps=self.stamps[:1])
+    def first(self, count: int = 1) -> Pixels:
+        return replace(self, stamps=self.stamps[:count])
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     optional=True,
                     tooltip="ragged edge: one graph fits any shape with hardly any cropping; the last row of tokens "
                     "may be cut short. whole grids: every grid has exactly the same number of tokens, at more "
-                    "cropping; choose it if the plan shows that your pictures lose little.",
+                    "cropping; choose it if the plan shows that your pictures lose little. Models that run ComfyUI's "
+                    "own forward take whole grids whatever is set.",
                 ),
                 io.Combo.Input(
                     "max_text_length",

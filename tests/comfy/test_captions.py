@@ -107,11 +107,3 @@ def test_options_that_a_node_set_on_the_clip_do_not_change_the_lengths(tiny_clip
     changed.set_tokenizer_option("t5xxl_min_padding", 7)
     policy = text_policy(changed)
     assert policy.tokenize(changed, "a fox").tokens == policy.tokenize(tiny_clip, "a fox").tokens
-
-
-def test_a_clip_of_another_family_is_refused(other_family):
-    with pytest.raises(
-        ValueError,
-        match=r"The CLIP holds SD1ClipModel \(sd1_clip\) text encoders, which no model that is trained here uses; ",
-    ):
-        text_policy(other_family["clip"])

@@ -32,7 +32,8 @@ VISION_CONFIG = {
 
 
 @contextmanager
-def _instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put something in place of what a module has under this name."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:
@@ -46,7 +47,8 @@ def _fill(module: torch.nn.Module, seed: int = 0) -> None:
     module.load_state_dict(fill({name: shape for name, shape in shapes.items() if shape}, seed), strict=False)
 
 
-def _clip(encoder: type, tokenizer: type, options: dict[str, Any]) -> Any:
+def make_clip(encoder: type, tokenizer: type, options: dict[str, Any]) -> Any:
+    """A CLIP of core's classes; options hold the sizes of its encoders."""
     from types import SimpleNamespace
 
     import comfy.sd
@@ -61,7 +63,7 @@ def load_klein_clip() -> Any:
     import comfy.text_encoders.flux as flux
 
     options = {"qwen3_4b_model_config": QWEN3_CONFIG}
-    return _clip(flux.klein_te(model_type="qwen3_4b"), flux.KleinTokenizer, options)
+    return make_clip(flux.klein_te(model_type="qwen3_4b"), flux.KleinTokenizer, options)
 
 
 def load_mistral_clip() -> Any:
@@ -69,8 +71,8 @@ def load_mistral_clip() -> Any:
     import comfy.text_encoders.flux as flux
 
     options = {"mistral3_24b_model_config": MISTRAL_CONFIG}
-    with _instead(flux, "load_mistral_tokenizer", lambda data: {"tokenizer_object": _byte_tokenizer()}):
-        return _clip(flux.flux2_te(), flux.Flux2Tokenizer, options)
+    with replaced(flux, "load_mistral_tokenizer", lambda data: {"tokenizer_object": _byte_tokenizer()}):
+        return make_clip(flux.flux2_te(), flux.Flux2Tokenizer, options)
 
 
 def _byte_tokenizer() -> Any:
@@ -97,7 +99,7 @@ def load_seeing_qwen_clip(qwen: Path) -> Any:
     def tiny(hidden_size: int, **sizes: Any) -> Any:
         return real(hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2, **sizes)
 
-    with _instead(vision, "Qwen2VLVisionTransformer", tiny):
+    with replaced(vision, "Qwen2VLVisionTransformer", tiny):
         clip = load_qwen_clip(qwen, sees=True)
     _fill(clip.cond_stage_model.qwen25_7b.transformer.visual)
     return clip
@@ -112,8 +114,8 @@ def load_wan22_vae() -> Any:
     def tiny(**sizes: Any) -> Any:
         return real(**sizes | {"dim": 8, "dec_dim": 8})
 
-    with _instead(wan, "WanVAE", tiny):
-        return _vae(tiny(dim_mult=[1, 2, 4, 4], z_dim=48, temperal_downsample=[False, True, True]))
+    with replaced(wan, "WanVAE", tiny):
+        return make_vae(tiny(dim_mult=[1, 2, 4, 4], z_dim=48, temperal_downsample=[False, True, True]))
 
 
 def load_flux2_vae() -> Any:
@@ -128,11 +130,11 @@ def load_flux2_vae() -> Any:
 
     sizes = {"double_z": True, "z_channels": 32, "resolution": 256, "in_channels": 3, "out_ch": 3}
     sizes |= {"ch_mult": [1, 2, 4, 4], "attn_resolutions": [], "dropout": 0.0, "batch_norm_latent": True}
-    with _instead(comfy.sd, "AutoencoderKL", tiny):
-        return _vae(tiny(sizes, 32))
+    with replaced(comfy.sd, "AutoencoderKL", tiny):
+        return make_vae(tiny(sizes, 32))
 
 
-def _vae(model: torch.nn.Module) -> Any:
+def make_vae(model: torch.nn.Module) -> Any:
     """A VAE that core knows by the names in this model's weights."""
     import comfy.sd
 

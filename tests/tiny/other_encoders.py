@@ -1,0 +1,88 @@
+"""Tiny text encoders and VAEs of models without a family of ours, of core's own classes with their sizes handed in."""
+
+from typing import Any
+
+import torch
+
+from .encoders import CLIP_CONFIG, T5_CONFIG
+from .image_encoders import QWEN3_CONFIG, make_clip, make_vae, replaced
+
+CLIP_L_CONFIG = CLIP_CONFIG | {"num_hidden_layers": 3}
+CLIP_G_CONFIG = CLIP_L_CONFIG | {"hidden_size": 64, "projection_dim": 64}
+LLAMA_CONFIG = QWEN3_CONFIG | {"num_hidden_layers": 4}
+
+
+def load_sdxl_clip() -> Any:
+    """SDXL's CLIP: CLIP-L of width 32 beside CLIP-G of width 64, the pooled text of the latter."""
+    import comfy.sdxl_clip as sdxl
+
+    options = {"clip_l_model_config": CLIP_L_CONFIG, "clip_g_model_config": CLIP_G_CONFIG}
+    return make_clip(sdxl.SDXLClipModel, sdxl.SDXLTokenizer, options)
+
+
+def load_z_image_clip() -> Any:
+    """Z-Image's CLIP: Qwen3 of width 32 with the attention mask of its tokens."""
+    import comfy.text_encoders.z_image as z_image
+
+    return make_clip(z_image.te(), z_image.ZImageTokenizer, {"qwen3_4b_model_config": LLAMA_CONFIG})
+
+
+def load_ltx_clip() -> Any:
+    """LTX-Video's CLIP: T5 of width 64 padded to 128 and masked."""
+    import comfy.text_encoders.lt as lt
+
+    return make_clip(lt.ltxv_te(), lt.LTXVT5Tokenizer, {"t5xxl_model_config": T5_CONFIG})
+
+
+def load_mochi_clip() -> Any:
+    """Mochi's CLIP: the encoder and the weights of LTX's, padded to 256."""
+    import comfy.text_encoders.genmo as genmo
+
+    return make_clip(genmo.mochi_te(), genmo.MochiT5Tokenizer, {"t5xxl_model_config": T5_CONFIG})
+
+
+def load_anima_clip() -> Any:
+    """Anima's CLIP: Qwen3 of width 32, and T5's tokens and weights as they are."""
+    import comfy.text_encoders.anima as anima
+
+    return make_clip(anima.te(), anima.AnimaTokenizer, {"qwen3_06b_model_config": LLAMA_CONFIG})
+
+
+def load_hidream_clip() -> Any:
+    """HiDream's CLIP with CLIP-L and Llama alone: each layer of Llama beside the text."""
+    import comfy.text_encoders.hidream as hidream
+
+    options = {"clip_l_model_config": CLIP_L_CONFIG, "llama_model_config": LLAMA_CONFIG}
+    return make_clip(hidream.hidream_clip(t5=False, clip_g=False), hidream.HiDreamTokenizer, options)
+
+
+def load_hunyuan_video_vae() -> Any:
+    """HunyuanVideo's VAE: 16 channels, 8 x 8 pixels and four frames a cell."""
+    import comfy.ldm.models.autoencoder as autoencoder
+    import comfy.sd
+
+    real = autoencoder.AutoencoderKL
+
+    def tiny(ddconfig: dict[str, Any], embed_dim: int, **_: Any) -> Any:
+        return real(ddconfig={**ddconfig, "ch": 32, "num_res_blocks": 1}, embed_dim=embed_dim)
+
+    sizes = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3}
+    sizes |= {"ch_mult": [1, 2, 4, 4], "attn_resolutions": [], "dropout": 0.0, "conv3d": True, "time_compress": 4}
+    with replaced(comfy.sd, "AutoencoderKL", tiny):
+        return make_vae(tiny(sizes, 16))
+
+
+def hollow_vae(class_path: str, weights: dict[str, tuple[int, ...]]) -> Any:
+    """A VAE that core knows by these weights, with nothing inside: its geometry is core's."""
+    from importlib import import_module
+
+    import comfy.sd
+
+    module, name = class_path.rsplit(".", 1)
+    owner = comfy.sd if module == "comfy.sd" else import_module(module)
+
+    def nothing(*_: Any, **__: Any) -> torch.nn.Module:
+        return torch.nn.Module()
+
+    with replaced(owner, name, nothing):
+        return comfy.sd.VAE(sd={name: torch.zeros(shape) for name, shape in weights.items()})
