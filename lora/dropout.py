@@ -28,12 +28,12 @@ def sample_masks(
     """
     if not (options.dropout or options.rank_dropout or options.module_dropout):
         return {}
-    rows, batch = block.lora_rows(inputs), len(inputs.tokens)
+    shapes = block.mask_shapes(inputs)
     masks = {}
     for name, linear in block.linears().items():
-        if linear.adapter is not None:
+        if linear.adapter is not None and name in shapes:
             sampler = _MaskSampler(seed, (*key, name), linear.weight.device, dtype)
-            masks[name] = _mask(options, linear.adapter, sampler, batch, rows[name])
+            masks[name] = _mask(options, linear.adapter, sampler, *shapes[name])
     return masks
 
 

@@ -18,10 +18,10 @@ def model_conditioning(
     conditioning: Mapping[str, Any],
     guidance: float,
     device: torch.device,
-    lists: Collection[str] = (),
+    lists: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Build the keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists
-    of them where `lists` names the argument, and plain values (the method for reference latents).
+    of them where `lists` names the argument or is None, and plain values (the method for reference latents).
 
     noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError
     where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a list of tensors
@@ -41,8 +41,8 @@ def model_conditioning(
             result[name] = _cast(value, device, dtype)
         elif not isinstance(value, list):
             result[name] = value
-        elif name in lists:
-            result[name] = [_cast(one, device, dtype) for one in value]
+        elif lists is None or name in lists:
+            result[name] = [_cast(one, device, dtype) if isinstance(one, Tensor) else one for one in value]
         else:
             raise ValueError(f"positive carries {name}, which LoRA training of this model does not take; remove it.")
     return result

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -57,9 +58,14 @@ class ModelInputs:
 
 
 class Block(nn.Module):
-    """One transformer block over frozen weights. `kind` names the structure that blocks of one graph share."""
+    """One transformer block over frozen weights.
+
+    kind: names the structure that blocks of one graph share.
+    shapes: the most shapes in which one batch reaches blocks of this structure.
+    """
 
     kind: str
+    shapes: int = 1
 
     def linears(self) -> dict[str, LoraLinear]:
         """The block's Linears by their name inside the block."""
@@ -72,6 +78,10 @@ class Block(nn.Module):
     def lora_rows(self, inputs: ModelInputs) -> dict[str, int]:
         """Rows that each Linear sees per sample: the height of a dropout mask over its rank activations."""
         raise AssertionError(f"{type(self).__name__} has no lora_rows")
+
+    def mask_shapes(self, inputs: ModelInputs) -> dict[str, tuple[int, int]]:
+        """(samples, rows) of each Linear's dropout mask."""
+        return {name: (len(inputs.tokens), rows) for name, rows in self.lora_rows(inputs).items()}
 
     def structure(self) -> str:
         """Key of the compiled graph, which blocks of equal structure share: the kind, the storage of each Linear, and
@@ -178,18 +188,18 @@ class Family(ABC):
     resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    releases: ClassVar[str]
-    model_class: ClassVar[type]
-    transformer_class: ClassVar[type]
-    text: ClassVar[TextPolicy]
-    names: ClassVar[NameTable]
-    default_targets: ClassVar[tuple[str, ...]]
-    never_trained: ClassVar[tuple[str, ...]] = ()
-    swap_order: ClassVar[tuple[str, ...]]
-    ragged: ClassVar[bool] = False
-    resolution_shifts: ClassVar[Mapping[str, Callable[[int], float]]] = {}
+    name: str
+    title: str
+    releases: str
+    model_class: type
+    transformer_class: type
+    text: TextPolicy
+    names: NameTable
+    default_targets: tuple[str, ...]
+    never_trained: tuple[str, ...] = ()
+    swap_order: tuple[str, ...]
+    ragged: bool = False
+    resolution_shifts: Mapping[str, Callable[[int], float]] = {}
 
     @property
     def pictures_only(self) -> bool:
@@ -235,7 +245,7 @@ class Family(ABC):
 
     @abstractmethod
     def text_width(self, model: Any) -> int:
-        """Features per token of the encoded text that the model takes."""
+        """Features per token of the encoded text that the model takes; 0 where only its forward tells."""
 
     def pooled_width(self, model: Any) -> int:
         """Features of the pooled text that the model takes; 0 where it takes none."""
@@ -270,6 +280,19 @@ class Family(ABC):
         weights = FrozenWeights(patcher, device, compute_dtype, on_host)
         choose = ragged_attention_function if self.ragged else attention_function
         return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
+
+    def training(self, transformer: Transformer) -> AbstractContextManager[None]:
+        """The context of a training step, forward and backward."""
+        return nullcontext()
+
+    def check_forward(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> dict[str, str]:
+        """Compare the training forward with ComfyUI's, where it could differ; raises ValueError where it does.
+
+        Called once before the first step of a run, with the adapter switched off. on_device: calls a function on a
+        block and its arguments with the block's weights on the device. Returns the blocks that must not be compiled,
+        each with the reason.
+        """
+        return {}
 
     @abstractmethod
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:

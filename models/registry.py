@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from ..memory.weights.frozen import check_readable
 from .family import Family
 from .name_table import NameTable, Shape
+from .native.family import NativeFamily
 from .native.text import CoreText
 from .text import TextPolicy
 
@@ -42,10 +43,9 @@ def family_of(patcher: ModelPatcher) -> Family:
             for weight in patcher.model.parameters():
                 check_readable(weight)
             return family
-    raise ValueError(
-        f"model is a {type(patcher.model).__name__}, which Train LoRA cannot train; connect one of these or a "
-        f"fine-tune of one: {', '.join(titles())}."
-    )
+    for weight in patcher.model.parameters():
+        check_readable(weight)
+    return NativeFamily(patcher.model)
 
 
 def _check_is_of_comfyui(model: Any) -> None:

@@ -68,6 +68,7 @@ class Trainer:
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
         self.seconds: deque[float] = deque(maxlen=50)
         self.preservation_losses: deque[Tensor] = deque(maxlen=50)  # on the device: reading them would wait
+        self.forward_checked = False
         self.strata = strata_sizes(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
@@ -256,10 +257,14 @@ class Trainer:
             with torch.no_grad():
                 options, seed = self.settings.objective, self.settings.seed
                 batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata)
-            for loss in self.losses(batch, rng_key):
-                with self.placed.runner.watch_backward():
-                    self.learner.backward(loss / len(micro_batches))
-                total += loss.detach() / len(micro_batches)
+            if not self.forward_checked:
+                self.placed.check_forward(batch.inputs)
+                self.forward_checked = True
+            with self.placed.training():
+                for loss in self.losses(batch, rng_key):
+                    with self.placed.runner.watch_backward():
+                        self.learner.backward(loss / len(micro_batches))
+                    total += loss.detach() / len(micro_batches)
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec, self.network.parameters())
         self.copies = self.placed.copies() - copies
         return total

@@ -89,9 +89,11 @@ class FrozenWeights:
         if is_patched(self.patcher):
             raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
 
-    def _home(self, name: str) -> torch.device:
-        block = ".".join(name.split(".")[:2])
-        return torch.device("cpu") if block in self.on_host else self.device
+    def home(self, name: str) -> torch.device:
+        """The device on which the weight called `name` is held: the host for blocks that are swapped."""
+        parts = name.split(".")
+        inside = any(".".join(parts[:end]) in self.on_host for end in range(1, len(parts)))
+        return torch.device("cpu") if inside else self.device
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         """Let ComfyUI's module hold its weight in `moved` from here on, so that the host holds it once.
@@ -111,10 +113,18 @@ class FrozenWeights:
         parameters[parameter] = with_parts(own, kept)
         return False
 
-    def _stored(self, name: str) -> Tensor | None:
+    def stored(self, name: str) -> Tensor | None:
+        """Read the weight on the device in the dtype that ComfyUI gives it, patched; a quantised one in full."""
+        weight = self._stored(name, narrowed=False)
+        if isinstance(weight, QuantizedTensor):
+            with torch.inference_mode(False), torch.no_grad():
+                weight = share_outside_inference_mode(weight.dequantize()).to(self.home(name))
+        return weight
+
+    def _stored(self, name: str, narrowed: bool = True) -> Tensor | None:
         """Read the weight on the device in its stored dtype, patched.
 
-        Stored wider than computed, it is narrowed once.
+        narrowed: stored wider than computed, it is narrowed once.
         """
         self._check_unpatched()
         key = f"diffusion_model.{name}"
@@ -124,17 +134,17 @@ class FrozenWeights:
         module, _, parameter = key.rpartition(".")
         if key in self.patcher.patches:
             weight = self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
-            weight = weight.to(self._home(name))
+            weight = weight.to(self.home(name))
         if isinstance(weight, QuantizedTensor):
             return weight
         check_readable(weight)
         # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
         owner = self.patcher.model.get_submodule(module)
         stored_dtype = intended_dtype(owner, parameter) or weight.dtype
-        if stored_dtype.itemsize > self.compute_dtype.itemsize:
+        if narrowed and stored_dtype.itemsize > self.compute_dtype.itemsize:
             stored_dtype = self.compute_dtype
         with torch.inference_mode(False):
-            return share_outside_inference_mode(weight.data).to(device=self._home(name), dtype=stored_dtype)
+            return share_outside_inference_mode(weight.data).to(device=self.home(name), dtype=stored_dtype)
 
     def tensor(self, name: str) -> Tensor | None:
         """Read a small weight (norm scale, bias) in the compute dtype, or None where the model has none."""
@@ -151,7 +161,7 @@ class FrozenWeights:
         weight = self._stored(f"{name}.weight")
         assert weight is not None, name
         quantised = isinstance(weight, QuantizedTensor)
-        frozen = self._quantised(weight, self._home(name)) if quantised else FrozenLinear(weight, None, None)
+        frozen = self._quantised(weight, self.home(name)) if quantised else FrozenLinear(weight, None, None)
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
         smoothed = getattr(module, "pre_quant_scale", None) is not None
         smoothing = self.tensor(f"{name}.pre_quant_scale") if smoothed else None

@@ -65,28 +65,28 @@ class BlockRunner:
         self.planned_graphs = 0
         if compile_settings is None:
             return
-        how = self._how(compile_settings.how())
+        how = self._how(compile_settings.how(), 1)
         self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
         try:
             for number, region in enumerate(self.regions):
                 self._compile(region, number)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
-        self.planned_graphs = len(self._reports) * graphs
+        self.planned_graphs = sum(report.how.limit for report in self._reports.values())
         # AOTAutograd compiles a backward at its first run and does not tell to which region it belongs.
         self.backward = RegionReport("backward", "backward of all", how)
         self.report.regions.append(self.backward)
 
-    def _how(self, asked: HowToCompile) -> HowToCompile:
+    def _how(self, asked: HowToCompile, shapes: int) -> HowToCompile:
         """Set the trainer's own arguments: every shape of the data is known before training, so each has its graph.
 
         No CUDA graphs: blocks of one kind share one callable, and a CUDA graph is bound to one block's weights.
         """
-        return replace(asked.without_cuda_graphs(), dynamic="false", limit=self.graphs)
+        return replace(asked.without_cuda_graphs(), dynamic="false", limit=self.graphs * shapes)
 
     def _region(self, name: str, block: Block) -> RegionKey:
         asked = self.compile_settings.how_for(name) if self.compile_settings else None
-        return block.structure(), None if asked is None else self._how(asked)
+        return block.structure(), None if asked is None else self._how(asked, block.shapes)
 
     def _compile(self, region: RegionKey, number: int) -> None:
         structure, how = region
@@ -162,10 +162,19 @@ class BlockRunner:
                 "fullgraph off on Compile Model."
             ) from error
         log.debug("%s", report.label, exc_info=error)
-        self.failed[report.label] = broken or cause
         report.compiled_calls -= 1  # the one that failed
-        del self._reports[region]
-        self.planned_graphs -= self.graphs
+        self._run_eager(region, broken or cause)
+
+    def leave_eager(self, block: Block, cause: str) -> None:
+        """Run blocks of this one's region eager from now on."""
+        region = self._region_of[id(block)]
+        if region in self._reports:
+            self._run_eager(region, cause)
+
+    def _run_eager(self, region: RegionKey, cause: str) -> None:
+        report = self._reports.pop(region)
+        self.failed[report.label] = cause
+        self.planned_graphs -= report.how.limit
         eager = self._eager()
 
         def counted(*args: Any) -> Any:

@@ -1,5 +1,9 @@
 """Model of a run: its weights placed on device and host by the memory options, its LoRA and its block runner."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import comfy.model_management
 import psutil
 import torch
@@ -41,6 +45,7 @@ class PlacedModel:
         self.memory, self.before = self.settings.memory, context.checkpointing
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
+        self.eager_blocks: dict[str, str] = {}  # which must not be compiled, with the reason
         try:
             if auto.plans_memory(self.memory):
                 self._choose_memory(data, targets)
@@ -154,6 +159,7 @@ class PlacedModel:
             self.runner.set_blocks(self.transformer.blocks())
         else:
             self.runner = self._build_runner()
+            self._leave_eager()
 
     def note_memory_use(self) -> None:
         """Report ignored memory options and host memory that could not be page-locked."""
@@ -193,6 +199,30 @@ class PlacedModel:
             velocity = self.velocity(inputs, None).detach()
         self.runner.discard_offloaded()  # no backward follows
         return velocity
+
+    def training(self) -> AbstractContextManager[None]:
+        """Return the context of a forward and its backward."""
+        return self.family.training(self.transformer)
+
+    def check_forward(self, inputs: ModelInputs) -> None:
+        """Compare the training forward with ComfyUI's on this batch. Raises ValueError where they differ.
+
+        Blocks that must not be compiled run eager from then on.
+        """
+
+        def on_device(function: Callable[..., Any], block: Block, *args: Any) -> Any:
+            if self.swap is not None and id(block) in self.swap.number:
+                return self.swap.run(function, block, *args)
+            return function(block, *args)
+
+        with self.network.switched_off():
+            self.eager_blocks = self.family.check_forward(self.transformer, on_device, inputs)
+        self._leave_eager()
+
+    def _leave_eager(self) -> None:
+        for name, block in self.transformer.blocks():
+            if name in self.eager_blocks:
+                self.runner.leave_eager(block, self.eager_blocks[name])
 
     def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
         def run(block: Block, *args: torch.Tensor) -> object:

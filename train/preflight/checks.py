@@ -143,7 +143,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
             "prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
-    if tensors.text.shape[-1] != wanted:
+    if wanted and tensors.text.shape[-1] != wanted:
         raise ValueError(
             f"data has text of width {tensors.text.shape[-1]} and the model takes {wanted}; prepare the data with the "
             "model's own text encoders."

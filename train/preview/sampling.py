@@ -181,9 +181,10 @@ def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
 
 
 def check_text(sampling: Sampling, width: int, number: int) -> None:
-    """Raise ValueError where the prompt's text embedding does not have the width `width` of the model."""
+    """Raise ValueError where the prompt's text embedding does not have the width `width` of the model, if known."""
     for name, conditioning in (("positive", sampling.positive), ("negative", sampling.negative or [])):
-        if other := next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None):
+        other = next((text.shape[-1] for text, _ in conditioning if text.shape[-1] != width), None)
+        if width and other:
             raise ValueError(
                 f"{name} of prompt {number} has text of width {other} and the model takes {width}; encode it with the "
                 "model's own text encoders."

@@ -12,10 +12,8 @@ from tessera.models.family import NoisySample, SampleFacts
 from tessera.models.latents import FLUX, WAN21
 from tessera.models.registry import family_of, text_policy
 from tessera.models.text import check_pair
-from tessera.train.train_lora import train_lora
 from tiny.chroma import chroma_sample, load_chroma, write_chroma
 from tiny.encoders import load_chroma_clip
-from tiny.runs import Watcher, run_settings, training_data
 
 FAMILY = Chroma()
 PLAIN = ["", "a red fox in the snow", "Caf\u00e9, 1920s - hand-coloured; \u201cquoted\u201d 100%", "two lines\nof text"]
@@ -45,12 +43,10 @@ def test_it_is_found_by_its_class(model, tiny_flux):
     assert family_of(tiny_flux).name == "flux" and not FAMILY.matches(tiny_flux.model)
 
 
-def test_radiance_is_refused_by_name(folder):
+def test_radiance_trains_on_comfyui_s_forward(folder):
     radiance = load_chroma(write_chroma(folder / "radiance.safetensors", radiance=True))
     assert isinstance(radiance.model, comfy.model_base.ChromaRadiance)
-    data = training_data(chroma_sample("one", 2, 2))
-    with pytest.raises(ValueError, match="^model is a ChromaRadiance, which Train LoRA cannot train; connect one of"):
-        train_lora(radiance, data, run_settings(steps=1), folder, Watcher(), None)
+    assert family_of(radiance).title == "ChromaRadiance" and not FAMILY.matches(radiance.model)
 
 
 def test_clips_and_reference_pictures_are_refused(model):

@@ -1,0 +1,148 @@
+"""The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...memory.weights.frozen import FrozenWeights
+from ..blocks import BlockOfModel, find_blocks
+from ..family import Family, ModelInputs, NoisySample, Origin, Patches, Transformer
+from ..latents import LatentPolicy
+from ..layers.attention import attention_function
+from .facts.lookup import facts_of, named_facts
+from .inputs import native_inputs, patchify
+from .names import names_of
+from .objective import SamplingObjective, default_shift, objective_of
+from .out_of_place import blocks_to_leave_eager
+from .shadow import Shadow, linear_names
+from .transformer import TOLERANCE, NativeTransformer, OnDevice
+
+HIDDEN = "Its code assigns to parts of tensors that it writes in place, which the compiler does not follow."
+
+
+class NativeFamily(Family):
+    """Made for one MODEL, of which it keeps no reference."""
+
+    ragged = False
+
+    def __init__(self, model: Any):
+        """Raises ValueError, with the reason, for a model that no LoRA can be trained on."""
+        self.title = type(model).__name__
+        if (reason := _cannot_train(model)) is not None:
+            raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
+        blocks = _blocks(model)
+        self.facts = facts_of(model)
+        self.title = self.facts.title
+        # One that has no row may be of a class of ours, with another forward.
+        self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
+        self.model_class = type(model)
+        self.transformer_class = type(model.diffusion_model)
+        self.names = names_of(linear_names(model))
+        self.default_targets = self.facts.default_targets
+        self.swap_order = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+
+    @property
+    def pictures_only(self) -> bool:
+        return False
+
+    def fits_data(self, text_family: str) -> bool:
+        """Any data may fit: the first forward tells."""
+        return True
+
+    def matches(self, model: Any) -> bool:
+        return type(model) is self.model_class
+
+    def origin(self, model: Any) -> Origin:
+        return Origin(self.name, "")
+
+    def latents(self, model: Any) -> LatentPolicy:
+        form = model.latent_format
+        frames = int(getattr(form, "temporal_downscale_ratio", 1)) if form.latent_dimensions == 3 else 0
+        return LatentPolicy(
+            self.title, "the VAE of the model", form.latent_channels, form.spacial_downscale_ratio, 2, frames
+        )
+
+    def objective(self, patcher: ModelPatcher) -> SamplingObjective:
+        return objective_of(patcher)
+
+    def shift(self, model: Any, tokens: int) -> float:
+        return default_shift(model) if self.facts.shift is None else self.facts.shift
+
+    def takes_guidance(self, model: Any) -> bool:
+        return bool(model.model_config.unet_config.get("guidance_embed"))
+
+    def text_length(self, model: Any, length: int) -> int:
+        return length
+
+    def text_width(self, model: Any) -> int:
+        return 0
+
+    def block_lists(self, model: Any) -> dict[str, int]:
+        lists: dict[str, int] = {}
+        for name in _blocks(model):
+            lists[name.rpartition(".")[0]] = lists.get(name.rpartition(".")[0], 0) + 1
+        return lists
+
+    def build(
+        self,
+        patcher: ModelPatcher,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        attention: str,
+        on_host: frozenset[str] = frozenset(),
+    ) -> Transformer:
+        blocks = _blocks(patcher.model)
+        weights = FrozenWeights(patcher, device, compute_dtype, frozenset(blocks[name].name for name in on_host))
+        chosen = attention_function(attention, device, compute_dtype)
+        return NativeTransformer(Shadow(patcher, weights), blocks, chosen, compute_dtype)
+
+    def training(self, transformer: Transformer) -> AbstractContextManager[None]:
+        assert isinstance(transformer, NativeTransformer)
+        return transformer.training()
+
+    def check_forward(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> dict[str, str]:
+        assert isinstance(transformer, NativeTransformer)
+        with blocks_to_leave_eager() as hidden:
+            difference = transformer.difference(on_device, inputs)
+        if not difference <= TOLERANCE[transformer.dtype]:
+            raise ValueError(
+                f"model is a {self.title} whose forward comes out {difference:.1%} different when it is run for "
+                "training, so a LoRA of it would be wrong; nothing was trained. Please report this model."
+            )
+        return {name: HIDDEN for name, block in transformer.native_blocks() if block.name in hidden}
+
+    def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
+        raise AssertionError("a native family builds its transformer from a patcher")
+
+    def patchify(self, latent: Tensor, keep: int) -> Patches:
+        return patchify(latent, keep)
+
+    def inputs(
+        self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+    ) -> ModelInputs:
+        return native_inputs(patcher, samples, sigma, guidance)
+
+
+def _blocks(model: Any) -> dict[str, BlockOfModel]:
+    """The blocks by the names under which they are swapped: their list and their number in it."""
+    counts: dict[str, int] = {}
+    found = {}
+    for block in find_blocks(model.diffusion_model):
+        name = block.name.rpartition(".")[0]
+        counts[name] = counts.get(name, -1) + 1
+        found[f"{name}.{counts[name]}"] = block
+    return found
+
+
+def _cannot_train(model: Any) -> str | None:
+    if not isinstance(getattr(model, "diffusion_model", None), torch.nn.Module):
+        return "it holds no diffusion model"
+    if model.latent_format.latent_dimensions == 1:
+        return "it makes no pictures and no video"
+    if not find_blocks(model.diffusion_model):
+        return "it has no blocks of one structure"
+    return None

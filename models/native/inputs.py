@@ -1,0 +1,137 @@
+"""Inputs of ComfyUI's own forward, made from a batch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...memory.host.to_device import to_device
+from ..conditioning import model_conditioning
+from ..family import ModelInputs, NoisySample, Patches
+
+
+@dataclass(frozen=True)
+class NativeGroup:
+    """Samples that run in one forward: their tensors have the same shapes, their plain values are equal.
+
+    rows: their places in the batch.
+    x: (b, C, H, W) or (b, C, T, H, W), in the model's space.
+    sigma: (b,), the model's own.
+    conds: the arguments of `_apply_model`: tensors (b, …), lists of such, and plain values.
+    """
+
+    rows: tuple[int, ...]
+    x: Tensor
+    sigma: Tensor
+    conds: Mapping[str, Any]
+
+    def copied(self) -> "NativeGroup":
+        """With tensors of its own: ComfyUI's forward may write into them."""
+        conds = {name: _cloned(value) for name, value in self.conds.items()}
+        return NativeGroup(self.rows, self.x.clone(), self.sigma.clone(), conds)
+
+    def to(self, device: torch.device) -> "NativeGroup":
+        conds = {name: moved(value, device) for name, value in self.conds.items()}
+        return NativeGroup(self.rows, to_device(self.x, device), to_device(self.sigma, device), conds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeInputs(ModelInputs):
+    """groups: run one after the other; together they hold each sample of the batch once."""
+
+    groups: tuple[NativeGroup, ...]
+
+    def to(self, device: torch.device) -> "NativeInputs":
+        inputs = super().to(device)
+        assert isinstance(inputs, NativeInputs)
+        return replace(inputs, groups=tuple(group.to(device) for group in self.groups))
+
+
+def native_inputs(
+    patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+) -> NativeInputs:
+    """Group the samples by the shapes of what `extra_conds` makes of each."""
+    device = sigma.device
+    found: dict[Any, list[tuple[int, NoisySample, dict[str, Any]]]] = {}
+    for row, sample in enumerate(samples):
+        conds = model_conditioning(
+            patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device, lists=None
+        )
+        found.setdefault(_signature(sample.latent, conds), []).append((row, sample, conds))
+    groups = []
+    for members in found.values():
+        rows = tuple(row for row, _, _ in members)
+        names = members[0][2]
+        conds = {name: _batched([conds[name] for _, _, conds in members]) for name in names}
+        x = torch.stack([sample.latent for _, sample, _ in members])
+        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds))
+    tokens = [patchify(s.latent, s.tokens).tokens for s in samples]
+    length = max(sample.text_length for sample in samples)
+    return NativeInputs(
+        tokens=torch.stack(tokens),
+        text=torch.zeros(len(samples), length, 0, device=device),
+        timestep=sigma,
+        groups=tuple(groups),
+    )
+
+
+def patch_of(latent: Tensor, tokens: int) -> int:
+    """Cells along a side that are one token of the data's grid. latent: (C, H, W) or (C, T, H, W)."""
+    cells = math.prod(latent.shape[1:])
+    patch = math.isqrt(cells // tokens)
+    assert patch * patch * tokens == cells, (latent.shape, tokens)
+    return patch
+
+
+def patchify(latent: Tensor, keep: int) -> Patches:
+    """latent: (C, H, W) or (C, T, H, W) → its tokens, frame after frame in row order, and their positions."""
+    patch = patch_of(latent, keep)
+    frames = latent if latent.ndim == 4 else latent[:, None]
+    channels, count, height, width = frames.shape
+    h, w = height // patch, width // patch
+    cut = frames.reshape(channels, count, h, patch, w, patch).permute(1, 2, 4, 0, 3, 5)
+    axes = [torch.arange(n, device=latent.device) for n in (count, h, w)]
+    grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(keep, 3)
+    return Patches(cut.reshape(keep, channels * patch * patch), grid)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Copy the tensors of a conditioning to the device."""
+    if isinstance(value, Tensor):
+        return to_device(value, device)
+    return [moved(one, device) for one in value] if isinstance(value, list) else value
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_cloned(one) for one in value] if isinstance(value, list) else value
+
+
+def _signature(latent: Tensor, conds: Mapping[str, Any]) -> Any:
+    """Equal for samples that one forward may take together."""
+    return tuple(latent.shape), tuple((name, _signature_of(value)) for name, value in sorted(conds.items()))
+
+
+def _signature_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # A tensor without a batch axis is a constant of the forward.
+        return (tuple(value.shape), str(value.dtype)) if _has_batch(value) else repr(value.tolist())
+    return tuple(map(_signature_of, value)) if isinstance(value, list) else repr(value)
+
+
+def _has_batch(value: Tensor) -> bool:
+    return value.ndim > 0 and value.shape[0] == 1
+
+
+def _batched(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values)) if _has_batch(first) else first
+    if isinstance(first, list):
+        return [_batched(together) for together in zip(*values, strict=True)]
+    return first

@@ -1,0 +1,153 @@
+"""A shadow of ComfyUI's model: its modules and forward, over weights that autograd may save.
+
+The MODEL itself is never changed. Whatever a forward leaves on its modules, it leaves on the shadow.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
+from ...memory.weights.residency import FrozenModule
+from ..layers.lora_linear import LoraLinear
+
+# Set on modules by ComfyUI's loading; a shadow's weights lie where they are used, patched.
+_LOADING = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function", "weight_function", "bias_function")
+
+
+class NativeLinear(LoraLinear):
+    """A Linear of the shadow. ComfyUI calls it with x alone, of any shape (…, in), so the mask of its dropout is set on
+    it before its block runs.
+
+    mask: of the step, or None.
+    samples: the samples of the batch; where x has as many rows, each is one of them.
+    """
+
+    def __init__(self, weights: FrozenWeights, name: str, module: nn.Module):
+        super().__init__(weights, name)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.mask: Any = None
+        self.samples = 1
+        self.seen: set[tuple[int, int]] | None = None
+
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        if self.adapter is None:
+            return self.frozen().apply(x)
+        shape = x.shape[:-1]
+        # An adapter takes (samples, rows, in). Tokens of all samples in one row are those of one sample.
+        rows = x.reshape(shape[0] if shape[0] == self.samples else 1, -1, x.shape[-1])
+        if self.seen is not None:
+            self.seen.add((rows.shape[0], rows.shape[1]))
+        out = super().forward(rows, self.mask)
+        return out.reshape(*shape, out.shape[-1])
+
+
+class SharedTensors(FrozenModule):
+    """The parameters and buffers of one module of the shadow, which lie in that module's own table.
+
+    names: of its parameters; all else in the table are buffers, as the MODEL holds them.
+    """
+
+    def __init__(self, weights: FrozenWeights, prefix: str, module: nn.Module, original: nn.Module):
+        super().__init__()
+        self.weights, self.prefix = weights, prefix
+        self.names = tuple(name for name, value in original._parameters.items() if value is not None)
+        self.others = {name: value for name, value in original._buffers.items() if value is not None}
+        module._parameters.clear()
+        self._buffers = module._buffers
+        self._buffers |= {name: None for name, value in original._parameters.items() if value is None}
+        self.take()
+
+    def take(self) -> None:
+        for name in self.names:
+            self._buffers[name] = self.weights.stored(self._name(name))
+        for name, buffer in self.others.items():
+            self._buffers[name] = share_outside_inference_mode(buffer).to(self.weights.home(self._name(name)))
+
+    def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
+        return True if name in self.others else self.weights.moved(self._name(name), source, moved)
+
+    def _name(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+
+class Shadow:
+    """ComfyUI's model with other modules behind it.
+
+    base: like the MODEL's BaseModel, for `_apply_model`, whose result is the raw output.
+    linears: by the MODEL's own module names.
+    tensors: of all other modules, by their names.
+    """
+
+    def __init__(self, patcher: ModelPatcher, weights: FrozenWeights):
+        model = patcher.model
+        with torch.inference_mode(False):
+            memo: dict[int, Any] = {}
+            self.linears: dict[str, NativeLinear] = {}
+            for name, module in model.diffusion_model.named_modules():
+                if is_linear(module) and id(module) not in memo:
+                    memo[id(module)] = self.linears[name] = NativeLinear(weights, name, module)
+            for module in model.diffusion_model.modules():
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them
+            diffusion_model = copy.deepcopy(model.diffusion_model, memo)
+            self.tensors: dict[str, SharedTensors] = {}
+            known: set[int] = set()
+            originals = dict(model.diffusion_model.named_modules())
+            for name, module in diffusion_model.named_modules():
+                if isinstance(module, NativeLinear) or id(module) in known or name not in originals:
+                    continue
+                known.add(id(module))
+                for attribute in _LOADING:
+                    vars(module).pop(attribute, None)
+                original = originals[name]
+                if any(v is not None for v in (*original._parameters.values(), *original._buffers.values())):
+                    self.tensors[name] = SharedTensors(weights, name, module, original)
+        self.base = copy.copy(model)
+        self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
+        self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
+        self.base.current_patcher = None
+
+    @property
+    def diffusion_model(self) -> nn.Module:
+        return self.base._modules["diffusion_model"]
+
+    def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Note all attributes of the modules for `restore`; weights, which come and go, apart."""
+        modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
+        return [(vars(module), dict(vars(module))) for module in modules]
+
+
+def restore(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Put the attributes back: a forward may keep there what it has computed of a prompt."""
+    for table, before in state:
+        if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
+            table.clear()
+            table.update(before)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a Linear of torch or ComfyUI, whose forward is known; not for subclasses of other modules."""
+    linear = hasattr(module, "in_features") and hasattr(module, "weight")
+    return linear and type(module).__module__.startswith(("torch.nn", "comfy.ops"))
+
+
+def raw_output(model_sampling: nn.Module) -> nn.Module:
+    """A model sampling that hands on the model's own output in place of the denoised latent."""
+    raw = copy.copy(model_sampling)
+    vars(raw)["calculate_denoised"] = _own_output
+    return raw
+
+
+def _own_output(sigma: Tensor, model_output: Tensor, model_input: Tensor) -> Tensor:
+    return model_output
+
+
+def linear_names(model: Any) -> Iterator[str]:
+    """The names of the Linears that a LoRA can train."""
+    return (name for name, module in model.diffusion_model.named_modules() if is_linear(module))

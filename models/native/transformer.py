@@ -1,0 +1,212 @@
+"""ComfyUI's own forward as a transformer of the trainer: it owns the loop, and its blocks run where it calls them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import comfy.model_management
+import torch
+from torch import Tensor
+
+from ...common.text import shown
+from ...memory.weights.residency import FrozenModule
+from ..blocks import BlockOfModel
+from ..family import Block, ModelInputs, RunBlock
+from ..layers.attention import Attention
+from ..layers.lora_linear import LoraLinear
+from ..transformer_options import steady
+from .blocks import NativeBlock, flatten, outputs, varying_attributes
+from .gradients import check_gradients
+from .inputs import NativeGroup, NativeInputs, patchify
+from .kernels import training_kernels
+from .out_of_place import OutOfPlace
+from .shadow import Shadow, restore
+
+# The largest relative difference between our run of a forward and ComfyUI's own: what other kernels round otherwise.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+OnDevice = Callable[..., Any]
+
+
+class NativeTransformer:
+    """blocks: of the MODEL, by the names under which they are swapped."""
+
+    def __init__(self, shadow: Shadow, blocks: Mapping[str, BlockOfModel], attention: Attention, dtype: torch.dtype):
+        self.shadow, self.attention, self.dtype = shadow, attention, dtype
+        cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
+        by_kind: dict[str, list[str]] = {}
+        for name, block in blocks.items():
+            by_kind.setdefault(block.kind, []).append(name)
+        varying = {
+            name: text
+            for names in by_kind.values()
+            for name, text in zip(names, varying_attributes([cores[n] for n in names]), strict=True)
+        }
+        self._blocks: dict[str, NativeBlock] = {}
+        for name, block in blocks.items():
+            inside = (f"{block.name}.", block.name)
+            tensors = [t for at, t in shadow.tensors.items() if at == inside[1] or at.startswith(inside[0])]
+            self._blocks[name] = NativeBlock(block, cores[name], tensors, varying[name])
+        lists: dict[str, set[str]] = {}
+        for own in self._blocks.values():
+            lists.setdefault(own.structure(), set()).add(own.name.rpartition(".")[0])
+        for own in self._blocks.values():
+            # Lists of one kind of block, such as refiners and layers, may see other lengths.
+            own.shapes = len(lists[own.structure()])
+        self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
+        self._samples, self._ran = 1, False
+        self._mode: OutOfPlace | None = None
+        self._streams: dict[str, set[int]] = {}
+        self._before: dict[str, tuple[int, ...]] = {}
+        for own in self._blocks.values():
+            own.core.__dict__["forward"] = self._hook(own)
+        self._clean = shadow.state()
+
+    def blocks(self) -> Sequence[tuple[str, Block]]:
+        return list(self._blocks.items())
+
+    def native_blocks(self) -> list[tuple[str, NativeBlock]]:
+        return list(self._blocks.items())
+
+    def linears(self) -> dict[str, LoraLinear]:
+        return dict(self.shadow.linears)
+
+    def frozen_modules(self) -> list[FrozenModule]:
+        return [*self.shadow.linears.values(), *self.shadow.tensors.values()]
+
+    def training(self) -> Any:
+        """The context of a forward and its backward: kernels with a gradient, and the attention that was chosen."""
+        return training_kernels(self.attention)
+
+    def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
+        """The raw output of each sample as tokens, (B, N, C·patch)."""
+
+        def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            block.call = tensors, call
+            return outputs(run(block, *tensors, call))
+
+        with self.training():
+            raw = self._forward(through, inputs, outer=True)
+        return _tokens(raw, inputs)
+
+    def difference(self, on_device: OnDevice, inputs: ModelInputs) -> float:
+        """The relative difference between this forward and ComfyUI's own with its own kernels, both without gradients.
+
+        on_device: calls a function on a block and its arguments with the block's weights on the device. Raises
+        ValueError for a block with an operation that has no gradient.
+        """
+
+        def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            return outputs(on_device(_run_with_backward, block, *tensors, call, {}))
+
+        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            return outputs(on_device(_run_core, block, *tensors, call))
+
+        with torch.no_grad():
+            with self.training():
+                found = self._forward(ours, inputs, outer=True)
+            wanted = self._forward(core, inputs, outer=False)
+            difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(found, wanted, strict=True))
+            size = sum((b.float() ** 2).sum() for b in wanted)
+            return float((difference / size) ** 0.5)
+
+    def _forward(self, run: Callable[..., Any], inputs: ModelInputs, outer: bool) -> list[Tensor]:
+        """Return the raw output of each group."""
+        assert isinstance(inputs, NativeInputs)
+        restore(self._clean)
+        found = []
+        self._run = run
+        try:
+            for group in inputs.groups:
+                self._samples = len(group.rows)
+                self._before.clear()
+                found.append(self._out_of_place(group) if outer else self._call(group.copied()))
+        finally:
+            self._run = None
+        return found
+
+    def _out_of_place(self, group: NativeGroup) -> Tensor:
+        self._mode = OutOfPlace(type(self.shadow.diffusion_model).__name__)
+        try:
+            with self._mode:
+                out = self._call(group)
+            return self._mode.current(out)
+        finally:
+            self._mode = None
+
+    def _call(self, group: NativeGroup) -> Tensor:
+        # As ComfyUI's sampler sets them; some forwards read them.
+        options = {"sigmas": group.sigma, "cond_or_uncond": [0] * len(group.rows)}
+        try:
+            out = self.shadow.base._apply_model(group.x, group.sigma, transformer_options=options, **group.conds)
+        except Exception as error:
+            if self._ran or comfy.model_management.is_oom(error):
+                raise
+            cause = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"model is a {type(self.shadow.base).__name__}, whose forward fails on this data ({shown(cause)}); "
+                "prepare the data with the VAE and the text encoders of this model."
+            ) from error
+        self._ran = True
+        return out
+
+    def _hook(self, block: NativeBlock) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            assert self._run is not None, block.name
+            if (mode := self._mode) is None:
+                return self._run(block, *flatten(args, kwargs, self._samples))
+            args, kwargs = mode.current(args), mode.current(kwargs)
+            mode.__exit__(None, None, None)  # a block has a mode of its own, which the compiler sees
+            try:
+                tensors, call = flatten(_steady(args), _steady(kwargs), self._samples)
+                return self._run(block, self._alike(block, tensors), call)
+            finally:
+                mode.__enter__()
+
+        return forward
+
+    def _alike(self, block: NativeBlock, tensors: list[Tensor]) -> list[Tensor]:
+        """Have the first block of a kind look like the others to the compiler: what they are given by the block before
+        is contiguous and requires a gradient."""
+        structure = block.structure()
+        ids = tuple(map(id, tensors))
+        before = self._before.get(structure)
+        streams = self._streams.setdefault(structure, set())
+        if before is not None and len(before) == len(ids):
+            streams |= {number for number in range(len(ids)) if ids[number] != before[number]}
+        self._before[structure] = ids
+        tensors = list(tensors)
+        for number in streams:
+            if number < len(tensors) and tensors[number].is_floating_point():
+                tensor = tensors[number].contiguous()
+                if torch.is_grad_enabled() and not tensor.requires_grad:
+                    tensor = tensor.detach().requires_grad_()
+                tensors[number] = tensor
+        return tensors
+
+
+def _run_with_backward(block: NativeBlock, *args: Any) -> Any:
+    return check_gradients(block.name, block, *args)
+
+
+def _run_core(block: NativeBlock, *args: Any) -> Any:
+    return block.run_core(*args[:-1], call=args[-1])
+
+
+def _steady(value: Any) -> Any:
+    """Without what changes from call to call in the options that ComfyUI hands down."""
+    if type(value) is tuple:
+        return tuple(map(_steady, value))
+    if type(value) is dict:
+        named = {name: _steady(inner) if name == "transformer_options" else inner for name, inner in value.items()}
+        return steady(named)
+    return value
+
+
+def _tokens(raw: Sequence[Tensor], inputs: ModelInputs) -> Tensor:
+    assert isinstance(inputs, NativeInputs)
+    rows: dict[int, Tensor] = {}
+    for group, out in zip(inputs.groups, raw, strict=True):
+        for row, one in zip(group.rows, out, strict=True):
+            rows[row] = patchify(one, inputs.tokens.shape[1]).tokens
+    return torch.stack([rows[row] for row in range(len(rows))])
