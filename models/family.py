@@ -62,10 +62,12 @@ class Block(nn.Module):
 
     kind: names the structure that blocks of one graph share.
     shapes: the most shapes in which one batch reaches blocks of this structure.
+    shapes_known: False where they are a guess: with more of them than planned, the blocks run eager.
     """
 
     kind: str
     shapes: int = 1
+    shapes_known: bool = True
 
     def linears(self) -> dict[str, LoraLinear]:
         """The block's Linears by their name inside the block."""

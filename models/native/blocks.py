@@ -70,6 +70,8 @@ def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
 class NativeBlock(Block):
     """core: the block of the shadow; tensors: what holds its weights beside the Linears."""
 
+    shapes_known = False
+
     def __init__(self, block: BlockOfModel, core: nn.Module, tensors: Sequence[SharedTensors], varying: str):
         super().__init__()
         self.kind = type(core).__name__
@@ -79,6 +81,7 @@ class NativeBlock(Block):
         self._likeness = f"{block.kind.partition(':')[2]}{varying}"
         self._rows: dict[Any, dict[str, tuple[int, int]]] = {}
         self.call: tuple[Sequence[Tensor], Call] | None = None
+        self._result: Any = None
 
     def linears(self) -> dict[str, NativeLinear]:  # type: ignore[override]
         return self._linears
@@ -124,19 +127,15 @@ class NativeBlock(Block):
     def run_core(self, *tensors: Tensor, call: Call) -> Any:
         """Call the block's own forward."""
         out = type(self.core).forward(self.core, *unflatten(call.args, tensors), **unflatten(call.kwargs, tensors))
-        if isinstance(out, Tensor):
-            return out
-        if isinstance(out, tuple | list) and all(part is None or isinstance(part, Tensor) for part in out):
-            # None travels as a tensor without numbers: outputs are tensors everywhere else.
-            return tuple([tensors[0].new_empty(0) if part is None else part for part in out])
-        raise NotImplementedError(f"{self.kind} returns {type(out).__name__}, which training cannot follow.")
+        found, result = flatten((out,), {}, call.samples)
+        if not torch.compiler.is_compiling():
+            self._result = result.args[0]
+        return found[0] if len(found) == 1 else tuple(found)
 
-
-def outputs(out: Any) -> Any:
-    """Restore the result of the block from the tensors that `NativeBlock.forward` returns."""
-    if isinstance(out, Tensor):
-        return out
-    return tuple(None if part.shape == (0,) else part for part in out)
+    def result(self, out: Any) -> Any:
+        """Restore what the block's own forward returned from the tensors of `forward`. The first run, which is eager,
+        has shown how they stand in it."""
+        return unflatten(self._result, (out,) if isinstance(out, Tensor) else out)
 
 
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:

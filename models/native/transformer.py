@@ -14,7 +14,7 @@ from ..family import Block, ModelInputs, RunBlock
 from ..layers.attention import Attention
 from ..layers.lora_linear import LoraLinear
 from ..transformer_options import steady
-from .blocks import NativeBlock, flatten, outputs, varying_attributes
+from .blocks import NativeBlock, flatten, varying_attributes
 from .gradients import check_gradients
 from .inputs import NativeGroup, NativeInputs, patchify
 from .kernels import training_kernels
@@ -83,7 +83,7 @@ class NativeTransformer:
 
         def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             block.call = tensors, call
-            return outputs(run(block, *tensors, call))
+            return block.result(run(block, *tensors, call))
 
         with self.training():
             raw = self._forward(through, inputs, outer=True)
@@ -97,10 +97,10 @@ class NativeTransformer:
         """
 
         def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return outputs(on_device(_run_with_backward, block, *tensors, call, {}))
+            return block.result(on_device(_run_with_backward, block, *tensors, call, {}))
 
         def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return outputs(on_device(_run_core, block, *tensors, call))
+            return block.result(on_device(_run_core, block, *tensors, call))
 
         with torch.no_grad():
             with self.training():
@@ -178,11 +178,17 @@ class NativeTransformer:
         tensors = list(tensors)
         for number in streams:
             if number < len(tensors) and tensors[number].is_floating_point():
-                tensor = tensors[number].contiguous()
+                tensor = _in_row_order(tensors[number])
                 if torch.is_grad_enabled() and not tensor.requires_grad:
                     tensor = tensor.detach().requires_grad_()
                 tensors[number] = tensor
         return tensors
+
+
+def _in_row_order(tensor: Tensor) -> Tensor:
+    """With the strides of a new tensor: torch calls it contiguous too where those of axes of length 1 are others, and
+    the compiler does not."""
+    return tensor.reshape(-1).view(tensor.shape)
 
 
 def _run_with_backward(block: NativeBlock, *args: Any) -> Any:

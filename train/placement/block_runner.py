@@ -15,6 +15,7 @@ from ...compile.region import (
     compiled_function,
     graph_break,
     limits_each_region,
+    over_the_limit,
     run_block,
 )
 from ...compile.report.report import CompileReport, RegionReport
@@ -146,7 +147,12 @@ class BlockRunner:
             with nullcontext() if self.clock is None or report is None else self.clock.time(region[0], report, args):
                 return self._run[region](block, *args)
         except Exception as error:
-            if region not in self._reports or (cause := cannot_compile(error)) is None:
+            if region not in self._reports:
+                raise
+            cause = cannot_compile(error)
+            if cause is None and not block.shapes_known and over_the_limit(error):
+                cause = "its shapes differ from call to call."
+            if cause is None:
                 raise
             self._leave_eager(region, cause, error)
         # Outside the handler: inside it the exception's frames still hold what the failed call has made.
