@@ -28,6 +28,7 @@ class NativeFamily(Family):
     """Made for one MODEL, of which it keeps no reference."""
 
     ragged = False
+    whole_grids = True
 
     def __init__(self, model: Any):
         """Raises ValueError, with the reason, for a model that no LoRA can be trained on."""

@@ -22,6 +22,7 @@ from tessera.nodes.train.run import outputs, summary_payload
 from tessera.train.errors import TrainingStopped
 from tessera.train.train_lora import train_lora
 from tessera.train.trainer import Trainer
+from tiny.native import ROWS, build, sample_of
 from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data
 
@@ -120,6 +121,14 @@ def test_data_of_another_family_with_the_same_shapes_is_refused(tiny_flux, tmp_p
     data = TrainingData((sample("picture 0", 4, 4),), "wan", family="Wan")
     sentence = "data was prepared with the VAE and the text encoders of Wan, and model is one of FLUX.1; load the VAE"
     assert_refused(tiny_flux, data, tmp_path, sentence)
+
+
+def test_a_ragged_edge_is_refused_where_comfyui_s_own_forward_runs(tmp_path):
+    row = ROWS[0]
+    whole = sample_of(row, "picture 0")
+    short = replace(sample_of(row, "picture 1"), tokens=whole.tokens - 1)
+    sentence = r"data has grids with a ragged edge \(picture 1\), and .* takes whole ones; set fit to whole grids on"
+    assert_refused(build(row), TrainingData((whole, short), "ragged"), tmp_path, sentence)
 
 
 def test_a_clip_is_refused(tiny_flux, tmp_path):

@@ -1,9 +1,11 @@
 """Preflight checks: MODEL, data and settings are checked against each other before any weight is loaded."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from comfy.model_patcher import ModelPatcher
 
+from ...common.text import shortlist
 from ...data.encode.clip_vision import hidden_states
 from ...data.samples import TrainingData, check_training_samples
 from ...lora.base import apply_base_lora
@@ -119,6 +121,12 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         raise ValueError(
             f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
             f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."
+        )
+    cut_short = [sample.name for sample in data.samples if sample.tokens < prod(sample.grid)]
+    if family.whole_grids and cut_short:
+        raise ValueError(
+            f"data has grids with a ragged edge ({shortlist(cut_short)}), and {family.title} takes whole ones; set fit "
+            "to whole grids on Prepare Dataset, or max_graphs on Latents to Training Data to the number of sizes."
         )
     check_training_samples(sample.regularisation for sample in data.samples)
     for sample in data.samples:
