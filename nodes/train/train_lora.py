@@ -48,16 +48,18 @@ class TesseraTrainLora(io.ComfyNode):
             node_id="TesseraTrainLora",
             display_name="Train LoRA",
             category="Tessera/training",
-            description=f"Trains a LoRA on {joined(titles())}. Everything a run makes lies in "
-            "output/loras/<name>-<key>; a run that was finished before with the same settings is returned at once.",
+            description=f"Trains a LoRA on {joined(titles())}, and on every other model of pictures or video that "
+            "ComfyUI samples. Everything a run makes lies in output/loras/<name>-<key>; a run that was finished before "
+            "with the same settings is returned at once.",
             search_aliases=["lora training", "fine-tune", "trainer"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip=f"The model to train on, from any loader: {joined(titles())}, or a fine-tune of one. LoRAs "
-                    "on it stay in force; a Compile Model node in front gives its settings.",
+                    tooltip=f"The model to train on, from any loader: {joined(titles())}, a fine-tune of one, or any "
+                    "other model of pictures or video. LoRAs on it stay in force; a Compile Model node in front gives "
+                    "its settings.",
                 ),
                 TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
                 io.String.Input(

@@ -14,6 +14,11 @@ from .videos import VIDEOS
 NAMED = (*IMAGES, *STABLE_DIFFUSION, *VIDEOS)
 
 
+def named_titles() -> tuple[str, ...]:
+    """Names of the models that have a row, for pages."""
+    return tuple(facts.title for facts in NAMED)
+
+
 def facts_of(model: Any) -> ModelFacts:
     """The facts about a model, with those of its default targets that it has.
 
