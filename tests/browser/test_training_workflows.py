@@ -1,4 +1,4 @@
-"""The workflows that train Wan, Qwen-Image, Chroma, Kontext and FLUX.2, in ComfyUI's own frontend: they open without a
+"""The workflows that train LoRAs, in ComfyUI's own frontend: they open without a
 fault and equal their API form."""
 
 import json
@@ -11,6 +11,10 @@ playwright = pytest.importorskip("playwright.sync_api")
 NAMES = ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "qwen_image_lora", "qwen_edit_lora"]
 NAMES += [
     "chroma_lora",
+    "z_image_lora",
+    "krea2_lora",
+    "anima_lora",
+    "sdxl_lora",
     "flux_kontext_lora",
     "flux2_lora",
     "everything_at_once",

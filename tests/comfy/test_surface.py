@@ -559,7 +559,7 @@ def test_the_version_is_that_of_the_package():
 def test_the_server_offers_exactly_these_nodes_in_this_form(server):
     info = server.get("/object_info")
     ours = {name: node for name, node in info.items() if node["python_module"].startswith("custom_nodes.")}
-    assert set(ours) == {*SURFACE, "TesseraTinyClipLoader", "TesseraTinyEncoders"}
+    assert set(ours) == {*SURFACE, "TesseraTinyClipLoader", "TesseraTinyEncoders", "TesseraTinyNative"}
     for node_id, (display_name, is_output, inputs, outputs) in SURFACE.items():
         node = ours[node_id]
         assert node["python_module"] == "custom_nodes.tessera"  # the frontend takes the help's address from it

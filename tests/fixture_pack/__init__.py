@@ -113,9 +113,29 @@ class TesseraTinyEncoders(io.ComfyNode):
         return io.NodeOutput(clip, vae, image_encoders.load_clip_vision(1280) if clip_vision else None)
 
 
+class TesseraTinyNative(io.ComfyNode):
+    """A tiny model that trains with ComfyUI's own forward, with its encoders and VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TesseraTinyNative",
+            display_name="Load Tiny Checkpoint (tests)",
+            category="Tessera/tests",
+            inputs=[io.String.Input("name", default="z-image", tooltip="A name in tests/tiny/native/loaded.py.")],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, name: str) -> io.NodeOutput:
+        from tessera_tiny.native.loaded import load_native
+
+        return io.NodeOutput(*load_native(name, Path(folder_paths.get_temp_directory())))
+
+
 class FixtureExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TesseraTinyClipLoader, TesseraTinyEncoders]
+        return [TesseraTinyClipLoader, TesseraTinyEncoders, TesseraTinyNative]
 
 
 async def comfy_entrypoint() -> FixtureExtension:

@@ -86,3 +86,14 @@ def hollow_vae(class_path: str, weights: dict[str, tuple[int, ...]]) -> Any:
 
     with replaced(owner, name, nothing):
         return comfy.sd.VAE(sd={name: torch.zeros(shape) for name, shape in weights.items()})
+
+
+def load_krea2_clip() -> Any:
+    """Krea 2's CLIP: twelve layers of a Qwen3 of width 32 side by side; its eyes have one layer."""
+    import comfy.text_encoders.krea2 as krea2
+    import comfy.text_encoders.qwen3vl as qwen3vl
+
+    eyes = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "deepstack_visual_indexes": []}
+    with replaced(qwen3vl, "QWEN3VL_VISION", {"qwen3vl_4b": eyes}):
+        options = {"qwen3vl_4b_model_config": LLAMA_CONFIG | {"num_hidden_layers": 36}}
+        return make_clip(krea2.te(), krea2.Krea2Tokenizer, options)

@@ -1,13 +1,8 @@
 """Facts by name: default targets on tiny models of ComfyUI's classes, and what stands in its workflow templates."""
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import comfy.model_base
 import comfy.samplers
@@ -19,6 +14,7 @@ from tessera.models.native.facts.lookup import NAMED, facts_of
 from tessera.models.native.facts.model_facts import ModelFacts, NamedRelease
 from tessera.models.native.facts.targets import as_patterns, default_targets
 from tiny.native import ROWS, build
+from workflow_templates import cfg_of, samplers_of, schedulers_of, steps_of, values
 
 RELEASES = [(facts, release) for facts in NAMED for release in facts.releases]
 ATTENTION = {f"attn{n}.to_{part}" for n in (1, 2) for part in ("q", "k", "v", "out.*")}
@@ -162,44 +158,6 @@ def test_the_rule_leaves_out_what_the_latent_does_not_pass_through(name, left_ou
     assert left_out in names and left_out not in targets and len(targets) > 10
 
 
-@cache
-def nodes_of(template: str) -> list[dict[str, Any]]:
-    """The nodes of a workflow template that are not switched off, those of its subgraphs too."""
-    spec = find_spec("comfyui_workflow_templates_json")
-    assert spec is not None and spec.origin is not None
-    workflow = json.loads((Path(spec.origin).parent / "templates" / f"{template}.json").read_text(encoding="utf-8"))
-    subgraphs = workflow.get("definitions", {}).get("subgraphs", [])
-    nodes = workflow["nodes"] + [node for subgraph in subgraphs for node in subgraph["nodes"]]
-    return [node for node in nodes if node.get("mode", 0) == 0]
-
-
-def values(template: str, *kinds: str) -> Iterator[list[Any]]:
-    return (node["widgets_values"] for node in nodes_of(template) if node["type"] in kinds)
-
-
-def steps_of(template: str) -> set[int]:
-    found = {row[2] for row in values(template, "KSampler")} | {row[3] for row in values(template, "KSamplerAdvanced")}
-    found |= {row[1] for row in values(template, "BasicScheduler")}
-    kinds = ("LTXVScheduler", "BetaSamplingScheduler", "SDTurboScheduler", "Ideogram4Scheduler")
-    return found | {row[0] for row in values(template, *kinds)}
-
-
-def cfg_of(template: str) -> set[float]:
-    found = {row[3] for row in values(template, "KSampler")} | {row[4] for row in values(template, "KSamplerAdvanced")}
-    found |= {row[3] for row in values(template, "SamplerCustom")} | {1.0 for _ in values(template, "BasicGuider")}
-    return found | {row[0] for row in values(template, "CFGGuider", "DualCFGGuider", "DualModelGuider")}
-
-
-def samplers_of(template: str) -> set[str]:
-    found = {row[4] for row in values(template, "KSampler")} | {row[5] for row in values(template, "KSamplerAdvanced")}
-    return found | {row[0] for row in values(template, "KSamplerSelect")}
-
-
-def schedulers_of(template: str) -> set[str]:
-    found = {row[5] for row in values(template, "KSampler")} | {row[6] for row in values(template, "KSamplerAdvanced")}
-    return found | {row[0] for row in values(template, "BasicScheduler")}
-
-
 @pytest.mark.parametrize(("facts", "release"), RELEASES, ids=[release.title for _, release in RELEASES])
 def test_files_and_sampling_are_those_of_the_workflow_template(facts: ModelFacts, release: NamedRelease):
     sampling, template = release.sampling, release.template
@@ -227,8 +185,13 @@ def test_files_and_sampling_are_those_of_the_workflow_template(facts: ModelFacts
 
 
 def test_a_distilled_release_says_what_to_do():
-    said = {facts.name: "\n".join(facts.remarks()) for facts in NAMED}
-    assert "Z-Image-Turbo is distilled" in said["z-image"] and "zimage_turbo_training_adapter_v2" in said["z-image"]
-    assert "rain on Krea 2 Raw and look at the LoRA on Krea 2 Turbo" in said["krea-2"]
-    assert "Krea 2 Community License" in said["krea-2"]
-    assert said["hunyuan-video"].startswith("HunyuanVideo is under the Tencent")
+    said = {facts.name: facts.remarks() for facts in NAMED}
+    assert said["z-image"] == [
+        "If this is Z-Image-Turbo: it is distilled, which plain training undoes; train on Z-Image and look at the LoRA "
+        "on Z-Image-Turbo, or put ostris/zimage_turbo_training_adapter (zimage_turbo_training_adapter_v2.safetensors) "
+        "on the MODEL in front of Train LoRA, and leave it off when you sample."
+    ]
+    assert len(said["krea-2"]) == 2 and said["krea-2"][1].startswith("Krea 2 is under the Krea 2 Community License;")
+    assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, which plain training undoes: put ostris/")
+    assert "train on SDXL and look at the LoRA on SDXL Turbo." in said["sdxl"][0]
+    assert said["sd1.5"] == []

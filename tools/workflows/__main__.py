@@ -15,12 +15,13 @@ from pathlib import Path
 
 import chroma
 import flux
+import native
 import qwen_image
 import wan
 from graph import Graph, bring_up_to_date
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
-FAMILIES = (wan, qwen_image, flux, chroma)
+FAMILIES = (wan, qwen_image, flux, chroma, native)
 DESCRIPTIONS: list[Callable[[Graph], None]] = [describe for family in FAMILIES for describe in family.DESCRIPTIONS]
 
 

@@ -23,7 +23,7 @@ class NamedRelease:
     template: ComfyUI's workflow template that file, encoders, VAE and sampling stand in; empty where there is none.
     sampling: of previews.
     distilled: True where guidance or steps were distilled into it, which plain training undoes.
-    adapter: the training adapter that people train it with; empty where none is known.
+    adapter: the LoRA that people have in force while they train on it, and at no other time; empty where none is known.
     """
 
     title: str
@@ -77,25 +77,22 @@ class ModelFacts:
 
     def remarks(self) -> list[str]:
         """Sentences for the user before a run: distilled releases, the licence, and the model's own notes."""
-        said = []
-        for release in self.releases:
-            if release.distilled:
-                said.append(f"{release.title} is distilled, and plain training undoes that. {_way_out(self, release)}")
+        said = [_distilled(self, release) for release in self.releases if release.distilled]
         if self.licence:
             said.append(f"{self.title} is under the {self.licence}; read it before you share a LoRA.")
         return [*said, *self.notes]
 
 
-def _way_out(facts: ModelFacts, release: NamedRelease) -> str:
-    ways = []
-    if not facts.releases[0].distilled:
-        ways.append(f"train on {facts.releases[0].title} and look at the LoRA on {release.title}")
+def _distilled(facts: ModelFacts, release: NamedRelease) -> str:
+    """Weights do not tell a distilled release from its base: the sentence is for both."""
+    base = facts.releases[0]
+    ways = [] if base.distilled else [f"train on {base.title} and look at the LoRA on {release.title}"]
     if release.adapter:
-        ways.append(f"train with {release.adapter} as training adapter")
-    if not ways:
-        return "Keep the run short, and compare previews with the model as it was."
-    way = ", or ".join(ways)
-    return f"{way[0].upper()}{way[1:]}."
+        ways.append(f"put {release.adapter} on the MODEL in front of Train LoRA, and leave it off when you sample")
+    way = ", or ".join(ways) or "keep the run short, and compare previews with the model as it was"
+    if base.distilled:
+        return f"{release.title} is distilled, which plain training undoes: {way}."
+    return f"If this is {release.title}: it is distilled, which plain training undoes; {way}."
 
 
 # Where nobody has named the model: what KSampler starts with.
