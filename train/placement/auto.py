@@ -217,29 +217,41 @@ def measure(
 
 
 class _Probe:
-    """Block runner for measuring: runs the first block of each structure and returns its outputs for the others."""
+    """Block runner for measuring: runs the first block of each structure and input shapes and returns its outputs for
+    the others. A structure costs what its largest inputs do."""
 
     def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
         self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
         self.costs: dict[str, BlockCost] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._outputs: dict[str, Any] = {}
+        self._outputs: dict[tuple[Any, ...], Any] = {}
         self.outside: dict[int, Tensor] = {}  # tensors saved outside the blocks, by address
 
     def run(self, block: Block, *args: Any) -> Any:
         structure = block.structure()
-        if structure not in self.costs:
+        # Blocks of one structure may see other tokens: those of the text, of the picture, or both.
+        place = structure, tuple(a.shape for a in args if isinstance(a, Tensor))
+        if place not in self._outputs:
             self.outside |= {_storage(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
-            self.shapes[structure] = tuple(args[0].shape)
-            self.costs[structure], self._outputs[structure] = self._measure(block, args)
-        return self._outputs[structure]
+            cost, self._outputs[place] = self._measure(block, args)
+            if structure not in self.costs or self.costs[structure].saved < cost.saved:
+                self.costs[structure], self.shapes[structure] = cost, tuple(args[0].shape)
+        return self._outputs[place]
 
     def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, Any]:
         for linear in block.linears().values():
             if linear.adapter is not None:
                 linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
         swap = BlockSwap([block], self.device, 1, False, in_place=True)
-        inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+        trained = any(linear.adapter is not None for linear in block.linears().values())
+        # Where nothing up to here is trained, another block of this structure may still come after one that is.
+        alone = not trained and not any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        inputs = [
+            a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point()))
+            if isinstance(a, Tensor)
+            else a
+            for a in args
+        ]
         tensors = [a for a in inputs if isinstance(a, Tensor)]
         masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
 
