@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ..blocks import BlockOfModel, find_blocks
-from ..family import Family, ModelInputs, NoisySample, Origin, Patches, Transformer
+from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy
 from ..layers.attention import attention_function
 from .facts.lookup import facts_of, named_facts
@@ -72,6 +72,9 @@ class NativeFamily(Family):
 
     def shift(self, model: Any, tokens: int) -> float:
         return default_shift(model) if self.facts.shift is None else self.facts.shift
+
+    def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
+        return self.facts.remarks()
 
     def takes_guidance(self, model: Any) -> bool:
         return bool(model.model_config.unet_config.get("guidance_embed"))

@@ -13,6 +13,7 @@ from tessera.models.family import linear_shapes
 from tessera.models.native.facts.lookup import NAMED, facts_of
 from tessera.models.native.facts.model_facts import ModelFacts, NamedRelease
 from tessera.models.native.facts.targets import as_patterns, default_targets
+from tessera.models.native.family import NativeFamily
 from tiny.native import ROWS, build
 from workflow_templates import cfg_of, samplers_of, schedulers_of, steps_of, values
 
@@ -182,6 +183,12 @@ def test_files_and_sampling_are_those_of_the_workflow_template(facts: ModelFacts
     assert sampling.sampler in samplers_of(template)
     schedulers = schedulers_of(template)
     assert sampling.scheduler in (schedulers or {"simple", "beta", "sgm_uniform"})
+
+
+def test_a_run_says_the_remarks_of_its_model():
+    model = build(ROW["krea-2"]).model
+    (distilled, licence) = NativeFamily(model).notes(model, [])
+    assert "on Krea 2 Raw" in distilled and "Krea 2 Community License" in licence
 
 
 def test_a_distilled_release_says_what_to_do():
