@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 # Under these names ComfyUI's modules bind the attention that was chosen; other packs may have put theirs there.
 CHOSEN = ("optimized_attention", "optimized_attention_masked")
-PACKAGES = ("comfy", "comfy_extras")
+PACKAGES = ("comfy.", "comfy_extras.")
 
 _in_force: list[Attention] = []
 
@@ -42,7 +42,7 @@ def training_kernels(attention: Attention) -> Iterator[None]:
         assert _in_force[0] is attention
         yield
         return
-    modules = _modules()
+    loaded, modules = len(sys.modules), _modules()
     replaced: list[tuple[_Place, Function, Function]] = []
     management = comfy.model_management
     before = management.in_training
@@ -60,7 +60,8 @@ def training_kernels(attention: Attention) -> Iterator[None]:
             place.namespace[place.name] = kernel
         management.in_training = before
         _in_force.clear()
-        _restore_new(set(_modules()) - set(modules), {id(ours): kernel for _, kernel, ours in replaced})
+        if len(sys.modules) != loaded:
+            _restore_new(set(_modules()) - set(modules), {id(ours): kernel for _, kernel, ours in replaced})
 
 
 class _Place(NamedTuple):
@@ -76,7 +77,7 @@ class _Place(NamedTuple):
 
 def _modules() -> tuple[ModuleType, ...]:
     """Give the modules of ComfyUI that are loaded, and comfy-kitchen."""
-    found = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] in PACKAGES)
+    found = (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES))
     return tuple(module for module in (*found, _kitchen()) if module is not None)
 
 
