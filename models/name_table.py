@@ -1,9 +1,11 @@
 """Module names of one family: native, in kohya's flat keys, and in diffusers."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 
 def flat_name(name: str) -> str:
@@ -60,13 +62,16 @@ class NameTable:
     """The names of one family. Kohya's keys write dots as underscores, so that only a table can undo them.
 
     to_diffusers: native module name -> the diffusers modules that together hold it, in the order of its output rows;
-        "{}" is the number of the block. A name that is written out goes before one that "{}" stands in.
+        "{}" is the number of the block.
     others: modules that may carry a difference but have no matrix, or no place in diffusers.
     rows: (native name, parts, rows, columns of the native weight) -> how many rows each diffusers module takes.
     halves_swapped: native names whose two halves of rows diffusers holds the other way round.
     proportions: the shape of a module's weight in units of the hidden size, where it tells the family from another with
         a module of that name.
     gaps: what ComfyUI and diffusers do not take from files of it, as tests find with their own loaders.
+    by_rule: True where it was made of one model's modules, so that a file of the model has to tell it.
+    unet: True where diffusers has the model as a U-Net.
+    kohya_by_diffusers: True where kohya's keys are diffusers' names with underscores, for modules that are one there.
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]
@@ -75,12 +80,19 @@ class NameTable:
     halves_swapped: frozenset[str] = frozenset()
     proportions: Mapping[str, Shape] = field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
+    by_rule: bool = False
+    unet: bool = False
+    kohya_by_diffusers: bool = False
     _flat: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
     _dotted: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        templates = (*self.to_diffusers, *self.others)
-        object.__setattr__(self, "_flat", {matcher(flat_name(template)): template for template in templates})
+        # What is written out goes before a template that takes it for another name.
+        templates = sorted((*self.to_diffusers, *self.others), key=lambda template: "{}" in template)
+        flat = {flat_name(template): template for template in templates}
+        if self.kohya_by_diffusers:
+            flat |= {flat_name(parts[0]): name for name, parts in self.to_diffusers.items() if len(parts) == 1}
+        object.__setattr__(self, "_flat", {matcher(key): template for key, template in flat.items()})
         object.__setattr__(self, "_dotted", {matcher(template): template for template in templates})
 
     def native(self, flat: str) -> str | None:
@@ -89,6 +101,11 @@ class NameTable:
             if match := pattern.fullmatch(flat):
                 return filled(template, match.groups())
         return None
+
+    def flat(self, name: str) -> str:
+        """The flat name of a native module in a file with kohya's keys."""
+        parts = self.diffusers(name) if self.kohya_by_diffusers else ()
+        return flat_name(parts[0] if len(parts) == 1 else name)
 
     def fits(self, flat: str, shape: Shape) -> bool:
         """True where the module can have a weight of this shape."""
@@ -106,8 +123,12 @@ class NameTable:
                 return list(names) if found and gap.refuses else found
         return []
 
+    def knows(self, program: str, format: str) -> bool:
+        """True where it is known what a program takes of a file of this format."""
+        return not self.by_rule or program == "ComfyUI" or (format == "diffusers" and bool(self.to_diffusers))
+
     def template(self, name: str) -> str:
-        """The entry that a native name is of; the name itself where there is none."""
+        """The entry that a native name belongs to; the name itself where there is none."""
         return self._entry(name)[0]
 
     def diffusers(self, name: str) -> tuple[str, ...]:
@@ -127,3 +148,44 @@ class NameTable:
         """Output rows of the native module that each of its diffusers modules takes. rows, columns: the native
         weight's (out, in)."""
         return self.rows(name, len(self.diffusers(name)), rows, columns)
+
+    def diffusers_keys(self, module: str) -> tuple[str, str]:
+        """The keys of down and up in diffusers' format. U-Nets have those of its attention processors, which ComfyUI
+        reads too; PEFT's it does not read of them."""
+        if not self.unet:
+            return f"transformer.{module}.lora_A.weight", f"transformer.{module}.lora_B.weight"
+        owner, attention, projection = module.rpartition(".to_")
+        key = f"unet.{module}.lora"
+        if attention:
+            key = f"unet.{owner}.processor.to_{projection.removesuffix('.0')}_lora"
+        return f"{key}.down.weight", f"{key}.up.weight"
+
+    def recorded(self) -> str:
+        """The table as JSON for the header of a file; empty for one that the pack knows without."""
+        if not self.by_rule:
+            return ""
+        return json.dumps(
+            {
+                "modules": self.others,
+                "diffusers": self.to_diffusers,
+                "halves_swapped": sorted(self.halves_swapped),
+                "unet": self.unet,
+                "kohya_by_diffusers": self.kohya_by_diffusers,
+            }
+        )
+
+
+def read_recorded(text: str) -> NameTable | None:
+    """Read the table that `recorded` gave; None where the text is nothing of the kind."""
+    try:
+        told: dict[str, Any] = json.loads(text)
+        diffusers = {str(name): tuple(map(str, parts)) for name, parts in told["diffusers"].items()}
+        others, swapped = tuple(map(str, told["modules"])), frozenset(map(str, told["halves_swapped"]))
+        unet, by_diffusers = bool(told["unet"]), bool(told["kohya_by_diffusers"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if any(part.count("{}") != name.count("{}") for name, parts in diffusers.items() for part in parts):
+        return None
+    return NameTable(
+        diffusers, others, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers
+    )

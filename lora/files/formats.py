@@ -24,9 +24,9 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     """Convert a LoRA to the names of a format, on the host, each tensor with storage of its own.
 
     format: `kohya` (`lora_unet_*`, alpha kept), `comfyui` (`diffusion_model.<module>.lora_A/lora_B`) or `diffusers`
-    (PEFT names, FLUX's fused layers cut by rows). The last two have alpha / rank multiplied into `lora_B` in float32,
-    before the cast, and hold no alpha. dtype: `fp32`, `bf16` or `fp16`; alphas and DoRA's
-    lengths are always float32.
+    (PEFT names, fused layers cut by rows; for U-Nets the names of attention processors). The last two have
+    alpha / rank multiplied into `lora_B` in float32, before the cast, and hold no alpha. dtype: `fp32`, `bf16` or
+    `fp16`; alphas and DoRA's lengths are always float32.
 
     Raises ValueError where the format can't carry an update, or the dtype a value.
     """
@@ -35,7 +35,12 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {shown(dtype)}; choose one of {', '.join(DTYPES)}.")
     model = normalised(lora)
-    layouts: dict[str, Layout] = {"kohya": _kohya, "comfyui": _comfyui, "diffusers": partial(_diffusers, model.table())}
+    table = model.table()
+    layouts: dict[str, Layout] = {
+        "kohya": partial(_kohya, table),
+        "comfyui": _comfyui,
+        "diffusers": partial(_diffusers, table),
+    }
     layout = layouts[format]
     tensors: dict[str, Tensor] = {}
     for flat, parts in model.parts().items():
@@ -61,8 +66,10 @@ def save_lora(
     write_atomically(Path(path), lambda beside: save_file(tensors, beside, metadata=header))
 
 
-def _kohya(model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _kohya(table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     module = low_rank(parts)
+    if table is not None and table.kohya_by_diffusers and (name := model.name(flat)):
+        flat = table.flat(name)
     # diffusers' converter of kohya files drops the alphas of the last layer: with alpha = rank nothing is lost.
     if module and flat.startswith("final_layer_"):
         parts = {**parts, UP: module.scaled_up, ALPHA: torch.tensor(float(module.rank))}
@@ -87,6 +94,8 @@ def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapp
             f"format diffusers carries plain LoRA pairs only, and {name} has {', '.join(sorted(parts))}; "
             "choose kohya or comfyui."
         )
+    if table is not None and table.by_rule and not table.to_diffusers:
+        raise ValueError("format diffusers is not known for this model; choose kohya or comfyui.")
     if table is None or not targets:
         raise ValueError(f"format diffusers has no place for {name}; choose kohya or comfyui.")
     ups = module.scaled_up.split(table.diffusers_rows(name, module.up.shape[0], module.down.shape[1]))
@@ -94,9 +103,9 @@ def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapp
         shift, scale = ups[0].chunk(2)
         ups = (torch.cat((scale, shift)),)
     return {
-        f"transformer.{target}.{key}": tensor
+        key: tensor
         for target, up in zip(targets, ups, strict=True)
-        for key, tensor in (("lora_A.weight", module.down), ("lora_B.weight", up))
+        for key, tensor in zip(table.diffusers_keys(target), (module.down, up), strict=True)
     }
 
 

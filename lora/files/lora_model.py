@@ -3,17 +3,20 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...common.text import shown
-from ...models.name_table import NameTable, flat_name, uncompiled
+from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
 from ...models.registry import native_name, table_of
 
 PREFIX = "lora_unet_"
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
 DORA = "dora_scale"
+MODULES = "tessera_modules"
+"""The key of the metadata that tells the names of a model that no family has a table of."""
 _AGAIN = "train or load it again"
 _SYNONYMS = {"lora_A.weight": DOWN, "lora_B.weight": UP, "lora_A.default.weight": DOWN, "lora_B.default.weight": UP}
 # Longest first: "lora_down.weight" is one suffix, though it has a dot in it.
@@ -86,18 +89,31 @@ class LoraModel(dict[str, Tensor]):
 
     def name(self, flat: str) -> str | None:
         """The native module name behind a flat one, or None where it can't be told."""
-        return self.names.get(flat) or native_name(flat)
+        if flat in self.names:
+            return self.names[flat]
+        own = self._recorded()
+        return own.native(flat) if own else native_name(flat)
 
     def table(self) -> NameTable | None:
-        """The names of the family that the LoRA is of; None where that can't be told."""
+        """The names of the model that the LoRA is of; None where that can't be told."""
+        if own := self._recorded():
+            return own
         modules = {flat: low_rank(parts) for flat, parts in self.parts().items()}
         shapes = {flat: (len(m.up), m.down.shape[1]) if m else None for flat, m in modules.items()}
         return table_of(shapes, _family(self.metadata))
+
+    def _recorded(self) -> NameTable | None:
+        text = self.metadata.get(MODULES)
+        return _read_once(text) if text else None
 
     def modules(self) -> dict[str, LowRank]:
         """The low-rank updates by native module name; what is not low-rank, or of unknown name, is left out."""
         named = ((self.name(flat), low_rank(parts)) for flat, parts in self.parts().items())
         return {name: module for name, module in named if name and module}
+
+
+# A table is asked for each of hundreds of modules.
+_read_once = lru_cache(maxsize=4)(read_recorded)
 
 
 def _family(metadata: Mapping[str, str]) -> str:

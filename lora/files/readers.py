@@ -25,7 +25,11 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     # Of other tensors diffusers' converters fail, or drop the layers that have them.
     others = sorted({suffix for own in parts.values() for suffix in own} - _PAIR)
     programs, formats = (("ComfyUI",), ("kohya", "comfyui")) if others else (PROGRAMS, FORMATS)
-    left_out = {program: {f: table.left_out(program, f, names) for f in formats} for program in programs}
+    left_out = {
+        program: {f: table.left_out(program, f, names) for f in formats if table.knows(program, f)}
+        for program in programs
+        if table.knows(program, format)
+    }
     readers = [program for program, by_format in left_out.items() if not by_format[format]]
     notes = [f"{joined(readers)} read{'s' if len(readers) == 1 else ''} this file."] if readers else []
     for program, by_format in left_out.items():

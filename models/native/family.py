@@ -15,10 +15,10 @@ from ..latents import LatentPolicy
 from ..layers.attention import attention_function
 from .facts.lookup import facts_of, named_facts
 from .inputs import native_inputs, patchify
-from .names import names_of
+from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
 from .out_of_place import blocks_to_leave_eager
-from .shadow import Shadow, linear_names
+from .shadow import Shadow
 from .transformer import TOLERANCE, NativeTransformer, OnDevice
 
 HIDDEN = "Its code assigns to parts of tensors that it writes in place, which the compiler does not follow."
@@ -42,7 +42,7 @@ class NativeFamily(Family):
         self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
         self.model_class = type(model)
         self.transformer_class = type(model.diffusion_model)
-        self.names = names_of(linear_names(model))
+        self.names = native_names(model)
         self.default_targets = self.facts.default_targets
         self.swap_order = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
 
@@ -58,7 +58,7 @@ class NativeFamily(Family):
         return type(model) is self.model_class
 
     def origin(self, model: Any) -> Origin:
-        return Origin(self.name, "")
+        return origin_of(model, self.name)
 
     def latents(self, model: Any) -> LatentPolicy:
         form = model.latent_format

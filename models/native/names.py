@@ -1,12 +1,32 @@
-"""The modules of a model that is known by its own modules alone: ComfyUI's names and kohya's follow from theirs."""
+"""The modules of a model that is known by its own modules alone: ComfyUI's names and kohya's follow from theirs.
+
+diffusers' names are those that ComfyUI maps to its own (`comfy.lora.model_lora_keys_unet`), turned round; of which
+models that holds is written down here and tested with diffusers' own classes.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
-from ..name_table import NameTable, flat_name
+import comfy.lora
+import comfy.model_base
+import comfy.supported_models
+import comfy.utils
+
+from ..family import Origin, linear_shapes
+from ..name_table import NameTable, filled, flat_name
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_TRANSFORMERS = (
+    comfy.model_base.SD3,
+    comfy.model_base.AuraFlow,
+    comfy.model_base.PixArt,
+    comfy.model_base.Krea2,
+)
+_Parts = Mapping[str, tuple[str, ...]]
+_STABILITY = "https://github.com/Stability-AI/generative-models"
+_COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
 
 
 def names_of(module_names: Iterable[str]) -> NameTable:
@@ -15,21 +35,155 @@ def names_of(module_names: Iterable[str]) -> NameTable:
 
     Raises ValueError where two modules have one name in kohya's keys, which ComfyUI could not tell apart either.
     """
-    names = tuple(dict.fromkeys(module_names))
+    return _table(tuple(dict.fromkeys(module_names)))
+
+
+def native_names(model: Any) -> NameTable:
+    """Make the table of a ComfyUI BaseModel: of all modules of its diffusion model that have a weight.
+
+    The scripts that kohya's keys come from train Stable Diffusion 1 and 2 on diffusers' U-Net, and SDXL on Stability's
+    own, whose names ComfyUI has (kohya-ss/sd-scripts, networks/lora.py).
+    """
+    modules = model.diffusion_model.named_modules()
+    names = tuple(name for name, module in modules if hasattr(module, "weight"))
+    kind, config = type(model), model.model_config.unet_config
+    if kind in (comfy.model_base.BaseModel, comfy.model_base.SDXL) and "num_res_blocks" in config:
+        # ComfyUI has two of diffusers' names for what embeds SDXL's sizes; the other is that of models with classes.
+        known = _without_weight(comfy.utils.unet_to_diffusers(config)).items()
+        found = {ours: (theirs,) for theirs, ours in known if not theirs.startswith("class_embedding.")}
+        held = tuple((name, found[name]) for name in names if name in found)
+        return _table(names, held, unet=True, kohya_by_diffusers=kind is comfy.model_base.BaseModel)
+    if kind in _TRANSFORMERS or (kind is comfy.model_base.Lumina2 and config.get("z_image_modulation")):
+        rows = dict.fromkeys(names, 0) | {name: rows for name, (rows, _) in linear_shapes(model).items()}
+        parts, swapped = _turned_round(comfy.lora.model_lora_keys_unet(model, {}), rows)
+        return _table(names, tuple(parts.items()), swapped)
+    return _table(names)
+
+
+def origin_of(model: Any, name: str) -> Origin:
+    """Name a ComfyUI BaseModel in the metadata of its LoRAs, as kohya's scripts do for the models that they train
+    (kohya-ss/sd-scripts, library/sai_model_spec.py, and get_model_version_str_for_sd1_sd2 of library/train_util.py),
+    which programs sort LoRAs by; any other is called `name`, and its layers are named by ComfyUI."""
+    kind, config = type(model), model.model_config.unet_config
+    if kind is comfy.model_base.SDXL:
+        return Origin("stable-diffusion-xl-v1-base", _STABILITY, "sdxl_base_v1-0", "networks.lora")
+    if kind is comfy.model_base.BaseModel and "num_res_blocks" in config:
+        velocity = model.model_type is comfy.model_base.ModelType.V_PREDICTION
+        if not isinstance(model.model_config, comfy.supported_models.SD20):
+            return Origin("stable-diffusion-v1", "diffusers", "sd_v1_v" if velocity else "sd_v1", "networks.lora")
+        size = "768-v" if velocity else "512"
+        version = "sd_v2_v" if velocity else "sd_v2"
+        return Origin(f"stable-diffusion-v2-{size}", "diffusers", version, "networks.lora")
+    return Origin(name, _COMFYUI)
+
+
+def _without_weight(keys: Mapping[str, str]) -> dict[str, str]:
+    """The modules of keys of weights, and of those only."""
+    ending = ".weight"
+    return {key.removesuffix(ending): to.removesuffix(ending) for key, to in keys.items() if key.endswith(ending)}
+
+
+def _turned_round(known: Mapping[str, Any], rows: Mapping[str, int]) -> tuple[_Parts, frozenset[str]]:
+    """Native module → the diffusers modules that hold it, and those whose halves are swapped, of ComfyUI's map.
+
+    rows: of each module's weight, 0 for those that are no Linear. A module whose parts are not of one size, or do not
+    fill it, is left out.
+    """
+    whole: dict[str, str] = {}
+    slices: dict[str, dict[int, tuple[int, str]]] = {}
+    swapped = set()
+    for alias, target in known.items():
+        if not alias.startswith("transformer."):
+            continue
+        theirs = alias.removeprefix("transformer.")
+        key, place, *function = (target, None) if isinstance(target, str) else target
+        name = key.removeprefix("diffusion_model.").removesuffix(".weight")
+        if place is not None:
+            slices.setdefault(name, {})[place[1]] = (place[2], theirs)
+            continue
+        if function:
+            assert function == [comfy.utils.swap_scale_shift], name
+            swapped.add(name)
+        # Of two names for one module the shorter is what some tools make of it.
+        whole[name] = max(whole.get(name, ""), theirs, key=len)
+    parts: dict[str, tuple[str, ...]] = {name: (theirs,) for name, theirs in whole.items() if name in rows}
+    for name, by_start in slices.items():
+        size = rows.get(name, 0) // len(by_start)
+        if size and [(start, length) for start, (length, _) in sorted(by_start.items())] == [
+            (index * size, size) for index in range(len(by_start))
+        ]:
+            parts[name] = tuple(theirs for _, (_, theirs) in sorted(by_start.items()))
+    return parts, frozenset(swapped & parts.keys())
+
+
+# A family is made again for each MODEL, and asked for in many places.
+@lru_cache(maxsize=4)
+def _table(
+    names: tuple[str, ...],
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    swapped: frozenset[str] = frozenset(),
+    unet: bool = False,
+    kohya_by_diffusers: bool = False,
+) -> NameTable:
     by_flat: dict[str, str] = {}
     for name in names:
         if (other := by_flat.setdefault(flat_name(name), name)) != name:
             raise ValueError(
                 f"model has the layers {other} and {name}, which LoRA files call by one name; use another model."
             )
-    templates = tuple(dict.fromkeys(_NUMBER.sub("{}", name) for name in names))
-    table = NameTable({}, templates)
+    held = dict(parts)
+    templates = tuple(dict.fromkeys(_NUMBER.sub("{}", name) for name in names if name not in held))
+
+    def made(others: tuple[str, ...]) -> NameTable:
+        return NameTable(
+            _shortened(held, swapped),
+            others,
+            halves_swapped=swapped,
+            by_rule=True,
+            unet=unet,
+            kohya_by_diffusers=kohya_by_diffusers,
+        )
+
+    table = made(templates)
     # `a.b_1` and `a.b.2` are both of `a_b_{}` in kohya's keys: the name that the template misses is written out.
-    missed = tuple(name for flat, name in by_flat.items() if table.native(flat) != name)
-    return NameTable({}, (*missed, *templates)) if missed else table
+    missed = tuple(name for flat, name in by_flat.items() if table.native(flat) != name and name not in held)
+    return made((*missed, *templates)) if missed else table
 
 
-def native_names(model: Any) -> NameTable:
-    """Make the table of a ComfyUI BaseModel: of all modules of its diffusion model that have a weight."""
-    modules = model.diffusion_model.named_modules()
-    return names_of(name for name, module in modules if hasattr(module, "weight"))
+def _shortened(parts: _Parts, alone: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The same names by templates: one number becomes "{}" where the names that differ in it alone do so there too.
+    alone: names that stay written out."""
+    groups: dict[str, list[str]] = {}
+    for name in parts.keys() - alone:
+        for template, _ in _templates(name):
+            groups.setdefault(template, []).append(name)
+    found: dict[str, tuple[str, ...]] = {}
+    covered: set[str] = set(alone)
+    for name in parts:
+        for template, number in _templates(name) if name not in covered else ():
+            if own := _shared(template, number, parts[name], {n: parts[n] for n in groups[template]}):
+                found[template] = own
+                covered.update(groups[template])
+                break
+    return {name: own for name, own in parts.items() if name not in covered or name in alone} | found
+
+
+def _templates(name: str) -> list[tuple[str, str]]:
+    """The name with one of its numbers as "{}", and that number, for each."""
+    return [(name[: match.start()] + "{}" + name[match.end() :], match[0]) for match in _NUMBER.finditer(name)]
+
+
+def _shared(template: str, number: str, parts: tuple[str, ...], group: _Parts) -> tuple[str, ...] | None:
+    """The templates of `parts` with the number at one place, if they give the parts of all names of the group."""
+    if len(group) < 2:
+        return None
+    places = [_templates(part) for part in parts]
+    for place in zip(*places, strict=False):
+        if any(found != number for _, found in place):
+            continue
+        own = tuple(part for part, _ in place)
+        begin, end = template.split("{}")
+        numbers = {name: name[len(begin) : len(name) - len(end)] for name in group}
+        if all(group[name] == tuple(filled(part, [n]) for part in own) for name, n in numbers.items()):
+            return own
+    return None

@@ -4,7 +4,6 @@ The MODEL itself is never changed. Whatever a forward leaves on its modules, it 
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -146,8 +145,3 @@ def raw_output(model_sampling: nn.Module) -> nn.Module:
 
 def _own_output(sigma: Tensor, model_output: Tensor, model_input: Tensor) -> Tensor:
     return model_output
-
-
-def linear_names(model: Any) -> Iterator[str]:
-    """The names of the Linears that a LoRA can train."""
-    return (name for name, module in model.diffusion_model.named_modules() if is_linear(module))

@@ -13,6 +13,9 @@ from tessera.lora.files.header import for_file
 from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.lora.options import NetworkOptions
 from tessera.models.family import Origin
+from tessera.models.flux.names import FLUX1_NAMES
+from tessera.models.name_table import read_recorded
+from tessera.models.native.names import names_of
 from tessera.train.checkpoint.metadata import RunFacts, metadata_for
 from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
@@ -99,6 +102,15 @@ def test_the_model_is_called_what_its_family_says():
     assert metadata["modelspec.architecture"] == "wan2.1/lora"
     assert metadata["modelspec.implementation"] == "https://github.com/Wan-Video/Wan2.1"
     assert not {"ss_base_model_version", "ss_network_module"} & set(metadata)
+
+
+def test_the_names_of_a_model_without_a_table_stand_in_a_key_of_their_own():
+    table = names_of(["layers.0.attention.qkv", "layers.1.attention.qkv"])
+    metadata = metadata_for(dataclasses.replace(FACTS, modules=table.recorded()), {})
+    assert read_recorded(metadata["tessera_modules"]) == table
+    plain = metadata_for(dataclasses.replace(FACTS, modules=FLUX1_NAMES.recorded()), {})
+    assert "tessera_modules" not in plain
+    assert metadata["tessera"] == plain["tessera"]
 
 
 def test_what_is_not_known_is_not_written():

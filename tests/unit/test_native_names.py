@@ -1,8 +1,12 @@
 """LoRA names by rule, of models that no family has a table of."""
 
+from typing import Any
+
+import comfy.model_base
+import comfy.supported_models
 import pytest
 from tessera.models.name_table import flat_name
-from tessera.models.native.names import names_of
+from tessera.models.native.names import names_of, origin_of
 
 UNET = [
     "time_embed.0",
@@ -32,3 +36,26 @@ def test_two_modules_of_one_flat_name_are_refused_by_name():
     with pytest.raises(ValueError, match=r"a\.b_c and a_b\.c"):
         names_of(["a.b_c", "a_b.c"])
     names_of(["a.b", "a.b"])
+
+
+EPS, V = comfy.model_base.ModelType.EPS, comfy.model_base.ModelType.V_PREDICTION
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "model_type", "expected"),
+    [
+        ("SDXL", "SDXL", EPS, ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0")),
+        ("BaseModel", "SD15", EPS, ("stable-diffusion-v1", "sd_v1")),
+        ("BaseModel", "SD20", EPS, ("stable-diffusion-v2-512", "sd_v2")),
+        ("BaseModel", "SD20", V, ("stable-diffusion-v2-768-v", "sd_v2_v")),
+        ("Krea2", "Krea2", comfy.model_base.ModelType.FLUX, ("krea-2", "")),
+    ],
+)
+def test_metadata_calls_a_model_what_kohyas_scripts_call_it(kind, config, model_type, expected):
+    model: Any = object.__new__(getattr(comfy.model_base, kind))
+    own = getattr(comfy.supported_models, config)
+    sizes = {"num_res_blocks": [2]} if config != "Krea2" else {}
+    object.__setattr__(model, "model_config", own({**own.unet_config, **sizes}))
+    object.__setattr__(model, "model_type", model_type)
+    origin = origin_of(model, "krea-2")
+    assert (origin.architecture, origin.kohya_version) == expected and origin.implementation

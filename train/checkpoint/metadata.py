@@ -3,6 +3,7 @@
 `modelspec.*`: Stability AI's ModelSpec (github.com/Stability-AI/ModelSpec), version 1.0.1 as kohya's scripts write it.
 `ss_*`: kohya's keys that model managers read, only those that apply to our run.
 `tessera`: all settings of the run as JSON.
+`tessera_modules`: the names of the base model's modules, where no family has a table of them.
 """
 
 import json
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...common.core import loaded_from
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
-from ...lora.files.lora_model import LoraModel
+from ...lora.files.lora_model import MODULES, LoraModel
 from ...lora.options import NetworkOptions
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
@@ -63,6 +64,7 @@ class RunFacts:
     saving: save intervals and number of retained LoRAs.
     compile: 'auto' or 'off'.
     continued_from: earlier segments with other settings, see `history.continued_from`.
+    modules: names of the model's modules, where a file of it has to tell them, see `NameTable.recorded`.
     """
 
     output_name: str
@@ -91,11 +93,14 @@ class RunFacts:
     saving: Mapping[str, int] = field(default_factory=dict)
     compile: str = "auto"
     continued_from: Sequence[Mapping[str, Any]] = ()
+    modules: str = ""
 
 
 def plain_facts(facts: RunFacts) -> dict[str, Any]:
-    """Return the facts as plain JSON, with absolute paths removed."""
-    return without_paths(asdict(facts))
+    """Return the facts about the run as plain JSON, with absolute paths removed."""
+    told = asdict(facts)
+    del told["modules"]  # of the model, in a key of its own
+    return without_paths(told)
 
 
 def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -138,6 +143,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "ss_seed": facts.seed,
         "ss_training_started_at": _unix(facts.started),
         "ss_training_finished_at": _unix(facts.finished),
+        MODULES: facts.modules,
         "tessera": json.dumps(settings, ensure_ascii=False, sort_keys=True, allow_nan=False),
     }
     return for_file({key: str(value) for key, value in known.items() if value not in ("", None)}, tensors, "kohya")
@@ -202,6 +208,7 @@ def collect_facts(
         validation=settings.validation.facts() if settings.validation else None,
         saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
         compile=settings.compile,
+        modules=family.names.recorded(),
     )
 
 
