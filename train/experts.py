@@ -18,7 +18,7 @@ from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.disk_space import DiskSpace, check_disk_space_of_pair, required_space
 from .preflight.run_start import find_run_start
-from .settings import TrainSettings, ValidationOptions
+from .settings import TrainSettings, ValidationOptions, parse_sigmas
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,12 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
         raise ValueError(
             f"min_sigma {options.min_sigma:g} to max_sigma {options.max_sigma:g} of validation leave nothing to the "
             f"{side.replace('_', ' ')} expert, as the two meet at {boundary:g}; widen them."
+        )
+    listed = parse_sigmas(options.sigmas)
+    if listed and not any(low <= sigma <= high for sigma in listed):
+        raise ValueError(
+            f"sigmas of validation leave nothing to the {side.replace('_', ' ')} expert, which has {low:g} to "
+            f"{high:g}; add one in that range."
         )
     return replace(options, min_sigma=low, max_sigma=high)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..common.file_names import plain_name
 from ..common.fingerprint import changed_fields, fingerprint
-from ..common.text import finite, one_of, within
+from ..common.text import finite, one_of, shown, within
 from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
@@ -17,6 +17,7 @@ from .optim.schedule import ENDLESS_SCHEDULERS
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
 MOST_HELD_OUT = 0.9
+MOST_SIGMAS = 100
 
 _OF_SELECTIVE = Unread(
     lambda options: options.checkpointing in ("none", "full"),
@@ -60,6 +61,25 @@ class MemoryOptions:
         one_of("pin_memory", self.pin_memory, PIN_MEMORY)
 
 
+def parse_sigmas(text: str) -> tuple[float, ...]:
+    """Parse noise levels, separated by commas, semicolons, spaces or lines, into rising order, each once.
+
+    Raises ValueError for one that is no number above 0 and up to 1, or for more than MOST_SIGMAS.
+    """
+    found: set[float] = set()
+    for entry in text.replace(",", " ").replace(";", " ").split():
+        try:
+            sigma = float(entry)
+        except ValueError:
+            sigma = 0.0
+        if not 0 < sigma <= 1:
+            raise ValueError(f"sigmas has {shown(entry)}; give numbers above 0 and up to 1, such as 0.2, 0.5, 0.8.")
+        found.add(sigma)
+    if len(found) > MOST_SIGMAS:
+        raise ValueError(f"sigmas has {len(found)} noise levels; give at most {MOST_SIGMAS}.")
+    return tuple(sorted(found))
+
+
 @dataclass(frozen=True)
 class ValidationOptions:
     """Validation options: held-out data and measuring interval (TESSERA_VALIDATION).
@@ -72,6 +92,7 @@ class ValidationOptions:
     min_sigma: lower end of the sigma range, 0 to 1.
     max_sigma: upper end of the sigma range, 0 to 1; losses are measured at the nine deciles between the two.
     data: validation samples from outside the training data; None holds out `part`.
+    sigmas: text of noise levels to measure at in place of the deciles, see `parse_sigmas`; empty takes the deciles.
     """
 
     part: float = 0.1
@@ -82,6 +103,7 @@ class ValidationOptions:
     min_sigma: float = 0.0
     max_sigma: float = 1.0
     data: TrainingData | None = None
+    sigmas: str = ""
 
     def __post_init__(self) -> None:
         finite(self)
@@ -95,19 +117,29 @@ class ValidationOptions:
                 f"min_sigma is {self.min_sigma} and max_sigma {self.max_sigma}; min_sigma must be the smaller one, "
                 "both between 0 and 1."
             )
+        if not self.noise_levels:
+            raise ValueError(
+                f"sigmas is {shown(self.sigmas)}, of which nothing lies between min_sigma {self.min_sigma:g} and "
+                f"max_sigma {self.max_sigma:g}; add one that does, or widen them."
+            )
 
     @property
-    def sigmas(self) -> tuple[float, ...]:
-        """Nine deciles of the uniform distribution between `min_sigma` and `max_sigma`: 0.1 to 0.9 by default.
+    def noise_levels(self) -> tuple[float, ...]:
+        """Those of `sigmas` from `min_sigma` to `max_sigma`, or else the nine deciles of the uniform distribution
+        between the two: 0.1 to 0.9 by default.
 
         They do not depend on the objective, so that runs with different timestep sampling are comparable.
         """
         low, high = self.min_sigma, self.max_sigma
+        if listed := parse_sigmas(self.sigmas):
+            return tuple(sigma for sigma in listed if low <= sigma <= high)
         return tuple(low + (high - low) * k / 10 for k in range(1, 10))
 
     def facts(self) -> dict[str, Any]:
         """Return the options as plain values, with the data replaced by its fingerprint."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not plain["sigmas"]:  # files of earlier versions have none
+            del plain["sigmas"]
         return plain if self.data is None else plain | {"part": 0.0, "data": self.data.fingerprint}
 
 

@@ -27,13 +27,13 @@ class Validation:
     """Watcher that measures the validation loss when due and appends the point to the run's progress.
 
     A point is `{"step", "loss", "sigmas", "losses"}`. `losses` holds for each sigma the mean over the samples of the
-    velocity's mean square error. `loss` is the mean of these nine.
+    output's mean square error. `loss` is the mean of these.
     The weights are those that a file would hold, and dropout is off. The forward is that of training, in the same
     compiled graphs and batch size, so that validation compiles nothing of its own; its gradient is not used.
     """
 
     def __init__(self, options: ValidationOptions, data: TrainingData):
-        self.options, self.samples, self.sigmas = options, data.samples, options.sigmas
+        self.options, self.samples, self.sigmas = options, data.samples, options.noise_levels
 
     def between_steps(self, trainer: "Trainer") -> None:
         """Measure the loss where due, unless this step was already measured before a resume."""

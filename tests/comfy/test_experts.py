@@ -252,6 +252,10 @@ def test_each_expert_is_measured_at_the_noise_levels_that_it_is_used_for(experts
     assert [step for step, _ in watcher.validations] == [0, 2, 2, 4]
     with pytest.raises(ValueError, match="min_sigma 0.9 to max_sigma 1 of validation leave nothing to the low noise"):
         planned(experts, validation={"min_sigma": 0.9})
+    sides = planned(experts, validation={"sigmas": "0.1 0.5 0.9"})
+    assert [side.settings.validation.noise_levels for side in sides] == [(0.9,), (0.1, 0.5)]
+    with pytest.raises(ValueError, match="leave nothing to the high noise expert, which has 0.875 to 1"):
+        planned(experts, validation={"sigmas": "0.1 0.5"})
 
 
 def lora_of(model, seed):

@@ -25,6 +25,7 @@ NODES = {
 }
 # Texts that are read, and what a choice cannot do without.
 TEXTS = {"lr_curve": "0:1, 100:0.5", "sigma_curve": "0:1, 1:2"}
+TEXTS |= {"sigmas": "0.2, 0.5"}
 TEXTS |= {"rank_patterns": "single_blocks.*: rank=8"}
 TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
 TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
@@ -144,7 +145,7 @@ def test_ids_inputs_and_outputs_are_the_contract():
             ["TESSERA_MEMORY"],
         ),
         "TesseraValidation": (
-            "part every_n_steps at_start keep_best seed min_sigma max_sigma data".split(),
+            "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas".split(),
             ["TESSERA_VALIDATION"],
         ),
     }

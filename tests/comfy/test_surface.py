@@ -398,6 +398,7 @@ SURFACE = {
             "min_sigma FLOAT = 0.0",
             "max_sigma FLOAT = 1.0",
             "data? TESSERA_TRAINING_DATA",
+            'sigmas? STRING = ""',
         ],
         ["TESSERA_VALIDATION validation"],
     ),
@@ -428,7 +429,7 @@ CONTRACT = {
     "lora_models_low_noise expert_boundary switch_step clips fps",
     "TesseraLossPlot": "loss smoothing log_scale",
     "TesseraAverageStates": "run profile decay width last_part",
-    "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data",
+    "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",
 }
 
 # Choices that workflows hold; more may be added.

@@ -16,7 +16,7 @@ from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.trainer import Trainer
 from tessera.train.validation import Validation
 from tiny.compiling import Graphs
-from tiny.runs import Watcher, mixed_data, sample, train, training_data
+from tiny.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from torch._dynamo.exc import TorchDynamoException
 
 HERE = Path(__file__).parent
@@ -156,6 +156,41 @@ def test_it_compiles_nothing_that_is_not_planned_and_nothing_twice(tiny_flux, tm
     assert graphs == [2 * 2] * 3, "at the start, with the size that is trained later, and twice in between"
     assert trainer.facts()["graphs_compiled"] == 2 * 2 and trainer.facts()["graph_breaks"] == 0
     trainer.close()
+
+
+def test_a_list_of_sigmas_is_measured_in_place_of_the_nine(tiny_flux, tmp_path):
+    options = {"steps": 2, "validation": {"data": held_out()}}
+    nine = train(tiny_flux, mixed_data(), tmp_path / "nine", **options).validation[0]
+    options["validation"]["sigmas"] = "0.5, 0.1;0.5\n0.8"
+    found = train(tiny_flux, mixed_data(), tmp_path / "listed", **options)
+    point = found.validation[0]
+    assert point["sigmas"] == found.summary["validation"]["sigmas"] == [0.1, 0.5, 0.8]
+    same = [nine["losses"][place] for place in (0, 4, 7)]
+    assert point["losses"] == pytest.approx(same, rel=1e-5)
+    assert point["loss"] == pytest.approx(sum(same) / 3, rel=1e-5)
+
+
+def test_a_run_with_other_sigmas_is_another_run():
+    def key(**validation):
+        return run_settings(validation=ValidationOptions(**validation)).key("lineage")
+
+    assert len({key(), key(sigmas="0.5"), key(sigmas="0.5 0.8")}) == 3
+    # Runs from before there were lists are found by their keys.
+    assert "sigmas" not in ValidationOptions().facts() and key() == key(sigmas="")
+
+
+@pytest.mark.parametrize("text", ["0.5, half", "0", "1.5", "-0.1 0.5", "nan"])
+def test_a_sigma_that_is_none_is_quoted(text):
+    with pytest.raises(ValueError, match=r"^sigmas has '(half|0|1\.5|-0\.1|nan)'; give numbers above 0 and up to 1"):
+        ValidationOptions(sigmas=text)
+
+
+def test_a_list_that_leaves_nothing_or_holds_too_much_is_refused():
+    assert ValidationOptions(sigmas="0.9 0.2 0.5", min_sigma=0.5).noise_levels == (0.5, 0.9)
+    with pytest.raises(ValueError, match="^sigmas is '0.2, 0.3', of which nothing lies between min_sigma 0.5 and max"):
+        ValidationOptions(sigmas="0.2, 0.3", min_sigma=0.5)
+    with pytest.raises(ValueError, match="^sigmas has 101 noise levels; give at most 100"):
+        ValidationOptions(sigmas=" ".join(str(k / 200) for k in range(1, 102)))
 
 
 def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):

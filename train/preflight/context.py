@@ -75,7 +75,7 @@ class RunContext:
         options = self.settings.validation
         if options is None or self.validation is None:
             return ""
-        return fingerprint(self.validation.fingerprint, options.seed, list(options.sigmas))
+        return fingerprint(self.validation.fingerprint, options.seed, list(options.noise_levels))
 
 
 def make_context(
