@@ -1,0 +1,124 @@
+"""The family of any other model: what it refuses, how it groups a batch, its dropout and its check of the forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tessera.lora.options import NetworkOptions
+from tessera.models.family import SampleFacts
+from tessera.models.native import inputs
+from tessera.models.native.blocks import NativeBlock
+from tessera.models.native.transformer import NativeTransformer
+from tessera.models.registry import family_of
+from tessera.train.settings import MemoryOptions
+from tiny.native import ROWS, build, data_of, sample_of
+from tiny.runs import training_data
+from tiny.training import fill_up_matrices, make_trainer, shown
+
+BY_NAME = {row.name: row for row in ROWS}
+Z_IMAGE, SDXL = BY_NAME["z-image"], BY_NAME["sdxl"]
+
+
+def trainer_of(row, data, folder, **changes):
+    trainer = make_trainer(build(row), data, folder, **changes)
+    fill_up_matrices(trainer)
+    return trainer
+
+
+def gradients(trainer, *indices):
+    loss = trainer.forward_backward([shown(*indices)])
+    grads = {
+        n: p.grad.clone() for n, p in zip(trainer.network.master_weights(), trainer.network.parameters(), strict=True)
+    }
+    return float(loss), grads
+
+
+def assert_equal(found, wanted, tolerance=1e-5):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        (SampleFacts("a.png", 1, (), 0, frozenset(), ragged=True), "a.png has a ragged edge.*set fit to whole grids"),
+        (SampleFacts("a.mp4", 5, (), 0, frozenset()), "a.mp4 is a clip of 5 frames; .* trains on pictures"),
+        (SampleFacts("a.mp4", 5, (), 1, frozenset()), "a.mp4 gives its first frame without noise"),
+    ],
+)
+def test_what_a_native_model_cannot_take_is_told(facts, sentence):
+    row = BY_NAME["ltx-video"] if facts.clean_frames else SDXL
+    model = build(row)
+    with pytest.raises(ValueError, match=sentence):
+        family_of(model).check(model.model, facts)
+
+
+def test_samples_of_other_shapes_run_one_after_the_other(tmp_path, monkeypatch):
+    wide = replace(Z_IMAGE, latent=(Z_IMAGE.latent[0], Z_IMAGE.latent[2], Z_IMAGE.latent[1]))
+    samples = [sample_of(Z_IMAGE, "a"), sample_of(wide, "b"), sample_of(Z_IMAGE, "c"), sample_of(Z_IMAGE, "d", 5)]
+    trainer = trainer_of(Z_IMAGE, training_data(*samples), tmp_path, batch_size=4)
+    calls = []
+    forward = NativeTransformer._call
+
+    def counted(self, group):
+        calls.append(group.rows)
+        return forward(self, group)
+
+    monkeypatch.setattr(NativeTransformer, "_call", counted)
+    loss, together = gradients(trainer, 0, 1, 2, 3)
+    assert calls[-3:] == [(0, 2), (1,), (3,)]
+    monkeypatch.setattr(inputs, "_signature", lambda latent, conds: object())
+    alone, apart = gradients(trainer, 0, 1, 2, 3)
+    assert calls[-4:] == [(0,), (1,), (2,), (3,)]
+    assert loss == pytest.approx(alone, rel=1e-6)
+    assert_equal(together, apart)
+
+
+@pytest.mark.parametrize("row", [Z_IMAGE, SDXL], ids=str)
+def test_dropout_is_the_same_when_a_block_is_computed_again(row, tmp_path):
+    off = NetworkOptions(rank=4, alpha=4.0)
+    options = replace(off, dropout=0.3, rank_dropout=0.2, module_dropout=0.2)
+
+    def of(network, checkpointing):
+        memory, folder = MemoryOptions(checkpointing=checkpointing), tmp_path / f"{checkpointing}{network.dropout}"
+        return gradients(trainer_of(row, data_of(row, 2), folder, batch_size=2, network=network, memory=memory), 0, 1)
+
+    kept, again, plain = of(options, "none"), of(options, "full"), of(off, "none")
+    assert kept[0] == pytest.approx(again[0], rel=1e-6) and plain[0] != pytest.approx(kept[0], rel=1e-4)
+    assert_equal(again[1], kept[1])
+
+
+def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path)
+    block = trainer.placed.transformer.native_blocks()[0][1]
+    forward, own = NativeBlock.forward, NativeBlock.run_core
+    ours = []
+
+    def in_training(self, *args):
+        ours.append(self)
+        try:
+            return forward(self, *args)
+        finally:
+            ours.pop()
+
+    def scaled(self, *tensors, call):
+        return own(self, *tensors, call=call) * (1.1 if self is block and ours else 1.0)
+
+    monkeypatch.setattr(NativeBlock, "forward", in_training)
+    monkeypatch.setattr(NativeBlock, "run_core", scaled)
+    with pytest.raises(ValueError, match="whose forward comes out .* different when it is run for training"):
+        trainer.run()
+    assert trainer.progress.step == 0
+
+
+def test_the_model_itself_is_never_changed(tmp_path):
+    model = build(SDXL)
+    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    attributes = {name: dict(vars(module)) for name, module in model.model.named_modules()}
+    trainer = make_trainer(model, data_of(SDXL, 2), tmp_path, memory=MemoryOptions(checkpointing="full"))
+    trainer.run()
+    trainer.close()
+    assert all(torch.equal(model.model.state_dict()[name], value) for name, value in before.items())
+    for name, module in model.model.named_modules():
+        assert vars(module).keys() == attributes[name].keys(), name
