@@ -71,11 +71,16 @@ _CUTS = {cut: 2 for cut in _functions("chunk", "split", "split_with_sizes", "ten
 _UNBIND = {unbind: 1 for unbind in _functions("unbind")}
 _DETACH = frozenset(_functions("detach", "data"))
 _AS_STRIDED = frozenset(_functions("as_strided"))  # counts in memory, which a new tensor may lay out otherwise
+_FACTORIES = frozenset(
+    _functions("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "clone")
+    + _functions("new_empty", "new_zeros", "new_ones", "new_full")
+)
 # Dynamo hands these to a mode; all else it hides, but for calls of operators.
 _VISIBLE = (
     {function for functions in get_overridable_functions().values() for function in functions if callable(function)}
     | {function for name in dir(Tensor) if callable(function := getattr(Tensor, name))}
 ) - {Tensor.__setitem__, Tensor.pow_, Tensor.__ipow__, *_functions("real", "imag", "data")}
+_PLAIN = _VISIBLE - {*IN_PLACE, *_INPLACE_AT, *_REFUSED}  # for speed; dynamo finds not all of them in a set
 _OPERATORS_OF_TORCH = torch._ops.OperatorBase, torch._ops.OpOverloadPacket
 
 
@@ -114,44 +119,57 @@ class OutOfPlace(TorchFunctionMode):
         self.places: dict[Tensor, Place] = {}  # by every tensor that ever stood for one; a tensor's hash is its id
         self.writes: list[list[Place]] = []  # of each memory
         self.cuts = 0
-        self.written = self.renewed = False  # ever; among the arguments of this call
-        self.hidden_use = False
-        self.hidden_views: list[int] = []  # their memories
+        self.eager = not torch.compiler.is_compiling()
+        self.written = False
+        self.hiding = False  # the call at hand is one that dynamo hides
+        self.renewed: set[int] = set()  # memories of its arguments that others stand for now
+        # Memories: made here, written in ways that dynamo hides or shows, and used in ways that it hides.
+        self.fresh: set[int] = set()
+        self.hidden_writes: set[int] = set()
+        self.shown_writes: set[int] = set()
+        self.hidden_uses: set[int] = set()
 
     @property
     def hidden(self) -> bool:
-        return self.hidden_use or any(self.writes[memory] for memory in self.hidden_views)
+        # Where dynamo hides every write to memory of a block's own, the graph writes it as the code does.
+        changed = self.hidden_writes - (self.fresh - self.shown_writes)
+        return bool(changed or self.hidden_uses & self.shown_writes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
             return func(*args, **kwargs)
         now, named = args, kwargs
-        self.renewed = False
         if self.written:
+            if self.eager:
+                self.renewed.clear()
             now = tuple([self.current(value, func) for value in args])
             named = {name: self.current(value, func) for name, value in kwargs.items()}
-        if not torch.compiler.is_compiling() and _is_hidden(func):
-            writes = func in IN_PLACE or func in _INPLACE_AT
-            self.hidden_use |= writes or self.renewed
-        if func in IN_PLACE:
-            return self._write_in_place(func, args, kwargs, now, named)
-        if func in _REFUSED:
-            raise NotImplementedError(f"{self.where} calls {func.__name__}, which training can't follow.")
-        if func in _INPLACE_AT:
-            at = _INPLACE_AT[func]
-            if named.get("inplace") or (len(now) > at and now[at]):
-                now, named = now[:at], {**named, "inplace": False}
-                return self._write(args[0] if args else kwargs["input"], func(*now, **named))
-        if named.get("out") is not None:
+        self.hiding = False
+        if not (self.eager and func in _PLAIN):
+            if self.eager and not (func in _VISIBLE or isinstance(func, _OPERATORS_OF_TORCH)):
+                self.hiding = True
+                self.hidden_uses |= self.renewed
+            if func in IN_PLACE:
+                return self._write_in_place(func, args, kwargs, now, named)
+            if func in _INPLACE_AT:
+                at = _INPLACE_AT[func]
+                if named.get("inplace") or (len(now) > at and now[at]):
+                    now, named = now[:at], {**named, "inplace": False}
+                    return self._write(args[0] if args else kwargs["input"], func(*now, **named))
+            self._refuse_writing(func)
+        if "out" in named and named["out"] is not None:
             out = kwargs["out"]
             if not isinstance(out, Tensor):
                 raise NotImplementedError(f"{self.where} calls {func.__name__} with several tensors as out.")
             return self._write(out, func(*now, **{name: value for name, value in named.items() if name != "out"}))
-        if not torch.compiler.is_compiling():
-            self._check(func)
         result = func(*now, **named)
-        self._note_views(func, now, named, result)
+        if isinstance(result, Tensor):
+            if self.eager and func in _FACTORIES:
+                self.fresh.add(self._place(result).memory)
+            self._note_view(func, now, result, (func, now[1:], named), 0)
+        elif isinstance(result, tuple | list):
+            self._note_parts(func, now, named, result)
         return result
 
     def current(self, value: Any, func: Any = None) -> Any:
@@ -161,7 +179,8 @@ class OutOfPlace(TorchFunctionMode):
             if place is None:
                 return value
             now = self._read(place, func)
-            self.renewed |= now is not value
+            if self.eager and now is not value:
+                self.renewed.add(place.memory)
             return now
         if type(value) is list:
             return [self.current(inner, func) for inner in value]
@@ -171,12 +190,14 @@ class OutOfPlace(TorchFunctionMode):
             return {name: self.current(inner, func) for name, inner in value.items()}
         return value
 
-    def _check(self, func: Any) -> None:
-        overload = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
-        if overload or (isinstance(func, torch._ops.OpOverloadPacket) and func.__name__.endswith("_")):
-            raise NotImplementedError(
-                f"{self.where} calls {func}, which writes in place and training can't follow that."
-            )
+    def _refuse_writing(self, func: Any) -> None:
+        """Raise for functions that write and that are not known by another that returns a new tensor."""
+        if func in _REFUSED:
+            raise NotImplementedError(f"{self.where} calls {func.__name__}, a write that training can't follow.")
+        if self.eager:
+            overload = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+            if overload or (isinstance(func, torch._ops.OpOverloadPacket) and func.__name__.endswith("_")):
+                raise NotImplementedError(f"{self.where} calls {func}, a write that training can't follow.")
 
     def _read(self, place: Place, func: Any) -> Tensor:
         """Return what the place holds after all writes to its memory."""
@@ -243,6 +264,8 @@ class OutOfPlace(TorchFunctionMode):
         place.value, place.seen = value, len(self.writes[place.memory])
         self.places[value] = place
         self.written = True
+        if self.eager:
+            (self.hidden_writes if self.hiding else self.shown_writes).add(place.memory)
         return value
 
     def _place(self, tensor: Tensor) -> Place:
@@ -252,24 +275,21 @@ class OutOfPlace(TorchFunctionMode):
             found = self.places[tensor] = Place(tensor, 0, len(self.writes) - 1, None, None, 0)
         return found
 
-    def _note_views(self, func: Any, now: Any, named: Any, result: Any) -> None:
-        """Remember how the views that a call returned were made."""
-        if isinstance(result, Tensor):
-            self._note_view(func, now, result, (func, now[1:], named), 0)
-        elif isinstance(result, tuple | list):
-            self.cuts += 1
-            start = 0
-            for i, part in enumerate(result):
-                if not isinstance(part, Tensor):
-                    return
-                step: Step | None = None
-                if func in _UNBIND:
-                    step = Tensor.select, (_dim(now, named, _UNBIND[func]), i), {}
-                elif func in _CUTS:
-                    dim = _dim(now, named, _CUTS[func])
-                    step = Tensor.narrow, (dim, start, part.shape[dim]), {}
-                    start += part.shape[dim]
-                self._note_view(func, now, part, step, 0 if step is None else self.cuts)
+    def _note_parts(self, func: Any, now: Any, named: Any, parts: Any) -> None:
+        """Remember how the views in a tuple or list were made."""
+        self.cuts += 1
+        start = 0
+        for i, part in enumerate(parts):
+            if not isinstance(part, Tensor):
+                return
+            step: Step | None = None
+            if func in _UNBIND:
+                step = Tensor.select, (_dim(now, named, _UNBIND[func]), i), {}
+            elif func in _CUTS:
+                dim = _dim(now, named, _CUTS[func])
+                step = Tensor.narrow, (dim, start, part.shape[dim]), {}
+                start += part.shape[dim]
+            self._note_view(func, now, part, step, 0 if step is None else self.cuts)
 
     def _note_view(self, func: Any, now: Any, result: Tensor, step: Step | None, cut: int) -> None:
         base: Tensor | None = now[0] if func in _DETACH else result._base
@@ -281,20 +301,16 @@ class OutOfPlace(TorchFunctionMode):
         parent = self._place(base if step is None or source is None else source)
         seen = len(self.writes[parent.memory])
         self.places[result] = Place(result, seen, parent.memory, parent, step, cut)
-        if not torch.compiler.is_compiling() and (_is_hidden(func) or (func in _UNBIND and _iterates())):
-            self.hidden_views.append(parent.memory)
+        if self.eager and (func not in _VISIBLE or (func in _UNBIND and _iterates())):
+            self.hidden_uses.add(parent.memory)
 
 
 def _dim(now: Any, named: Any, position: int) -> int:
     return named["dim"] if "dim" in named else now[position] if len(now) > position else 0
 
 
-def _is_hidden(func: Any) -> bool:
-    return func not in _VISIBLE and not isinstance(func, _OPERATORS_OF_TORCH)
-
-
 def _iterates() -> bool:
-    """Return True where Python's iteration over a tensor called `unbind`, three frames above."""
+    """Return True where Python's iteration over a tensor called `unbind`."""
     return sys._getframe(4).f_code is Tensor.__iter__.__code__
 
 

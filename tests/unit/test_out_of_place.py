@@ -118,7 +118,7 @@ def operators(x: Tensor, w: Tensor) -> Tensor:
     n %= 5
     n |= 8
     n <<= 1
-    return y * n
+    return (1 - y) * n + 2 / (y + 3) + 2**y + y**2 + 7 // (n + 1) + (-y).abs() + (5 % (n + 1)) + y.norm()
 
 
 PROGRAMS = [added, chained, parts_of_a_base, parts_of_parts, base_after_a_view, views_of_all_kinds, copies, layers]
@@ -178,8 +178,19 @@ def assigned_without(x: Tensor, w: Tensor) -> Tensor:
     return torch.stack([rows[0], y[1], rows[1], y[3]]) * z
 
 
+def filled(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[:2] = 3 * w[:2]
+    y[1:][1:] = (x * w)[2:]
+    return y * x
+
+
+def filled_without(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([3 * w[:2], (x * w)[2:]]) * x
+
+
 # These autograd refuses to write in place, so that their reference is written without.
-WITHOUT = {parts: parts_without, outs: outs_without, assigned: assigned_without}
+WITHOUT = {parts: parts_without, outs: outs_without, assigned: assigned_without, filled: filled_without}
 
 
 def run(call, program) -> tuple[Tensor, Tensor]:
@@ -320,17 +331,28 @@ def raised(x):
 
 
 def read_by_a_function(x):
-    x *= 2
+    x.mul_(2)
     return F.hardswish(x)
 
 
 @pytest.mark.parametrize(
     "program",
-    [assigned, iterated, written_by_a_function, raised, read_by_a_function, only_iterated, *PROGRAMS, parts, outs],
+    [
+        assigned,
+        iterated,
+        written_by_a_function,
+        raised,
+        read_by_a_function,
+        only_iterated,
+        *PROGRAMS,
+        parts,
+        outs,
+        filled,
+    ],
 )
 def test_an_eager_run_tells_what_a_compiled_one_would_not_follow(program):
     hidden = program in (assigned, iterated, written_by_a_function, raised, read_by_a_function)
-    args = (torch.ones(4, 6), W) if program in (assigned, *PROGRAMS, parts, outs) else (torch.ones(2, 3),)
+    args = (torch.ones(4, 6), W) if program in (*PROGRAMS, *WITHOUT) else (torch.ones(2, 3),)
     with blocks_to_leave_eager() as names:
         out_of_place("layer 3", program, *args)
         out_of_place("layer 4", lambda x: x + 1, args[0])
