@@ -132,6 +132,14 @@ class NativeBlock(Block):
             self._result = result.args[0]
         return found[0] if len(found) == 1 else tuple(found)
 
+    @property
+    def has_run(self) -> bool:
+        return self._result is not None
+
+    def take_result(self, other: "NativeBlock") -> None:
+        """Return what a block of the same structure, which has run, returns."""
+        self._result = other._result
+
     def result(self, out: Any) -> Any:
         """Restore what the block's own forward returned from the tensors of `forward`. The first run, which is eager,
         has shown how they stand in it."""

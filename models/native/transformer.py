@@ -83,7 +83,11 @@ class NativeTransformer:
 
         def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             block.call = tensors, call
-            return block.result(run(block, *tensors, call))
+            out = run(block, *tensors, call)
+            if not block.has_run:  # the measuring of a step gives it the output of another of its structure
+                alike = block.structure()
+                block.take_result(next(b for b in self._blocks.values() if b.has_run and b.structure() == alike))
+            return block.result(out)
 
         with self.training():
             raw = self._forward(through, inputs, outer=True)
