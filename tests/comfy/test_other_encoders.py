@@ -1,5 +1,7 @@
 """Data for models without a family of ours: what core's nodes give for any text encoder and any VAE."""
 
+import math
+
 import numpy as np
 import pytest
 import tiny
@@ -21,6 +23,8 @@ from tessera.models.registry import text_policy
 from tessera.models.text import check_pair
 from tiny import other_encoders
 from tiny.films import write_film
+from tiny.native import ROWS, build
+from tiny.runs import Watcher, train
 
 OPTIONS = {"megapixels": 0.05, "max_graphs": 2, "fit": "ragged edge", "max_text_length": 512}
 PLAIN = ["", "a red fox in the snow", "Caf\u00e9, 1920s; \u201cquoted\u201d 100%\ntwo lines", "tree " * 150]
@@ -132,6 +136,22 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
         assert torch.equal(tensors.text, wanted["cond"])
         assert torch.equal(tensors.conditioning["pooled_output"], wanted["pooled_output"])
         assert not tensors.text.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "vae", "megapixels"),
+    [("z-image", (48,), "vae", 0.006), ("anima", (48,), "wan_vae", 0.006), ("sdxl", (24, 24), "vae4", 0.02)],
+)
+def test_what_tiny_encoders_of_a_model_make_trains_the_tiny_model(name, widths, vae, megapixels, tiny_files, tmp_path):
+    (row,) = (row for row in ROWS if row.name == name)
+    assert sum(widths) == row.text[1]
+    clip = getattr(other_encoders, f"load_{name.replace('-', '_')}_clip")(*widths)
+    folder = pictures(tmp_path, {"a": (96, 64), "b": (64, 96), "c": (96, 64)}, "a fox")
+    (folder / "b.txt").write_text("a very long red fox in the snow")
+    prepared = run(scan_images(folder), tiny.load_vae(tiny_files[vae]), clip, tmp_path, megapixels=megapixels)
+    watcher = Watcher()
+    train(build(row), prepared.data, tmp_path / "runs", watcher)
+    assert len(watcher.losses) > 1 and all(map(math.isfinite, watcher.losses))
 
 
 def test_plain_values_that_an_encoder_gives_come_back_as_they_were_and_lists_are_refused(

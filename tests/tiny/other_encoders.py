@@ -8,23 +8,27 @@ from .encoders import CLIP_CONFIG, T5_CONFIG
 from .image_encoders import QWEN3_CONFIG, make_clip, make_vae, replaced
 
 CLIP_L_CONFIG = CLIP_CONFIG | {"num_hidden_layers": 3}
-CLIP_G_CONFIG = CLIP_L_CONFIG | {"hidden_size": 64, "projection_dim": 64}
 LLAMA_CONFIG = QWEN3_CONFIG | {"num_hidden_layers": 4}
 
 
-def load_sdxl_clip() -> Any:
-    """SDXL's CLIP: CLIP-L of width 32 beside CLIP-G of width 64, the pooled text of the latter."""
+def load_sdxl_clip(width: int = 32, g_width: int = 64) -> Any:
+    """SDXL's CLIP: CLIP-L beside CLIP-G, the pooled text of the latter."""
     import comfy.sdxl_clip as sdxl
 
-    options = {"clip_l_model_config": CLIP_L_CONFIG, "clip_g_model_config": CLIP_G_CONFIG}
+    of_g = {"hidden_size": g_width, "projection_dim": g_width}
+    options = {
+        "clip_l_model_config": CLIP_L_CONFIG | {"hidden_size": width},
+        "clip_g_model_config": CLIP_L_CONFIG | of_g,
+    }
     return make_clip(sdxl.SDXLClipModel, sdxl.SDXLTokenizer, options)
 
 
-def load_z_image_clip() -> Any:
-    """Z-Image's CLIP: Qwen3 of width 32 with the attention mask of its tokens."""
+def load_z_image_clip(width: int = 32) -> Any:
+    """Z-Image's CLIP: Qwen3 with the attention mask of its tokens."""
     import comfy.text_encoders.z_image as z_image
 
-    return make_clip(z_image.te(), z_image.ZImageTokenizer, {"qwen3_4b_model_config": LLAMA_CONFIG})
+    options = {"qwen3_4b_model_config": LLAMA_CONFIG | {"hidden_size": width}}
+    return make_clip(z_image.te(), z_image.ZImageTokenizer, options)
 
 
 def load_ltx_clip() -> Any:
@@ -41,11 +45,12 @@ def load_mochi_clip() -> Any:
     return make_clip(genmo.mochi_te(), genmo.MochiT5Tokenizer, {"t5xxl_model_config": T5_CONFIG})
 
 
-def load_anima_clip() -> Any:
-    """Anima's CLIP: Qwen3 of width 32, and T5's tokens and weights as they are."""
+def load_anima_clip(width: int = 32) -> Any:
+    """Anima's CLIP: Qwen3, and T5's tokens and weights as they are."""
     import comfy.text_encoders.anima as anima
 
-    return make_clip(anima.te(), anima.AnimaTokenizer, {"qwen3_06b_model_config": LLAMA_CONFIG})
+    options = {"qwen3_06b_model_config": LLAMA_CONFIG | {"hidden_size": width}}
+    return make_clip(anima.te(), anima.AnimaTokenizer, options)
 
 
 def load_hidream_clip() -> Any:
