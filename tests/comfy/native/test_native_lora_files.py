@@ -17,7 +17,8 @@ from tessera.lora.warm_start import read_warm_start
 from tessera.models.name_table import NameTable, read_recorded
 from tessera.models.native.names import native_names
 from tiny.lora_files import assert_same_deltas, loaded_in_comfyui, patched_deltas, random_updates
-from tiny.native import ROWS, build
+from tiny.native import ROWS, build, data_of
+from tiny.runs import train
 from torch import Tensor
 
 OFFERED = {"z-image", "krea-2", "sd3.5", "sdxl", "sd1.5", "sd2", "auraflow", "pixart-alpha", "pixart-sigma"}
@@ -157,3 +158,17 @@ FEED = "output_blocks.0.1.transformer_blocks.0.ff.net.0.proj"
 )
 def test_the_keys_are_those_that_other_programs_write(name, layout, module, expected):
     assert expected in keys_of(name, layout, module)
+
+
+@pytest.mark.parametrize(("name", "layouts"), [("sd1.5", FORMATS), ("anima", FORMATS[:2])])
+def test_the_file_of_a_run_is_named_by_the_model_and_can_be_saved_again(name, layouts, tmp_path, caplog):
+    row = BY_NAME[name]
+    model = build(row)
+    result = train(model, data_of(row), tmp_path, steps=1, save_every=0)
+    back = LoraModel(*read_tensors(result.path))
+    assert deltas(back.modules()).keys() == deltas(result.lora.modules()).keys() != set()
+    for layout in layouts:
+        tensors = convert(back, layout)
+        assert tensors.keys() == convert(result.lora, layout).keys()
+        patched = loaded_in_comfyui(model, tensors, caplog)
+        assert patched_deltas(model, patched).keys() == deltas(back.modules()).keys()
