@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -118,13 +117,7 @@ class Sample:
     def facts(self) -> SampleFacts:
         """Return the facts by which a model family checks whether it can train on the sample."""
         return SampleFacts(
-            self.name,
-            self.grid[0],
-            self.references,
-            self.clean_frames,
-            self.conditioning,
-            self.text_length,
-            ragged=self.tokens < prod(self.grid),
+            self.name, self.grid[0], self.references, self.clean_frames, self.conditioning, self.text_length
         )
 
 

@@ -137,7 +137,6 @@ class SampleFacts:
     clean_frames: latent frames that are given without noise.
     conditioning: the keys of its conditioning.
     text_length: tokens of its caption as it was encoded.
-    ragged: a part of its last row of tokens is left out.
     """
 
     name: str
@@ -146,7 +145,6 @@ class SampleFacts:
     clean_frames: int
     conditioning: frozenset[str]
     text_length: int = 0
-    ragged: bool = False
 
 
 @dataclass(frozen=True)

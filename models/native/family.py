@@ -70,11 +70,6 @@ class NativeFamily(Family):
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1 and model.latent_format.latent_dimensions == 2:
             raise ValueError(f"{sample.name} is a clip of {sample.frames} frames; {self.title} trains on pictures.")
-        if sample.ragged:
-            raise ValueError(
-                f"{sample.name} has a ragged edge, which {self.title} can't be trained with; set fit to whole grids on "
-                "Prepare Dataset."
-            )
         if sample.clean_frames:
             raise ValueError(
                 f"{sample.name} gives its first frame without noise, which {self.title} is not trained with; switch "

@@ -42,7 +42,6 @@ def assert_equal(found, wanted, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("facts", "sentence"),
     [
-        (SampleFacts("a.png", 1, (), 0, frozenset(), ragged=True), "a.png has a ragged edge.*set fit to whole grids"),
         (SampleFacts("a.mp4", 5, (), 0, frozenset()), "a.mp4 is a clip of 5 frames; .* trains on pictures"),
         (SampleFacts("a.mp4", 5, (), 1, frozenset()), "a.mp4 gives its first frame without noise"),
     ],
