@@ -61,6 +61,11 @@ def test_a_block_that_hands_no_gradient_on_is_named():
         check_gradients("Refiner", torch.Tensor.detach, x().requires_grad_())
 
 
+def test_a_block_is_not_blamed_for_what_ran_before_it():
+    before = comfy_kitchen.apply_rope1(x().requires_grad_(), TABLE)
+    assert check_gradients("Refiner", Block(torch.sin), before).requires_grad
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("x"), KeyboardInterrupt()])
 def test_other_errors_stay_as_they_are(error):
     def raising(q):
