@@ -26,7 +26,11 @@ def main_batch(case: Any) -> Any:
     return training_data(*case.batches()[case.main_batches[-1]]())
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+# Dynamo's graphs, guards and breaks are those of every backend. AOTAutograd runs where it has a say in checkpointing.
+BACKENDS = {"none": "eager", "selective": "aot_eager", "full": "eager"}
+
+
+@pytest.mark.parametrize("mode", BACKENDS)
 @every_case("graphs")
 def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path, case, mode):
     graphs = Graphs()
@@ -34,7 +38,7 @@ def test_two_epochs_of_mixed_samples_compile_each_graph_once(case_file, tmp_path
     assert data.graph_keys() == case.mixed_keys()
     steps = 2 * len(data.samples) // BATCH
     settings = {"batch_size": BATCH, "steps": steps, "memory": MemoryOptions(checkpointing=mode)}
-    trainer = tiny.make_trainer(case.load(case_file(case)), data, tmp_path, backend="aot_eager", **settings)
+    trainer = tiny.make_trainer(case.load(case_file(case)), data, tmp_path, backend=BACKENDS[mode], **settings)
     counts, keys = graphs_after_each_step(trainer, graphs)
     assert len(counts) == steps
     assert counts == graphs_expected(case.kinds, keys)
