@@ -11,7 +11,7 @@ from torch import Tensor
 from ...memory.weights.frozen import FrozenWeights
 from ..blocks import BlockOfModel, find_blocks
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
-from ..latents import LatentPolicy
+from ..latents import LatentPolicy, policy_of_latent
 from ..layers.attention import attention_function
 from .facts.lookup import facts_of, named_facts
 from .inputs import native_inputs, patchify
@@ -63,9 +63,9 @@ class NativeFamily(Family):
     def latents(self, model: Any) -> LatentPolicy:
         form = model.latent_format
         frames = int(getattr(form, "temporal_downscale_ratio", 1)) if form.latent_dimensions == 3 else 0
-        return LatentPolicy(
-            self.title, "the VAE of the model", form.latent_channels, form.spacial_downscale_ratio, 2, frames
-        )
+        patch = policy_of_latent(form.latent_channels).patch
+        cell = form.spacial_downscale_ratio
+        return LatentPolicy(self.title, "the VAE of the model", form.latent_channels, cell, patch, frames)
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1 and model.latent_format.latent_dimensions == 2:

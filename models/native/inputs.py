@@ -58,9 +58,11 @@ def native_inputs(
     device = sigma.device
     found: dict[Any, list[tuple[int, NoisySample, dict[str, Any]]]] = {}
     for row, sample in enumerate(samples):
-        conds = model_conditioning(
-            patcher.model, sample.latent, sample.text, sample.conditioning, guidance, device, lists=None
-        )
+        given = sample.conditioning
+        if patcher.model.concat_keys:
+            # What a sampler hands on as the latent that it starts from: none is an empty one, as for text to image.
+            given = {"latent_image": torch.zeros_like(sample.latent)[None], **given}
+        conds = model_conditioning(patcher.model, sample.latent, sample.text, given, guidance, device, lists=None)
         found.setdefault(_signature(sample.latent, conds), []).append((row, sample, conds))
     groups = []
     for members in found.values():
