@@ -10,6 +10,7 @@
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into README and help pages
+  python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
 
 With --slowest each of the tests' commands ends by printing where the time went.
 
@@ -470,6 +471,12 @@ def lists(arguments: list[str]) -> int:
     return call([python, str(ROOT / "tools" / "model_lists.py"), str(comfyui)])
 
 
+def models(arguments: list[str]) -> int:
+    """Write docs/models.md of ComfyUI's model classes, the tiny models of the tests and the registry of families."""
+    python, comfyui = setup()
+    return call([python, str(ROOT / "tools" / "model_table.py")], COMFYUI_PATH=str(comfyui), OMP_NUM_THREADS="1")
+
+
 def demo(arguments: list[str]) -> int:
     python, comfyui = setup()
     options = ["run", str(comfyui), str(cache_folder() / "demo"), str(ROOT / "demo-output")]
@@ -477,7 +484,8 @@ def demo(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve, "lists": lists}
+    commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
+    commands |= {"lists": lists, "models": models}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2

@@ -6,5 +6,6 @@ from .row import NativeRow, build, core_forward, data_of, drawn, sample_of
 NAMED = (*pictures.NAMED, *unets.NAMED, *videos.NAMED)
 FURTHER = (*more_pictures.FURTHER, *unets.FURTHER, *videos.FURTHER, *wan.FURTHER)
 ROWS: tuple[NativeRow, ...] = NAMED + FURTHER
+TRAINED = tuple(row for row in ROWS if "training" not in row.left_out)
 
-__all__ = ["FURTHER", "NAMED", "ROWS", "NativeRow", "build", "core_forward", "data_of", "drawn", "sample_of"]
+__all__ = ["FURTHER", "NAMED", "ROWS", "TRAINED", "NativeRow", "build", "core_forward", "data_of", "drawn", "sample_of"]

@@ -27,7 +27,7 @@ class NativeRow:
 
     name: how tests call it.
     model: the class of comfy.supported_models.
-    tier: A, models that people train by name; B, every other distinct forward.
+    tier: A, models that people train by name; B, every other distinct forward; –, one that does not train.
     unet: what detection would read from a checkpoint; goes over the class's own values.
     latent: (C, H, W) or (C, T, H, W) of a sample, as the VAE outputs it.
     text: (length, width) of a caption, as the text encoder outputs it.
@@ -36,7 +36,7 @@ class NativeRow:
     audio: shape of the audio latent that goes beside the latent, without its batch axis; None for pictures and videos.
     sizes: arguments of a class, by its dotted name, that ComfyUI fixes in its code.
     text_ids: the caption is a list of token numbers, given by `conditioning`, and the model ignores the text tensor.
-    left_out: axis of the matrix → why it is left out.
+    left_out: axis of the tests, training or compiling → why it is left out.
     """
 
     name: str
@@ -129,24 +129,30 @@ def data_of(row: NativeRow, count: int = 2) -> Any:
     return TrainingData(tuple(sample_of(row, f"{row.name} {i}") for i in range(count)), f"{row.name} {count}")
 
 
+def core_conds(
+    model: Any, row: NativeRow, sample: Any, noisy: Tensor, guidance: float | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Make what core's sampler gives `apply_model`: the noisy latent, with its audio beside it, and the conditions."""
+    import comfy.utils
+
+    read, cpu = sample.load(), torch.device("cpu")
+    given = dict(read.conditioning) | ({} if guidance is None else {"guidance": guidance})
+    if row.audio is not None:
+        audio = drawn(f"{sample.name} audio")(1, *row.audio)
+        noisy, given["latent_shapes"] = comfy.utils.pack_latents([noisy, audio])
+    made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
+    return noisy, {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
+
+
 def core_forward(patcher: Any, row: NativeRow, sample: Any, sigma: float, x: Tensor | None = None) -> Tensor:
     """Run ComfyUI's own `extra_conds` and `apply_model` of one sample under no_grad, as its sampler does; return what
     the model takes for the clean latent, (C, …) in its own space.
 
     x: (C, …) noisy latent in the model's space; the sample's latent where it is None.
     """
-    import comfy.utils
-
-    read, model, cpu = sample.load(), patcher.model, torch.device("cpu")
-    noisy = (model.process_latent_in(read.latent[None]) if x is None else x[None]).clone()
-    given = dict(read.conditioning)
+    model = patcher.model
+    latent = (model.process_latent_in(sample.load().latent[None]) if x is None else x[None]).clone()
     with torch.no_grad():
-        if row.audio is not None:
-            audio = drawn(f"{sample.name} audio")(1, *row.audio)
-            noisy, given["latent_shapes"] = comfy.utils.pack_latents([noisy, audio])
-        made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
-        conds = {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
+        noisy, conds = core_conds(model, row, sample, latent)
         denoised = model.apply_model(noisy, torch.tensor([sigma]), **conds)
-        if row.audio is not None:
-            denoised = comfy.utils.unpack_latents(denoised, given["latent_shapes"])[0]
-    return denoised[0]
+    return denoised.flatten()[: latent.numel()].view(latent.shape)[0]

@@ -66,6 +66,7 @@ COSMOS = {
     "extra_per_block_abs_pos_emb": True,
     "extra_per_block_abs_pos_emb_type": "learnable",
 }
+SOUND = {"training": "its forward takes sound beside the video, which Train LoRA does not make"}
 COGVIDEO = {
     "num_attention_heads": 2,
     "attention_head_dim": 32,
@@ -156,7 +157,7 @@ FURTHER = (
     NativeRow(
         name="minimax-h3",
         model="MiniMaxH3",
-        tier="B",
+        tier="–",
         unet={
             "hidden_size": 64,
             "num_layers": 2,
@@ -176,11 +177,12 @@ FURTHER = (
         text=TEXT,
         audio=(32, 2, 5),
         batches=False,
+        left_out=SOUND,
     ),
     NativeRow(
         name="ltx-2",
         model="LTXAV",
-        tier="B",
+        tier="–",
         unet=LTX
         | {
             "audio_in_channels": 128,
@@ -194,6 +196,7 @@ FURTHER = (
         latent=(128, 3, 4, 6),
         text=TEXT,
         audio=(8, 5, 16),
+        left_out=SOUND,
     ),
     NativeRow(
         name="kandinsky-5",

@@ -1,0 +1,72 @@
+"""docs/models.md has a row for every model class of ComfyUI and says what its tests show, no more."""
+
+import re
+from types import SimpleNamespace
+
+import comfy.supported_models
+import pytest
+from tiny.native import NAMED, ROWS
+from with_pack import ROOT, load
+
+model_table = load("model_table", ROOT / "tools" / "model_table.py")
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (own|A|B|C|–) \| (.+) \|$", re.MULTILINE)
+TITLES = {"flux": "FLUX.1"}
+
+
+def _written():
+    return model_table.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_is_fresh():
+    made = model_table.made()
+    assert made.splitlines()[-1] in _written(), "ComfyUI's classes or ours changed: run `python dev.py models`"
+    assert _written() == made, "run `python dev.py models`"
+
+
+def test_the_page_has_a_row_for_every_class():
+    rows = ROW.findall(_written())
+    assert [name for name, *_ in rows] == [kind.__name__ for kind in comfy.supported_models.models]
+    assert len(rows) == len(set(rows)) > 90
+
+
+def test_a_tier_is_claimed_only_for_a_model_that_is_tested():
+    tiers = {name: tier for name, _, tier, _ in ROW.findall(_written())}
+    tested = {row.model: row.tier for row in ROWS}
+    claimed = {name: tier for name, tier in tiers.items() if tier in "AB"}
+    assert claimed == {name: tier for name, tier in tested.items() if tier in "AB" and name not in model_table.OWN}
+    assert {row.model for row in NAMED} == {name for name, tier in claimed.items() if tier == "A"}
+
+
+def test_what_is_refused_says_why():
+    refused = {name: notes for name, _, tier, notes in ROW.findall(_written()) if tier == "–"}
+    untrained = {row.model: row.left_out["training"] for row in ROWS if row.tier == "–"}
+    assert refused == model_table.REFUSED | untrained
+    assert {"audio", "3D", "detection", "upscales", "refines"} <= set(refused.values())
+
+
+def test_the_tables_speak_of_no_class_twice():
+    told = [*model_table.OWN, *model_table.SHARED, *model_table.REFUSED, *{row.model for row in ROWS}]
+    assert {name for name in told if told.count(name) > 1} <= model_table.OWN.keys()
+    assert set(told) == model_table.TITLES.keys()
+
+
+class NewInComfy:
+    pass
+
+
+def test_a_class_that_is_new_asks_for_its_tier():
+    with pytest.raises(ValueError, match=r"NewInComfy is new in ComfyUI.*model_table\.py"):
+        list(model_table.table([NewInComfy], ROWS, TITLES))
+
+
+def test_the_hash_changes_with_the_classes_of_either():
+    import comfy.supported_models as known
+
+    row = SimpleNamespace(name="a", model="Flux", tier="A", batches=True, audio=None, left_out={})
+    marks = {
+        model_table.fingerprint([known.Flux], [row], TITLES),
+        model_table.fingerprint([known.Flux, known.SDXL], [row], TITLES),
+        model_table.fingerprint([known.Flux], [], TITLES),
+        model_table.fingerprint([known.Flux], [row], {"flux": "FLUX"}),
+    }
+    assert len(marks) == 4

@@ -1,0 +1,74 @@
+"""A training step on ComfyUI's own forward by plain autograd: nothing recomputed, swapped, compiled or out of place."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from .row import NativeRow, build, core_conds
+
+
+def plain_model(row: NativeRow) -> Any:
+    """Make the row's BaseModel with weights that autograd may save, whose `apply_model` returns the raw output."""
+    model = build(row).model
+    with torch.inference_mode(False):
+        for module in model.diffusion_model.modules():
+            for name, value in list(module._parameters.items()):
+                if value is not None:
+                    module._parameters[name] = nn.Parameter(value.clone(), requires_grad=False)
+            for name, value in list(module._buffers.items()):
+                if value is not None:
+                    module._buffers[name] = value.clone()
+    vars(model.model_sampling)["calculate_denoised"] = lambda sigma, output, x: output
+    return model
+
+
+def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor, guidance: float) -> Tensor:
+    """Run core's forward of one sample. x: (C, …) noisy latent in the model's space; sigma: (1,)."""
+    noisy, conds = core_conds(model, row, sample, x[None], guidance)
+    out = model.apply_model(noisy, sigma, transformer_options={"sigmas": sigma, "cond_or_uncond": [0]}, **conds)
+    return out if row.audio is None else out.flatten()[: x.numel()].view(1, *x.shape)
+
+
+def tokens(latent: Tensor, count: int) -> Tensor:
+    """(C, H, W) or (C, T, H, W) → (count, C·p·p), frame after frame in row order."""
+    frames = latent if latent.ndim == 4 else latent[:, None]
+    side = round((frames[0].numel() / count) ** 0.5)
+    cut = frames.unfold(2, side, side).unfold(3, side, side)  # C, T, h, w, p, p
+    return cut.permute(1, 2, 3, 0, 4, 5).reshape(count, -1)
+
+
+@contextmanager
+def with_lora(model: Any, lora: dict[str, tuple[Tensor, Tensor, float]]) -> Iterator[None]:
+    """Add to what each Linear gives. lora: (down, up, scale) by its name in the diffusion model."""
+
+    def added(down: Tensor, up: Tensor, scale: float) -> Any:
+        return lambda module, args, out: out + scale * (args[0] @ down.T) @ up.T
+
+    hooks = [
+        model.diffusion_model.get_submodule(name).register_forward_hook(added(*pair)) for name, pair in lora.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Kernels with a gradient: by ComfyUI's own switch, and for ropes that are reached in spite of it by name."""
+    import comfy.model_management as management
+    import comfy.quant_ops
+    from tessera.models.native.ropes import ROPES
+
+    kitchen = comfy.quant_ops.ck
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(management, "in_training", True))
+        for name, form in ROPES.items():
+            if hasattr(kitchen, name):
+                stack.enter_context(patch.object(kitchen, name, form))
+        yield
