@@ -111,7 +111,7 @@ class NativeFamily(Family):
         blocks = _blocks(patcher.model)
         weights = FrozenWeights(patcher, device, compute_dtype, frozenset(blocks[name].name for name in on_host))
         chosen = attention_function(attention, device, compute_dtype)
-        return NativeTransformer(Shadow(patcher, weights), blocks, chosen, compute_dtype)
+        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype)
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
         assert isinstance(transformer, NativeTransformer)

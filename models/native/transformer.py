@@ -29,10 +29,17 @@ OnDevice = Callable[..., Any]
 
 
 class NativeTransformer:
-    """blocks: of the MODEL, by the names under which they are swapped."""
+    """title: of the model, for messages; blocks: of the MODEL, by the names under which they are swapped."""
 
-    def __init__(self, shadow: Shadow, blocks: Mapping[str, BlockOfModel], attention: Attention, dtype: torch.dtype):
-        self.shadow, self.attention, self.dtype = shadow, attention, dtype
+    def __init__(
+        self,
+        title: str,
+        shadow: Shadow,
+        blocks: Mapping[str, BlockOfModel],
+        attention: Attention,
+        dtype: torch.dtype,
+    ):
+        self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
         by_kind: dict[str, list[str]] = {}
         for name, block in blocks.items():
@@ -148,8 +155,8 @@ class NativeTransformer:
                 raise
             cause = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"model is a {type(self.shadow.base).__name__}, whose forward fails on this data ({shown(cause)}); "
-                "prepare the data with the VAE and the text encoders of this model."
+                f"model is {self.title}, whose forward fails on this data ({shown(cause)}); prepare the data with the "
+                "VAE and the text encoders of this model."
             ) from error
         self._ran = True
         return out

@@ -121,3 +121,11 @@ def test_the_model_itself_is_never_changed(tmp_path):
     assert all(torch.equal(model.model.state_dict()[name], value) for name, value in before.items())
     for name, module in model.model.named_modules():
         assert vars(module).keys() == attributes[name].keys(), name
+
+
+def test_data_of_other_text_encoders_is_told_before_the_first_step(tmp_path):
+    other = replace(Z_IMAGE, text=(Z_IMAGE.text[0], Z_IMAGE.text[1] + 8))
+    trainer = trainer_of(Z_IMAGE, training_data(sample_of(other, "a")), tmp_path)
+    with pytest.raises(ValueError, match="^model is Z-Image, whose forward fails on this data .*; prepare the data"):
+        trainer.run()
+    assert trainer.progress.step == 0
