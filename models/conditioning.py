@@ -16,22 +16,23 @@ def model_conditioning(
     noisy: Tensor,
     text: Tensor,
     conditioning: Mapping[str, Any],
-    guidance: float,
+    guidance: float | None,
     device: torch.device,
     lists: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Build the keyword arguments of `apply_model` for one sample: tensors in the inference dtype on the device, lists
     of them where `lists` names the argument or is None, and plain values (the method for reference latents).
 
-    noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says. Raises ValueError
-    where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a list of tensors
-    that the family does not take.
+    noisy: (C, H, W) or (C, T, H, W); text: (1, L, D). `guidance` replaces what the conditioning says; None leaves that.
+    Raises ValueError where the conditioning carries what a training step can't honour: a ControlNet, GLIGEN, hooks, a
+    list of tensors that the family does not take.
     """
     for name in ("control", "gligen", "hooks"):
         if conditioning.get(name) is not None:
             raise ValueError(f"positive carries {name}, which training cannot honour; connect it without that node.")
     known = {k: v for k, v in conditioning.items() if k not in SAMPLING_ONLY}
-    known |= {"guidance": guidance}
+    if guidance is not None:
+        known["guidance"] = guidance
     made = model.extra_conds(cross_attn=text, noise=noisy[None], device=device, **known)
     dtype = model.get_dtype_inference()
     result: dict[str, Any] = {}

@@ -137,7 +137,8 @@ class NativeFamily(Family):
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
-        return native_inputs(patcher, samples, sigma, guidance)
+        # A model that was not distilled reads another meaning in it, as Chroma does, or nothing.
+        return native_inputs(patcher, samples, sigma, guidance if self.takes_guidance(patcher.model) else None)
 
 
 def _blocks(model: Any) -> dict[str, BlockOfModel]:

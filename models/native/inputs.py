@@ -52,9 +52,9 @@ class NativeInputs(ModelInputs):
 
 
 def native_inputs(
-    patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
+    patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float | None
 ) -> NativeInputs:
-    """Group the samples by the shapes of what `extra_conds` makes of each."""
+    """Group the samples by the shapes of what `extra_conds` makes of each. guidance: None leaves what each says."""
     device = sigma.device
     found: dict[Any, list[tuple[int, NoisySample, dict[str, Any]]]] = {}
     for row, sample in enumerate(samples):

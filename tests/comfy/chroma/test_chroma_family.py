@@ -46,7 +46,7 @@ def test_it_is_found_by_its_class(model, tiny_flux):
 def test_radiance_trains_on_comfyui_s_forward(folder):
     radiance = load_chroma(write_chroma(folder / "radiance.safetensors", radiance=True))
     assert isinstance(radiance.model, comfy.model_base.ChromaRadiance)
-    assert family_of(radiance).title == "ChromaRadiance" and not FAMILY.matches(radiance.model)
+    assert family_of(radiance).name == "chroma-radiance" and not FAMILY.matches(radiance.model)
 
 
 def test_clips_and_reference_pictures_are_refused(model):
