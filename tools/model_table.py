@@ -239,6 +239,8 @@ def _notes(row: Any) -> str:
     notes = [f"`{row.name}`"]
     if not row.batches:
         notes.append("one sample at a time")
+    if row.audio is not None:
+        notes.append("its sound is noised silence, left out of the loss")
     notes += [f"no {axis}: {reason}" for axis, reason in row.left_out.items()]
     return "; ".join(notes)
 

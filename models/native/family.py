@@ -138,7 +138,11 @@ class NativeFamily(Family):
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float
     ) -> ModelInputs:
         # A model that was not distilled reads another meaning in it, as Chroma does, or nothing.
-        return native_inputs(patcher, samples, sigma, guidance if self.takes_guidance(patcher.model) else None)
+        distilled = self.takes_guidance(patcher.model)
+        facts = self.facts
+        return native_inputs(
+            patcher, samples, sigma, guidance if distilled else None, sound=facts.sound, batches=facts.batches
+        )
 
 
 def _blocks(model: Any) -> dict[str, BlockOfModel]:

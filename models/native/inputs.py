@@ -1,10 +1,12 @@
 """Inputs of ComfyUI's own forward, made from a batch."""
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from ...memory.host.to_device import to_device
 from ..conditioning import model_conditioning
 from ..family import ModelInputs, NoisySample, Patches
+from .facts.model_facts import Sound
 
 
 @dataclass(frozen=True)
@@ -22,21 +25,27 @@ class NativeGroup:
     x: (b, C, H, W) or (b, C, T, H, W), in the model's space.
     sigma: (b,), the model's own.
     conds: the arguments of `_apply_model`: tensors (b, …), lists of such, and plain values.
+    shape: of the latent of one sample, where x holds its sound behind it: (b, 1, n).
     """
 
     rows: tuple[int, ...]
     x: Tensor
     sigma: Tensor
     conds: Mapping[str, Any]
+    shape: tuple[int, ...]
+
+    def pictures(self, out: Tensor) -> Tensor:
+        """Cut the sound off what the forward gives for one sample."""
+        return out.flatten()[: math.prod(self.shape)].view(self.shape)
 
     def copied(self) -> "NativeGroup":
         """With tensors of its own: ComfyUI's forward may write into them."""
         conds = {name: _cloned(value) for name, value in self.conds.items()}
-        return NativeGroup(self.rows, self.x.clone(), self.sigma.clone(), conds)
+        return replace(self, x=self.x.clone(), sigma=self.sigma.clone(), conds=conds)
 
     def to(self, device: torch.device) -> "NativeGroup":
         conds = {name: moved(value, device) for name, value in self.conds.items()}
-        return NativeGroup(self.rows, to_device(self.x, device), to_device(self.sigma, device), conds)
+        return replace(self, x=to_device(self.x, device), sigma=to_device(self.sigma, device), conds=conds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +61,39 @@ class NativeInputs(ModelInputs):
 
 
 def native_inputs(
-    patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float | None
+    patcher: ModelPatcher,
+    samples: Sequence[NoisySample],
+    sigma: Tensor,
+    guidance: float | None,
+    sound: Sound | None = None,
+    batches: bool = True,
 ) -> NativeInputs:
-    """Group the samples by the shapes of what `extra_conds` makes of each. guidance: None leaves what each says."""
+    """Group the samples by the shapes of what `extra_conds` makes of each.
+
+    guidance: None leaves what each conditioning says.
+    sound: of models that make it beside the video. It is that of silence, zeros, at its own noise level.
+    batches: False runs each sample by itself.
+    """
     device = sigma.device
-    found: dict[Any, list[tuple[int, NoisySample, dict[str, Any]]]] = {}
+    found: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
     for row, sample in enumerate(samples):
-        given = sample.conditioning
+        given, x = sample.conditioning, sample.latent
         if patcher.model.concat_keys:
             # What a sampler hands on as the latent that it starts from: none is an empty one, as for text to image.
-            given = {"latent_image": torch.zeros_like(sample.latent)[None], **given}
-        conds = model_conditioning(patcher.model, sample.latent, sample.text, given, guidance, device, lists=None)
-        found.setdefault(_signature(sample.latent, conds), []).append((row, sample, conds))
+            given = {"latent_image": torch.zeros_like(x)[None], **given}
+        if sound is not None:
+            silent = _noised_silence(x, sound.shape(x.shape[1]), sound.sigma(float(sigma[row])))
+            packed, shapes = comfy.utils.pack_latents([x[None], silent[None]])
+            x, given = packed[0], {"latent_shapes": shapes, **given}
+        conds = model_conditioning(patcher.model, x, sample.text, given, guidance, device, lists=None)
+        key = row if not batches else _signature(sample.latent, conds)
+        found.setdefault(key, []).append((row, x, conds))
     groups = []
     for members in found.values():
         rows = tuple(row for row, _, _ in members)
-        names = members[0][2]
-        conds = {name: _batched([conds[name] for _, _, conds in members]) for name in names}
-        x = torch.stack([sample.latent for _, sample, _ in members])
-        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds))
+        conds = {name: _batched([own[name] for _, _, own in members]) for name in members[0][2]}
+        x = torch.stack([x for _, x, _ in members])
+        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, tuple(samples[rows[0]].latent.shape)))
     tokens = [patchify(s.latent, s.tokens).tokens for s in samples]
     length = max(sample.text_length for sample in samples)
     return NativeInputs(
@@ -79,6 +102,13 @@ def native_inputs(
         timestep=sigma,
         groups=tuple(groups),
     )
+
+
+def _noised_silence(x: Tensor, shape: tuple[int, ...], sigma: float) -> Tensor:
+    """Noise at this level, the same for the same noisy latent, and so for the same seed, step and sample."""
+    seed = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes())
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (sigma * noise).to(x.device, x.dtype)
 
 
 def patch_of(latent: Tensor, tokens: int) -> int:

@@ -225,5 +225,5 @@ def _tokens(raw: Sequence[Tensor], inputs: ModelInputs) -> Tensor:
     rows: dict[int, Tensor] = {}
     for group, out in zip(inputs.groups, raw, strict=True):
         for row, one in zip(group.rows, out, strict=True):
-            rows[row] = patchify(one, inputs.tokens.shape[1]).tokens
+            rows[row] = patchify(group.pictures(one), inputs.tokens.shape[1]).tokens
     return torch.stack([rows[row] for row in range(len(rows))])

@@ -202,3 +202,15 @@ def test_a_distilled_release_says_what_to_do():
     assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, which plain training undoes: put ostris/")
     assert "train on SDXL and look at the LoRA on SDXL Turbo." in said["sdxl"][0]
     assert said["sd1.5"] == []
+
+
+def test_the_sound_of_minimax_h3_is_that_of_comfyui():
+    from comfy.ldm.minimax.model import time_shift_sigma
+    from comfy_extras.nodes_minimax_h3 import temporal_shape
+
+    sound = next(facts.sound for facts in NAMED if facts.name == "minimax-h3")
+    for length in (5, 22, 39, 124):
+        _, latent_frames, latents = temporal_shape(length)
+        assert sound.shape(latent_frames) == (32, 2, latents)
+    for sigma in (0.02, 0.5, 0.9, 1.0):
+        assert sound.sigma(sigma) == pytest.approx(time_shift_sigma(sigma, 12.0, 3.0), rel=1e-9)

@@ -1,5 +1,6 @@
 """The fields of a named model's facts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -35,6 +36,18 @@ class NamedRelease:
     adapter: str = ""
 
 
+@dataclass(frozen=True)
+class Sound:
+    """The sound that a model makes beside its video, from one packed latent of both.
+
+    shape: latent frames of the video → (C, …) of the sound's latent.
+    sigma: the video's sigma → the sound's, which may run on a schedule of its own.
+    """
+
+    shape: Callable[[int], tuple[int, ...]]
+    sigma: Callable[[float], float] = lambda sigma: sigma
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """One model by name.
@@ -52,6 +65,8 @@ class ModelFacts:
     clip_type: `type` of the loader of its text encoders.
     releases: of this model, the one to train on first.
     licence: the name of one that binds what is made with the weights; empty for an open one.
+    sound: beside the video; None for models that make none.
+    batches: False where its forward takes one sample.
     notes: what else a user should know before training, a sentence each.
     """
 
@@ -68,6 +83,8 @@ class ModelFacts:
     clip_type: str = ""
     releases: tuple[NamedRelease, ...] = ()
     licence: str = ""
+    sound: Sound | None = None
+    batches: bool = True
     notes: tuple[str, ...] = field(default=())
 
     @property

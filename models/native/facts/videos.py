@@ -1,7 +1,7 @@
 """The named models of videos. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates where
 `template` names one; what comes from elsewhere has its source beside it."""
 
-from .model_facts import ModelFacts, NamedRelease, PreviewDefaults
+from .model_facts import ModelFacts, NamedRelease, PreviewDefaults, Sound
 from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
 _WAN_SAMPLING = PreviewDefaults(20, 6.0, "uni_pc", "simple")
@@ -46,6 +46,28 @@ WAN_CONDITIONED: tuple[tuple[str, str, str, tuple[NamedRelease, ...]], ...] = (
         ),
     ),
 )
+
+
+SILENT = "Pictures and clips train without their sound: the model hears noised silence, which is left out of the loss."
+
+
+def _minimax_sound(frames: int) -> tuple[int, ...]:
+    """Stereo at 40 latents a second beside 24 pictures (ComfyUI, comfy_extras/nodes_minimax_h3.py, temporal_shape); of
+    five latent frames the first holds one picture and the others four (comfy/ldm/minimax/model.py)."""
+    pictures = sum(1 if index % 5 == 0 else 4 for index in range(frames))
+    return 32, 2, round(pictures / 24 * 40)
+
+
+def _minimax_sound_sigma(sigma: float) -> float:
+    """The sound's schedule is shifted by 3 where the video's is by 12 (comfy/ldm/minimax/model.py)."""
+    base = sigma / (12.0 + sigma * (1.0 - 12.0))
+    return 3.0 * base / (1.0 + (3.0 - 1.0) * base)
+
+
+def _ltx_sound(frames: int) -> tuple[int, ...]:
+    """25 latents a second of 16 bins (ComfyUI, LTXVEmptyLatentAudio), at the 25 pictures a second that it is told."""
+    return 8, 8 * (frames - 1) + 1, 16
+
 
 VIDEOS = (
     ModelFacts(
@@ -128,6 +150,9 @@ VIDEOS = (
             ),
         ),
         licence="MiniMax H3 Community License Agreement",
+        sound=Sound(_minimax_sound, _minimax_sound_sigma),
+        notes=(SILENT,),
+        batches=False,
     ),
     ModelFacts(
         name="ltx-2",
@@ -147,6 +172,8 @@ VIDEOS = (
             ),
         ),
         licence="LTX-2 Community License",
+        sound=Sound(_ltx_sound),
+        notes=(SILENT,),
     ),
     ModelFacts(
         name="kandinsky-5",

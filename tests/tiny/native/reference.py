@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,7 @@ def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor
     """Run core's forward of one sample. x: (C, …) noisy latent in the model's space; sigma: (1,)."""
     noisy, conds = core_conds(model, row, sample, x[None], guidance)
     out = model.apply_model(noisy, sigma, transformer_options={"sigmas": sigma, "cond_or_uncond": [0]}, **conds)
-    return out if row.audio is None else out.flatten()[: x.numel()].view(1, *x.shape)
+    return out if row.audio is None else out.flatten()[: prod(row.latent)].view(1, *row.latent)
 
 
 def tokens(latent: Tensor, count: int) -> Tensor:

@@ -132,14 +132,18 @@ def data_of(row: NativeRow, count: int = 2) -> Any:
 def core_conds(
     model: Any, row: NativeRow, sample: Any, noisy: Tensor, guidance: float | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Make what core's sampler gives `apply_model`: the noisy latent, with its audio beside it, and the conditions."""
+    """Make what core's sampler gives `apply_model`: the noisy latent, with its audio beside it, and the conditions.
+
+    noisy: (1, C, …), or (1, 1, n) with the audio packed behind it.
+    """
     import comfy.utils
 
     read, cpu = sample.load(), torch.device("cpu")
     given = dict(read.conditioning) | ({} if guidance is None else {"guidance": guidance})
     if row.audio is not None:
-        audio = drawn(f"{sample.name} audio")(1, *row.audio)
-        noisy, given["latent_shapes"] = comfy.utils.pack_latents([noisy, audio])
+        given["latent_shapes"] = [torch.Size((1, *row.latent)), torch.Size((1, *row.audio))]
+        if noisy.ndim != 3:
+            noisy, _ = comfy.utils.pack_latents([noisy, drawn(f"{sample.name} audio")(1, *row.audio)])
     made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
     return noisy, {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
 

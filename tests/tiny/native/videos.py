@@ -66,7 +66,6 @@ COSMOS = {
     "extra_per_block_abs_pos_emb": True,
     "extra_per_block_abs_pos_emb_type": "learnable",
 }
-SOUND = {"training": "its forward takes sound beside the video, which Train LoRA does not make"}
 COGVIDEO = {
     "num_attention_heads": 2,
     "attention_head_dim": 32,
@@ -157,7 +156,7 @@ FURTHER = (
     NativeRow(
         name="minimax-h3",
         model="MiniMaxH3",
-        tier="–",
+        tier="B",
         unet={
             "hidden_size": 64,
             "num_layers": 2,
@@ -175,14 +174,13 @@ FURTHER = (
         },
         latent=(24, 3, 8, 8),
         text=TEXT,
-        audio=(32, 2, 5),
+        audio=(32, 2, 15),
         batches=False,
-        left_out=SOUND,
     ),
     NativeRow(
         name="ltx-2",
         model="LTXAV",
-        tier="–",
+        tier="B",
         unet=LTX
         | {
             "audio_in_channels": 128,
@@ -195,8 +193,7 @@ FURTHER = (
         },
         latent=(128, 3, 4, 6),
         text=TEXT,
-        audio=(8, 5, 16),
-        left_out=SOUND,
+        audio=(8, 17, 16),
     ),
     NativeRow(
         name="kandinsky-5",
