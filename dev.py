@@ -480,7 +480,8 @@ def models(arguments: list[str]) -> int:
 def demo(arguments: list[str]) -> int:
     python, comfyui = setup()
     options = ["run", str(comfyui), str(cache_folder() / "demo"), str(ROOT / "demo-output")]
-    return call([python, str(ROOT / "tests" / "demo.py"), *options, *(() if has_accelerator(python) else ("--cpu",))])
+    options += [] if has_accelerator(python) else ["--cpu"]
+    return call([python, str(ROOT / "tests" / "demo.py"), *options, *arguments])
 
 
 def main(arguments: list[str]) -> int:

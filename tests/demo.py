@@ -20,6 +20,7 @@ from photos import write_photos
 from PIL import Image, ImageDraw
 from server import ComfyServer, error_of
 from tiny import write_models
+from tiny.native.workflow import CASES, fitted
 from tiny.prompt import node
 from tiny.workflow import fit_workflow
 
@@ -188,6 +189,36 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     print(f"Sheet of pictures: {results / 'sheet.png'}")
 
 
+def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: str) -> None:
+    """Queue the shared workflow of this model on its tiny twin, whose weights are random: it shows the way, and the
+    loss, not a likeness."""
+    shutil.rmtree(base / "output", ignore_errors=True)
+    photos = write_photos(base / "input" / "tessera_demo")
+    workflow = next(name for name, tiny in CASES.items() if tiny == model)
+    settings = {"output_name": "demo", "steps": 60, "learning_rate": 1e-3, "batch_size": 2}
+    prompt = fitted(workflow, "input/tessera_demo", **settings, compile="off" if cpu else "auto")
+    results.mkdir(parents=True, exist_ok=True)
+    print("Starting ComfyUI …", flush=True)
+    with ComfyServer(base, comfyui, cpu=cpu) as server:
+        print(f"Training a tiny {model} on {len(photos)} photographs, {settings['steps']} steps:")
+        entry = asyncio.run(run_with_progress(server, prompt))
+        train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
+        (summary,) = entry["outputs"][train_node]["tessera"]
+        if "lora key not loaded" in server.log.read_text(errors="replace"):
+            raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
+        shutil.copy(base / "output" / summary["path"], results / f"{model}.safetensors")
+        for node, path in pictures_of(server, entry).items():
+            if prompt[node]["class_type"] == "TesseraLossPlot":
+                shutil.copy(path, results / f"{model}_loss.png")
+    loss = summary["loss"]
+    tenth = max(1, len(loss) // 10)
+    print(
+        f"Mean loss of the first tenth {sum(loss[:tenth]) / tenth:.3f}, of the last {sum(loss[-tenth:]) / tenth:.3f}."
+    )
+    print(f"LoRA:      {results / f'{model}.safetensors'}")
+    print(f"Loss plot: {results / f'{model}_loss.png'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -198,13 +229,16 @@ def main() -> None:
     run.add_argument("base", type=Path)
     run.add_argument("results", type=Path)
     run.add_argument("--cpu", action="store_true")
+    run.add_argument("--model", choices=("flux", *CASES.values()), default="flux", help="the tiny model to train")
     options = parser.parse_args()
     # Ends with the server's own end, also where a runner ends this process by a signal.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "models":
         write_models(options.folder)
-    else:
+    elif options.model == "flux":
         run_demo(options.comfyui, options.base, options.results, options.cpu)
+    else:
+        run_native_demo(options.comfyui, options.base, options.results, options.cpu, options.model)
 
 
 if __name__ == "__main__":

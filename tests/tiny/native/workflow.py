@@ -1,0 +1,45 @@
+"""Fit a shared workflow of a model without a forward of our own to its tiny twin."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows" / "api"
+# The workflow, and the tiny model in place of what its loaders name.
+CASES = {"z_image_lora": "z-image", "krea2_lora": "krea-2", "anima_lora": "anima", "sdxl_lora": "sdxl"}
+# The places of MODEL, CLIP and VAE among the outputs of each loader.
+LOADERS = {
+    "TesseraLoadDiffusionModel": [0],
+    "UNETLoader": [0],
+    "CLIPLoader": [1],
+    "VAELoader": [2],
+    "CheckpointLoaderSimple": [0, 1, 2],
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "TesseraTrainLora": {"steps": 2, "compile": "off", "rank": 4},
+    "TesseraPrepareDataset": {"megapixels": 0.01},
+    "KSampler": {"steps": 2},
+    "EmptySD3LatentImage": {"width": 64, "height": 64},
+    "EmptyLatentImage": {"width": 64, "height": 64},
+}
+
+
+def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
+    """Return the workflow `name` in API form with the tiny model in place of its loaders.
+
+    folder: of the pictures, in place of the workflow's own; training: inputs of Train LoRA.
+    """
+    prompt = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    loaders = {key: node["class_type"] for key, node in prompt.items() if node["class_type"] in LOADERS}
+    for key in loaders:
+        del prompt[key]
+    for node in prompt.values():
+        kind = node["class_type"]
+        node["inputs"] |= SMALL.get(kind, {}) | (training if kind == "TesseraTrainLora" else {})
+        if folder and kind == "TesseraImageFolder":
+            node["inputs"]["folder"] = folder
+        for each, value in node["inputs"].items():
+            if isinstance(value, list) and value[0] in loaders:
+                node["inputs"][each] = ["tiny", LOADERS[loaders[value[0]]][value[1]]]
+    prompt["tiny"] = {"class_type": "TesseraTinyNative", "inputs": {"name": CASES[name]}}
+    return prompt
