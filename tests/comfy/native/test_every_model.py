@@ -135,7 +135,7 @@ def test_swapped_blocks_give_the_same_gradients(row, tmp_path):
     assert loss == other and all(torch.equal(gradients[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("row", [row for row in NAMED if "compiling" not in row.left_out], ids=str)
+@pytest.mark.parametrize("row", NAMED, ids=str)
 def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradients(row, tmp_path):
     torch._dynamo.reset()
     plain = _trainer(row, tmp_path / "plain")
@@ -155,11 +155,3 @@ def test_compiled_blocks_are_no_more_graphs_than_planned_and_give_the_same_gradi
     assert graphs() == first, "the second step compiled again"
     trainer.close()
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("row", [row for row in NAMED if "compiling" in row.left_out], ids=str)
-def test_a_model_that_does_not_compile_trains_eager(row, tmp_path):
-    trainer = _trainer(row, tmp_path, backend="eager")
-    trainer.forward_backward([shown(0)])
-    assert trainer.placed.runner.planned_graphs == 0
-    trainer.close()

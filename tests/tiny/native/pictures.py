@@ -233,7 +233,6 @@ NAMED = (
         latent=(16, 8, 12),
         text=TEXT,
         conditioning=_llama,
-        left_out={"compiling": "its experts are chosen by the data, so its blocks run eager"},
     ),
     NativeRow(name="chroma-radiance", model="ChromaRadiance", tier="A", unet=RADIANCE, latent=(3, 16, 24), text=TEXT),
     NativeRow(
