@@ -187,6 +187,7 @@ class Family(ABC):
         lacks them.
     swap_order: its lists of blocks, the one that is swapped first at the front.
     ragged: whether its attention leaves padded captions out, so that `transformer` is given a RaggedAttention.
+    own_forward: False where training runs ComfyUI's forward, which patches of other nodes are meant for.
     whole_grids: its forward takes whole grids alone, no ragged edge.
     resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
     """
@@ -202,6 +203,7 @@ class Family(ABC):
     never_trained: tuple[str, ...] = ()
     swap_order: tuple[str, ...]
     ragged: bool = False
+    own_forward: bool = True
     whole_grids: bool = False
     resolution_shifts: Mapping[str, Callable[[int], float]] = {}
 

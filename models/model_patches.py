@@ -18,11 +18,12 @@ _HARMLESS_WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, Wrap
 _OURS = "tessera."
 
 
-def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...]]:
+def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[ModelPatcher, tuple[str, ...]]:
     """Clone a MODEL for training; returns also a sentence for each thing on it that training leaves out.
 
     Weight patches (LoRAs) stay in force. LoRAs in bypass mode become weight patches. What changes the forward pass
-    without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward.
+    without changing weights (patches of the transformer, wrappers, attention overrides) is not part of our forward;
+    where training runs ComfyUI's, it is refused.
     Raises ValueError for LoRAs that make a weight of another shape, for weight wrappers and for injections of unknown
     kind: they change the weights in a way that cannot be read.
     """
@@ -50,7 +51,11 @@ def trainable_model(patcher: ModelPatcher) -> tuple[ModelPatcher, tuple[str, ...
             )
     if clone.weight_wrapper_patches:
         raise ValueError("model carries weight wrappers, which training cannot honour; connect it without them.")
-    notes += _ignored(clone)
+    ignored = _ignored(clone)
+    if ignored and not own_forward:
+        carried = ignored[0].removesuffix(", which training leaves out.")
+        raise ValueError(f"{carried}, which training of this model cannot honour; connect it without that.")
+    notes += ignored
     return clone, tuple(notes)
 
 

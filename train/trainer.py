@@ -68,7 +68,6 @@ class Trainer:
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
         self.seconds: deque[float] = deque(maxlen=50)
         self.preservation_losses: deque[Tensor] = deque(maxlen=50)  # on the device: reading them would wait
-        self.forward_checked = False
         self.strata = strata_sizes(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
@@ -257,9 +256,7 @@ class Trainer:
             with torch.no_grad():
                 options, seed = self.settings.objective, self.settings.seed
                 batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata)
-            if not self.forward_checked:
-                self.placed.check_forward(batch.inputs)
-                self.forward_checked = True
+            self.placed.check_forward(batch.inputs)
             with self.placed.training():
                 for loss in self.losses(batch, rng_key):
                     with self.placed.runner.watch_backward():

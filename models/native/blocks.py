@@ -68,11 +68,19 @@ def unflatten(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class NativeBlock(Block):
-    """core: the block of the shadow; tensors: what holds its weights beside the Linears."""
+    """core: the block of the shadow; tensors: what holds its weights beside the Linears; results: how what each block
+    returns is made of tensors, by its name, which its first run shows, eager as it is."""
 
     shapes_known = False
 
-    def __init__(self, block: BlockOfModel, core: nn.Module, tensors: Sequence[SharedTensors], varying: str):
+    def __init__(
+        self,
+        block: BlockOfModel,
+        core: nn.Module,
+        tensors: Sequence[SharedTensors],
+        varying: str,
+        results: dict[str, Any],
+    ):
         super().__init__()
         self.kind = type(core).__name__
         self.name, self.core = block.name, core
@@ -81,7 +89,7 @@ class NativeBlock(Block):
         self._likeness = f"{block.kind.partition(':')[2]}{varying}"
         self._rows: dict[Any, dict[str, tuple[int, int]]] = {}
         self.call: tuple[Sequence[Tensor], Call] | None = None
-        self._result: Any = None
+        self._results = results
 
     def linears(self) -> dict[str, NativeLinear]:  # type: ignore[override]
         return self._linears
@@ -129,21 +137,20 @@ class NativeBlock(Block):
         out = type(self.core).forward(self.core, *unflatten(call.args, tensors), **unflatten(call.kwargs, tensors))
         found, result = flatten((out,), {}, call.samples)
         if not torch.compiler.is_compiling():
-            self._result = result.args[0]
+            self._results[self.name] = result.args
         return found[0] if len(found) == 1 else tuple(found)
 
     @property
     def has_run(self) -> bool:
-        return self._result is not None
+        return self.name in self._results
 
     def take_result(self, other: "NativeBlock") -> None:
         """Return what a block of the same structure, which has run, returns."""
-        self._result = other._result
+        self._results[self.name] = self._results[other.name]
 
     def result(self, out: Any) -> Any:
-        """Restore what the block's own forward returned from the tensors of `forward`. The first run, which is eager,
-        has shown how they stand in it."""
-        return unflatten(self._result, (out,) if isinstance(out, Tensor) else out)
+        """Restore what the block's own forward returned from the tensors of `forward`."""
+        return unflatten(self._results[self.name], (out,) if isinstance(out, Tensor) else out)[0]
 
 
 def varying_attributes(cores: Sequence[nn.Module]) -> list[str]:

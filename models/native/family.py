@@ -28,6 +28,7 @@ class NativeFamily(Family):
     """Made for one MODEL, of which it keeps no reference."""
 
     ragged = False
+    own_forward = False
     whole_grids = True
 
     def __init__(self, model: Any):
@@ -37,6 +38,7 @@ class NativeFamily(Family):
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
         blocks = _blocks(model)
         self.facts = facts_of(model)
+        self._results: dict[str, Any] = {}
         self.title = self.facts.title
         # One that has no row may be of a class of ours, with another forward.
         self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
@@ -111,7 +113,7 @@ class NativeFamily(Family):
         blocks = _blocks(patcher.model)
         weights = FrozenWeights(patcher, device, compute_dtype, frozenset(blocks[name].name for name in on_host))
         chosen = attention_function(attention, device, compute_dtype)
-        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype)
+        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, self._results)
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
         assert isinstance(transformer, NativeTransformer)

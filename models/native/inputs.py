@@ -77,7 +77,10 @@ def native_inputs(
     device = sigma.device
     found: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
     for row, sample in enumerate(samples):
-        given, x = sample.conditioning, sample.latent
+        x = sample.latent
+        # As core's sampler tells it: SDXL embeds the size, of 8 pixels to a cell whatever the VAE.
+        size = {"width": x[None].shape[3] * 8, "height": x[None].shape[2] * 8, "prompt_type": "positive"}
+        given = {**size, **sample.conditioning}
         if patcher.model.concat_keys:
             # What a sampler hands on as the latent that it starts from: none is an empty one, as for text to image.
             given = {"latent_image": torch.zeros_like(x)[None], **given}

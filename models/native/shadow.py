@@ -15,7 +15,17 @@ from ...memory.weights.residency import FrozenModule
 from ..layers.lora_linear import LoraLinear
 
 # Set on modules by ComfyUI's loading; a shadow's weights lie where they are used, patched.
-_LOADING = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function", "weight_function", "bias_function")
+_LOADING = (
+    "_v",
+    "_prefetch",
+    "_pin_state",
+    "_pins",
+    "weight_lowvram_function",
+    "bias_lowvram_function",
+    "weight_function",
+    "bias_function",
+)
+_NOT_COPIED = object()
 
 
 class NativeLinear(LoraLinear):
@@ -91,6 +101,9 @@ class Shadow:
                 if is_linear(module) and id(module) not in memo:
                     memo[id(module)] = self.linears[name] = NativeLinear(weights, name, module)
             for module in model.diffusion_model.modules():
+                for attribute in _LOADING:
+                    if (held := vars(module).get(attribute)) is not None:
+                        memo[id(held)] = _NOT_COPIED  # a copy would free the MODEL's own memory with itself
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them

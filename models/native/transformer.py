@@ -38,6 +38,7 @@ class NativeTransformer:
         blocks: Mapping[str, BlockOfModel],
         attention: Attention,
         dtype: torch.dtype,
+        results: dict[str, Any],
     ):
         self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
@@ -53,7 +54,7 @@ class NativeTransformer:
         for name, block in blocks.items():
             inside = (f"{block.name}.", block.name)
             tensors = [t for at, t in shadow.tensors.items() if at == inside[1] or at.startswith(inside[0])]
-            self._blocks[name] = NativeBlock(block, cores[name], tensors, varying[name])
+            self._blocks[name] = NativeBlock(block, cores[name], tensors, varying[name], results)
         lists: dict[str, set[str]] = {}
         for own in self._blocks.values():
             lists.setdefault(own.structure(), set()).add(own.name.rpartition(".")[0])
@@ -90,7 +91,10 @@ class NativeTransformer:
 
         def through(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             block.call = tensors, call
-            out = run(block, *tensors, call)
+            try:
+                out = run(block, *tensors, call)
+            finally:
+                block.call = None  # else it would keep the step's graph until the next call
             if not block.has_run:  # the measuring of a step gives it the output of another of its structure
                 alike = block.structure()
                 block.take_result(next(b for b in self._blocks.values() if b.has_run and b.structure() == alike))
@@ -124,11 +128,11 @@ class NativeTransformer:
     def _forward(self, run: Callable[..., Any], inputs: ModelInputs, outer: bool) -> list[Tensor]:
         """Return the raw output of each group."""
         assert isinstance(inputs, NativeInputs)
-        restore(self._clean)
         found = []
         self._run = run
         try:
             for group in inputs.groups:
+                restore(self._clean)
                 self._samples = len(group.rows)
                 self._before.clear()
                 found.append(self._out_of_place(group) if outer else self._call(group.copied()))
@@ -150,8 +154,10 @@ class NativeTransformer:
         options = {"sigmas": group.sigma, "cond_or_uncond": [0] * len(group.rows)}
         try:
             out = self.shadow.base._apply_model(group.x, group.sigma, transformer_options=options, **group.conds)
-        except Exception as error:
-            if self._ran or comfy.model_management.is_oom(error):
+        except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            # Only what ComfyUI's own code raises before anything is compiled: no sentence of ours, nor the compiler's.
+            of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
+            if self._ran or not of_core or comfy.model_management.is_oom(error):
                 raise
             cause = str(error).strip().partition("\n")[0]
             raise ValueError(

@@ -45,6 +45,7 @@ class PlacedModel:
         self.memory, self.before = self.settings.memory, context.checkpointing
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
+        self.forward_checked = False
         self.eager_blocks: dict[str, str] = {}  # which must not be compiled, with the reason
         try:
             if auto.plans_memory(self.memory):
@@ -188,6 +189,7 @@ class PlacedModel:
 
         rng_key: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
         """
+        self.check_forward(inputs)  # of validation, which may come before the first step
         return self.transformer.forward(self._run_block(inputs, rng_key), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:
@@ -207,8 +209,10 @@ class PlacedModel:
     def check_forward(self, inputs: ModelInputs) -> None:
         """Compare the training forward with ComfyUI's on this batch. Raises ValueError where they differ.
 
-        Blocks that must not be compiled run eager from then on.
+        Blocks that must not be compiled run eager from then on. Does nothing the second time.
         """
+        if self.forward_checked or self.family.own_forward:
+            return
 
         def on_device(function: Callable[..., Any], block: Block, *args: Any) -> Any:
             if self.swap is not None and id(block) in self.swap.number:
@@ -217,6 +221,7 @@ class PlacedModel:
 
         with self.network.switched_off():
             self.eager_blocks = self.family.check_forward(self.transformer, on_device, inputs)
+        self.forward_checked = True
         self._leave_eager()
 
     def _leave_eager(self) -> None:

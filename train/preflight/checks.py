@@ -55,7 +55,7 @@ class CheckedRun:
 def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) -> CheckedRun:
     """Check a run without loading weights. Raises ValueError, in one sentence, for what would make it fail later."""
     family = family_of(model)
-    patcher, patch_notes = trainable_model(model)
+    patcher, patch_notes = trainable_model(model, family.own_forward)
     targets = choose_targets(family, patcher.model, settings.network)
     base_notes = apply_base_lora(patcher, settings.network, family)
     start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)

@@ -10,9 +10,10 @@ from tessera.models.native import inputs
 from tessera.models.native.blocks import NativeBlock
 from tessera.models.native.transformer import NativeTransformer
 from tessera.models.registry import family_of
+from tessera.train.batch import fixed_batch
 from tessera.train.settings import MemoryOptions
 from tiny.native import ROWS, build, data_of, sample_of
-from tiny.runs import training_data
+from tiny.runs import Watcher, train, training_data
 from tiny.training import fill_up_matrices, make_trainer, shown
 
 BY_NAME = {row.name: row for row in ROWS}
@@ -129,3 +130,56 @@ def test_data_of_other_text_encoders_is_told_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="^model is Z-Image, whose forward fails on this data .*; prepare the data"):
         trainer.run()
     assert trainer.progress.step == 0
+
+
+def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(tmp_path):
+    torch._dynamo.reset()
+    trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "compiled", backend="aot_eager")
+    sample = trainer.data.samples[0]
+    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0)
+    with torch.no_grad():
+        assert torch.isfinite(trainer.placed.velocity(batch.inputs, None)).all()
+    assert all(block.call is None for _, block in trainer.placed.transformer.native_blocks())
+    loss, grads = gradients(trainer, 0)
+    trainer.place_anew()
+    again, grads_again = gradients(trainer, 0)
+    plain, wanted = gradients(trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path / "plain"), 0)
+    assert loss == pytest.approx(plain, rel=1e-6) and again == pytest.approx(plain, rel=1e-6)
+    assert_equal(grads, wanted)
+    assert_equal(grads_again, wanted)
+    assert not trainer.placed.runner.failed
+
+
+def test_patches_of_the_forward_are_refused(tmp_path):
+    model = build(SDXL).clone()
+    model.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
+    watcher = Watcher()
+    with pytest.raises(ValueError, match="carries transformer patches .*, which training of this model cannot honour"):
+        train(model, data_of(SDXL, 1), tmp_path, watcher)
+    assert "Loading the model" not in watcher.phases
+
+
+def test_the_size_of_a_picture_reaches_the_model_as_in_core_s_sampler(tmp_path):
+    import comfy.samplers
+
+    row = replace(SDXL, conditioning=lambda draw: {"pooled_output": draw(1, 64)})
+    trainer = trainer_of(row, data_of(row, 1), tmp_path)
+    sample = trainer.data.samples[0]
+    read = sample.load()
+    noise = torch.zeros(1, *row.latent)
+    given = {"cross_attn": read.text, "model_conds": {}, **read.conditioning}
+    (wanted,) = comfy.samplers.encode_model_conds(trainer.patcher.model.extra_conds, [given], noise, "cpu", "positive")
+    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, read, 0.5)], 1.0, trainer.device, 0)
+    assert torch.equal(batch.inputs.groups[0].conds["y"], wanted["model_conds"]["y"].cond)
+
+
+def test_loading_s_own_memory_is_not_copied(tmp_path):
+    class Held:
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    model = build(SDXL)
+    norm = next(m for n, m in model.model.diffusion_model.named_modules() if n.endswith("norm1"))
+    norm._pin_state, norm._v = Held(), (Held(), 1)
+    trainer = make_trainer(model, data_of(SDXL, 1), tmp_path)
+    assert not any("_v" in vars(m) for m in trainer.placed.transformer.shadow.diffusion_model.modules())

@@ -27,7 +27,7 @@ def plain_model(row: NativeRow) -> Any:
     return model
 
 
-def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor, guidance: float) -> Tensor:
+def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor, guidance: float | None) -> Tensor:
     """Run core's forward of one sample. x: (C, …) noisy latent in the model's space; sigma: (1,)."""
     noisy, conds = core_conds(model, row, sample, x[None], guidance)
     out = model.apply_model(noisy, sigma, transformer_options={"sigmas": sigma, "cond_or_uncond": [0]}, **conds)

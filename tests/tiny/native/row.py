@@ -144,6 +144,8 @@ def core_conds(
         given["latent_shapes"] = [torch.Size((1, *row.latent)), torch.Size((1, *row.audio))]
         if noisy.ndim != 3:
             noisy, _ = comfy.utils.pack_latents([noisy, drawn(f"{sample.name} audio")(1, *row.audio)])
+    if noisy.ndim > 3:
+        given = {"width": noisy.shape[3] * 8, "height": noisy.shape[2] * 8, "prompt_type": "positive"} | given
     made = model.extra_conds(cross_attn=read.text, noise=noisy, device=cpu, **given)
     return noisy, {name: cond.process_cond(batch_size=1, area=None, device=cpu).cond for name, cond in made.items()}
 
