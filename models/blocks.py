@@ -97,6 +97,24 @@ def kind_of(block: nn.Module) -> str:
     return f"{type(block).__name__}:{digest}"
 
 
+def list_of(block: BlockOfModel) -> str:
+    """The name of the list that a block stands in."""
+    return block.name.rpartition(".")[0]
+
+
+def lists_of(blocks: Sequence[BlockOfModel]) -> dict[str, list[BlockOfModel]]:
+    """The blocks by the name of the list that they stand in."""
+    found: dict[str, list[BlockOfModel]] = {}
+    for block in blocks:
+        found.setdefault(list_of(block), []).append(block)
+    return found
+
+
+def numbered(blocks: Sequence[BlockOfModel]) -> dict[str, BlockOfModel]:
+    """The blocks by the names under which they are swapped: their list and their number in it."""
+    return {f"{name}.{i}": block for name, members in lists_of(blocks).items() for i, block in enumerate(members)}
+
+
 def block_lists(model: nn.Module, blocks: Sequence[BlockOfModel]) -> dict[str, list[BlockOfModel]]:
     """The ModuleLists that consist of blocks only, two or more of them: name of the list → its blocks in order."""
     by_name = {block.name: block for block in blocks}

@@ -20,7 +20,7 @@ from ..memory.swap.patcher import SwapPatcher, swap_model
 from ..memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan, prefetches
 from ..memory.swap.selection import choose_blocks
 from ..memory.weights.dynamic_vram import without_dynamic_vram
-from .blocks import BlockOfModel, find_blocks
+from .blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered
 from .registry import FAMILIES
 
 log = logging.getLogger(__name__)
@@ -55,20 +55,8 @@ def swap_order(patcher: ModelPatcher, blocks: Sequence[BlockOfModel]) -> list[st
             return list(family.swap_order)
     size = {name: 0 for name in lists_of(blocks)}
     for block in blocks:
-        size[_list(block)] += sum(p.numel() * p.element_size() for p in block.module.parameters())
+        size[list_of(block)] += sum(p.numel() * p.element_size() for p in block.module.parameters())
     return sorted(size, key=lambda name: -size[name])
-
-
-def lists_of(blocks: Sequence[BlockOfModel]) -> dict[str, list[BlockOfModel]]:
-    """The blocks by the name of the list that they stand in."""
-    found: dict[str, list[BlockOfModel]] = {}
-    for block in blocks:
-        found.setdefault(_list(block), []).append(block)
-    return found
-
-
-def _list(block: BlockOfModel) -> str:
-    return block.name.rpartition(".")[0]
 
 
 def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, list[str]]:
@@ -94,7 +82,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
         return clone, _said("Nothing is swapped: no list of like blocks was found in this model.")
     lists = lists_of(blocks)
     order = swap_order(clone, blocks)
-    numbers = {f"{name}.{i}": block for name, members in lists.items() for i, block in enumerate(members)}
+    numbers = numbered(blocks)
     prefetch, notes = settings.prefetch_blocks, []
     automatic = settings.blocks_to_swap == -1
     if automatic:

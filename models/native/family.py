@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
-from ..blocks import BlockOfModel, find_blocks
+from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_latent
 from ..layers.attention import attention_function
@@ -27,7 +27,6 @@ HIDDEN = "Its code assigns to parts of tensors that it writes in place, which th
 class NativeFamily(Family):
     """Made for one MODEL, of which it keeps no reference."""
 
-    ragged = False
     own_forward = False
     whole_grids = True
 
@@ -36,7 +35,7 @@ class NativeFamily(Family):
         self.title = type(model).__name__
         if (reason := _cannot_train(model)) is not None:
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
-        blocks = _blocks(model)
+        blocks = find_blocks(model.diffusion_model)
         self.facts = facts_of(model)
         self._results: dict[str, Any] = {}
         self.title = self.facts.title
@@ -46,7 +45,7 @@ class NativeFamily(Family):
         self.transformer_class = type(model.diffusion_model)
         self.names = native_names(model)
         self.default_targets = self.facts.default_targets
-        self.swap_order = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+        self.swap_order = tuple(lists_of(blocks))
 
     @property
     def pictures_only(self) -> bool:
@@ -97,10 +96,7 @@ class NativeFamily(Family):
         return 0
 
     def block_lists(self, model: Any) -> dict[str, int]:
-        lists: dict[str, int] = {}
-        for name in _blocks(model):
-            lists[name.rpartition(".")[0]] = lists.get(name.rpartition(".")[0], 0) + 1
-        return lists
+        return {name: len(members) for name, members in lists_of(find_blocks(model.diffusion_model)).items()}
 
     def build(
         self,
@@ -110,7 +106,7 @@ class NativeFamily(Family):
         attention: str,
         on_host: frozenset[str] = frozenset(),
     ) -> Transformer:
-        blocks = _blocks(patcher.model)
+        blocks = numbered(find_blocks(patcher.model.diffusion_model))
         weights = FrozenWeights(patcher, device, compute_dtype, frozenset(blocks[name].name for name in on_host))
         chosen = attention_function(attention, device, compute_dtype)
         return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, self._results)
@@ -128,7 +124,7 @@ class NativeFamily(Family):
                 f"model is a {self.title} whose forward comes out {difference:.1%} different when it is run for "
                 "training, so a LoRA of it would be wrong; nothing was trained. Please report this model."
             )
-        return {name: HIDDEN for name, block in transformer.native_blocks() if block.name in hidden}
+        return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         raise AssertionError("a native family builds its transformer from a patcher")
@@ -145,17 +141,6 @@ class NativeFamily(Family):
         return native_inputs(
             patcher, samples, sigma, guidance if distilled else None, sound=facts.sound, batches=facts.batches
         )
-
-
-def _blocks(model: Any) -> dict[str, BlockOfModel]:
-    """The blocks by the names under which they are swapped: their list and their number in it."""
-    counts: dict[str, int] = {}
-    found = {}
-    for block in find_blocks(model.diffusion_model):
-        name = block.name.rpartition(".")[0]
-        counts[name] = counts.get(name, -1) + 1
-        found[f"{name}.{counts[name]}"] = block
-    return found
 
 
 def _cannot_train(model: Any) -> str | None:

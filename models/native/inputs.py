@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +40,18 @@ class NativeGroup:
 
     def copied(self) -> "NativeGroup":
         """With tensors of its own: ComfyUI's forward may write into them."""
-        conds = {name: _cloned(value) for name, value in self.conds.items()}
+        conds = {name: _each(value, Tensor.clone) for name, value in self.conds.items()}
         return replace(self, x=self.x.clone(), sigma=self.sigma.clone(), conds=conds)
 
     def to(self, device: torch.device) -> "NativeGroup":
-        conds = {name: moved(value, device) for name, value in self.conds.items()}
+        conds = {name: _each(value, lambda tensor: to_device(tensor, device)) for name, value in self.conds.items()}
         return replace(self, x=to_device(self.x, device), sigma=to_device(self.sigma, device), conds=conds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeInputs(ModelInputs):
-    """groups: run one after the other; together they hold each sample of the batch once."""
+    """groups: run one after the other; together they hold each sample of the batch once. Of tokens and text the
+    forward reads the lengths alone."""
 
     groups: tuple[NativeGroup, ...]
 
@@ -97,10 +98,9 @@ def native_inputs(
         conds = {name: _batched([own[name] for _, _, own in members]) for name in members[0][2]}
         x = torch.stack([x for _, x, _ in members])
         groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, tuple(samples[rows[0]].latent.shape)))
-    tokens = [patchify(s.latent, s.tokens).tokens for s in samples]
     length = max(sample.text_length for sample in samples)
     return NativeInputs(
-        tokens=torch.stack(tokens),
+        tokens=torch.zeros(len(samples), samples[0].tokens, 0, device=device),
         text=torch.zeros(len(samples), length, 0, device=device),
         timestep=sigma,
         groups=tuple(groups),
@@ -134,17 +134,11 @@ def patchify(latent: Tensor, keep: int) -> Patches:
     return Patches(cut.reshape(keep, channels * patch * patch), grid)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Copy the tensors of a conditioning to the device."""
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensors of a conditioning."""
     if isinstance(value, Tensor):
-        return to_device(value, device)
-    return [moved(one, device) for one in value] if isinstance(value, list) else value
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return [_cloned(one) for one in value] if isinstance(value, list) else value
+        return change(value)
+    return [_each(one, change) for one in value] if isinstance(value, list) else value
 
 
 def _signature(latent: Tensor, conds: Mapping[str, Any]) -> Any:

@@ -98,7 +98,7 @@ class Shadow:
             memo: dict[int, Any] = {}
             self.linears: dict[str, NativeLinear] = {}
             for name, module in model.diffusion_model.named_modules():
-                if is_linear(module) and id(module) not in memo:
+                if is_linear(module):
                     memo[id(module)] = self.linears[name] = NativeLinear(weights, name, module)
             for module in model.diffusion_model.modules():
                 for attribute in _LOADING:
@@ -109,15 +109,12 @@ class Shadow:
                         memo.setdefault(id(tensor), torch.empty(0))  # `SharedTensors` reads them
             diffusion_model = copy.deepcopy(model.diffusion_model, memo)
             self.tensors: dict[str, SharedTensors] = {}
-            known: set[int] = set()
-            originals = dict(model.diffusion_model.named_modules())
             for name, module in diffusion_model.named_modules():
-                if isinstance(module, NativeLinear) or id(module) in known or name not in originals:
+                if isinstance(module, NativeLinear):
                     continue
-                known.add(id(module))
                 for attribute in _LOADING:
                     vars(module).pop(attribute, None)
-                original = originals[name]
+                original = model.diffusion_model.get_submodule(name)
                 if any(v is not None for v in (*original._parameters.values(), *original._buffers.values())):
                     self.tensors[name] = SharedTensors(weights, name, module, original)
         self.base = copy.copy(model)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...common.text import shown
 from ...memory.weights.residency import FrozenModule
-from ..blocks import BlockOfModel
-from ..family import Block, ModelInputs, RunBlock
+from ..blocks import BlockOfModel, list_of
+from ..family import ModelInputs, RunBlock
 from ..layers.attention import Attention
 from ..layers.lora_linear import LoraLinear
 from ..transformer_options import steady
@@ -52,12 +52,11 @@ class NativeTransformer:
         }
         self._blocks: dict[str, NativeBlock] = {}
         for name, block in blocks.items():
-            inside = (f"{block.name}.", block.name)
-            tensors = [t for at, t in shadow.tensors.items() if at == inside[1] or at.startswith(inside[0])]
+            tensors = [t for at, t in shadow.tensors.items() if f"{at}.".startswith(f"{block.name}.")]
             self._blocks[name] = NativeBlock(block, cores[name], tensors, varying[name], results)
         lists: dict[str, set[str]] = {}
-        for own in self._blocks.values():
-            lists.setdefault(own.structure(), set()).add(own.name.rpartition(".")[0])
+        for name, own in self._blocks.items():
+            lists.setdefault(own.structure(), set()).add(list_of(blocks[name]))
         for own in self._blocks.values():
             # Lists of one kind of block, such as refiners and layers, may see other lengths.
             own.shapes = len(lists[own.structure()])
@@ -70,10 +69,7 @@ class NativeTransformer:
             own.core.__dict__["forward"] = self._hook(own)
         self._clean = shadow.state()
 
-    def blocks(self) -> Sequence[tuple[str, Block]]:
-        return list(self._blocks.items())
-
-    def native_blocks(self) -> list[tuple[str, NativeBlock]]:
+    def blocks(self) -> list[tuple[str, NativeBlock]]:
         return list(self._blocks.items())
 
     def linears(self) -> dict[str, LoraLinear]:

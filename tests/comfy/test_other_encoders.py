@@ -44,7 +44,7 @@ def clips():
 
 
 def core_node(clip, text):
-    """What core's CLIP Text Encode gives."""
+    """Encode as core's CLIP Text Encode does."""
     import nodes
 
     with torch.inference_mode():

@@ -177,7 +177,7 @@ def test_nothing_of_comfyui_reaches_a_kernel_of_its_own_and_then_all_does_again(
 
 
 class Stop(BaseException):
-    """What ComfyUI's interruption is: no Exception."""
+    """Like ComfyUI's interruption, no Exception."""
 
 
 @pytest.mark.parametrize("stop", [Stop, ValueError])

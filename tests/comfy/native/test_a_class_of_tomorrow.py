@@ -35,7 +35,6 @@ class TomorrowBlock(nn.Module):
         self.gate = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor, vec: Tensor, transformer_options: dict[str, Any]) -> Tensor:
-        assert transformer_options is not None
         scale, shift = self.modulation(vec)[:, None].chunk(2, dim=-1)
         y = self.norm(x)
         y *= 1 + scale

@@ -91,7 +91,7 @@ def test_dropout_is_the_same_when_a_block_is_computed_again(row, tmp_path):
 
 def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp_path, monkeypatch):
     trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE, 1), tmp_path)
-    block = trainer.placed.transformer.native_blocks()[0][1]
+    block = trainer.placed.transformer.blocks()[0][1]
     forward, own = NativeBlock.forward, NativeBlock.run_core
     ours = []
 
@@ -139,7 +139,7 @@ def test_validation_before_the_first_step_and_a_model_placed_anew_run_compiled(t
     batch = fixed_batch(trainer.patcher, trainer.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0)
     with torch.no_grad():
         assert torch.isfinite(trainer.placed.velocity(batch.inputs, None)).all()
-    assert all(block.call is None for _, block in trainer.placed.transformer.native_blocks())
+    assert all(block.call is None for _, block in trainer.placed.transformer.blocks())
     loss, grads = gradients(trainer, 0)
     trainer.place_anew()
     again, grads_again = gradients(trainer, 0)

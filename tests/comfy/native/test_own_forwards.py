@@ -1,4 +1,4 @@
-"""Where a family has a forward of its own, ComfyUI's forward gives the same gradients: each proves the other."""
+"""Gradients of the forwards of our own and of ComfyUI's forward are the same: each proves the other."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a loader would give of a model that trains with ComfyUI's own forward: a tiny MODEL with the CLIP and the VAE
+"""Outputs of a loader for a model that trains with ComfyUI's own forward: a tiny MODEL with the CLIP and the VAE
 whose outputs it takes."""
 
 from dataclasses import replace
