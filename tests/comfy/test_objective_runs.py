@@ -34,15 +34,25 @@ HARD = {"batch_size": 2, "gradient_accumulation": 2, "objective": EVERYTHING}
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every sigma that is drawn, with its stratum."""
-    found = []
-    draw = batches.sample_sigma
+    """Every sigma that is drawn, with its stratum, by the step and the sample's number in it.
+
+    A cancelled run has made the next step's first batch already, so that a resumed one draws it again: alike.
+    """
+    found = {}
+    key = None
+    choose, draw = batches.sample_stratum, batches.sample_sigma
+
+    def chosen(*args):
+        nonlocal key
+        key = args[2:4]
+        return choose(*args)
 
     def recorded(*args):
         sigma = draw(*args)
-        found.append((sigma, args[-1]))
+        assert found.setdefault(key, (sigma, args[-1])) == (sigma, args[-1])
         return sigma
 
+    monkeypatch.setattr(batches, "sample_stratum", chosen)
     monkeypatch.setattr(batches, "sample_sigma", recorded)
     return found
 
@@ -51,7 +61,7 @@ def drawn(monkeypatch):
 def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path, drawn):
     options = HARD | {"objective": EVERYTHING | {"stratified": stratified}}
     whole = train(tiny_flux, mixed_data(), tmp_path / "whole", **options)
-    uninterrupted = list(drawn)
+    uninterrupted = dict(drawn)
     drawn.clear()
     with pytest.raises(InterruptProcessingException):
         train(tiny_flux, mixed_data(), tmp_path / "cancelled", cancel_at(3), **options)
@@ -61,7 +71,7 @@ def test_a_resumed_run_draws_and_learns_the_same(stratified, tiny_flux, tmp_path
     assert all(torch.equal(whole.lora[name], resumed.lora[name]) for name in whole.lora)
     # 4 samples in a step, 5 in an epoch: each group holds each of its parts once
     size = 4 if stratified == "batch" else 5
-    strata = [stratum for _, stratum in drawn]
+    strata = [stratum for _, stratum in drawn.values()]
     assert all(sorted(strata[i : i + size]) == [(k, size) for k in range(size)] for i in range(0, 24 - size + 1, size))
 
 
