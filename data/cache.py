@@ -51,6 +51,10 @@ class Cache:
         except (OSError, SafetensorError):
             return {}
 
+    def size(self, key: str) -> int:
+        """Return the bytes of a key's file on disk."""
+        return self.path(key).stat().st_size
+
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors under the key.
 

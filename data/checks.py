@@ -12,6 +12,9 @@ from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
 from .encode.text import ItemCaptions
 from .folders.items import Item
+from .samples import Sample, shown_per_epoch
+
+FEW_LENGTHS = 8  # of captions, which a note lists one by one and which do not take long to compile
 
 
 def check_options(
@@ -170,13 +173,29 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
         yield f"Trained without a start picture, being one frame: {shortlist(still)}."
 
 
-def regularisation_notes(items: Sequence[Item]) -> Iterator[str]:
+def length_notes(samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield a note on captions that a model sees at the lengths that they are encoded to."""
+    lengths = sorted({length for sample in samples for _, _, length in sample.graph_keys})
+    if len(lengths) < 2:
+        return
+    listed = ", ".join(map(str, lengths)) if len(lengths) <= FEW_LENGTHS else f"{lengths[0]} to {lengths[-1]}"
+    note = f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."
+    if len(lengths) > FEW_LENGTHS:
+        steps = len({key for sample in samples for key in sample.graph_keys})
+        note += (
+            f" With the token counts these are {steps} graphs for each kind of block: make the captions of like "
+            "length, or switch compile off on Train LoRA."
+        )
+    yield note
+
+
+def regularisation_notes(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield a note on the ratio at which regularisation samples are shown."""
-    kept = [item for item in items if item.options.regularisation]
+    kept = [sample for sample in samples if sample.regularisation]
     if not kept:
         return
-    learnt = sum(item.repeats for item in items if not item.options.regularisation)
-    shown = sum(item.repeats for item in kept)
+    learnt = shown_per_epoch(samples) // 2
+    shown = sum(sample.repeats for sample in kept)
     yield (
         f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "
         f"{learnt / shown:.3g} times all of them with their repeats."

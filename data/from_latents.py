@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..common.fingerprint import fingerprint
@@ -13,6 +12,8 @@ from ..common.text import shortlist
 from ..models.latents import WAN22, LatentPolicy, policy_of_latent
 from .buckets.grids import Grid, Placement
 from .buckets.latent_crops import place_latents
+from .checks import length_notes
+from .conditioning import check_finite, own, own_all, read_entry
 from .encode.clip_vision import hidden_states, vision_output
 from .media.latent_masks import noise_mask_notes, noise_mask_weights
 from .samples import FIRST_VARIANT, Sample, SampleTensors, SampleVariant, TrainingData
@@ -91,7 +92,7 @@ def latents_to_data(
         if masked_loss and latent.mask is not None and not clean:
             height, width = latent.tensor.shape[-2:]
             weights = noise_mask_weights(latent.mask, latent.name, (height, width), grid, placement, policy.patch)
-            tensors = replace(tensors, weights=_own(weights))
+            tensors = replace(tensors, weights=own(weights))
         sample = Sample(
             name=latent.name,
             grid=(placement.grid.frames, placement.grid.height, placement.grid.width),
@@ -186,18 +187,10 @@ def _cut(picture: Tensor, grid: Grid, target: Grid, patch: int) -> Tensor:
 
 
 def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) -> SampleTensors:
-    cond, conditioning = entry[0], dict(entry[1])
-    if cond.ndim == 4:  # as some text encoders give it, with an axis of one beside that of the batch
-        cond = next((cond.squeeze(axis) for axis in (1, 2) if cond.shape[axis] == 1), cond)
-    if cond.ndim != 3 or cond.shape[0] != 1:
-        shape = tuple(cond.shape)
-        raise ValueError(f"The conditioning of {latent.name} has the shape {shape}; it must be (1, tokens, width).")
-    for what, tensor in ((latent.name, latent.tensor), (f"The conditioning of {latent.name}", cond)):
-        if not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"{what[0].upper()}{what[1:]} holds values that are not finite; encode it again, with the VAE or the "
-                f"text encoders in a wider dtype (ComfyUI's --fp32-vae or --fp32-text-enc)."
-            )
+    name = f"The conditioning of {latent.name}"
+    cond, conditioning = read_entry(entry, name)
+    check_finite(latent.tensor, latent.name)
+    check_finite(cond, name)
     for name in ON_THE_GRID:
         if (value := conditioning.get(name)) is not None:
             if value.shape[-2:] != latent.tensor.shape[-2:] or (value.ndim == 5 and value.shape[2] != latent.frames):
@@ -207,11 +200,11 @@ def _tensors(latent: _Latent, entry: Any, grid: Grid, target: Grid, patch: int) 
                 )
             conditioning[name] = _cut(value, grid, target, patch)
     if (seen := conditioning.get("clip_vision_output")) is not None:
-        conditioning["clip_vision_output"] = vision_output(_own(hidden_states(seen)))
+        conditioning["clip_vision_output"] = vision_output(own(hidden_states(seen)))
     return SampleTensors(
-        _own(_cut(latent.tensor, grid, target, patch)),
-        _own(cond),
-        {key: _own_all(value) for key, value in conditioning.items()},
+        own(_cut(latent.tensor, grid, target, patch)),
+        own(cond),
+        {key: own_all(value) for key, value in conditioning.items()},
     )
 
 
@@ -259,21 +252,9 @@ def _references(
             kept = Grid(placement.grid.height, placement.grid.width)
         elif placement.crop > 0:
             whole = True
-        references[index] = _own(_cut(reference, Grid(height, width), kept, policy.patch))
+        references[index] = own(_cut(reference, Grid(height, width), kept, policy.patch))
         tokens.append(kept.tokens)
     return _References(tuple(tokens), odd, whole)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host as an ordinary tensor: autograd rejects those of inference mode, in which nodes run."""
-    with torch.inference_mode(False):
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-def _own_all(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _own(value)
-    return [_own_all(one) for one in value] if isinstance(value, list) else value
 
 
 def _named(conditioning: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,9 +318,6 @@ def _notes(
             f"There are {len(counts)} token counts ({listed}), the fewest for pictures and clips of these lengths; "
             f"each is compiled."
         )
-    lengths = sorted({sample.text_length for sample in samples})
     # Of the families here only FLUX.1, with pooled captions, uses each text length as it is; others pad to a few.
-    as_encoded = policy.whole_grids or all("pooled_output" in sample.conditioning for sample in samples)
-    if len(lengths) > 1 and as_encoded:
-        listed = ", ".join(map(str, lengths))
-        yield f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."
+    if policy.whole_grids or all("pooled_output" in sample.conditioning for sample in samples):
+        yield from length_notes(samples)

@@ -1,7 +1,7 @@
 """Sample loader: order of batches, variant choice at each step, and reading ahead."""
 
 from bisect import bisect
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, count, islice
@@ -9,7 +9,7 @@ from itertools import accumulate, count, islice
 import torch
 
 from ..common.rng import generator
-from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant
+from .samples import FIRST_VARIANT, GraphKey, Sample, SampleTensors, SampleVariant, folder_parts
 
 _BETWEEN_CHECKS = 10_000  # batches, a small part of a second
 
@@ -24,27 +24,26 @@ def batch_order(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterat
     batch where their token count, reference tokens and text length agree. Incomplete batches carry over to the next
     epoch, so no sample is dropped and no batch is short. The same arguments give the same order.
 
+    Of a folder with a `sample_ratio` below 1 an epoch shows that part, and the next epoch goes on with the rest: the
+    folder has a shuffle of its own, which starts anew when all of it was shown. OneTrainer does so with a concept whose
+    `balancing` by repeats is below 1, without the shuffle (mgds, VariationSorting).
+
     Regularisation samples are shown as often as all training samples together, as in kohya-ss/sd-scripts. An epoch
     takes as many of them as it has training samples, from a shuffle of their own that continues across epochs, each
     repeated `repeats` times. (sd-scripts restarts with the first ones in each epoch; where there are more, the rest is
     never shown.)
     """
-    training = _pool(samples, regularisation=False)
-    assert training
-    kept = _regularisation(samples, seed)
+    assert not all(one.regularisation for one in samples)
+    preserved = [index for index, one in enumerate(samples) if one.regularisation for _ in range(one.repeats)]
+    kept = _turns(preserved, seed, "regularisation")
     waiting: dict[GraphKey, deque[int]] = defaultdict(deque)
-    epoch = 0
-    while True:
-        pool = [*training, *islice(kept, len(training))]
-        shuffle = torch.randperm(len(pool), generator=generator(seed, "epoch", epoch))
-        for place in shuffle.tolist():
-            index = pool[place]
+    for epoch, training in enumerate(_epochs(samples, seed)):
+        for index in _shuffled([*training, *islice(kept, len(training))], seed, "epoch", epoch):
             queue = waiting[samples[index].graph_key]
             queue.append(index)
             if len(queue) == batch_size:
                 yield tuple(queue)
                 queue.clear()
-        epoch += 1
 
 
 def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted: Callable[[], None]) -> None:
@@ -55,18 +54,27 @@ def skip_batches(order: Iterator[tuple[int, ...]], count: int, check_interrupted
         next(order)
 
 
-def _regularisation(samples: Sequence[Sample], seed: int) -> Iterator[int]:
-    """Yield indices of regularisation samples without end; none where there are no such samples."""
-    pool = _pool(samples, regularisation=True)
+def _epochs(samples: Sequence[Sample], seed: int) -> Iterator[list[int]]:
+    """Yield, for each epoch, the indices of the training samples that it shows, each as often as it does."""
+    parts = [
+        (shown, _turns(pool, seed, "sample ratio", folder)) for folder, (pool, shown) in folder_parts(samples).items()
+    ]
+    whole = {i: one.repeats for i, one in enumerate(samples) if one.sample_ratio == 1 and not one.regularisation}
+    while True:
+        times = Counter(whole)
+        for shown, turns in parts:
+            times.update(islice(turns, shown))
+        yield [index for index in range(len(samples)) for _ in range(times[index])]
+
+
+def _turns(pool: Sequence[int], seed: int, *keys: int | str) -> Iterator[int]:
+    """Yield the pool again and again without end, each time in another order; nothing of an empty one."""
     for turn in count() if pool else ():
-        shuffle = torch.randperm(len(pool), generator=generator(seed, "regularisation", turn))
-        yield from (pool[place] for place in shuffle.tolist())
+        yield from _shuffled(pool, seed, *keys, turn)
 
 
-def _pool(samples: Sequence[Sample], regularisation: bool) -> list[int]:
-    """List the indices of training or of regularisation samples, each repeated `repeats` times."""
-    of_kind = [(index, one.repeats) for index, one in enumerate(samples) if one.regularisation == regularisation]
-    return [index for index, repeats in of_kind for _ in range(repeats)]
+def _shuffled(pool: Sequence[int], seed: int, *keys: int | str) -> list[int]:
+    return [pool[place] for place in torch.randperm(len(pool), generator=generator(seed, *keys)).tolist()]
 
 
 def choose_variant(sample: Sample, seed: int, step: tuple[int, int], place: int) -> SampleVariant:

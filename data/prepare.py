@@ -1,7 +1,7 @@
 """Prepare Dataset: plan the buckets, encode what the cache lacks, and return samples that load lazily."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .checks import (
     check_options,
     cut_to_latent_frames,
     fit_to_models,
+    length_notes,
     plan_notes,
     regularisation_notes,
     start_notes,
@@ -80,6 +81,7 @@ def prepare(
     image_to_video: bool = False,
     control_megapixels: float = 1.0,
     edit_prompt: str = PLUS,
+    encode_empty_caption: bool = False,
     progress: Progress = lambda done, total, text: None,
     interrupted: Interrupted = lambda: None,
 ) -> PreparedData:
@@ -97,6 +99,7 @@ def prepare(
         (Wan 2.1) that frame is encoded by the CLIP vision model as well.
     control_megapixels: area of control images, see `place_controls`.
     edit_prompt: prompt template of Qwen-Image-Edit's text encoder for control images, one of EDIT_PROMPTS.
+    encode_empty_caption: encode the empty prompt too, for the guidance-preserving loss.
     Raises ValueError for encoders of different families, unreadable files, contradicting options, values out of range
     and a disk that is too small.
     Raises core's out-of-memory error where something does not fit through the VAE untiled.
@@ -118,7 +121,7 @@ def prepare(
         pixels_per_token=latents.pixels_per_token,
         max_graphs=max_graphs,
         fit=fit,
-        weights=[item.repeats for item in items],
+        weights=[item.shown for item in items],
         frames=[latents.latent_frames(item.pixels.frames) for item in items],
     )
     encoder = VaeEncoder(vae, latents)
@@ -142,6 +145,7 @@ def prepare(
             edit_prompt,
             progress,
             interrupted,
+            encode_empty_caption,
         )
     )
     captions = [tuple(next(of_forms) for _ in of) for of in variants]
@@ -163,8 +167,9 @@ def prepare(
     keys = [tuple(one.keys() for one in of) for of in jobs]
     texts = [tuple(one.keys() for one in of) for of in captions]
     clean = image_to_video and latents is WAN22
+    rate_told = latents.tells_frame_rate
     samples = tuple(
-        _sample(cache, item, placement, of, one, words, text, clean)
+        _sample(cache, item, placement, of, one, words, text, clean, rate_told)
         for item, placement, of, one, words in zip(items, plan.placements, placed, keys, texts, strict=True)
     )
     first = [of[0] for of in captions]
@@ -174,12 +179,15 @@ def prepare(
         *frame_notes,
         *fit_notes,
         *plan_notes(items, first, plan, text, max_graphs, max_text_length, control_megapixels, edit_prompt),
+        *(length_notes(samples) if text.whole_grids else ()),
         *control_plan.notes,
         *start_notes(items, latents, image_to_video, clip_vision),
         *mask_notes(counted),
-        *regularisation_notes(items),
+        *regularisation_notes(samples),
         *view_notes(items, *([[variant.view for variant in of] for of in made] for made in (wanted, variants))),
-        *encoding_notes([item.caption_variants for item in items], {job.key: job.bytes for job in caption_jobs}),
+        *encoding_notes(
+            [item.caption_variants for item in items], {job.key: cache.size(job.key) for job in caption_jobs}
+        ),
     )
     made_with = {"megapixels": megapixels, "max_graphs": max_graphs, "fit": fit, "max_text_length": max_text_length}
     made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
@@ -207,11 +215,17 @@ def _fingerprint(
         if len(of) > 1 or of[0].mask or item.options != UNCHANGED
     ]
     captions = [
-        (place, [changed_fields(one) for one in words], item.caption_variants.weights, item.caption_variants.dropout)
+        (place, [changed_fields(one) for one in shown], item.caption_variants.weights, item.caption_variants.dropout)
         for place, (item, words) in enumerate(zip(items, texts, strict=True))
+        # The empty prompt follows from the encoder; it is part of the data where training shows it.
+        for shown in [words if item.caption_variants.dropout else [replace(one, empty=None) for one in words]]
         if not item.caption_variants.plain
     ]
-    return fingerprint(plain, parts, *([more] if more else []), *(["captions", captions] if captions else []))
+    rates = [item.frame_rate for item, s in zip(items, samples, strict=True) if "frame_rate" in s.conditioning]
+    folders = [(place, item.folder) for place, item in enumerate(items) if item.options.sample_ratio < 1]
+    added = {"captions": captions, "frame rates": rates, "folders": folders}
+    named = [part for name, value in added.items() if value for part in (name, value)]
+    return fingerprint(plain, parts, *([more] if more else []), *named)
 
 
 def summary(prepared: PreparedData) -> str:
@@ -247,20 +261,27 @@ def _sample(
     texts: tuple[CaptionKeys, ...],
     text: TextPolicy,
     clean: bool,
+    rate_told: bool,
 ) -> Sample:
     """Make the lazy sample of one item; text length and conditioning are read from the headers of the cached files."""
     grid = placement.grid
-    encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in texts for key in one.all)]
+    forms = texts if item.caption_variants.dropout else [replace(one, empty=None) for one in texts]
+    encoded = [cache.shapes(key) for key in dict.fromkeys(key for one in forms for key in one.all)]
+    empties = [cache.shapes(key)["cond"][1] for key in dict.fromkeys(one.empty for one in texts) if key]
+    lengths = sorted({shapes["cond"][1] for shapes in encoded})
     carried = {*set[str]().union(*encoded) - {"cond"}}
     carried |= {"reference_latents"} if keys[0].references else set()
     carried |= {"concat_latent_image", "concat_mask"} if keys[0].start else set()
     carried |= {"clip_vision_output"} if keys[0].vision else set()
+    rate = item.frame_rate if rate_told and grid.frames > 1 else None
+    carried |= {"frame_rate"} if rate else set()
     return Sample(
         name=item.name,
         grid=(grid.frames, grid.height, grid.width),
         tokens=placement.tokens,
-        text_length=text.model_length(max(shapes["cond"][1] for shapes in encoded)),
-        load=partial(_load, cache, item, placement, keys, texts),
+        text_length=text.model_length(max(lengths)),
+        text_lengths=tuple(lengths) if text.whole_grids else (),
+        load=partial(_load, cache, item, placement, keys, texts, rate),
         repeats=item.repeats,
         references=tuple(control.tokens for control in controls),
         clean_frames=1 if clean and grid.frames > 1 else 0,
@@ -273,6 +294,9 @@ def _sample(
         caption_weights=item.caption_variants.weights,
         caption_dropout=item.caption_variants.dropout,
         class_caption=bool(item.caption_variants.class_texts),
+        empty_length=text.model_length(max(empties)) if empties else 0,
+        sample_ratio=item.options.sample_ratio,
+        folder=item.folder,
     )
 
 
@@ -282,6 +306,7 @@ def _load(
     placement: Placement,
     variants: tuple[ImageKeys, ...],
     texts: tuple[CaptionKeys, ...],
+    frame_rate: float | None,
     variant: SampleVariant = FIRST_VARIANT,
 ) -> SampleTensors:
     """Read the tensors of one variant of a sample from the cache.
@@ -291,7 +316,7 @@ def _load(
     keys, words = variants[variant.image], texts[variant.image]
     try:
         latent, text = cache.read(keys.latent)["latent"], cache.read(words.key(variant.caption))
-        shown: dict[str, Any] = {}
+        shown: dict[str, Any] = {"frame_rate": frame_rate} if frame_rate else {}
         if keys.references:
             shown["reference_latents"] = [cache.read(key)["latent"][None] for key in keys.references]
         if keys.start:
@@ -301,6 +326,7 @@ def _load(
         mask = cache.read(keys.mask)[TOKENS] if keys.mask else None
         class_key = words.class_key(variant.caption) if variant.class_caption else None
         of_class = None if class_key is None else _prompt(cache.read(class_key), shown)
+        empty = _prompt(cache.read(words.key(None)), shown) if variant.empty_caption else None
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
@@ -308,7 +334,7 @@ def _load(
         ) from error
     weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
     own = _prompt(text, shown)
-    return SampleTensors(latent, own.text, own.conditioning, weights, of_class)
+    return SampleTensors(latent, own.text, own.conditioning, weights, of_class, empty)
 
 
 def _prompt(encoded: dict[str, Tensor], shown: dict[str, Any]) -> Prompt:

@@ -1,6 +1,6 @@
 """Training data: samples whose tensors are read when a batch needs them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,13 @@ class SampleVariant:
     image: number of the image variant.
     caption: number of the caption variant; None for the empty prompt.
     class_caption: also read the class caption of that caption variant.
+    empty_caption: also read the empty caption.
     """
 
     image: int = 0
     caption: int | None = 0
     class_caption: bool = False
+    empty_caption: bool = False
 
 
 FIRST_VARIANT = SampleVariant()
@@ -51,6 +53,7 @@ class SampleTensors:
     conditioning: the dict of ComfyUI's conditioning (`pooled_output`, …).
     weights: (tokens,) fp32, weight of each kept token in the loss; None for equal weights.
     class_prompt: the class caption, where the requested variant asks for it.
+    empty_prompt: the empty caption, where the requested variant asks for it.
     """
 
     latent: Tensor
@@ -58,6 +61,7 @@ class SampleTensors:
     conditioning: Mapping[str, Any]
     weights: Tensor | None = None
     class_prompt: Prompt | None = None
+    empty_prompt: Prompt | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,18 @@ class Sample:
     clean_frames: leading latent frames that stay without noise and are excluded from the loss.
     conditioning: keys of `SampleTensors.conditioning`.
     image_variants: number of image variants; all share the grid.
-    caption_variants: number of caption variants; all share the text length.
+    caption_variants: number of caption variants; all share the text length, but for those of `text_lengths`.
     loss_weight: factor of the sample's loss.
     regularisation: the sample shows what the model is to preserve.
     class_caption: there is a caption with the class word in place of the trigger words.
     file: image or video file that the sample was taken from, where `name` says more than that.
     caption_weights: probability of each caption variant, 1 in sum; empty for equal probabilities.
     caption_dropout: probability that the empty prompt replaces the caption.
+    empty_length: tokens of the empty prompt after the model's padding; 0 where it was not encoded.
+    sample_ratio: part of its folder that an epoch shows, see `batch_order`.
+    folder: number of its folder.
+    text_lengths: every length that its captions have, where the model sees them as they are encoded; empty where all
+        have `text_length`.
     """
 
     name: str
@@ -101,6 +110,10 @@ class Sample:
     file: str = ""
     caption_weights: tuple[float, ...] = ()
     caption_dropout: float = 0.0
+    empty_length: int = 0
+    sample_ratio: float = 1.0
+    folder: int = 0
+    text_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.caption_weights) in (0, self.caption_variants), (self.caption_weights, self.caption_variants)
@@ -113,6 +126,11 @@ class Sample:
     def graph_key(self) -> GraphKey:
         """Key of the compiled graph that the sample needs."""
         return self.tokens, self.references, self.text_length
+
+    @property
+    def graph_keys(self) -> list[GraphKey]:
+        """Keys of all graphs that its captions may need."""
+        return [(self.tokens, self.references, length) for length in self.text_lengths or (self.text_length,)]
 
     def facts(self) -> SampleFacts:
         """Return the facts by which a model family checks whether it can train on the sample."""
@@ -138,18 +156,33 @@ class TrainingData:
     made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
     family: str = ""
 
-    def graph_keys(self) -> list[GraphKey]:
-        """List the distinct graph keys; each kind of block is compiled once for each."""
-        return sorted({s.graph_key for s in self.samples})
+    def graph_keys(self, empty: bool = False) -> list[GraphKey]:
+        """List the distinct graph keys; each kind of block is compiled once for each.
+
+        empty: with those of the empty prompt.
+        """
+        empties = {(s.tokens, s.references, s.empty_length) for s in self.samples if empty and s.empty_length}
+        return sorted({key for sample in self.samples for key in sample.graph_keys} | empties)
 
 
 def shown_per_epoch(samples: Sequence[Sample]) -> int:
-    """Count the showings of an epoch, repeats included.
+    """Count the showings of an epoch, with repeats and parts of folders.
 
     Where there are regularisation samples, the epoch shows as many of them as training samples.
     """
-    training = sum(sample.repeats for sample in samples if not sample.regularisation)
+    whole = sum(sample.repeats for sample in samples if sample.sample_ratio == 1 and not sample.regularisation)
+    training = whole + sum(shown for _, shown in folder_parts(samples).values())
     return 2 * training if any(sample.regularisation for sample in samples) else training
+
+
+def folder_parts(samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
+    """List the folders of which an epoch shows a part, by number: (indices of its samples, each repeated `repeats`
+    times; number of these that an epoch shows, at least 1)."""
+    pools: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        if sample.sample_ratio < 1:
+            pools[sample.folder] += [index] * sample.repeats
+    return {folder: (pool, max(1, round(len(pool) * samples[pool[0]].sample_ratio))) for folder, pool in pools.items()}
 
 
 def check_training_samples(regularisation: Iterable[bool]) -> None:

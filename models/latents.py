@@ -19,6 +19,7 @@ class LatentPolicy:
     frames_to_latent, latent_to_frames: ComfyUI's formulas of a VAE that counts in another way, and back.
     stills_only: its latents have an axis of frames, and it takes one image at a time.
     whole_grids: its models run ComfyUI's own forward, which takes no ragged edge.
+    tells_frame_rate: its models are told the frames per second of a clip, as `LTXVConditioning` tells them.
     """
 
     family: str
@@ -31,6 +32,7 @@ class LatentPolicy:
     latent_to_frames: Callable[[int], int] | None = field(default=None, compare=False)
     stills_only: bool = False
     whole_grids: bool = False
+    tells_frame_rate: bool = False
 
     @property
     def makes_video(self) -> bool:
@@ -128,6 +130,7 @@ def _own_geometry(vae: Any, name: str) -> LatentPolicy:
         latent_to_frames=vae.upscale_ratio[0],
         stills_only=vae.not_video,
         whole_grids=True,
+        tells_frame_rate=".lightricks." in type(vae.first_stage_model).__module__,
     )
 
 

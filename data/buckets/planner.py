@@ -42,7 +42,7 @@ class BucketPlan:
     pixels_per_token: along a side.
     token_counts: the N of each bucket in use, sorted.
     placements: one for each size, in the given order.
-    mean_crop: mean part of an image's area that is lost, weighted by repeats, 0 to 1.
+    mean_crop: mean part of an image's area that is lost, weighted by showings, 0 to 1.
     worst_crop: largest such part.
     wanted_tokens: tokens of one frame at the requested megapixels.
     upscaled: number of images smaller than their grid (`scale` of their placement above 1).
@@ -95,7 +95,7 @@ def plan_buckets(
     max_graphs: at most that many token counts, or `least_graphs` if that is more. A ragged edge serves every aspect
         with one count, and uses as few as the frame counts allow.
     fit: one of FITS.
-    weights: showings of each image per epoch (its repeats); equal by default.
+    weights: mean showings of each image per epoch; equal by default.
     max_aspect: grids lie between 1 : max_aspect and max_aspect : 1; a more extreme image is cropped to it.
     frames: latent frames of each; 1 for all by default.
     Raises ValueError for values out of range, and where sizes is empty or holds an empty image.

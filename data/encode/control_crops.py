@@ -99,7 +99,7 @@ def _plan(controls: Sequence[_Control], megapixels: float, pixels_per_token: int
         megapixels=megapixels,
         pixels_per_token=pixels_per_token,
         fit=WHOLE_GRIDS,
-        weights=[control.item.repeats for control in controls],
+        weights=[control.item.shown for control in controls],
     ).placements
 
 
@@ -113,8 +113,8 @@ def _alike(grid: Grid, other: Grid) -> bool:
 
 
 def _crop_note(controls: Sequence[_Control], placed: Sequence[Placement]) -> str:
-    repeats = [control.item.repeats for control in controls]
-    mean = sum(p.crop * n for p, n in zip(placed, repeats, strict=True)) / sum(repeats)
+    weights = [control.item.shown for control in controls]
+    mean = sum(p.crop * weight for p, weight in zip(placed, weights, strict=True)) / sum(weights)
     counts = " or ".join(map(str, sorted({p.tokens for p in placed})))
     return (
         f"Control pictures take {counts} tokens each. Lost to cropping: {mean:.2%} of one in the mean, "

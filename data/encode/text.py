@@ -37,7 +37,7 @@ class CaptionKeys:
     """Cache keys of an item's captions. Fingerprints of data contain the field names, which must therefore not change.
 
     forms: of each variant.
-    empty: of the empty prompt, where there is caption dropout.
+    empty: of the empty prompt, where there is caption dropout or it was asked for.
     of_class: of the class caption of each variant, None for a variant without one.
     """
 
@@ -67,7 +67,7 @@ class ItemCaptions:
     """All captions of an item.
 
     variants: caption variants.
-    empty: empty prompt, where there is caption dropout.
+    empty: empty prompt, where there is caption dropout or it was asked for.
     class_captions: class caption of each variant, None for a variant without trigger words.
     """
 
@@ -106,12 +106,14 @@ def tokenize_captions(
     style: str,
     progress: Progress,
     interrupted: Interrupted,
+    empty: bool = False,
 ) -> list[ItemCaptions]:
     """Tokenize the captions of each item; identical ones are tokenized once and share a job.
 
     controls: control crops of each item, for text encoders that see them.
     max_length: text length of families that let the user choose it.
     style: prompt template for control images, one of EDIT_PROMPTS.
+    empty: tokenize the empty prompt of each item too, as caption dropout does.
 
     Where a family has several text lengths, all captions of an item take the length of the longest, so that they share
     a graph.
@@ -119,7 +121,7 @@ def tokenize_captions(
     """
     encoder = (weights_fingerprint(clip.patcher), clip.layer_idx, *policy.key(clip))
     forms = [item.caption_variants for item in items]
-    texts = [_texts(of) for of in forms]
+    texts = [_texts(of, empty) for of in forms]
     wanted = [
         [(text, seen if policy.sees_controls else ()) for text in of] for of, seen in zip(texts, controls, strict=True)
     ]
@@ -149,14 +151,14 @@ def tokenize_captions(
         by_text = {text: caption for (text, _), caption in zip(of, captions, strict=True)}
         of_class = tuple(None if text is None else by_text[text] for text in form.class_texts)
         own = tuple(by_text[text] for text in form.texts)
-        read.append(ItemCaptions(own, by_text[""] if form.dropout else None, of_class))
+        read.append(ItemCaptions(own, by_text[""] if form.dropout or empty else None, of_class))
     return read
 
 
-def _texts(forms: CaptionVariants) -> tuple[str, ...]:
+def _texts(forms: CaptionVariants, empty: bool) -> tuple[str, ...]:
     """List the distinct texts to encode for a caption."""
     of_class = (text for text in forms.class_texts if text is not None)
-    return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout else []))))
+    return tuple(dict.fromkeys((*forms.texts, *of_class, *([""] if forms.dropout or empty else []))))
 
 
 def _read(clip: Any, policy: TextPolicy, text: str, tokens: CaptionTokens, encoder: Any) -> TokenizedCaption:
@@ -217,4 +219,4 @@ def _seeing(
 
 
 def _tokens(tokens: CaptionTokens) -> int:
-    return sum(len(pairs) for pairs in next(iter(tokens.tokens.values())))
+    return max(sum(len(pairs) for pairs in chunks) for chunks in tokens.tokens.values())

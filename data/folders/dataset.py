@@ -35,6 +35,7 @@ class ImageEntry:
     mask: image of the weights of its parts in the loss.
     options: options of its folder.
     variants: caption variants; None for a single caption.
+    folder: number of its folder among those that are chained.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class ImageEntry:
     mask: Path | None = None
     options: FolderOptions = UNCHANGED
     variants: CaptionVariants | None = None
+    folder: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class VideoEntry:
     mask: Path | None = None
     options: FolderOptions = UNCHANGED
     variants: CaptionVariants | None = None
+    folder: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Dataset:
     folders: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     def __add__(self, other: "Dataset") -> "Dataset":
-        return Dataset(self.entries + other.entries, self.notes + other.notes, self.folders + other.folders)
+        first = max((entry.folder for entry in self.entries), default=-1) + 1
+        entries = tuple(replace(entry, folder=first + entry.folder) for entry in other.entries)
+        return Dataset(self.entries + entries, self.notes + other.notes, self.folders + other.folders)
 
 
 @dataclass(frozen=True)

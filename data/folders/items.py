@@ -29,6 +29,8 @@ class Item:
     options: options of its folder.
     file: video file that it was taken from, where `name` says more than that.
     variants: caption variants; None for a single caption.
+    frame_rate: frames per second of a clip; 0 for an image.
+    folder: number of its folder among those that are chained.
     """
 
     name: str
@@ -40,11 +42,18 @@ class Item:
     options: FolderOptions = UNCHANGED
     file: str = ""
     variants: CaptionVariants | None = None
+    frame_rate: float = 0.0
+    folder: int = 0
 
     @property
     def caption_variants(self) -> CaptionVariants:
         """Caption variants, with a single one for a single caption."""
         return self.variants or CaptionVariants((self.caption,))
+
+    @property
+    def shown(self) -> float:
+        """Mean number of its showings per epoch."""
+        return self.repeats * self.options.sample_ratio
 
 
 def find_items(
@@ -99,8 +108,10 @@ def _picture(picture: ImageEntry) -> Item:
     alpha = picture.options.alpha_mask
     own = pixels(picture.path, picture.name, opaque=alpha)
     mask = find_mask(picture.path, picture.mask, picture.name, own.size) if alpha or picture.mask else None
-    options = picture.options
-    return Item(picture.name, picture.caption, picture.repeats, own, controls, mask, options, variants=picture.variants)
+    options, variants, folder = picture.options, picture.variants, picture.folder
+    return Item(
+        picture.name, picture.caption, picture.repeats, own, controls, mask, options, variants=variants, folder=folder
+    )
 
 
 def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int) -> Item:
@@ -109,8 +120,20 @@ def _clip(film: VideoEntry, facts: VideoFacts, stamps: Sequence[int], start: int
     name = f"{film.name}, {of}"
     mask = find_mask(film.path, film.mask, film.name, facts.size) if film.mask else None
     pixels = VideoPixels(film.path, name, facts, tuple(stamps))
-    options, variants = film.options, film.variants
-    return Item(name, film.caption, film.repeats, pixels, (), mask, options, file=film.name, variants=variants)
+    rate = (film.extraction.fps or facts.fps) if len(stamps) > 1 else 0.0
+    return Item(
+        name,
+        film.caption,
+        film.repeats,
+        pixels,
+        (),
+        mask,
+        film.options,
+        file=film.name,
+        variants=film.variants,
+        frame_rate=rate,
+        folder=film.folder,
+    )
 
 
 def _check_alpha(entries: Sequence[ImageEntry | VideoEntry]) -> None:

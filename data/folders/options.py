@@ -22,6 +22,7 @@ class FolderOptions:
     regularisation: the images show what the model is to preserve (see `batch_order` for how often).
     class_word: class word in place of the trigger words, for differential output preservation (see `read_class_word`).
     blank_prompt_preservation: preserve the output for the empty prompt instead.
+    sample_ratio: part of the folder that an epoch shows, above 0 to 1 (see `batch_order`).
     Raises ValueError for values out of range and for options that contradict each other.
     """
 
@@ -34,6 +35,7 @@ class FolderOptions:
     regularisation: bool = False
     class_word: str = ""
     blank_prompt_preservation: bool = False
+    sample_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.unmasked_weight <= 1:
@@ -48,6 +50,16 @@ class FolderOptions:
             raise ValueError(
                 f"loss_weight is {self.loss_weight}; set it above 0 and to at most 100 (1 is as all others), or leave "
                 f"the folder out."
+            )
+        if not 0 < self.sample_ratio <= 1:
+            raise ValueError(
+                f"sample_ratio is {self.sample_ratio}; set it above 0 and to at most 1 (all of the folder), raise "
+                f"repeats to show it more often, or leave the folder out."
+            )
+        if self.sample_ratio < 1 and self.regularisation:
+            raise ValueError(
+                f"sample_ratio is {self.sample_ratio} and regularisation is on, whose pictures take every second "
+                "showing, whatever their number; set sample_ratio to 1 there."
             )
         if self.blank_prompt_preservation and self.class_word.strip():
             raise ValueError(

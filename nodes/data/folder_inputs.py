@@ -29,6 +29,21 @@ def repeats(noun: str) -> io.Input:
     )
 
 
+def sample_ratio(noun: str) -> io.Input:
+    """noun: what the folder holds, pictures or clips."""
+    return io.Float.Input(
+        "sample_ratio",
+        default=1.0,
+        min=0.001,
+        max=1.0,
+        step=0.001,
+        optional=True,
+        advanced=True,
+        tooltip=f"The part of this folder that an epoch shows, above 0 to 1; the next epoch goes on with the rest, so "
+        f"that all {noun} have their turn. Lower it for a large folder that is chained with a small one.",
+    )
+
+
 def trigger_words() -> io.Input:
     return io.String.Input(
         "trigger_words",

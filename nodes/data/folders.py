@@ -57,6 +57,7 @@ class TesseraImageFolder(io.ComfyNode):
                 *image_inputs.weight("pictures"),
                 *caption_inputs(),
                 *image_inputs.preservation(),
+                folder_inputs.sample_ratio("pictures"),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The pictures and captions, not encoded yet.")],
         )
@@ -194,6 +195,7 @@ class TesseraVideoFolder(io.ComfyNode):
                 *image_inputs.weight("clips"),
                 *caption_inputs(),
                 *image_inputs.preservation(),
+                folder_inputs.sample_ratio("clips"),
             ],
             outputs=[DatasetType.Output(display_name="dataset", tooltip="The clips and captions, not encoded yet.")],
         )

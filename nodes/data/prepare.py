@@ -7,6 +7,7 @@ from comfy_api.latest import io, ui
 from ...common.progress import Progress
 from ...data.buckets.grids import FITS, RAGGED_EDGE
 from ...data.buckets.plot import plot_plan
+from ...data.empty_caption import with_empty_caption
 from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
 from ...data.prepare import prepare, summary
@@ -123,6 +124,14 @@ class TesseraPrepareDataset(io.ComfyNode):
                     "Qwen-Image-Edit-2509 and 2511. first edit: for the first Qwen-Image-Edit, with one control "
                     "picture each.",
                 ),
+                io.Boolean.Input(
+                    "encode_empty_caption",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="On: the empty caption is encoded too, which guidance_loss_scale of Training Objective "
+                    "takes. Folders with caption_dropout have it already.",
+                ),
             ],
             outputs=[
                 TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on."),
@@ -146,6 +155,7 @@ class TesseraPrepareDataset(io.ComfyNode):
         image_to_video=False,
         control_megapixels=1.0,
         edit_prompt=PLUS,
+        encode_empty_caption=False,
     ) -> io.NodeOutput:
         prepared = prepare(
             dataset,
@@ -160,6 +170,7 @@ class TesseraPrepareDataset(io.ComfyNode):
             image_to_video=image_to_video,
             control_megapixels=control_megapixels,
             edit_prompt=edit_prompt,
+            encode_empty_caption=encode_empty_caption,
             progress=_show_progress(cls.hidden.unique_id),
             interrupted=throw_exception_if_processing_interrupted,
         )
@@ -209,13 +220,21 @@ class TesseraLatentsToDataset(io.ComfyNode):
                     "what the mask lets the sampler change is learnt, in parts where it is grey. Off: noise masks are "
                     "left out.",
                 ),
+                io.Conditioning.Input(
+                    "empty",
+                    optional=True,
+                    tooltip="The empty caption, from a CLIP Text Encode without text: guidance_loss_scale of Training "
+                    "Objective takes it.",
+                ),
             ],
             outputs=[TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on.")],
         )
 
     @classmethod
-    def execute(cls, latents, positive, max_graphs=(1,), masked_loss=(False,)) -> io.NodeOutput:
+    def execute(cls, latents, positive, max_graphs=(1,), masked_loss=(False,), empty=()) -> io.NodeOutput:
         data = latents_to_data(latents, positive, max_graphs[0], masked_loss[0])
+        if empty:
+            data = with_empty_caption(data, [entry for entries in empty for entry in entries])
         return io.NodeOutput(data, ui={"tessera": [{"pictures": len(data.samples), "notes": list(data.notes)}]})
 
 

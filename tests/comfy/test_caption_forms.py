@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from scipy.stats import binomtest
 from tessera.compile.settings import CompileSettings
 from tessera.data.captions.options import CaptionOptions
@@ -110,7 +111,11 @@ def test_each_form_and_the_empty_prompt_is_encoded_as_core_encodes_its_text(name
     # Five forms, and the empty prompt once for each length that core gives it.
     files = len(list((tmp_path / "cache").rglob("*.safetensors"))) - 3
     assert files == 5 + (2 if name == "flux" else 1)
-    assert f"The 3 captions have up to 2 forms each: {files} texts, each encoded once, about" in summary(found)
+    written = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*.safetensors") if "cond" in load_file(f))
+    assert (
+        f"The 3 captions have up to 2 forms each: {files} texts, each encoded once, about {written / 1e9:.2g} GB on "
+        "disk."
+    ) in summary(found)
     assert "The empty prompt takes a caption's place in 20 % of showings." in summary(found)
 
 
@@ -201,7 +206,9 @@ def test_over_an_epoch_of_many_steps_the_loop_shows_the_empty_prompt_as_often_as
     data = tag_data(folder, tiny_vae, tiny_clip, tmp_path)
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, batch_size=2, gradient_accumulation=2)
     batches = iter([(0, 1)] * 2000)
-    drawn = [shown for step in range(1000) for micro in trainer.next_micro_batches(batches, step) for shown in micro]
+    drawn = [
+        shown for step in range(1000) for micro in trainer.batches.next_micro_batches(batches, step) for shown in micro
+    ]
     trainer.close()
     assert len(drawn) == 4000
     empty = sum(choice.caption is None for _, choice in drawn)

@@ -243,6 +243,7 @@ def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_thei
     inputs = {"folder": "input/own", "mask_folder": "input/masks"}
     assert prepare.TesseraImageFolder.validate_inputs(**inputs) is True
     chosen = {"unmasked_weight": 0.2, "flip": "horizontal", "crops": 3, "crop_zoom": 1.5, "loss_weight": 0.5}
+    chosen |= {"sample_ratio": 0.25}
     given = inputs | chosen | {"trigger_words": "ohwx", "class_word": "man"}
     (dataset,) = run(prepare.TesseraImageFolder, **given).result
     assert [entry.mask for entry in dataset.entries] == [masks / "0.png", masks / "1.png"]
@@ -270,6 +271,8 @@ def test_training_clips_take_one_mask_for_all_frames(home):
     (masks / "0.png").rename(masks / "film.png")
     given = {"folder": "input/f", "mask_folder": "input/masks", "flip": "horizontal", "regularisation": True}
     (dataset,) = run(prepare.TesseraVideoFolder, **given, loss_weight=2.0, crops=2, unmasked_weight=0.1).result
+    (part,) = run(prepare.TesseraVideoFolder, folder="input/f", sample_ratio=0.5).result
+    assert part.entries[0].options == FolderOptions(sample_ratio=0.5)
     wanted = {"flip": "horizontal", "regularisation": True, "loss_weight": 2.0, "crops": 2, "unmasked_weight": 0.1}
     assert dataset.entries[0].mask == masks / "film.png" and dataset.entries[0].options == FolderOptions(**wanted)
 

@@ -1,7 +1,10 @@
 """Latents and conditionings in the forms that core's nodes give them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tessera.data.checks import length_notes
 from tessera.data.from_latents import latents_to_data
 
 
@@ -113,6 +116,21 @@ def test_captions_of_several_lengths_are_named_as_graphs():
     data = latents_to_data([latent(16, 8, 8)] * 2, [[entry(1)], [entry(2, 301)]], 1)
     assert data.graph_keys() == [(16, (), 256), (16, (), 301)]
     assert data.notes == ("The captions have 2 lengths (256, 301 tokens), each compiled on its own.",)
+
+
+def test_every_length_that_a_sample_s_captions_may_have_is_planned_and_told():
+    (one, *_), key = latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1).samples, (16, ())
+    varied = replace(one, text_length=20, text_lengths=tuple(range(12, 21)))
+    data = replace(latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1), samples=(one, varied))
+    assert data.graph_keys() == [(*key, length) for length in (*range(12, 21), 256)]
+    assert list(length_notes([one])) == []
+    assert list(length_notes([replace(one, text_lengths=(7, 9))])) == [
+        "The captions have 2 lengths (7, 9 tokens), each compiled on its own."
+    ]
+    assert list(length_notes(data.samples)) == [
+        "The captions have 10 lengths (12 to 256 tokens), each compiled on its own. With the token counts these are "
+        "10 graphs for each kind of block: make the captions of like length, or switch compile off on Train LoRA."
+    ]
 
 
 def test_a_noise_mask_is_named_as_left_out():

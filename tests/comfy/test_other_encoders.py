@@ -1,6 +1,7 @@
 """Data for models without a family of ours: what core's nodes give for any text encoder and any VAE."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from tessera.data.buckets.grids import crop_box
 from tessera.data.checks import cut_to_latent_frames
-from tessera.data.encode.text import encode_caption
+from tessera.data.encode.text import encode_caption, tokenize_captions
+from tessera.data.encode.vae import BYTES
 from tessera.data.folders.dataset import scan_images, scan_videos
 from tessera.data.folders.items import Item
 from tessera.data.from_latents import latents_to_data
@@ -19,6 +21,7 @@ from tessera.data.media.frames import VideoPixels
 from tessera.data.media.images import load_image
 from tessera.data.prepare import prepare
 from tessera.models.latents import FLUX, WAN21, latent_policy
+from tessera.models.native.text import CoreText
 from tessera.models.registry import text_policy
 from tessera.models.text import check_pair
 from tiny import other_encoders
@@ -35,12 +38,17 @@ NAMES = {
     "ltx": "LTXVT5 (t5xxl)",
     "anima": "Anima (qwen3_06b, t5xxl)",
     "hidream": "HiDream (clip_g, clip_l, llama, t5xxl)",
+    "hunyuan_video_15": "HunyuanVideo15 (byt5_small, qwen25_7b)",
 }
 
 
 @pytest.fixture(scope="module")
 def clips():
     return {name: getattr(other_encoders, f"load_{name}_clip")() for name in NAMES}
+
+
+def captioned(text):
+    return Item("a.png", text, 1, None)
 
 
 def core_node(clip, text):
@@ -70,7 +78,26 @@ def test_a_plain_caption_is_encoded_bit_for_bit_as_core_encodes_it_with_all_that
         assert all(torch.equal(encoded[key], wanted[key]) for key in wanted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["sdxl", "z_image", "ltx", "krea2"])
+def test_the_space_for_a_caption_is_counted_with_every_layer_that_the_encoders_hand_on(clips, name):
+    clip = clips.get(name) or getattr(other_encoders, f"load_{name}_clip")()
+    policy = text_policy(clip)
+    caption = policy.tokenize(clip, "tree " * 150)
+    count = sum(tensor.numel() for tensor in encode_caption(clip, caption, policy).values())
+    (captions,) = tokenize_captions(
+        [captioned("tree " * 150)], [()], clip, policy, None, "", lambda *_: None, lambda: None
+    )
+    # Krea 2 leaves a template of its own out of what it gives.
+    assert 0.95 * count < captions.variants[0].job.bytes / BYTES < 1.3 * count
+
+
+def test_the_space_for_hidream_and_ltx_2_counts_all_layers_where_they_are_stored(clips):
+    assert text_policy(clips["hidream"]).width(clips["hidream"]) == 32 + 4 * 32  # CLIP-L, and Llama's four layers
+    projected = SimpleNamespace(text_embedding_projection=torch.nn.Linear(49 * 4, 6))
+    assert CoreText.width(text_policy(clips["ltx"]), SimpleNamespace(cond_stage_model=projected)) == 6
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "hunyuan_video_15"])  # ByT5 reads quotes alone
 def test_brackets_backslashes_and_embeddings_are_text_for_every_tokenizer(clips, name, tmp_path):
     clip, policy = clips[name], text_policy(clips[name])
     parts = {key: part for key, part in vars(clip.tokenizer).items() if hasattr(part, "embedding_identifier")}
@@ -149,6 +176,10 @@ def test_what_tiny_encoders_of_a_model_make_trains_the_tiny_model(name, widths, 
     folder = pictures(tmp_path, {"a": (96, 64), "b": (64, 96), "c": (96, 64)}, "a fox")
     (folder / "b.txt").write_text("a very long red fox in the snow")
     prepared = run(scan_images(folder), tiny.load_vae(tiny_files[vae]), clip, tmp_path, megapixels=megapixels)
+    assert all(sample.text_lengths == (sample.text_length,) for sample in prepared.data.samples)
+    lengths = len({key[2] for key in prepared.data.graph_keys()})
+    told = [note for note in prepared.notes if note.startswith(f"The captions have {lengths} lengths (")]
+    assert (lengths == 1 and not told) if name == "sdxl" else (lengths == 2 and len(told) == 1)
     watcher = Watcher()
     train(build(row), prepared.data, tmp_path / "runs", watcher)
     assert len(watcher.losses) > 1 and all(map(math.isfinite, watcher.losses))

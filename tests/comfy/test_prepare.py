@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from tessera.common.fingerprint import weights_fingerprint
 from tessera.data import cache
 from tessera.data.buckets.grids import crop_box
 from tessera.data.folders.dataset import Dataset, scan_images
+from tessera.data.folders.options import FolderOptions
 from tessera.data.media import integrity
 from tessera.data.media.images import load_image
 from tessera.data.prepare import prepare, summary
@@ -308,6 +310,26 @@ def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny
     sets = [pictures, pictures[::-1], scan_images(folder, repeats=3).entries]
     names = {run(Dataset(s), tiny_vae, tiny_clip, tmp_path).data.fingerprint for s in sets}
     assert len(names) == 3
+
+
+def test_a_part_of_a_folder_names_other_data_and_encodes_nothing_anew(folder, tiny_vae, tiny_clip, counts, tmp_path):
+    def prepared(dataset):
+        return run(dataset, tiny_vae, tiny_clip, tmp_path)
+
+    pictures = scan_images(folder).entries
+    whole = prepared(Dataset(pictures))
+    [of.since_last() for of in counts]
+    half = tuple(replace(entry, options=FolderOptions(sample_ratio=0.5)) for entry in pictures)
+    cut_at = [tuple(replace(one, folder=int(i >= at)) for i, one in enumerate(half)) for at in (1, 2, len(half))]
+    parts = [prepared(Dataset(entries)) for entries in cut_at]
+    assert len({whole.data.fingerprint, *(one.data.fingerprint for one in parts)}) == 4
+    apart = Dataset(tuple(replace(entry, folder=i) for i, entry in enumerate(pictures)))
+    assert prepared(apart).data.fingerprint == whole.data.fingerprint
+    assert [of.since_last() for of in counts] == [0, 0] and parts[0].plan == whole.plan
+    assert [(one.sample_ratio, one.folder) for one in parts[0].data.samples] == [(0.5, 0)] + [(0.5, 1)] * 3
+    # Of one picture and of three, at least one and half of them; of all four, two.
+    shown = [summary(one).splitlines()[0].rpartition(" ")[2] for one in parts]
+    assert shown == ["3.", "2.", "2."]
 
 
 def test_a_ragged_edge_keeps_the_same_number_of_tokens_of_every_picture(folder, tiny_vae, tiny_clip, tmp_path):

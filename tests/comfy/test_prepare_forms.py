@@ -1,5 +1,6 @@
 """Masks, flips and crops: each form of a picture is what core's VAE gives of those pixels, and its mask is of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,39 @@ def test_the_empty_prompt_is_encoded_where_it_is_preserved(folder, tiny_vae, tin
     with torch.inference_mode():
         ((cond, _),) = tiny_clip.encode_from_tokens_scheduled(tiny_clip.tokenize(""))
     assert sample.class_caption and torch.equal(sample.load(SampleVariant(class_caption=True)).class_prompt.text, cond)
+
+
+def test_the_empty_caption_is_encoded_on_request_and_leaves_all_else_as_it_was(
+    folder, tiny_vae, tiny_clip, tiny_flux, tmp_path
+):
+    (folder / "a.txt").write_text("a house " * 150)
+    dataset = scan_images(folder)
+    plain = run(dataset, tiny_vae, tiny_clip, tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    asked = run(dataset, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=True)
+    assert asked.data.fingerprint == plain.data.fingerprint and asked.notes == plain.notes
+    assert all(path.read_bytes() == content for path, content in before.items())
+    tokens = tiny_clip.tokenize("")
+    with torch.inference_mode():
+        ((cond, extra),) = tiny_clip.encode_from_tokens_scheduled(tokens)
+    lengths = set()
+    for one, other in zip(asked.data.samples, plain.data.samples, strict=True):
+        assert one == replace(other, empty_length=one.empty_length) and other.empty_length == 0
+        read = one.load(SampleVariant(empty_caption=True))
+        assert one.load().empty_prompt is None and torch.equal(read.text, other.load().text)
+        assert read.empty_prompt.text.shape[1] == one.empty_length == one.text_length  # FLUX.1 sees its pads
+        assert torch.equal(read.empty_prompt.conditioning["pooled_output"], extra["pooled_output"])
+        if one.text_length == cond.shape[1]:
+            assert torch.equal(read.empty_prompt.text, cond)
+        lengths.add(one.empty_length)
+    assert lengths == {256, 512}
+    dropped = scan_images(folder, captions=CaptionOptions(caption_dropout=0.5))
+    kept, more = (run(dropped, tiny_vae, tiny_clip, tmp_path, encode_empty_caption=on).data for on in (False, True))
+    assert kept.fingerprint == more.fingerprint and kept.samples == more.samples
+    assert all(sample.empty_length for sample in kept.samples)
+    on = train(tiny_flux, asked.data, tmp_path, steps=2, objective={"guidance_loss_scale": 1.7, "guidance": 3.5})
+    off = train(tiny_flux, asked.data, tmp_path, steps=2, objective={"guidance": 3.5})
+    assert on.loss[0] != off.loss[0]
 
 
 def test_prepared_class_captions_train(folder, tiny_vae, tiny_clip, tiny_flux, tmp_path):

@@ -11,8 +11,8 @@ from PIL import Image
 from tessera.data.folders.dataset import scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.prepare import prepare, summary
-from tessera.train import batch as batches
 from tessera.train.batch import make_batch, strata_sizes
+from tessera.train.trainer import Trainer
 from tiny.runs import cancel_at, run_settings, sample, train, training_data
 
 
@@ -44,14 +44,13 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_samples_losses_by_their_weights(
 
 def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tiny_flux, tmp_path, monkeypatch):
     shown = []
-    made = batches.make_batch
-    from tessera.train import trainer as trainer_module
+    trained = Trainer.micro_batch
 
-    def recorded(patcher, family, samples, *args):
-        shown.extend(one.name for one, _ in samples)
-        return made(patcher, family, samples, *args)
+    def recorded(self, requests, *args):
+        shown.extend(self.data.samples[index].name for index, _ in requests)
+        trained(self, requests, *args)
 
-    monkeypatch.setattr(trainer_module, "make_batch", recorded)
+    monkeypatch.setattr(Trainer, "micro_batch", recorded)
     options = {"steps": 8, "objective": {"stratified": "epoch"}}
     whole = train(tiny_flux, data(), tmp_path / "whole", **options)
     uninterrupted = list(shown)

@@ -102,3 +102,24 @@ def load_krea2_clip() -> Any:
     with replaced(qwen3vl, "QWEN3VL_VISION", {"qwen3vl_4b": eyes}):
         options = {"qwen3vl_4b_model_config": LLAMA_CONFIG | {"num_hidden_layers": 36}}
         return make_clip(krea2.te(), krea2.Krea2Tokenizer, options)
+
+
+def load_hunyuan_video_15_clip() -> Any:
+    """HunyuanVideo 1.5's CLIP: a Qwen2.5-VL of width 32 without eyes, and ByT5 of width 32 for what captions quote."""
+    import comfy.text_encoders.hunyuan_image as hunyuan_image
+    import comfy.text_encoders.hunyuan_video as hunyuan_video
+    import comfy.text_encoders.qwen_vl as vision
+
+    real = hunyuan_image.ByT5SmallModel
+
+    def byt5(model_options: dict[str, Any], **given: Any) -> Any:
+        glyphs = {"_model_config": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}}
+        return real(model_options=model_options | glyphs, **given)
+
+    options = {"qwen25_7b_model_config": LLAMA_CONFIG}
+    with (
+        replaced(hunyuan_image, "ByT5SmallModel", byt5),
+        # Its 0.7 billion weights have fixed sizes.
+        replaced(vision, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity()),
+    ):
+        return make_clip(hunyuan_image.te(), hunyuan_video.HunyuanVideo15Tokenizer, options)

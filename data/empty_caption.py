@@ -1,0 +1,42 @@
+"""The empty caption of training data from latents, as core's nodes encoded it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..common.fingerprint import fingerprint
+from .conditioning import check_finite, own, own_all, read_entry
+from .from_latents import ON_THE_GRID
+from .samples import FIRST_VARIANT, Prompt, Sample, SampleTensors, SampleVariant, TrainingData
+
+# What comes from a sample's images and not from its caption.
+OF_IMAGES = ("reference_latents", "reference_latents_method", "clip_vision_output", *ON_THE_GRID)
+
+
+def with_empty_caption(data: TrainingData, empty: Sequence[Any]) -> TrainingData:
+    """Add the empty caption, one CONDITIONING of one entry, to each sample.
+
+    Raises ValueError for more than one entry, and for what is no caption.
+    """
+    if len(empty) != 1:
+        raise ValueError(f"empty has {len(empty)} conditionings; connect one CLIP Text Encode without text.")
+    cond, rest = read_entry(empty[0], "empty")
+    check_finite(cond, "empty")
+    # What is of a picture comes from each sample's own: a node for edit models puts its reference on the empty one too.
+    prompt = Prompt(own(cond), {name: own_all(value) for name, value in rest.items() if name not in OF_IMAGES})
+    samples = tuple(replace(s, load=partial(_load, s, prompt), empty_length=prompt.text.shape[1]) for s in data.samples)
+    return replace(
+        data, samples=samples, fingerprint=fingerprint(data.fingerprint, prompt.text, dict(prompt.conditioning))
+    )
+
+
+def _load(sample: Sample, empty: Prompt, choice: SampleVariant = FIRST_VARIANT) -> SampleTensors:
+    tensors = sample.load(choice)
+    if not choice.empty_caption:
+        return tensors
+    own = tensors.conditioning
+    # Tensors and flags of the caption, such as its mask, are not those of the empty one; numbers such as a frame rate
+    # hold for both.
+    shared = {k: v for k, v in own.items() if k in OF_IMAGES or isinstance(v, bool | int | float | str)}
+    return replace(tensors, empty_prompt=Prompt(empty.text, {**shared, **empty.conditioning}))
