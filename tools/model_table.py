@@ -1,7 +1,9 @@
-"""Writes docs/models.md: a row for every model class of ComfyUI, with how far its training is tested.
+"""Writes docs/models.md: a row for every model class of ComfyUI, with how far its training is tested, and the files and
+sampling of the models that are known by name.
 
 Run: python dev.py models
-What is tested comes from the tiny models of tests/tiny/native and from the registry of families. The last line of the
+What is tested comes from the tiny models of tests/tiny/native and from the registry of families, the files from
+models/native/facts. The last line of the
 page holds a hash of ComfyUI's classes and of ours, by which a test knows that it is fresh.
 """
 
@@ -148,34 +150,6 @@ SHARED = {
     "WAN21_SCAIL2": ("wan-scail", "masks of the figures are added to the latent"),
     "CogVideoX_Inpaint": ("cogvideox-1.5", "video and mask go beside the latent"),
 }
-REFUSED = {
-    "LotusD": "makes depth and normal maps of pictures",
-    "Stable_Zero123": "multi-view: makes views of an object, without captions",
-    "SDXLRefiner": "refines what SDXL leaves",
-    "SD_X4Upscaler": "upscales",
-    "Stable_Cascade_C": "makes codes for another model, on a schedule of its own",
-    "Stable_Cascade_B": "decodes another model's codes, on a schedule of its own",
-    "SV3D_u": "multi-view: makes views of an object, without captions",
-    "SV3D_p": "multi-view: makes views of an object, without captions",
-    "StableAudio3": "audio",
-    "StableAudio": "audio",
-    "HunyuanVideo15_SR_Distilled": "upscales",
-    "HunyuanImage21Refiner": "refines",
-    "PiD": "decodes latents into pixels and upscales",
-    "WAN21_FlowRVS": "segmentation: makes masks of a video",
-    "Hunyuan3Dv2mini": "3D",
-    "Hunyuan3Dv2": "3D",
-    "Hunyuan3Dv2_1": "3D",
-    "TripoSplat": "3D",
-    "SeedVR2": "upscales",
-    "ACEStep": "audio",
-    "ACEStep15": "audio",
-    "RT_DETR_v4": "detection",
-    "SAM3": "segmentation",
-    "SAM31": "segmentation",
-    "SVD_img2vid": "animates a picture without a caption; its frames are its batch",
-    "DepthAnything3": "depth",
-}
 HEAD = """# What trains
 
 This page is made by `python dev.py models`. It has a row for every model class of ComfyUI {version}.
@@ -205,7 +179,27 @@ What ComfyUI's own forward can't do and ours can:
 | class in ComfyUI | model | tier | notes |
 |---|---|---|---|
 """
+LOADING = """
+## What to load
+
+Models that train with ComfyUI's own forward and are known by name: the files, and how each is sampled. Where ComfyUI
+has a workflow template of the model, they are those of the template; for a scheduler node of its own, such as
+LTXVScheduler, the table has what KSampler and *Training Preview* take in its place. *Megapixels* is the size of the
+pictures, or of the frames of a clip, that the model was made for: *Prepare Dataset* may have that, or less to train
+faster.
+
+| model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
+|---|---|---|---|---:|---:|---:|---|
+"""
+INSIDE = "in the file"
 COUNTS = "{own} classes have a forward of our own, {A} are in tier A, {B} in B, {C} in C; {none} do not train here."
+
+
+def refused() -> Mapping[str, str]:
+    """Look up the classes that Train LoRA refuses, with the reason."""
+    from tessera.models.native.facts.untrained import UNTRAINED
+
+    return UNTRAINED
 
 
 def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -229,8 +223,8 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
             like, difference = SHARED[name]
             assert like in known, like
             yield name, "C", f"as `{like}`; {difference}"
-        elif name in REFUSED:
-            yield name, "–", REFUSED[name]
+        elif name in refused():
+            yield name, "–", refused()[name]
         else:
             raise ValueError(f"{name} has no tier; give it one in tools/model_table.py.")
 
@@ -245,7 +239,24 @@ def _notes(row: Any) -> str:
     return "; ".join(notes)
 
 
-def page(version: str, classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, str]) -> str:
+def loading(named: Sequence[Any]) -> Iterator[str]:
+    """Yield a line for each release of the named models (ModelFacts): what to load, and how to sample it."""
+    for facts in named:
+        for release in facts.releases:
+            encoders = " ".join(f"`{name}`" for name in facts.encoders) or INSIDE
+            encoders += f" ({facts.clip_type})" if facts.clip_type else ""
+            vae = f"`{facts.vae}`" if facts.vae else INSIDE if release.checkpoint else "`pixel_space`"
+            told = release.distilled and "Distilled" not in release.title
+            title = f"{release.title}, distilled" if told else release.title
+            sampling = release.sampling
+            numbers = f"{facts.megapixels:g} | {sampling.steps} | {sampling.cfg:g}"
+            how = f"{sampling.sampler}, {sampling.scheduler}"
+            yield f"| {title} | `{release.file}` | {encoders} | {vae} | {numbers} | {how} |"
+
+
+def page(
+    version: str, classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, str], named: Sequence[Any]
+) -> str:
     """Make the text of docs/models.md."""
     lines, counts = [], dict.fromkeys(("own", "A", "B", "C", "–"), 0)
     for name, tier, notes in table(classes, rows, families):
@@ -253,7 +264,8 @@ def page(version: str, classes: Sequence[type], rows: Sequence[Any], families: M
         counts[tier] += 1
     summary = COUNTS.format(**{name: counts[name] for name in "ABC"}, own=counts["own"], none=counts["–"])
     mark = f"<!-- classes: {fingerprint(classes, rows, families)} -->"
-    return "\n".join((HEAD.format(version=version) + "\n".join(lines), "", summary, "", mark, ""))
+    files = LOADING + "\n".join(loading(named))
+    return "\n".join((HEAD.format(version=version) + "\n".join(lines), "", summary, files, "", mark, ""))
 
 
 def fingerprint(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, str]) -> str:
@@ -268,11 +280,12 @@ def made() -> str:
     """Make the page of the ComfyUI and the pack that are loaded."""
     import comfy.supported_models
     import comfyui_version
+    from tessera.models.native.facts.lookup import NAMED
     from tessera.models.registry import FAMILIES
     from tiny.native import ROWS
 
     families = {family.name: family.title for family in FAMILIES}
-    return page(comfyui_version.__version__, comfy.supported_models.models, ROWS, families)
+    return page(comfyui_version.__version__, comfy.supported_models.models, ROWS, families, NAMED)
 
 
 def main() -> None:

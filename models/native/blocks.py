@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..blocks import BlockOfModel
 from ..family import Block, ModelInputs
 from .out_of_place import out_of_place
-from .shadow import NativeLinear, SharedTensors
+from .shadow import NativeLayer, SharedTensors
 
 # Attributes by which a block knows its place. Where its forward reads one, each block has a graph of its own.
 _PLACES = frozenset(
@@ -85,13 +85,13 @@ class NativeBlock(Block):
         self.kind = type(core).__name__
         self.name, self.core = block.name, core
         self.tensors = nn.ModuleList(tensors)
-        self._linears = {name: m for name, m in core.named_modules() if isinstance(m, NativeLinear)}
+        self._linears = {name: m for name, m in core.named_modules() if isinstance(m, NativeLayer)}
         self._likeness = f"{block.kind.partition(':')[2]}{varying}"
         self._rows: dict[Any, dict[str, tuple[int, int]]] = {}
         self.call: tuple[Sequence[Tensor], Call] | None = None
         self._results = results
 
-    def linears(self) -> dict[str, NativeLinear]:  # type: ignore[override]
+    def linears(self) -> dict[str, NativeLayer]:
         return self._linears
 
     def native_name(self, name: str) -> str:

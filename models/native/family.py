@@ -9,11 +9,13 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
+from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
 from ..latents import LatentPolicy, policy_of_latent
 from ..layers.attention import attention_function
 from .facts.lookup import facts_of, named_facts
+from .facts.untrained import why_untrained
 from .inputs import native_inputs, patchify
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
@@ -33,11 +35,15 @@ class NativeFamily(Family):
     def __init__(self, model: Any):
         """Raises ValueError, with the reason, for a model that no LoRA can be trained on."""
         self.title = type(model).__name__
+        if (untrained := why_untrained(model)) is not None:
+            name, why = untrained
+            raise ValueError(f"model is {name}, which Train LoRA does not train ({why}); connect another MODEL.")
         if (reason := _cannot_train(model)) is not None:
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
         blocks = find_blocks(model.diffusion_model)
         self.facts = facts_of(model)
         self._results: dict[str, Any] = {}
+        self._streams: dict[str, set[int]] = {}
         self.title = self.facts.title
         # One that has no row may be of a class of ours, with another forward.
         self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
@@ -86,6 +92,9 @@ class NativeFamily(Family):
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
         return self.facts.remarks()
 
+    def distillation_notes(self, model: Any) -> list[str]:
+        return self.facts.distillation_notes()
+
     def takes_guidance(self, model: Any) -> bool:
         return bool(model.model_config.unet_config.get("guidance_embed"))
 
@@ -105,11 +114,16 @@ class NativeFamily(Family):
         compute_dtype: torch.dtype,
         attention: str,
         on_host: frozenset[str] = frozenset(),
+        base: str = AS_STORED,
+        in_zeros: bool = False,
     ) -> Transformer:
         blocks = numbered(find_blocks(patcher.model.diffusion_model))
-        weights = FrozenWeights(patcher, device, compute_dtype, frozenset(blocks[name].name for name in on_host))
+        swapped = frozenset(blocks[name].name for name in on_host)
+        own = frozenset(block.name for block in blocks.values())
+        weights = FrozenWeights(patcher, device, compute_dtype, swapped, base, own, in_zeros)
         chosen = attention_function(attention, device, compute_dtype)
-        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, self._results)
+        kept = self._results, self._streams
+        return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, *kept)
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
         assert isinstance(transformer, NativeTransformer)
@@ -117,6 +131,11 @@ class NativeFamily(Family):
 
     def check_forward(self, transformer: Transformer, on_device: OnDevice, inputs: ModelInputs) -> dict[str, str]:
         assert isinstance(transformer, NativeTransformer)
+        if (found := transformer.shadow.misread()) is not None:
+            raise ValueError(
+                f"model is a {self.title} whose {found.name} is read {found.difference:.1%} otherwise than ComfyUI "
+                "reads it, so a LoRA of it would be wrong; nothing was trained. Please report this model."
+            )
         with blocks_to_leave_eager() as hidden:
             difference = transformer.difference(on_device, inputs)
         if not difference <= TOLERANCE[transformer.dtype]:

@@ -1,5 +1,6 @@
 """Inputs of ComfyUI's own forward, made from a batch."""
 
+import copy
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ class NativeGroup:
     sigma: (b,), the model's own.
     conds: the arguments of `_apply_model`: tensors (b, …), lists of such, and plain values.
     shape: of the latent of one sample, where x holds its sound behind it: (b, 1, n).
+    text_options: what the model's `preprocess_text_embeds` takes beside the text, which it has not seen yet; None where
+        it has no part in this.
     """
 
     rows: tuple[int, ...]
@@ -33,6 +36,7 @@ class NativeGroup:
     sigma: Tensor
     conds: Mapping[str, Any]
     shape: tuple[int, ...]
+    text_options: Mapping[str, Any] | None = None
 
     def pictures(self, out: Tensor) -> Tensor:
         """Cut the sound off what the forward gives for one sample."""
@@ -76,28 +80,35 @@ def native_inputs(
     batches: False runs each sample by itself.
     """
     device = sigma.device
+    model, adapter = _with_text_as_encoded(patcher.model)
     found: dict[Any, list[tuple[int, Tensor, dict[str, Any]]]] = {}
+    options: dict[Any, Mapping[str, Any] | None] = {}
     for row, sample in enumerate(samples):
         x = sample.latent
         # As core's sampler tells it: SDXL embeds the size, of 8 pixels to a cell whatever the VAE.
         size = {"width": x[None].shape[3] * 8, "height": x[None].shape[2] * 8, "prompt_type": "positive"}
-        given = {**size, **sample.conditioning}
+        # CLIP Text Encode puts a pooled text on each caption, None where the encoder has none.
+        given = {"pooled_output": None, **size, **sample.conditioning}
         if patcher.model.concat_keys:
             # What a sampler hands on as the latent that it starts from: none is an empty one, as for text to image.
             given = {"latent_image": torch.zeros_like(x)[None], **given}
         if sound is not None:
-            silent = _noised_silence(x, sound.shape(x.shape[1]), sound.sigma(float(sigma[row])))
+            shape = sound.shape(x.shape[1], given.get("frame_rate"))
+            silent = _noised_silence(x, shape, sound.sigma(float(sigma[row])))
             packed, shapes = comfy.utils.pack_latents([x[None], silent[None]])
             x, given = packed[0], {"latent_shapes": shapes, **given}
-        conds = model_conditioning(patcher.model, x, sample.text, given, guidance, device, lists=None)
-        key = row if not batches else _signature(sample.latent, conds)
+        adapter.options = None
+        conds = model_conditioning(model, x, sample.text, given, guidance, device, lists=None)
+        key = row if not batches else (_signature(sample.latent, conds), repr(adapter.options))
+        options[key] = adapter.options
         found.setdefault(key, []).append((row, x, conds))
     groups = []
-    for members in found.values():
+    for key, members in found.items():
         rows = tuple(row for row, _, _ in members)
         conds = {name: _batched([own[name] for _, _, own in members]) for name in members[0][2]}
         x = torch.stack([x for _, x, _ in members])
-        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, tuple(samples[rows[0]].latent.shape)))
+        shape = tuple(samples[rows[0]].latent.shape)
+        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, shape, options[key]))
     length = max(sample.text_length for sample in samples)
     return NativeInputs(
         tokens=torch.zeros(len(samples), samples[0].tokens, 0, device=device),
@@ -105,6 +116,36 @@ def native_inputs(
         timestep=sigma,
         groups=tuple(groups),
     )
+
+
+class _LaterAdapter:
+    """Stands for a model's `preprocess_text_embeds` while `extra_conds` runs: the text stays as it was encoded.
+
+    options: what the last call got beside the text; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] | None = None
+
+    def __call__(self, text: Tensor, **options: Any) -> Tensor:
+        # Of cached data a flag is a tensor without axes.
+        self.options = {name: v.item() if isinstance(v, Tensor) else v for name, v in options.items()}
+        return text
+
+
+def _with_text_as_encoded(model: Any) -> tuple[Any, _LaterAdapter]:
+    """A copy of the model whose `extra_conds` leaves the text to the training forward.
+
+    LTX-2 and MiniMax H3 refine the text there once for a whole run of the sampler: by the MODEL's weights without their
+    patches, where they lie, and without a gradient for targets among them.
+    """
+    adapter = _LaterAdapter()
+    if not hasattr(model.diffusion_model, "preprocess_text_embeds"):
+        return model, adapter
+    inner, outer = copy.copy(model.diffusion_model), copy.copy(model)
+    vars(inner)["preprocess_text_embeds"] = adapter
+    outer._modules = {**model._modules, "diffusion_model": inner}
+    return outer, adapter
 
 
 def _noised_silence(x: Tensor, shape: tuple[int, ...], sigma: float) -> Tensor:

@@ -77,6 +77,12 @@ class _Place(NamedTuple):
 
 def _modules() -> tuple[ModuleType, ...]:
     """Give the modules of ComfyUI that are loaded, and comfy-kitchen."""
+    return _modules_among(tuple(map(id, list(sys.modules.values()))))
+
+
+@lru_cache(maxsize=1)
+def _modules_among(loaded: tuple[int, ...]) -> tuple[ModuleType, ...]:
+    """Look through the names once for these modules, of which there are thousands."""
     found = (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES))
     return tuple(module for module in (*found, _kitchen()) if module is not None)
 
@@ -128,9 +134,9 @@ def core_attention(attention: Attention) -> Function:
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (B, H, T, D) → (B, T, H·D)."""
         if q.shape[0] <= limit:
-            return attention(q, k, v)
+            return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         parts = zip(q.split(limit), k.split(limit), v.split(limit), strict=True)
-        return torch.cat([attention(*part) for part in parts])
+        return torch.cat([plain(*part) for part in parts])
 
     def attend(
         q: Tensor,

@@ -144,7 +144,8 @@ class OutOfPlace(TorchFunctionMode):
             if self.eager:
                 self.renewed.clear()
             now = tuple([self.current(value, func) for value in args])
-            named = {name: self.current(value, func) for name, value in kwargs.items()}
+            if kwargs:
+                named = {name: self.current(value, func) for name, value in kwargs.items()}
         self.hiding = False
         if not (self.eager and func in _PLAIN):
             if self.eager and not (func in _VISIBLE or isinstance(func, _OPERATORS_OF_TORCH)):
@@ -167,7 +168,8 @@ class OutOfPlace(TorchFunctionMode):
         if isinstance(result, Tensor):
             if self.eager and func in _FACTORIES:
                 self.fresh.add(self._place(result).memory)
-            self._note_view(func, now, result, (func, now[1:], named), 0)
+            if result._base is not None or func in _DETACH:
+                self._note_view(func, now, result, (func, now[1:], named), 0)
         elif isinstance(result, tuple | list):
             self._note_parts(func, now, named, result)
         return result

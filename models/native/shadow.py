@@ -4,6 +4,8 @@ The MODEL itself is never changed. Whatever a forward leaves on its modules, it 
 """
 
 import copy
+from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -11,7 +13,10 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
+from ...memory.weights.reading import Misread, find_misread, has_known_forward
 from ...memory.weights.residency import FrozenModule
+from ..convolutions import convolutions
+from ..layers.lora_conv import LoraConv
 from ..layers.lora_linear import LoraLinear
 
 # Set on modules by ComfyUI's loading; a shadow's weights lie where they are used, patched.
@@ -55,6 +60,27 @@ class NativeLinear(LoraLinear):
         return out.reshape(*shape, out.shape[-1])
 
 
+class NativeConv(LoraConv):
+    """A convolution of the shadow, as `NativeLinear` is a Linear of it. The mask of its dropout has h·w rows."""
+
+    def __init__(self, weights: FrozenWeights, name: str, module: nn.Conv2d):
+        super().__init__(weights, name, module)
+        for attribute in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"):
+            setattr(self, attribute, getattr(module, attribute))
+        self.mask: Any = None
+        self.samples = 1
+        self.seen: set[tuple[int, int]] | None = None
+
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        out = super().forward(x, self.mask)
+        if self.seen is not None and self.adapter is not None:
+            self.seen.add((len(out), out[0, 0].numel()))
+        return out
+
+
+NativeLayer = NativeLinear | NativeConv
+
+
 class SharedTensors(FrozenModule):
     """The parameters and buffers of one module of the shadow, which lie in that module's own table.
 
@@ -88,18 +114,21 @@ class Shadow:
     """ComfyUI's model with other modules behind it.
 
     base: like the MODEL's BaseModel, for `_apply_model`, whose result is the raw output.
-    linears: by the MODEL's own module names.
+    layers: the Linears, and the convolutions that can have an adapter, by the MODEL's own module names.
     tensors: of all other modules, by their names.
     """
 
     def __init__(self, patcher: ModelPatcher, weights: FrozenWeights):
-        model = patcher.model
+        model, self._weights = patcher.model, weights
         with torch.inference_mode(False):
             memo: dict[int, Any] = {}
-            self.linears: dict[str, NativeLinear] = {}
+            self.layers: dict[str, NativeLayer] = {}
+            convs = convolutions(model.diffusion_model)
             for name, module in model.diffusion_model.named_modules():
                 if is_linear(module):
-                    memo[id(module)] = self.linears[name] = NativeLinear(weights, name, module)
+                    memo[id(module)] = self.layers[name] = NativeLinear(weights, name, module)
+                elif name in convs:
+                    memo[id(module)] = self.layers[name] = NativeConv(weights, name, convs[name])
             for module in model.diffusion_model.modules():
                 for attribute in _LOADING:
                     if (held := vars(module).get(attribute)) is not None:
@@ -110,7 +139,7 @@ class Shadow:
             diffusion_model = copy.deepcopy(model.diffusion_model, memo)
             self.tensors: dict[str, SharedTensors] = {}
             for name, module in diffusion_model.named_modules():
-                if isinstance(module, NativeLinear):
+                if isinstance(module, NativeLayer):
                     continue
                 for attribute in _LOADING:
                     vars(module).pop(attribute, None)
@@ -126,6 +155,24 @@ class Shadow:
     def diffusion_model(self) -> nn.Module:
         return self.base._modules["diffusion_model"]
 
+    def misread(self) -> Misread | None:
+        """Find a module whose weights are read otherwise than ComfyUI does."""
+        return find_misread(self._weights, {n: partial(self._run, n) for n in (*self.layers, *self.tensors)})
+
+    def _run(self, name: str, x: Tensor) -> Tensor:
+        """Run one module on weights that are read anew: where its block is swapped, it may hold those of another."""
+        module = self.diffusion_model.get_submodule(name)
+        if isinstance(module, NativeLinear):
+            stored = self._weights.linear(name, without_base=True)
+            return stored.to(self._weights.device).apply(x.to(self._weights.compute_dtype))
+        module, weights = copy.copy(module), self._weights
+        read = {part: weights.stored(f"{name}.{part}") for part in ("weight", "bias") if part in module._buffers}
+        moved = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}
+        vars(module)["_buffers"] = module._buffers | moved
+        vars(module)["comfy_cast_weights"] = True  # whatever the dtype of x
+        out: Tensor = module(x)
+        return out
+
     def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Note all attributes of the modules for `restore`; weights, which come and go, apart."""
         modules = (module for module in self.diffusion_model.modules() if not isinstance(module, FrozenModule))
@@ -135,15 +182,15 @@ class Shadow:
 def restore(state: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Put the attributes back: a forward may keep there what it has computed of a prompt."""
     for table, before in state:
-        if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
+        # In C, as there are thousands of them; one that lies elsewhere in the table counts as another.
+        if table.keys() != before.keys() or any(map(is_not, table.values(), before.values())):
             table.clear()
             table.update(before)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for a Linear of torch or ComfyUI, whose forward is known; not for subclasses of other modules."""
-    linear = hasattr(module, "in_features") and hasattr(module, "weight")
-    return linear and type(module).__module__.startswith(("torch.nn", "comfy.ops"))
+    """True for a Linear that runs torch's or ComfyUI's forward; not for subclasses with one of their own."""
+    return hasattr(module, "in_features") and hasattr(module, "weight") and has_known_forward(module)
 
 
 def raw_output(model_sampling: nn.Module) -> nn.Module:

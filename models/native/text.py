@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from comfy.sd1_clip import SDClipModel
 from torch import Tensor
 
 from ..text import CaptionTokens, TextPolicy, find_no_embeddings
@@ -66,8 +67,14 @@ class CoreText(TextPolicy):
         return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in kept.items()}
 
     def width(self, clip: Any) -> int:
-        """Features of one encoded token of the widest encoder, for the estimate of disk space."""
-        return max((part.embedding_size for part in _parts(clip.tokenizer)), default=0)
+        """Features of one encoded token, for the estimate of disk space: of all encoders, with each layer that they
+        hand on."""
+        stage = clip.cond_stage_model
+        # LTX-2 brings all layers of its encoder together in one projection.
+        if (projection := getattr(stage, "text_embedding_projection", None)) is not None:
+            return sum(part.out_features for part in projection.modules() if hasattr(part, "out_features"))
+        encoders = [part for part in stage.modules() if isinstance(part, SDClipModel)]
+        return sum(_layers(part) * part.transformer.get_input_embeddings().weight.shape[-1] for part in encoders)
 
 
 def encoder_name(clip: Any) -> str:
@@ -78,6 +85,12 @@ def encoder_name(clip: Any) -> str:
     name = type(clip.tokenizer).__name__.strip("_").removesuffix("Tokenizer")
     names = sorted(part.embedding_key for part in _parts(clip.tokenizer))
     return f"{name} ({', '.join(names)})" if names else name
+
+
+def _layers(encoder: SDClipModel) -> int:
+    if encoder.layer == "all":
+        return int(encoder.num_layers)
+    return len(encoder.layer) if isinstance(encoder.layer, list) else 1
 
 
 def _literal(tokenizer: Any) -> Any:

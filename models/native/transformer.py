@@ -12,7 +12,7 @@ from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
 from ..layers.attention import Attention
-from ..layers.lora_linear import LoraLinear
+from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
 from .gradients import check_gradients
@@ -29,7 +29,8 @@ OnDevice = Callable[..., Any]
 
 
 class NativeTransformer:
-    """title: of the model, for messages; blocks: of the MODEL, by the names under which they are swapped."""
+    """title: of the model, for messages; blocks: of the MODEL, by the names under which they are swapped; streams: the
+    numbers of the tensors that blocks have of the one before, by structure, so that a rebuilt one fits its graphs."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class NativeTransformer:
         attention: Attention,
         dtype: torch.dtype,
         results: dict[str, Any],
+        streams: dict[str, set[int]],
     ):
         self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
@@ -63,7 +65,7 @@ class NativeTransformer:
         self._run: Callable[[NativeBlock, list[Tensor], Any], Any] | None = None
         self._samples, self._ran = 1, False
         self._mode: OutOfPlace | None = None
-        self._streams: dict[str, set[int]] = {}
+        self._streams = streams
         self._before: dict[str, tuple[int, ...]] = {}
         for own in self._blocks.values():
             own.core.__dict__["forward"] = self._hook(own)
@@ -72,11 +74,11 @@ class NativeTransformer:
     def blocks(self) -> list[tuple[str, NativeBlock]]:
         return list(self._blocks.items())
 
-    def linears(self) -> dict[str, LoraLinear]:
-        return dict(self.shadow.linears)
+    def linears(self) -> dict[str, LoraLayer]:
+        return dict(self.shadow.layers)
 
     def frozen_modules(self) -> list[FrozenModule]:
-        return [*self.shadow.linears.values(), *self.shadow.tensors.values()]
+        return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
         """The context of a forward and its backward: kernels with a gradient, and the attention that was chosen."""
@@ -149,7 +151,10 @@ class NativeTransformer:
         # As ComfyUI's sampler sets them; some forwards read them.
         options = {"sigmas": group.sigma, "cond_or_uncond": [0] * len(group.rows)}
         try:
-            out = self.shadow.base._apply_model(group.x, group.sigma, transformer_options=options, **group.conds)
+            conds = dict(group.conds)
+            if group.text_options is not None:
+                conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
+            out = self.shadow.base._apply_model(group.x, group.sigma, transformer_options=options, **conds)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
             # Only what ComfyUI's own code raises before anything is compiled: no sentence of ours, nor the compiler's.
             of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)
@@ -162,6 +167,15 @@ class NativeTransformer:
             ) from error
         self._ran = True
         return out
+
+    def _refine_text(self, text: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Run the model's text adapter, (b, L, D), each sample by itself as ComfyUI's sampler does."""
+        refine: Any = self.shadow.diffusion_model.preprocess_text_embeds
+        samples, self._samples = self._samples, 1
+        try:
+            return torch.cat([refine(one, **options) for one in text.split(1)])
+        finally:
+            self._samples = samples
 
     def _hook(self, block: NativeBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +209,12 @@ class NativeTransformer:
                 if torch.is_grad_enabled() and not tensor.requires_grad:
                     tensor = tensor.detach().requires_grad_()
                 tensors[number] = tensor
+        trained = any(linear.adapter is not None for linear in block.linears().values())
+        if trained and torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+            # Block swap brings a block back for its backward by the gradient of its inputs.
+            floating = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point()]
+            for number in floating[:1]:
+                tensors[number] = tensors[number].detach().requires_grad_()
         return tensors
 
 

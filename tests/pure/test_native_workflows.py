@@ -14,6 +14,8 @@ TEMPLATES = {
     "krea2_lora": ("image_krea2_turbo_t2i", {"krea2_raw_fp8_scaled.safetensors"}),
     "anima_lora": ("image_anima_base_v1", set()),
     "sdxl_lora": ("sdxl_simple_example", set()),
+    "hunyuan_video15_lora": ("video_hunyuan_video_1.5_720p_t2v", set()),
+    "ltx_video_lora": ("ltxv_text_to_video", set()),
 }
 
 
@@ -38,7 +40,24 @@ def test_files_and_their_addresses_are_those_of_the_template(name):
             assert (link["directory"], link["url"]) == there[link["name"]]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+KSAMPLERS = [name for name in TEMPLATES if name != "ltx_video_lora"]
+# Nodes whose inputs are all those of the template, by name of the workflow.
+AS_IN_TEMPLATE = [
+    ("z_image_lora", "ModelSamplingAuraFlow", ["shift"]),
+    ("hunyuan_video15_lora", "ModelSamplingSD3", ["shift"]),
+    ("hunyuan_video15_lora", "DualCLIPLoader", ["clip_name1", "clip_name2", "type", "device"]),
+    ("ltx_video_lora", "LTXVScheduler", ["steps", "max_shift", "base_shift", "stretch", "terminal"]),
+    ("ltx_video_lora", "KSamplerSelect", ["sampler_name"]),
+    ("ltx_video_lora", "LTXVConditioning", ["frame_rate"]),
+    ("ltx_video_lora", "EmptyLTXVLatentVideo", ["width", "height", "length", "batch_size"]),
+]
+AS_IN_TEMPLATE += [
+    (name, "CLIPLoader", ["clip_name", "type", "device"])
+    for name in ("z_image_lora", "krea2_lora", "anima_lora", "ltx_video_lora")
+]
+
+
+@pytest.mark.parametrize("name", KSAMPLERS)
 def test_sampler_steps_and_cfg_are_those_of_the_template(name):
     template, _ = TEMPLATES[name]
     sampler = inputs(name, "KSampler")
@@ -46,14 +65,17 @@ def test_sampler_steps_and_cfg_are_those_of_the_template(name):
     assert sampler["sampler_name"] in samplers_of(template) and sampler["scheduler"] in schedulers_of(template)
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "sdxl_lora"])
-def test_the_text_encoder_is_loaded_as_in_the_template(name):
+@pytest.mark.parametrize(("name", "kind", "names"), AS_IN_TEMPLATE)
+def test_a_node_has_the_inputs_that_it_has_in_the_template(name, kind, names):
     template, _ = TEMPLATES[name]
-    loader = inputs(name, "CLIPLoader")
-    assert [loader["clip_name"], loader["type"], loader["device"]] in list(values(template, "CLIPLoader"))
+    given = inputs(name, kind)
+    assert [given[each] for each in names] in list(values(template, kind))
 
 
-def test_z_image_is_sampled_with_the_shift_of_its_template():
-    assert [inputs("z_image_lora", "ModelSamplingAuraFlow")["shift"]] in list(
-        values("image_z_image", "ModelSamplingAuraFlow")
-    )
+def test_ltx_video_is_sampled_with_the_cfg_of_its_template():
+    assert inputs("ltx_video_lora", "SamplerCustom")["cfg"] in cfg_of("ltxv_text_to_video")
+
+
+def test_ltx_video_is_told_the_frame_rate_of_its_clips():
+    rates = [inputs("ltx_video_lora", "TesseraVideoFolder")["fps"], inputs("ltx_video_lora", "CreateVideo")["fps"]]
+    assert rates == [inputs("ltx_video_lora", "LTXVConditioning")["frame_rate"]] * 2

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import comfy.model_base
 import comfy.samplers
@@ -187,20 +188,22 @@ def test_files_and_sampling_are_those_of_the_workflow_template(facts: ModelFacts
 
 def test_a_run_says_the_remarks_of_its_model():
     model = build(ROW["krea-2"]).model
-    (distilled, licence) = NativeFamily(model).notes(model, [])
+    family = NativeFamily(model)
+    (licence,), (distilled,) = family.notes(model, []), family.distillation_notes(model)
     assert "on Krea 2 Raw" in distilled and "Krea 2 Community License" in licence
 
 
 def test_a_distilled_release_says_what_to_do():
-    said = {facts.name: facts.remarks() for facts in NAMED}
+    said = {facts.name: facts.distillation_notes() for facts in NAMED}
     assert said["z-image"] == [
         "If this is Z-Image-Turbo: it is distilled, which plain training undoes; train on Z-Image and look at the LoRA "
-        "on Z-Image-Turbo, or put ostris/zimage_turbo_training_adapter (zimage_turbo_training_adapter_v2.safetensors) "
-        "on the MODEL in front of Train LoRA, and leave it off when you sample."
+        "on Z-Image-Turbo (model of Training Preview), or choose ostris/zimage_turbo_training_adapter "
+        "(zimage_turbo_training_adapter_v2.safetensors) at training_adapter of LoRA Network."
     ]
-    assert len(said["krea-2"]) == 2 and said["krea-2"][1].startswith("Krea 2 is under the Krea 2 Community License;")
-    assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, which plain training undoes: put ostris/")
-    assert "train on SDXL and look at the LoRA on SDXL Turbo." in said["sdxl"][0]
+    (krea_2,) = (facts for facts in NAMED if facts.name == "krea-2")
+    assert krea_2.remarks()[0].startswith("Krea 2 is under the Krea 2 Community License;")
+    assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, which plain training undoes: choose ostris/")
+    assert "train on SDXL and look at the LoRA on SDXL Turbo (model of Training Preview)." in said["sdxl"][0]
     assert said["sd1.5"] == []
 
 
@@ -211,6 +214,16 @@ def test_the_sound_of_minimax_h3_is_that_of_comfyui():
     sound = next(facts.sound for facts in NAMED if facts.name == "minimax-h3")
     for length in (5, 22, 39, 124):
         _, latent_frames, latents = temporal_shape(length)
-        assert sound.shape(latent_frames) == (32, 2, latents)
+        assert sound.shape(latent_frames, None) == (32, 2, latents)
     for sigma in (0.02, 0.5, 0.9, 1.0):
         assert sound.sigma(sigma) == pytest.approx(time_shift_sigma(sigma, 12.0, 3.0), rel=1e-9)
+
+
+@pytest.mark.parametrize(("frames", "rate"), [(1, None), (4, None), (4, 24.0), (13, 12.5), (13, 50.0)])
+def test_the_sound_of_ltx_2_is_as_long_as_its_video_at_the_rate_that_it_is_told(frames, rate):
+    from comfy.ldm.lightricks.vae.audio_vae import AudioVAE
+
+    sound = next(facts.sound for facts in NAMED if facts.name == "ltx-2")
+    core = SimpleNamespace(latents_per_second=16000 / 160 / 4)
+    latents = AudioVAE.num_of_latents_from_frames(core, 8 * (frames - 1) + 1, rate or 25.0)
+    assert sound.shape(frames, rate) == (8, latents, 16)

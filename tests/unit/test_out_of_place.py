@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from tessera.models.native.out_of_place import OutOfPlace, blocks_to_leave_eager, out_of_place
+from tiny.native.reference import writing_allowed
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -219,7 +219,7 @@ def compiled(program, *args):
 def test_values_and_gradients_are_those_of_the_code_that_writes(program, call):
     if program is assigned and call is compiled:
         pytest.skip("dynamo hides item assignment; eager tells")
-    with allow_mutation_on_saved_tensors():
+    with writing_allowed():
         want = run(lambda body, *args: body(*args), WITHOUT.get(program, program))
     for found, expected in zip(run(call, program), want, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

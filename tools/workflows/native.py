@@ -1,7 +1,7 @@
 """The workflows of models that train with ComfyUI's own forward. Files, sampler, steps and cfg are those of ComfyUI's
-own workflow templates, which tests/unit/test_native_workflows.py compares."""
+own workflow templates, which tests/pure/test_native_workflows.py compares."""
 
-from graph import Graph, ModelFile, Node
+from graph import Graph, ModelFile, Node, Output
 from parts import (
     DATA,
     PLAN_TALL,
@@ -14,9 +14,11 @@ from parts import (
     pictures,
     prompts,
     train,
+    video,
 )
 
 PROMPT = "a photograph of a fox in a misty forest at sunrise"
+CLIP_PROMPT = "a fox runs through deep snow between pine trees"
 PLAIN = "Captions may be of any length."
 CHECKPOINT = "The file holds the text encoders and the VAE too."
 
@@ -129,4 +131,73 @@ def sdxl_lora(graph: Graph) -> None:
     graph.node("SaveImage", tall=400, images=images[0], filename_prefix="my_sdxl_lora")
 
 
-DESCRIPTIONS = [z_image_lora, krea2_lora, anima_lora, sdxl_lora]
+def _clips(graph: Graph, vae: Output, clip: Node, more: str, fps: int, target_frames: str) -> Node:
+    note = DATA.format(what="10 to 30 clips", folder="my_clips", ending="mp4", more=more)
+    graph.column("Clips and captions", 440, "Clips", note, 240)
+    clips = graph.node("TesseraVideoFolder", folder="input/my_clips", target_frames=target_frames, fps=fps)
+    return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=clips[0], vae=vae, clip=clip[0], megapixels=0.25)
+
+
+def hunyuan_video15_lora(graph: Graph) -> None:
+    files = "HunyuanVideo_1.5_repackaged/resolve/main/split_files"
+    model_file = hub_file(f"{files}/diffusion_models/hunyuanvideo1.5_720p_t2v_fp16.safetensors", "diffusion_models")
+    clip_files = [
+        hub_file(f"{files}/text_encoders/{name}.safetensors", "text_encoders")
+        for name in ("qwen_2.5_vl_7b_fp8_scaled", "byt5_small_glyphxl_fp16")
+    ]
+    vae_file = hub_file(f"{files}/vae/hunyuanvideo15_vae_fp16.safetensors", "vae")
+    first_column(graph, [model_file, *clip_files, vae_file])
+    model, clip, vae = load(graph, model_file, "hunyuan_video_15", clip_files, vae_file)
+    more = (
+        "**target_frames** are the lengths that are cut from each clip, 4 n + 1 frames at **fps**. What a caption puts "
+        "in double quotes is text that the clip shows. Still pictures train as well: chain *Training Images* to "
+        "`dataset`."
+    )
+    data = _clips(graph, vae[0], clip, more, 24, "17, 33")
+    trained = train(graph, "my_hunyuan_video_lora", model, data)
+    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="1280 x 720 is what it was made for."))
+    positive, negative = prompts(graph, clip, CLIP_PROMPT)
+    latent = graph.node("EmptyHunyuanVideo15Latent", width=1280, height=720, length=33)
+    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=7)
+    graph.beside()
+    sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=20, cfg=6)
+    video(graph, sampled[0], vae[0], "my_hunyuan_video_lora", 24)
+
+
+def ltx_video_lora(graph: Graph) -> None:
+    file = _hub("Lightricks", "LTX-Video/resolve/main/ltx-video-2b-v0.9.safetensors", "checkpoints")
+    clip_file = _hub("comfyanonymous", "flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders")
+    first_column(graph, [file, clip_file], "The checkpoint holds the VAE too. Later LTX-Video files load the same way.")
+    loaded = _checkpoint(graph, file)
+    clip = graph.node("CLIPLoader", files=[clip_file], clip_name=clip_file.name, type="ltxv")
+    more = (
+        "**target_frames** are the lengths that are cut from each clip, 8 n + 1 frames at **fps**, which the model is "
+        "told. Still pictures train as well: chain *Training Images* to `dataset`."
+    )
+    data = _clips(graph, loaded[2], clip, more, 25, "25, 49")
+    trained = train(graph, "my_ltx_video_lora", loaded, data)
+    more = "768 x 512 is what it was made for. Give *LTXVConditioning* the **fps** of your clips."
+    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more=more))
+    negative_prompt = "low quality, worst quality, deformed, distorted, disfigured, motion smear, motion artifacts"
+    positive, negative = prompts(graph, clip, CLIP_PROMPT, negative_prompt)
+    told = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
+    latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
+    sigmas = graph.node("LTXVScheduler", latent=latent[0], steps=30)
+    graph.beside()
+    with_lora = graph.node("LoraModelLoader", model=loaded[0], lora=trained[0])
+    sampler = graph.node("KSamplerSelect", sampler_name="euler")
+    sampled = graph.node(
+        "SamplerCustom",
+        model=with_lora[0],
+        positive=told[0],
+        negative=told[1],
+        sampler=sampler[0],
+        sigmas=sigmas[0],
+        latent_image=latent[0],
+        cfg=3,
+    )
+    video(graph, sampled[0], loaded[2], "my_ltx_video_lora", 25)
+
+
+DESCRIPTIONS = [z_image_lora, krea2_lora, anima_lora, sdxl_lora, hunyuan_video15_lora, ltx_video_lora]

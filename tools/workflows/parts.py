@@ -117,8 +117,8 @@ def prompts(graph: Graph, clip: Node, text: str, negative: str = "") -> tuple[No
     return positive, unwanted
 
 
-def video(graph: Graph, latent: Output, vae: Node, name: str, fps: int = 16) -> None:
-    images = graph.node("VAEDecode", samples=latent, vae=vae[0])
+def video(graph: Graph, latent: Output, vae: Output, name: str, fps: int = 16) -> None:
+    images = graph.node("VAEDecode", samples=latent, vae=vae)
     made = graph.node("CreateVideo", images=images[0], fps=fps)
     graph.node("SaveVideo", tall=400, video=made[0], filename_prefix=f"video/{name}")
 

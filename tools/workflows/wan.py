@@ -38,7 +38,7 @@ def wan_t2v_lora(graph: Graph) -> None:
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     graph.beside()
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=30, cfg=6, sampler="uni_pc")
-    video(graph, sampled[0], vae, "my_wan_lora")
+    video(graph, sampled[0], vae[0], "my_wan_lora")
 
 
 def wan_i2v_lora(graph: Graph) -> None:
@@ -85,7 +85,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     graph.beside()
     sampled = ksampler(graph, shifted, started[0], started[1], started[2], steps=20, cfg=6, sampler="uni_pc")
-    video(graph, sampled[0], vae, "my_i2v_lora")
+    video(graph, sampled[0], vae[0], "my_i2v_lora")
 
 
 def wan22_two_experts_lora(graph: Graph) -> None:
@@ -154,7 +154,7 @@ def wan22_two_experts_lora(graph: Graph) -> None:
         return_with_leftover_noise="disable",
         **common,
     )
-    video(graph, second[0], vae, "my_wan22_lora")
+    video(graph, second[0], vae[0], "my_wan22_lora")
 
 
 DESCRIPTIONS = [wan_t2v_lora, wan_i2v_lora, wan22_two_experts_lora]

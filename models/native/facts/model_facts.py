@@ -40,11 +40,12 @@ class NamedRelease:
 class Sound:
     """The sound that a model makes beside its video, from one packed latent of both.
 
-    shape: latent frames of the video → (C, …) of the sound's latent.
+    shape: latent frames of the video, and its pictures a second where its conditioning tells them → (C, …) of the
+        sound's latent.
     sigma: the video's sigma → the sound's, which may run on a schedule of its own.
     """
 
-    shape: Callable[[int], tuple[int, ...]]
+    shape: Callable[[int, float | None], tuple[int, ...]]
     sigma: Callable[[float], float] = lambda sigma: sigma
 
 
@@ -87,30 +88,24 @@ class ModelFacts:
     batches: bool = True
     notes: tuple[str, ...] = field(default=())
 
-    @property
-    def sampling(self) -> PreviewDefaults:
-        """Settings of previews on the model to train on."""
-        return self.releases[0].sampling if self.releases else USUAL_SAMPLING
-
     def remarks(self) -> list[str]:
-        """Sentences for the user before a run: distilled releases, the licence, and the model's own notes."""
-        said = [_distilled(self, release) for release in self.releases if release.distilled]
-        if self.licence:
-            said.append(f"{self.title} is under the {self.licence}; read it before you share a LoRA.")
-        return [*said, *self.notes]
+        """Sentences for the user before a run: the licence, and the model's own notes."""
+        licence = f"{self.title} is under the {self.licence}; read it before you share a LoRA."
+        return [*([licence] if self.licence else []), *self.notes]
+
+    def distillation_notes(self) -> list[str]:
+        """A sentence for each distilled release, with what to do about it."""
+        return [_distilled(self, release) for release in self.releases if release.distilled]
 
 
 def _distilled(facts: ModelFacts, release: NamedRelease) -> str:
     """Weights do not tell a distilled release from its base: the sentence is for both."""
     base = facts.releases[0]
-    ways = [] if base.distilled else [f"train on {base.title} and look at the LoRA on {release.title}"]
+    looked_at = f"train on {base.title} and look at the LoRA on {release.title} (model of Training Preview)"
+    ways = [] if base.distilled else [looked_at]
     if release.adapter:
-        ways.append(f"put {release.adapter} on the MODEL in front of Train LoRA, and leave it off when you sample")
+        ways.append(f"choose {release.adapter} at training_adapter of LoRA Network")
     way = ", or ".join(ways) or "keep the run short, and compare previews with the model as it was"
     if base.distilled:
         return f"{release.title} is distilled, which plain training undoes: {way}."
     return f"If this is {release.title}: it is distilled, which plain training undoes; {way}."
-
-
-# Where nobody has named the model: what KSampler starts with.
-USUAL_SAMPLING = PreviewDefaults(20, 8.0, "euler", "simple")

@@ -1,6 +1,8 @@
 """The named models of videos. Files, steps, cfg, sampler and scheduler are those of ComfyUI's workflow templates where
 `template` names one; what comes from elsewhere has its source beside it."""
 
+import math
+
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults, Sound
 from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
@@ -51,7 +53,7 @@ WAN_CONDITIONED: tuple[tuple[str, str, str, tuple[NamedRelease, ...]], ...] = (
 SILENT = "Pictures and clips train without their sound: the model hears noised silence, which is left out of the loss."
 
 
-def _minimax_sound(frames: int) -> tuple[int, ...]:
+def _minimax_sound(frames: int, rate: float | None) -> tuple[int, ...]:
     """Stereo at 40 latents a second beside 24 pictures (ComfyUI, comfy_extras/nodes_minimax_h3.py, temporal_shape); of
     five latent frames the first holds one picture and the others four (comfy/ldm/minimax/model.py)."""
     pictures = sum(1 if index % 5 == 0 else 4 for index in range(frames))
@@ -64,9 +66,10 @@ def _minimax_sound_sigma(sigma: float) -> float:
     return 3.0 * base / (1.0 + (3.0 - 1.0) * base)
 
 
-def _ltx_sound(frames: int) -> tuple[int, ...]:
-    """25 latents a second of 16 bins (ComfyUI, LTXVEmptyLatentAudio), at the 25 pictures a second that it is told."""
-    return 8, 8 * (frames - 1) + 1, 16
+def _ltx_sound(frames: int, rate: float | None) -> tuple[int, ...]:
+    """25 latents a second of 16 bins (ComfyUI, LTXVEmptyLatentAudio); a video that tells no rate has 25 pictures."""
+    pictures = 8 * (frames - 1) + 1
+    return 8, math.ceil(pictures / (rate or 25.0) * 25.0), 16
 
 
 VIDEOS = (

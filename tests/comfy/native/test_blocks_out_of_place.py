@@ -8,8 +8,8 @@ import pytest
 import torch
 from tessera.models.native.out_of_place import blocks_to_leave_eager, out_of_place
 from tiny.native import ROWS, build, sample_of
+from tiny.native.reference import writing_allowed
 from torch import Tensor, nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 LISTS = {
@@ -41,7 +41,7 @@ def _gradients(name: str, follow: bool) -> dict[str, Tensor]:
     noisy = model.process_latent_in(read.latent[None])
     made = model.extra_conds(cross_attn=read.text, noise=noisy, device=noisy.device, **read.conditioning)
     conds = {key: cond.process_cond(batch_size=1, area=None, device=noisy.device).cond for key, cond in made.items()}
-    with nullcontext() if follow else allow_mutation_on_saved_tensors():
+    with nullcontext() if follow else writing_allowed():
         out = model._apply_model(noisy, torch.tensor([0.5]), **conds)
         (out * torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape)).sum().backward()
     return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import comfy.supported_models
 import pytest
+from tessera.models.native.facts.lookup import NAMED as facts_by_name
 from tiny.native import NAMED, ROWS
 from with_pack import ROOT, load
 
@@ -40,14 +41,29 @@ def test_a_tier_is_claimed_only_for_a_model_that_is_tested():
 def test_what_is_refused_says_why():
     refused = {name: notes for name, _, tier, notes in ROW.findall(_written()) if tier == "–"}
     untrained = {row.model: row.left_out["training"] for row in ROWS if row.tier == "–"}
-    assert refused == model_table.REFUSED | untrained
+    assert refused == model_table.refused() | untrained
     assert {"audio", "3D", "detection", "upscales", "refines"} <= set(refused.values())
 
 
 def test_the_tables_speak_of_no_class_twice():
-    told = [*model_table.OWN, *model_table.SHARED, *model_table.REFUSED, *{row.model for row in ROWS}]
+    told = [*model_table.OWN, *model_table.SHARED, *model_table.refused(), *{row.model for row in ROWS}]
     assert {name for name in told if told.count(name) > 1} <= model_table.OWN.keys()
     assert set(told) == model_table.TITLES.keys()
+
+
+def test_every_release_of_a_named_model_says_what_to_load_and_how_it_is_sampled():
+    text = _written()
+    for facts in facts_by_name:
+        for release in facts.releases:
+            (line,) = (line for line in text.splitlines() if f"`{release.file}`" in line)
+            assert line.startswith(f"| {release.title}") and ("distilled" in line) == release.distilled
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            assert all(f"`{name}`" in cells[2] for name in facts.encoders)
+            assert facts.vae in cells[3] and (facts.vae or release.checkpoint or cells[3] == "`pixel_space`")
+            assert [float(cell) for cell in cells[4:7]] == [
+                facts.megapixels, release.sampling.steps, release.sampling.cfg
+            ]  # fmt: skip
+            assert cells[7] == f"{release.sampling.sampler}, {release.sampling.scheduler}"
 
 
 class NewInComfy:

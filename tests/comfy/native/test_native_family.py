@@ -12,6 +12,7 @@ from tessera.models.native.transformer import NativeTransformer
 from tessera.models.registry import family_of
 from tessera.train.batch import fixed_batch
 from tessera.train.settings import MemoryOptions
+from tiny.compiling import Graphs, graphs_after_each_step
 from tiny.native import ROWS, build, data_of, sample_of
 from tiny.runs import Watcher, train, training_data
 from tiny.training import fill_up_matrices, make_trainer, shown
@@ -183,3 +184,69 @@ def test_loading_s_own_memory_is_not_copied(tmp_path):
     norm._pin_state, norm._v = Held(), (Held(), 1)
     trainer = make_trainer(model, data_of(SDXL, 1), tmp_path)
     assert not any("_v" in vars(m) for m in trainer.placed.transformer.shadow.diffusion_model.modules())
+
+
+def test_two_epochs_of_mixed_shapes_and_captions_compile_each_graph_once(tmp_path):
+    torch._dynamo.reset()
+    channels, height, width = Z_IMAGE.latent
+    upright, smaller = (replace(Z_IMAGE, latent=(channels, *sides)) for sides in ((width, height), (height, width - 2)))
+    short, long = Z_IMAGE.text[0] - 2, Z_IMAGE.text[0]
+    samples = [
+        sample_of(Z_IMAGE, "a"),
+        sample_of(upright, "b"),
+        sample_of(Z_IMAGE, "c", short),
+        sample_of(smaller, "d"),
+    ]
+    data = training_data(*samples)
+    assert {key[2] for key in data.graph_keys()} == {short, long} and len(data.graph_keys()) == 3
+    trainer = trainer_of(Z_IMAGE, data, tmp_path, backend="eager", steps=8, save_every=0)
+    graphs = Graphs()
+    counts, keys = graphs_after_each_step(trainer, graphs)
+    assert len(set(keys[:4])) == len(set(keys)) == 3
+    assert 0 < counts[3] <= trainer.placed.runner.planned_graphs
+    assert counts[4:] == counts[3:4] * 4 and graphs.breaks == 0 and not trainer.placed.runner.failed
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("row", "batch"), [(SDXL, 1), (Z_IMAGE, 2)], ids=["sdxl", "z-image"])
+def test_pictures_of_one_token_count_and_other_sides_stay_compiled(row, batch, tmp_path):
+    """A U-Net sees the sides, and of a mixed batch each shape runs with as many samples as it happens to have."""
+    torch._dynamo.reset()
+    channels, height, width = row.latent
+    wide = replace(row, latent=(channels, height // 2, width * 2))
+    data = training_data(sample_of(row, "a"), sample_of(row, "b"), sample_of(wide, "c"), sample_of(wide, "d"))
+    assert len(data.graph_keys()) == 1
+    trainer = trainer_of(row, data, tmp_path, backend="eager", batch_size=batch, steps=4, save_every=0)
+    planned = trainer.placed.runner.planned_graphs
+    trainer.run()
+    assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
+    torch._dynamo.reset()
+
+
+def test_a_model_that_is_placed_anew_keeps_its_graphs(tmp_path):
+    """As after a second plan, or where memory ran out: what the first forward has found of the blocks still counts."""
+    torch._dynamo.reset()
+    trainer = trainer_of(Z_IMAGE, data_of(Z_IMAGE), tmp_path, backend="eager")
+    graphs = Graphs()
+    trainer.forward_backward([shown(0)])
+    planned, made = trainer.placed.runner.planned_graphs, graphs()
+    trainer.placed.rebuild(1)
+    trainer.forward_backward([shown(0)])
+    assert not trainer.placed.runner.failed and trainer.placed.runner.planned_graphs == planned
+    assert graphs() == made
+    trainer.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["boogu", "hidream-o1"])
+def test_blocks_that_the_data_does_not_reach_are_a_part_of_the_plan(name, tmp_path):
+    """Those of reference pictures run in no step without one, and lie in memory all the same."""
+    row = BY_NAME[name]
+    trainer = make_trainer(build(row), data_of(row), tmp_path, memory=MemoryOptions(blocks_to_swap=-1))
+    automatic = trainer.placed.automatic
+    unreached = [block for block in automatic.measured.blocks if not block.forward]
+    assert unreached and all(block.weights and not block.saved for block in unreached)
+    measured = automatic.measured.timed_anew(dict.fromkeys(automatic.measured.shapes, 1.0))
+    assert [block.forward for block in measured.blocks if not block.saved] == [0.0] * len(unreached)
+    assert trainer.forward_backward([shown(0)]).isfinite()
+    trainer.close()

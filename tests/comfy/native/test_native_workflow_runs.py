@@ -1,11 +1,12 @@
-"""The shared workflows that train with ComfyUI's own forward, queued on tiny models: each leaves a LoRA, and pictures
-sampled with it."""
+"""The shared workflows that train with ComfyUI's own forward, queued on tiny models: each leaves a LoRA, and a picture
+or a clip sampled with it."""
 
 import numpy as np
 import pytest
 from comfy_server import ComfyServer
 from PIL import Image
 from safetensors import safe_open
+from tiny.films import write_film
 from tiny.native.workflow import CASES, fitted
 
 STEPS = 2
@@ -13,13 +14,17 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def filled(server: ComfyServer) -> ComfyServer:
-    """The server with two pictures in the folder that the workflows name."""
+    """The server with two pictures and two clips in the folders that the workflows name."""
     folder = server.base / "input" / "my_pictures"
     folder.mkdir(exist_ok=True)
     for number, size in enumerate([(64, 96), (96, 64)]):
         pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"picture {number}")
+    (clips := server.base / "input" / "my_clips").mkdir(exist_ok=True)
+    # What a caption quotes goes through an encoder of its own in HunyuanVideo 1.5.
+    for number, caption in enumerate(["a grey film", 'a film named "grey"']):
+        write_film(clips / f"{number}.mp4", 17, fps=24, size=(96, 96 + 32 * number), caption=caption)
     return server
 
 

@@ -1,33 +1,65 @@
 """Outputs of a loader for a model that trains with ComfyUI's own forward: a tiny MODEL with the CLIP and the VAE
 whose outputs it takes."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from .. import other_encoders
+from ..encoders import T5_WIDTH
 from ..taesd import load_vae, write_taesd
+from ..video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, ltx_vae_tensors
 from ..wan_vae import write_wan_vae
-from .row import build
+from .row import NativeRow, build
 
 KREA2_LAYERS = 12  # of its text encoder, which the model reads side by side
-# The row, what of its sizes follows from the encoders, their loader, and the channels of the VAE; 0 is Wan's.
-SIZES: dict[str, tuple[dict[str, Any], str, int]] = {
-    "z-image": ({"cap_feat_dim": 32}, "z_image", 16),
-    "krea-2": ({"txtlayers": KREA2_LAYERS, "txtdim": 32, "txtheads": 1, "txtkvheads": 1}, "krea2", 0),
-    "anima": ({}, "anima", 0),
-    "sdxl": ({"context_dim": 32 + 64, "adm_in_channels": 64 + 6 * 256}, "sdxl", 4),
+
+
+def _taesd(channels: int) -> Callable[[Path], Any]:
+    return lambda folder: load_vae(write_taesd(folder / f"vae_{channels}.safetensors", channels=channels))
+
+
+def _wan_vae(folder: Path) -> Any:
+    return load_vae(write_wan_vae(folder / "wan_vae.safetensors"))
+
+
+# The row, what of its sizes follows from the encoders, their loader, and what loads the VAE; LTX's file holds its own.
+SIZES: dict[str, tuple[dict[str, Any], str, Callable[[Path], Any] | None]] = {
+    "z-image": ({"cap_feat_dim": 32}, "z_image", _taesd(16)),
+    "krea-2": ({"txtlayers": KREA2_LAYERS, "txtdim": 32, "txtheads": 1, "txtkvheads": 1}, "krea2", _wan_vae),
+    "anima": ({}, "anima", _wan_vae),
+    "sdxl": ({"context_dim": 32 + 64, "adm_in_channels": 64 + 6 * 256}, "sdxl", _taesd(4)),
+    "hunyuan-video-1.5": ({"context_in_dim": 32}, "hunyuan_video_15", lambda _: load_hunyuan_video_15_vae()),
+    "ltx-video": ({"caption_channels": T5_WIDTH}, "ltx", None),
 }
 
 
 def load_native(name: str, folder: Path) -> tuple[Any, Any, Any]:
-    """MODEL, CLIP and VAE of a row; the VAE's file is written into the folder."""
+    """MODEL, CLIP and VAE of a row; what has a file is written into the folder."""
     from . import ROWS
 
-    unet, clip, channels = SIZES[name]
+    unet, clip, vae = SIZES[name]
     (row,) = (row for row in ROWS if row.name == name)
     sizes = {part: {**given, "source_dim": 32} if "source_dim" in given else given for part, given in row.sizes.items()}
-    file = folder / f"vae_{channels}.safetensors"
-    vae = write_taesd(file, channels=channels) if channels else write_wan_vae(file)
+    row = replace(row, unet={**row.unet, **unet}, sizes=sizes)
     loaded = getattr(other_encoders, f"load_{clip}_clip")()
-    return build(replace(row, unet={**row.unet, **unet}, sizes=sizes)), loaded, load_vae(vae)
+    if vae is None:
+        model, of_checkpoint = _load_ltx_checkpoint(row, folder / "ltx.safetensors")
+        return model, loaded, of_checkpoint
+    return build(row), loaded, vae(folder)
+
+
+def _load_ltx_checkpoint(row: NativeRow, path: Path) -> tuple[Any, Any]:
+    """Write a checkpoint of LTX-Video, whose metadata tell its sizes, and load it as `CheckpointLoaderSimple` does."""
+    import comfy.sd
+
+    weights = build(row).model.diffusion_model.state_dict()
+    tensors = {f"model.diffusion_model.{name}": tensor.clone() for name, tensor in weights.items()}
+    tensors |= {f"vae.{name}": tensor for name, tensor in ltx_vae_tensors().items()}
+    save_file(tensors, path, {"config": json.dumps({"transformer": dict(row.unet), "vae": LTX_CONFIG})})
+    model, _, vae, *_ = comfy.sd.load_checkpoint_guess_config(str(path), output_clip=False)
+    return model, vae

@@ -5,16 +5,19 @@ from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
-from .row import NativeRow, build, core_conds
+from .row import NativeRow, core_conds
 
 
-def plain_model(row: NativeRow) -> Any:
-    """Make the row's BaseModel with weights that autograd may save, whose `apply_model` returns the raw output."""
-    model = build(row).model
+def plain_model(patcher: Any) -> Any:
+    """Give a MODEL made for this its BaseModel with weights that autograd may save; `apply_model` returns the raw
+    output."""
+    model = patcher.model
     with torch.inference_mode(False):
         for module in model.diffusion_model.modules():
             for name, value in list(module._parameters.items()):
@@ -23,8 +26,13 @@ def plain_model(row: NativeRow) -> Any:
             for name, value in list(module._buffers.items()):
                 if value is not None:
                     module._buffers[name] = value.clone()
-    vars(model.model_sampling)["calculate_denoised"] = lambda sigma, output, x: output
-    return model
+    return plain_output(patcher)
+
+
+def plain_output(patcher: Any) -> Any:
+    """Give a MODEL made for this its BaseModel, whose `apply_model` returns the raw output."""
+    vars(patcher.model.model_sampling)["calculate_denoised"] = lambda sigma, output, x: output
+    return patcher.model
 
 
 def raw_output(model: Any, row: NativeRow, sample: Any, x: Tensor, sigma: Tensor, guidance: float | None) -> Tensor:
@@ -40,6 +48,30 @@ def tokens(latent: Tensor, count: int) -> Tensor:
     side = round((frames[0].numel() / count) ** 0.5)
     cut = frames.unfold(2, side, side).unfold(3, side, side)  # C, T, h, w, p, p
     return cut.permute(1, 2, 3, 0, 4, 5).reshape(count, -1)
+
+
+class _Retained(WeakKeyDictionary[Any, Tensor]):
+    """Keeps what is taken out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __delitem__(self, key: Any) -> None:
+        self.tensors.append(self[key])
+        super().__delitem__(key)
+
+
+@contextmanager
+def writing_allowed() -> Iterator[None]:
+    """Let code write into tensors that autograd has saved, of which it keeps copies.
+
+    Torch knows a saved tensor by its id, address and version, and lets it go once it has a copy. Another one may come
+    to lie there and be taken for it: of wan-dancer, whose sequence of music is empty, one gradient in five failed so.
+    """
+    with allow_mutation_on_saved_tensors() as context:
+        context.original = _Retained()
+        yield
 
 
 @contextmanager

@@ -56,8 +56,13 @@ class NativeRow:
         return self.name
 
 
-def build(row: NativeRow, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """Make the MODEL under inference mode, as loaders do: every weight is an inference tensor, filled by its name."""
+def build(
+    row: NativeRow, dtype: torch.dtype = torch.float32, seed: int = 0, quantised: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Make the MODEL under inference mode, as loaders do: every weight is an inference tensor, filled by its name.
+
+    quantised: all tensors of a quantised file, in place of random ones.
+    """
     import comfy.model_patcher
     import comfy.supported_models
 
@@ -66,14 +71,19 @@ def build(row: NativeRow, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     with torch.inference_mode(), _small(row.sizes):
         config = kind(sizes)
         config.unet_config.update(row.unet)
-        config.set_inference_dtype(dtype, None)
+        narrow = quantised is not None or dtype.itemsize == 1
+        config.set_inference_dtype(dtype, torch.float32 if narrow else None)
+        config.quant_config = None if quantised is None else {"mixed_ops": True}
         model = config.get_model({}, "", device=torch.device("cpu"))
-        for name, value in model.diffusion_model.state_dict().items():
-            if value.is_floating_point() and value.numel():
-                value.copy_(_weight(name, tuple(value.shape), seed))
+        if quantised is not None:
+            model.diffusion_model.load_state_dict(quantised)
+        else:
+            for name, value in model.diffusion_model.state_dict().items():
+                if value.is_floating_point() and value.numel():
+                    value.copy_(_weight(name, tuple(value.shape), seed))
     cpu = torch.device("cpu")
     patcher = comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
-    patcher.cached_patcher_init = (build, (row, dtype, seed))
+    patcher.cached_patcher_init = (build, (row, dtype, seed, quantised))
     return patcher
 
 

@@ -6,12 +6,22 @@ from typing import Any
 
 WORKFLOWS = Path(__file__).resolve().parents[3] / "workflows" / "api"
 # The workflow, and the tiny model in place of what its loaders name.
-CASES = {"z_image_lora": "z-image", "krea2_lora": "krea-2", "anima_lora": "anima", "sdxl_lora": "sdxl"}
+CASES = {
+    "z_image_lora": "z-image",
+    "krea2_lora": "krea-2",
+    "anima_lora": "anima",
+    "sdxl_lora": "sdxl",
+    "hunyuan_video15_lora": "hunyuan-video-1.5",
+    "ltx_video_lora": "ltx-video",
+}
+CLIPS = ("hunyuan_video15_lora", "ltx_video_lora")  # of CASES, those that train on clips
+FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
 # The places of MODEL, CLIP and VAE among the outputs of each loader.
 LOADERS = {
     "TesseraLoadDiffusionModel": [0],
     "UNETLoader": [0],
     "CLIPLoader": [1],
+    "DualCLIPLoader": [1],
     "VAELoader": [2],
     "CheckpointLoaderSimple": [0, 1, 2],
 }
@@ -21,13 +31,17 @@ SMALL: dict[str, dict[str, Any]] = {
     "KSampler": {"steps": 2},
     "EmptySD3LatentImage": {"width": 64, "height": 64},
     "EmptyLatentImage": {"width": 64, "height": 64},
+    "TesseraVideoFolder": {"target_frames": "9"},
+    "EmptyHunyuanVideo15Latent": {"width": 64, "height": 64, "length": 5},
+    "EmptyLTXVLatentVideo": {"width": 64, "height": 64, "length": 9},
+    "LTXVScheduler": {"steps": 2},
 }
 
 
 def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
     """Return the workflow `name` in API form with the tiny model in place of its loaders.
 
-    folder: of the pictures, in place of the workflow's own; training: inputs of Train LoRA.
+    folder: of the pictures or clips, in place of the workflow's own; training: inputs of Train LoRA.
     """
     prompt = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     loaders = {key: node["class_type"] for key, node in prompt.items() if node["class_type"] in LOADERS}
@@ -36,7 +50,7 @@ def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
     for node in prompt.values():
         kind = node["class_type"]
         node["inputs"] |= SMALL.get(kind, {}) | (training if kind == "TesseraTrainLora" else {})
-        if folder and kind == "TesseraImageFolder":
+        if folder and kind in FOLDERS:
             node["inputs"]["folder"] = folder
         for each, value in node["inputs"].items():
             if isinstance(value, list) and value[0] in loaders:

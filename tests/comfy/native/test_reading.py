@@ -1,0 +1,114 @@
+"""The first step's check of reading: a weight that training reads otherwise than ComfyUI does stops the run."""
+
+from typing import Any
+
+import pytest
+import torch
+from tessera.memory.weights.frozen import FrozenWeights
+from tessera.memory.weights.reading import find_misread
+from tessera.models.native.shadow import Shadow
+from tiny.flux import QUANTISED
+from tiny.native import ROWS, build, data_of
+from tiny.quantised import LAYER, core_layer
+from tiny.training import make_trainer
+
+CPU = torch.device("cpu")
+BY_NAME = {row.name: row for row in ROWS}
+FORMATS = [how for how in QUANTISED if how != "fp8 by rows"]  # which core cannot multiply on a CPU
+
+
+def quantised(how: str, dtype: torch.dtype = torch.float32, width: int = 128) -> FrozenWeights:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(64, width, generator=generator) * 0.02
+    return FrozenWeights(core_layer(how, weight, torch.randn(64, generator=generator)), CPU, dtype)
+
+
+def lora_on(patcher: Any, keys: list[str]) -> Any:
+    """The MODEL with a difference on these weights, as a loader of LoRAs puts it there."""
+    clone = patcher.clone()
+    shapes = {key: clone.model.get_parameter(f"diffusion_model.{key}").shape for key in keys}
+    clone.add_patches(
+        {f"diffusion_model.{key}": ("diff", (0.1 * torch.randn(shape),)) for key, shape in shapes.items()}
+    )
+    return clone
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_a_scale_that_is_dropped_is_found_in_each_format(how):
+    weights = quantised(how)
+    read = weights.linear(LAYER)
+    assert find_misread(weights, {LAYER: read.apply}) is None
+    narrow = quantised(how, torch.bfloat16)
+    assert find_misread(narrow, {LAYER: narrow.linear(LAYER).apply}) is None
+    if read.layout is None:
+        wrong = read._replace(scale=None)
+    else:
+        wrong = read._replace(parts=tuple(part.double().mul(2).to(part.dtype) for part in read.parts))
+    found = find_misread(weights, {LAYER: wrong.apply})
+    assert found is not None and found.name == LAYER and found.difference > 0.5
+    without = find_misread(weights, {LAYER: read._replace(bias=None).apply})
+    assert without is not None and without.difference > 0.5
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_what_is_read_right_passes_in_each_format_at_a_real_width(how):
+    """Core's own product in int4 rounds its input too, the more the wider it is; a LoRA is rounded at random."""
+    weights = quantised(how, width=2048)
+    assert find_misread(weights, {LAYER: weights.linear(LAYER).apply}) is None
+    torch.manual_seed(0)
+    for size in (1e-5, 1e-2):
+        patched = quantised(how, width=2048)
+        patched.patcher.add_patches({f"diffusion_model.{LAYER}.weight": ("diff", (size * torch.randn(64, 2048),))})
+        assert find_misread(patched, {LAYER: patched.linear(LAYER).apply}) is None
+
+
+def test_a_dtype_that_dynamic_vram_casts_to_is_read_by_both(monkeypatch):
+    """It notes on the module what the weight is cast to at each use, such as fp8 for a bf16 file."""
+    patcher = build(BY_NAME["z-image"], torch.bfloat16)
+    for module in patcher.model.diffusion_model.modules():
+        if hasattr(module, "in_features"):
+            module.weight_comfy_model_dtype = torch.float8_e5m2
+    assert Shadow(patcher, FrozenWeights(patcher, CPU, torch.bfloat16)).misread() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["sd1.5", "sdxl", "z-image", "hunyuan-video", "ltx-video", "minimax-h3"])
+def test_what_is_read_right_passes_with_loras_and_swapped_blocks_too(name, dtype):
+    patcher = build(BY_NAME[name], dtype)
+    linear = next(n for n, m in patcher.model.diffusion_model.named_modules() if hasattr(m, "in_features"))
+    patched = lora_on(patcher, [f"{linear}.weight", f"{linear}.bias"] if name == "sd1.5" else [f"{linear}.weight"])
+    for model in (patcher, patched):
+        weights = FrozenWeights(model, CPU, dtype)
+        before = [dict(vars(module)) for module in model.model.diffusion_model.modules()]
+        assert Shadow(model, weights).misread() is None
+        assert before == [dict(vars(module)) for module in model.model.diffusion_model.modules()]
+
+
+@pytest.mark.parametrize("kind", ["GroupNorm", "Conv2d", "LayerNorm"])
+def test_other_modules_that_are_read_wrong_are_found(kind, monkeypatch):
+    patcher = build(BY_NAME["sd1.5"])
+    shadow = Shadow(patcher, FrozenWeights(patcher, CPU, torch.float32))
+    stored = FrozenWeights.stored
+
+    def wrong(self: Any, name: str) -> Any:
+        module = patcher.model.diffusion_model.get_submodule(name.rpartition(".")[0])
+        return stored(self, name) * (1.1 if type(module).__name__ == kind else 1.0)
+
+    monkeypatch.setattr(FrozenWeights, "stored", wrong)
+    found = shadow.misread()
+    assert found is not None and found.difference > 0.05
+    assert type(patcher.model.diffusion_model.get_submodule(found.name)).__name__ == kind
+
+
+def test_the_first_step_of_a_run_ends_in_a_sentence(monkeypatch, tmp_path):
+    row = BY_NAME["sd1.5"]
+    trainer = make_trainer(build(row), data_of(row), tmp_path, save_every=0)
+    linear = FrozenWeights.linear
+
+    def without_bias(self: Any, name: str, **how: Any) -> Any:
+        return linear(self, name, **how)._replace(bias=None)
+
+    monkeypatch.setattr(FrozenWeights, "linear", without_bias)
+    with pytest.raises(ValueError, match="model is a .* is read .*% otherwise than ComfyUI reads it, so a LoRA of it"):
+        trainer.run()
+    trainer.close()

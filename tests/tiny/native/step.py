@@ -1,0 +1,69 @@
+"""One training step of a tiny model, and the same written out by plain autograd over ComfyUI's own forward."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..reference_gradients import gradient
+from ..training import make_trainer
+from .reference import plain_model, raw_output, tokens, training, with_lora, writing_allowed
+from .row import NativeRow, build, data_of
+
+
+def trainer_of(row: NativeRow, folder: Path, mode: str = "none", model: Any = None, **changes: Any) -> Any:
+    """Make a Trainer of the row's MODEL, or of `model`.
+
+    mode: checkpointing; changes: blocks_to_swap, backend to compile with, and fields of TrainSettings.
+    """
+    from tessera.train.settings import MemoryOptions
+
+    memory = MemoryOptions(checkpointing=mode, blocks_to_swap=changes.pop("blocks_to_swap", 0))
+    settings = {"memory": memory, "steps": 2} | changes
+    return make_trainer(build(row) if model is None else model, data_of(row), folder, **settings)
+
+
+def batch_of(trainer: Any) -> Any:
+    """Make the first micro-batch, which holds the first sample."""
+    from tessera.data.samples import FIRST_VARIANT
+    from tessera.train.batch import make_batch
+
+    sample, settings = trainer.data.samples[0], trainer.settings
+    read = [(sample, sample.load(FIRST_VARIANT))]
+    of, objective = (trainer.patcher, trainer.family), settings.objective
+    return make_batch(*of, read, objective, trainer.device, settings.seed, (0, 0), trainer.batches.strata)
+
+
+def guidance_of(trainer: Any) -> float | None:
+    """That of the objective, where it was distilled into the model; else the model keeps what core gives it."""
+    return trainer.settings.objective.guidance if trainer.family.takes_guidance(trainer.patcher.model) else None
+
+
+def written_out(row: NativeRow, trainer: Any, model: Any = None) -> tuple[float, dict[str, Tensor]]:
+    """Compute the loss of the first sample and the LoRA's gradients.
+
+    model: a BaseModel as `plain_model` makes it, the row's by default.
+    """
+    batch, sample = batch_of(trainer), trainer.data.samples[0]
+    (group,) = batch.inputs.groups
+    scale = trainer.settings.network.alpha / trainer.settings.network.rank
+    masters = {n: [p.detach().clone().requires_grad_() for p in pair] for n, pair in trainer.network.pairs.items()}
+    lora = {name: (*pair, scale) for name, pair in masters.items()}
+    model = plain_model(build(row)) if model is None else model
+    with writing_allowed(), training(), with_lora(model, lora):
+        out = raw_output(model, row, sample, group.x[0].clone(), group.sigma, guidance_of(trainer))
+        loss = (tokens(out[0], sample.tokens) - batch.target[0]).square().mean()
+        loss.backward()
+    gradients = {
+        f"{n}.{side}": gradient(p) for n, pair in masters.items() for side, p in zip(("down", "up"), pair, strict=True)
+    }
+    return float(loss.detach()), gradients
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the largest relative error of one matrix, of those that the loss reaches."""
+    assert found.keys() == wanted.keys()
+    largest = max(float(value.norm()) for value in wanted.values())
+    return max(
+        float((found[name] - value).norm()) / max(float(value.norm()), 1e-4 * largest) for name, value in wanted.items()
+    )
