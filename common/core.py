@@ -133,22 +133,26 @@ def load_without_dynamic_vram(path: str, options: dict[str, Any]) -> Any:
     return load(path, model_options=options, **off)
 
 
-def load_of_compiled(path: str, options: dict[str, Any], disable_dynamic: bool = False) -> Any:
-    """Load a file that was saved from a compiled model, as core's loader does others.
+def load_tensors(path: str, tensors: dict[str, Tensor], metadata: Any, options: dict[str, Any], dynamic: bool) -> Any:
+    """Load a diffusion model from a file's tensors and metadata, as core's loader does from the file.
 
-    torch.compile puts `_orig_mod.` into the names of what it wraps, by which core recognises no model. Raises
-    ValueError for a file of no diffusion model.
+    dynamic: under dynamic VRAM where ComfyUI has it on. Raises ValueError where they are of no diffusion model.
     """
-    tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    tensors = {key.replace("_orig_mod.", ""): tensor for key, tensor in tensors.items()}
-    metadata = {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}  # names quantised layers
     load = comfy.sd.load_diffusion_model_state_dict
-    off = {"disable_dynamic": True} if disable_dynamic and _takes(load, "disable_dynamic") else {}
+    off = {"disable_dynamic": True} if not dynamic and _takes(load, "disable_dynamic") else {}
     model = load(tensors, model_options=options, metadata=metadata, **off)
     if model is None:
         raise ValueError(f"Could not detect model type of {Path(path).name}: it holds no diffusion model known here.")
-    model.cached_patcher_init = (load_of_compiled, (path, options))
     return model
+
+
+def remember_loader(model: Any, load: Callable[..., Any], *args: Any) -> None:
+    """Tell ComfyUI how the MODEL is loaded once more. load: takes these arguments, then whether dynamic VRAM may be."""
+
+    def again(*args: Any, disable_dynamic: bool = False) -> Any:
+        return load(*args, not disable_dynamic)
+
+    model.cached_patcher_init = (again, args)
 
 
 def lazy_loading_code() -> CodeType | None:

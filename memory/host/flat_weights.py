@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...common.gguf_tensor import as_stored, is_gguf, over
 from .flat_buffer import ALIGNMENT, Layout, ScatteredBuffer, empty_bytes, trim_heap
 
 SMALL_PART = 64  # a tensor of less than this part of its block: a bias, a norm, a scale
@@ -62,6 +63,8 @@ def plain_tensors(refs: Sequence[WeightRef]) -> Iterator[tuple[str, Tensor]]:
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """List the plain tensors that a weight consists of: itself, or the parts of a quantised one."""
+    if is_gguf(tensor):
+        return [as_stored(tensor)]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.data]
     names, _ = tensor.__tensor_flatten__()
@@ -86,6 +89,8 @@ def with_parts(tensor: Tensor, parts: list[Tensor]) -> Tensor:
     if is_traceable_wrapper_subclass(tensor):
         return _rewrapped(tensor, parts, tensor.is_inference())
     with torch.inference_mode(False):
+        if is_gguf(tensor):
+            return over(tensor, parts[0])
         made = _over(tensor, iter(parts))
         return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 

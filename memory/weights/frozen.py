@@ -5,6 +5,7 @@ once. Nothing here is ever written back.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -21,6 +22,7 @@ from ...common.core import (
     quantised_layout,
     quantised_params,
 )
+from ...common.gguf_tensor import as_stored, block_type, is_gguf, plain_values
 from ..host.flat_buffer import Layout
 from ..host.flat_weights import (
     SMALL_PART,
@@ -33,6 +35,8 @@ from ..host.flat_weights import (
     with_parts,
 )
 from .frozen_linear import FrozenLinear, format_of
+from .gguf.reading import check_type, factors_of, format_beside, values_of, with_weight_patches
+from .requantise import AS_STORED, WIDE, quantised, quantised_zeros
 
 
 def share_outside_inference_mode(tensor: Tensor) -> Tensor:
@@ -49,8 +53,10 @@ def share_outside_inference_mode(tensor: Tensor) -> Tensor:
 
 
 def check_readable(weight: Tensor) -> None:
-    """Raise ValueError for a weight of a class of another node pack, such as GGMLTensor: its bytes are no numbers."""
-    if not isinstance(weight, QuantizedTensor) and type(weight.data) is not Tensor:
+    """Raise ValueError for a weight of a class of another node pack, whose bytes are no numbers; not for GGUF's."""
+    if is_gguf(weight):
+        check_type(weight)
+    elif not isinstance(weight, QuantizedTensor) and type(weight.data) is not Tensor:
         raise ValueError(
             f"model keeps its weights as {type(weight.data).__name__}, which training cannot read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
@@ -70,13 +76,22 @@ class FrozenWeights:
         device: torch.device,
         compute_dtype: torch.dtype,
         on_host: frozenset[str] = frozenset(),
+        base: str = AS_STORED,
+        blocks: frozenset[str] = frozenset(),
+        in_zeros: bool = False,
     ):
-        """on_host: the blocks, such as double_blocks.3, whose weights stay on the host."""
+        """on_host: the blocks, such as double_blocks.3, whose weights stay on the host.
+
+        base: what 16 and 32 bit weights of the Linears in `blocks` are read as, one of `requantise.BASES`.
+        in_zeros: these as zeros, which on the host take no memory: for what is measured and not trained.
+        """
         self.patcher = patcher
         self._check_unpatched()
         self.device = device
         self.compute_dtype = compute_dtype
         self.on_host = on_host
+        self.blocks = blocks if base != AS_STORED else frozenset()
+        self.base, self.in_zeros = base, in_zeros
         for name in on_host:
             # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
             # flat weights that are patched or cast stay where they are.
@@ -85,15 +100,30 @@ class FrozenWeights:
             _leave_shared_flat(refs, patcher.patches)
             _to_host(refs)
 
-    def _check_unpatched(self) -> None:
-        if is_patched(self.patcher):
+    def _check_unpatched(self, weight: Tensor | None = None) -> None:
+        """weight: of a GGUF file, on which patches stand while it is loaded."""
+        if is_patched(self.patcher) or getattr(weight, "patches", None):
             raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
 
     def home(self, name: str) -> torch.device:
         """The device on which the weight called `name` is held: the host for blocks that are swapped."""
-        parts = name.split(".")
-        inside = any(".".join(parts[:end]) in self.on_host for end in range(1, len(parts)))
-        return torch.device("cpu") if inside else self.device
+        return torch.device("cpu") if _is_inside(name, self.on_host) else self.device
+
+    def bytes_before_base(self, name: str) -> int | None:
+        """Return the bytes that the MODEL holds of the Linear called `name`, of 16 or 32 bits or of a GGUF file.
+
+        None of one that no base takes.
+        """
+        weight, _, _ = get_key_weight(self.patcher.model, f"diffusion_model.{name}.weight")
+        if block_type(weight) is not None:
+            return as_stored(weight).nbytes
+        if is_gguf(weight):
+            weight = plain_values(weight)
+        if isinstance(weight, QuantizedTensor):
+            return None
+        owner = self.patcher.model.get_submodule(f"diffusion_model.{name}")
+        dtype = intended_dtype(owner, "weight") or weight.dtype
+        return weight.nbytes if weight.dtype in WIDE and dtype in WIDE else None
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         """Let ComfyUI's module hold its weight in `moved` from here on, so that the host holds it once.
@@ -104,7 +134,7 @@ class FrozenWeights:
         module, _, parameter = f"diffusion_model.{name}".rpartition(".")
         parameters = self.patcher.model.get_submodule(module)._parameters
         own = parameters.get(parameter)
-        if own is None or (not isinstance(own, QuantizedTensor) and type(own.data) is not Tensor):
+        if own is None or not (isinstance(own, QuantizedTensor) or is_gguf(own) or type(own.data) is Tensor):
             return True
         parts = parts_of(own)
         if all(part.data_ptr() != source.data_ptr() for part in parts):
@@ -132,8 +162,11 @@ class FrozenWeights:
         if weight is None:
             return None
         module, _, parameter = key.rpartition(".")
-        if key in self.patcher.patches:
-            weight = self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
+        if is_gguf(weight):
+            weight = self._values_of_gguf(key, weight)
+        elif key in self.patcher.patches:
+            # By core's code: a patcher of another pack may only know how to put the result into the model.
+            weight = ModelPatcher.patch_weight_to_device(self.patcher, key, device_to=self.device, return_weight=True)
             weight = weight.to(self.home(name))
         if isinstance(weight, QuantizedTensor):
             return weight
@@ -141,8 +174,8 @@ class FrozenWeights:
         # Under dynamic VRAM a file's dtype is kept and cast at each use; elsewhere it was cast when it was loaded.
         owner = self.patcher.model.get_submodule(module)
         stored_dtype = intended_dtype(owner, parameter) or weight.dtype
-        if narrowed and stored_dtype.itemsize > self.compute_dtype.itemsize:
-            stored_dtype = self.compute_dtype
+        if narrowed:
+            stored_dtype = _narrower(stored_dtype, self.compute_dtype)
         with torch.inference_mode(False):
             return share_outside_inference_mode(weight.data).to(device=self.home(name), dtype=stored_dtype)
 
@@ -151,21 +184,63 @@ class FrozenWeights:
         weight = self._stored(name)
         return None if weight is None else weight.to(self.compute_dtype)
 
-    def linear(self, name: str) -> FrozenLinear:
+    def linear(self, name: str, without_base: bool = False) -> FrozenLinear:
         """Read the Linear called `name` inside the diffusion model, for example `double_blocks.0.img_attn.qkv`.
 
-        May raise ComfyUI's interrupt, as reading a whole model takes a while.
+        without_base: as the MODEL stores it. May raise ComfyUI's interrupt, as reading a whole model takes a while.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         module = self.patcher.model.get_submodule(f"diffusion_model.{name}")
-        weight = self._stored(f"{name}.weight")
-        assert weight is not None, name
-        quantised = isinstance(weight, QuantizedTensor)
-        frozen = self._quantised(weight, self.home(name)) if quantised else FrozenLinear(weight, None, None)
+        in_base = not without_base and _is_inside(name, self.blocks)
+        frozen = (self._in_base(name) if in_base else None) or self._linear(name, module)
         bias = self.tensor(f"{name}.bias") if getattr(module, "bias", None) is not None else None
         smoothed = getattr(module, "pre_quant_scale", None) is not None
         smoothing = self.tensor(f"{name}.pre_quant_scale") if smoothed else None
         return frozen._replace(bias=bias, pre_quant_scale=smoothing)
+
+    def _in_base(self, name: str) -> FrozenLinear | None:
+        """Read the weight of a Linear in `base`, patched; None where it cannot be, or is in 8 bit or less already."""
+        if self.bytes_before_base(name) is None:
+            return None
+        home = self.home(name)
+        if self.in_zeros:
+            module: Any = self.patcher.model.get_submodule(f"diffusion_model.{name}")
+            zeros = quantised_zeros((module.out_features, module.in_features), self.base, home)
+            return self._quantised(zeros, home)
+        weight = self._stored(f"{name}.weight", narrowed=False)
+        assert weight is not None, name
+        with torch.inference_mode(False), torch.no_grad():
+            held = quantised(weight, self.base, self.device, home)
+        return None if held is None else self._quantised(held, home)
+
+    def _linear(self, name: str, module: torch.nn.Module) -> FrozenLinear:
+        """Read the weight of a Linear alone."""
+        own = module._parameters.get("weight")
+        if own is not None and block_type(own) is not None:
+            self._check_unpatched(own)
+            patches = self.patcher.patches.get(f"diffusion_model.{name}.weight", ())
+            if (stored := format_beside(own, patches, self.compute_dtype)) is not None:
+                home = self.home(name)
+                with torch.inference_mode(False), torch.no_grad():
+                    factors = (f.to(home) for f in factors_of(patches, stored, self.device, self.compute_dtype))
+                    data = share_outside_inference_mode(as_stored(own)).to(home)
+                    return FrozenLinear(data, None, None, tuple(factors), stored.text())
+        weight = self._stored(f"{name}.weight")
+        assert weight is not None, name
+        if isinstance(weight, QuantizedTensor):
+            return self._quantised(weight, self.home(name))
+        return FrozenLinear(weight, None, None)
+
+    def _values_of_gguf(self, key: str, weight: Tensor) -> Tensor:
+        """Read a weight of a GGUF file in full: blocks in the compute dtype, what torch reads itself in its own."""
+        self._check_unpatched(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            patches = self.patcher.patches.get(key)
+            if patches is None:
+                return values_of(weight, self.compute_dtype)
+            values = values_of(weight, torch.float32)
+            dtype = values.dtype if block_type(weight) is None else self.compute_dtype
+            return with_weight_patches(values, patches, key, self.device).to(dtype)
 
     def _quantised(self, weight: QuantizedTensor, home: torch.device) -> FrozenLinear:
         """Read a quantised weight as it is stored, or dequantised once where it cannot stay so."""
@@ -182,6 +257,16 @@ class FrozenWeights:
             tensors = (quantised_data(weight), *(getattr(params, name) for name in stored.tensors))
             data, *parts = (share_outside_inference_mode(tensor) for tensor in tensors)
             return FrozenLinear(data, None, None, tuple(parts), stored.text())
+
+
+def _is_inside(name: str, blocks: frozenset[str]) -> bool:
+    """Return True for a name within one of the blocks."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in blocks for end in range(1, len(parts)))
+
+
+def _narrower(stored: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    return compute if stored.itemsize > compute.itemsize else stored
 
 
 def _is_fp8_with_one_scale(weight: QuantizedTensor) -> bool:

@@ -3,7 +3,8 @@
 ComfyUI holds a weight in the compute dtype, in a narrower one (fp8 with or without a scale), or quantised in a layout
 of its own (int8, nvfp4, mxfp8, int4, fp8 with a scale for each row). The numbers of the last are ComfyUI's: the
 layout's class dequantises into the dtype of what the weight is multiplied with, as core does where a device cannot
-multiply in the format itself.
+multiply in the format itself. Those of a GGUF file are ggml's (see `gguf.blocks`), plus the product of two factors
+where LoRAs stand beside them.
 """
 
 import dataclasses
@@ -21,6 +22,24 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
 from ...common.core import quantised_layout, quantised_params
+from .gguf.blocks import FORMATS, widened_blocks
+from .products import (
+    FP8,
+    FP8_DTYPES,
+    INT8,
+    LEAST_ROWS,
+    ErrorMeter,
+    Products,
+    low_input_grad,
+    low_linear,
+)
+from .widening import core_has_kernel, widened, widened_by_triton
+
+# Layouts of one-byte codes with their scales beside them, and the function of comfy-kitchen that dequantises each.
+_CODES = {
+    "TensorCoreMXFP8Layout": "dequantize_mxfp8",
+    "TensorWiseINT8Layout": "dequantize_int8_simple_dtype",
+}
 
 # What a layout's parameters say of every weight; the rest are its own tensors and constants.
 _OF_ALL = ("orig_dtype", "orig_shape")
@@ -29,7 +48,7 @@ _OF_ALL = ("orig_dtype", "orig_shape")
 class Format(NamedTuple):
     """Storage of a quantised weight, less its tensors.
 
-    layout: name of ComfyUI's class.
+    layout: name of ComfyUI's class, or of a format of GGUF.
     shape: (out, in) of the weight that the parts stand for.
     tensors: names of the layout's tensors.
     constants: the layout's other parameters.
@@ -70,11 +89,22 @@ def format_of(weight: QuantizedTensor) -> Format | None:
 
 
 def dequantised(parts: Sequence[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
-    """Dequantise to (out, in) in `dtype`, by ComfyUI's class.
+    """Dequantise to (out, in) in `dtype`: GGUF's blocks here, others by ComfyUI's class or, where that takes several
+    kernels, in one to the same values.
 
     parts: the stored data, then the layout's tensors. layout: the text of its `Format`.
     """
     stored = read_format(layout)
+    if stored.layout in FORMATS:
+        values = widened_blocks(parts[0], stored.layout, stored.shape, dtype)
+        return values.addmm_(parts[1].to(dtype), parts[2].to(dtype)) if stored.tensors else values
+    if stored.layout.startswith("TensorCoreFP8"):  # by rows: core's kernel takes one scale only
+        return widened(parts[0], parts[1], dtype)
+    function = _CODES.get(stored.layout)
+    if function is not None and not stored.constants.get("convrot") and not core_has_kernel(function):
+        full = widened_by_triton(parts[0], parts[1], stored.shape, dtype, mx=function == "dequantize_mxfp8")
+        if full is not None:
+            return full
     tensors = dict(zip(stored.tensors, parts[1:], strict=True))
     kind: Any = quant_ops.get_layout_class(stored.layout)
     params = kind.Params(**tensors, **stored.constants, orig_dtype=dtype, orig_shape=stored.shape)
@@ -91,6 +121,8 @@ class FrozenLinear(NamedTuple):
     parts: the layout's tensors.
     layout: the text of a `Format` where ComfyUI holds the weight quantised otherwise.
     pre_quant_scale: (in,) or (1,), with which x is multiplied first (ModelOpt's smoothing).
+    products: None multiplies in full, in both directions.
+    meter: measures what `products` would give, and has the layer multiply in full.
     """
 
     weight: Tensor
@@ -99,6 +131,8 @@ class FrozenLinear(NamedTuple):
     parts: tuple[Tensor, ...] = ()
     layout: str | None = None
     pre_quant_scale: Tensor | None = None
+    products: Products | None = None
+    meter: ErrorMeter | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,9 +146,50 @@ class FrozenLinear(NamedTuple):
         """Multiply x, (…, in) → (…, out); only the stored weight is saved for backward."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
+        if self.products is not None and x.numel() >= LEAST_ROWS * x.shape[-1]:
+            if self.meter is not None:
+                return self._measured(x, self.products, self.meter)
+            return low_linear(x, self.weight, self._scale, self.bias, self.layout, self.products)
         if self.layout is not None:
             return quantised_linear(x, [self.weight, *self.parts], self.bias, self.layout)
         return frozen_linear(x, self.weight, self.scale, self.bias)
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return self.parts[0] if self.layout is not None else self.scale
+
+    def _measured(self, x: Tensor, products: Products, meter: ErrorMeter) -> Tensor:
+        """Multiply in full, and measure what `products` would give forward and, once its gradient is there, back."""
+        plain = self._replace(bias=None, pre_quant_scale=None, products=None, meter=None)
+        y = plain.apply(x)
+        with torch.no_grad():
+            meter.add(False, low_linear(x, self.weight, self._scale, None, self.layout, products), y)
+
+        def measure_back(dy: Tensor) -> None:
+            low = low_input_grad(dy, self.weight, self._scale, products.backward, products.turned)
+            meter.add(True, low, plain.apply_transposed(dy.reshape(-1, dy.shape[-1])).view(x.shape))
+
+        if y.requires_grad:
+            y.register_hook(measure_back)
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def format_name(self) -> str:
+        """Name of the storage, for messages."""
+        if self.layout is None:
+            return str(self.weight.dtype)[6:]
+        return read_format(self.layout).layout.removeprefix("TensorCore").removesuffix("Layout")
+
+    def low_precision(self, asked: str) -> Products | None:
+        """Return the products that multiply the weight as it is stored in `asked`, INT8 or FP8; None where none do."""
+        stored = None if self.layout is None else read_format(self.layout)
+        if stored is None:
+            return Products(FP8, FP8) if asked == FP8 and self.weight.dtype in FP8_DTYPES else None
+        if asked == INT8 and stored.layout == "TensorWiseINT8Layout":
+            turned = stored.constants["convrot_groupsize"] if stored.constants["convrot"] else 0
+            return Products(INT8, INT8, int(turned or 0))
+        by_rows = stored.layout.startswith("TensorCoreFP8") and stored.tensors == ("scale",)
+        return Products(FP8, FP8) if asked == FP8 and by_rows else None
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
         """Multiply rows · W, (n, out) → (n, in), without a gradient."""
@@ -131,7 +206,7 @@ class FrozenLinear(NamedTuple):
         if self.layout is not None:
             weight = dequantised((self.weight, *self.parts), self.layout, torch.float32)
         else:
-            weight = _dequantise(self.weight, self.scale, torch.float32)
+            weight = widened(self.weight, self.scale, torch.float32)
         return weight if self.pre_quant_scale is None else weight * self.pre_quant_scale.float()
 
     def to(self, device: torch.device) -> "FrozenLinear":
@@ -147,11 +222,6 @@ class FrozenLinear(NamedTuple):
             parts=tuple(part.to(device) for part in self.parts),
             pre_quant_scale=moved(self.pre_quant_scale),
         )
-
-
-def _dequantise(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    full = weight.to(dtype)
-    return full if scale is None else full * scale.to(dtype)
 
 
 def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int, int]]) -> None:
@@ -207,18 +277,18 @@ def _register_opaque_linear(name: str, bias: int, shape: Callable[..., tuple[int
 @torch.library.custom_op("tessera::stored_linear", mutates_args=())
 def stored_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """x: (…, in) → (…, out), on a weight stored in another dtype than x."""
-    return torch.nn.functional.linear(x, _dequantise(weight, scale, x.dtype), bias)
+    return torch.nn.functional.linear(x, widened(weight, scale, x.dtype), bias)
 
 
 @torch.library.custom_op("tessera::stored_linear_input_grad", mutates_args=())
 def stored_linear_input_grad(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """grad: (…, out) → (…, in), the gradient of `stored_linear` with respect to x."""
-    return grad @ _dequantise(weight, scale, grad.dtype)
+    return grad @ widened(weight, scale, grad.dtype)
 
 
 @torch.library.custom_op("tessera::quantised_linear", mutates_args=())
 def quantised_linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, layout: str) -> Tensor:
-    """x: (…, in) → (…, out), on a weight in one of ComfyUI's quantised layouts."""
+    """x: (…, in) → (…, out), on a weight in one of ComfyUI's quantised layouts or GGUF's formats."""
     return torch.nn.functional.linear(x, dequantised(parts, layout, x.dtype), bias)
 
 

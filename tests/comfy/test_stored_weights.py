@@ -164,7 +164,7 @@ def test_a_block_of_a_stored_model_keeps_its_stored_bytes_for_backward_and_no_ca
     shapes = [(1, TOKENS, HIDDEN), (1, TEXT, HIDDEN)] if kind == "double" else [(1, length, HIDDEN)]
     states = [torch.randn(s, generator=generator).to(compute).requires_grad_() for s in shapes]
     vec = torch.randn(1, 1, HIDDEN, generator=generator).to(compute)
-    angle = torch.rand(1, 1, TEXT + TOKENS, 64, generator=generator)
+    angle = torch.rand(1, TEXT + TOKENS, 1, 64, generator=generator)
     pe = torch.stack((angle.cos(), angle.sin()), dim=-1)
 
     result, kept = saved_bytes(lambda: runner(block, *states, vec, pe, {}))

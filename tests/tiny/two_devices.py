@@ -50,8 +50,9 @@ class TwoDevices:
 
     def put_weights_of(self, trainer: Any) -> None:
         """What a run has on the device before its first step; it moves its batches there by name."""
-        trainer.device = DEVICE
+        trainer.device = trainer.batches.device = DEVICE
         self.put(trainer.network.parameters())
+        self.put(tensor for group in trainer.network.flat for tensor in (group.gradient, group.cast))
         self.put(tensor for module in trainer.placed.transformer.frozen_modules() for tensor in module.buffers())
         if trainer.placed.swap is not None:
             self.put(trainer.placed.swap.ring.slots)

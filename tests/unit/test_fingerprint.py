@@ -9,7 +9,7 @@ import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
-from tessera.train.settings import CHECKPOINTING, ValidationOptions
+from tessera.train.settings import CHECKPOINTING, PRODUCTS, ValidationOptions
 from tiny.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]
@@ -180,7 +180,7 @@ def test_a_run_is_named_by_what_is_set():
         "network": {"rank": 8, "dropout": 0.1, "algorithm": "loha", "start_from": LoraSource("a", "b")},
         "optimizer": {"learning_rate": 1.0, "warmup_steps": 1, "optimizer": "lion"},
         "objective": {"shift": 3.0, "stratified": "batch"},
-        "memory": {"blocks_to_swap": 3, "checkpointing": "selective"},
+        "memory": {"blocks_to_swap": 3, "checkpointing": "selective", "products": "int8"},
     }
     for part, values in others.items():
         for name, value in values.items():
@@ -188,6 +188,17 @@ def test_a_run_is_named_by_what_is_set():
     for name, value in {"part": 0.2, "seed": 1, "data": training_data()}.items():
         names.add(key(replace(made, validation=replace(ValidationOptions(), **{name: value}))))
     assert len(names) == 2 + sum(map(len, others.values())) + 3
+
+
+def test_a_run_with_other_products_learns_otherwise():
+    """Where other memory options change the key alone, so that a state of one serves the other."""
+    made = run_settings()
+
+    def lineage(**memory):
+        return replace(made, memory=replace(made.memory, **memory)).lineage("data", "model")
+
+    assert len({lineage(products=products) for products in PRODUCTS}) == len(PRODUCTS)
+    assert lineage() == lineage(products="full") == lineage(blocks_to_swap=3, checkpointing="selective")
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
