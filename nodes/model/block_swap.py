@@ -1,5 +1,6 @@
 """Block Swap, and the inputs that Training Memory shares with it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,15 +75,14 @@ class TesseraBlockSwap(io.ComfyNode):
         return with_swap(model, SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory))
 
 
-def with_swap(model: ModelPatcher, settings: SwapSettings, first: str | None = None) -> io.NodeOutput:
+def with_swap(model: ModelPatcher, settings: SwapSettings, first: Sequence[str] = ()) -> io.NodeOutput:
     """Attach block swap to a MODEL; the chosen plan is shown on the node and in /history.
 
-    first: a sentence to show before it.
+    first: sentences to show before it.
     """
     with torch.inference_mode(False):
         swapped, notes = swap(model, settings)
-    if first is not None:
-        notes.insert(0, first)
+    notes[:0] = first
     # The list itself, not a copy: what is said when the blocks are placed is in /history too.
     return io.NodeOutput(swapped, ui={"tessera": [{"notes": notes}]})
 

@@ -1,0 +1,178 @@
+"""Reading of a diffusion model's file: as it is, as saved from a compiled model, or with its blocks put into 8 bit."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ...common.core import load_tensors, remember_loader
+from ...memory.weights.requantise import requantise
+from ...models.blocks import in_blocks
+from .file_names import diffusion_model_tensors, linear_weights
+
+SAFETENSORS = (".safetensors", ".sft")
+LONG = 60.0
+"""Seconds of re-expressing above which the result is kept as a file."""
+SOURCE = "tessera_source"
+"""Key of the metadata of such a file: VERSION, size and time of the file that it was made of."""
+VERSION = 1  # of how a weight is put into 8 bit
+CONVOLUTION, NO_LINEAR = "a convolution", "no Linear, or rearranged by ComfyUI while it loads"
+
+
+@contextmanager
+def readable(unet_name: str) -> Iterator[None]:
+    """Turn errors of broken or foreign files into a ValueError that names the file."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"unet_name: {unet_name} can't be read as safetensors ({error}); it is damaged or was not downloaded to "
+            "its end, so download it again."
+        ) from error
+
+
+def is_of_compiled(path: str) -> bool:
+    """Return True for a safetensors file that was saved from a model with torch.compile on it."""
+    if not path.lower().endswith(SAFETENSORS):
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return any("_orig_mod." in name for name in file.keys())
+    except SafetensorError:
+        return False  # loading says what is wrong with it
+
+
+def load_of_compiled(path: str, options: dict[str, Any], dynamic: bool) -> Any:
+    """Load a file that was saved from a compiled model, as core's loader does others.
+
+    Raises ValueError for a file of no diffusion model.
+    """
+    model = load_tensors(path, *_uncompiled(path), options, dynamic)
+    remember_loader(model, load_of_compiled, path, options)
+    return model
+
+
+def _uncompiled(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a file without the `_orig_mod.` that torch.compile puts into the names of what it
+    wraps, by which core recognises no model."""
+    tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    tensors = {key.replace("_orig_mod.", ""): tensor for key, tensor in tensors.items()}
+    return tensors, {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}
+
+
+def load_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> Any:
+    """Load a diffusion model with the Linears of its blocks in 8 bit, as `open_with_base` does."""
+    return open_with_base(path, options, base, dynamic)[0]
+
+
+def open_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
+    """Load a diffusion model with the Linears of its blocks in 8 bit, and tell what was done.
+
+    base: one of `requantise.BASES` but the first. What took longer than LONG is kept as a file beside, which is read
+    the next time.
+
+    Returns the MODEL and sentences for the user. Raises ValueError for a file of no diffusion model, or one with
+    others' names.
+    """
+    tensors, metadata, said = _with_base(path, base)
+    model = load_tensors(path, tensors, metadata, options, dynamic)
+    remember_loader(model, load_with_base, path, options, base)
+    return model, said
+
+
+def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
+    kept = kept_file(path, base)
+    if _source_of(kept) == _source(path):
+        tensors, metadata = comfy.utils.load_torch_file(str(kept), return_metadata=True)
+        return tensors, metadata, [f"base: read from {kept.name}, which holds the blocks in {base}."]
+    read, metadata = _uncompiled(path)
+    tensors = diffusion_model_tensors(read, metadata)
+    del read
+    if tensors is None:
+        raise ValueError(
+            f"base is '{base}', but the names in {Path(path).name} are not ComfyUI's. Choose a file that was made for "
+            "ComfyUI, or set base to 'as stored'."
+        )
+    started = time.perf_counter()
+    linears = linear_weights(tensors, metadata)
+    inside = in_blocks([name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim >= 2])
+    names = [name for name in inside if name in linears]
+    others = [name for name in inside if name not in linears]
+    convolutions = [name.removesuffix(".weight") for name in others if tensors[name].ndim > 2]
+    rest = [name.removesuffix(".weight") for name in others if tensors[name].ndim == 2]
+    result = requantise(tensors, names, base, comfy.model_management.get_torch_device(), _Progress())
+    result.left |= {why: left for why, left in ((CONVOLUTION, convolutions), (NO_LINEAR, rest)) if left}
+    seconds = time.perf_counter() - started
+    said = list(result.notes(base, f" in {seconds:.0f} s"))
+    if seconds > LONG:
+        said.append(_keep(tensors, metadata, path, kept))
+    return tensors, metadata, said
+
+
+def kept_file(path: str, base: str) -> Path:
+    """The file beside a model's that holds its blocks in 8 bit."""
+    return Path(path).with_name(f"{Path(path).stem}.{base}.safetensors")
+
+
+def _source(path: str) -> str:
+    found = os.stat(path)
+    return f"{VERSION} {found.st_size} {found.st_mtime_ns}"
+
+
+def _source_of(kept: Path) -> str | None:
+    try:
+        with safe_open(str(kept), framework="pt") as file:
+            return (file.metadata() or {}).get(SOURCE)
+    except (OSError, SafetensorError):
+        return None
+
+
+def _is_damaged(kept: Path) -> bool:
+    try:
+        with safe_open(str(kept), framework="pt"):
+            return False
+    except SafetensorError:
+        return True
+
+
+def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, kept: Path) -> str:
+    """Write the file beside, where there is room. Returns a sentence on it."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if kept.exists() and _is_damaged(kept):
+        return f"base: not kept, since there is a {kept.name} already, which is damaged; delete it."
+    if kept.exists() and _source_of(kept) is None:
+        return f"base: not kept, since {kept.name} is there already and was not made here."
+    if shutil.disk_usage(kept.parent).free < 1.1 * size:
+        return f"base: not kept as a file, since {size / 2**30:.1f} GiB of disk are not free in {kept.parent.name}."
+    part = kept.with_suffix(".part")
+    try:
+        plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(plain, part, {**(metadata or {}), "format": "pt", SOURCE: _source(path)})
+        os.replace(part, kept)
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last for tensors that share memory
+        part.unlink(missing_ok=True)
+        return f"base: not kept as a file: {error}."
+    return (
+        f"base: kept as {kept.name} ({size / 2**30:.1f} GiB), which is read from now on. Other loaders read it too; "
+        "delete it if you don't need it."
+    )
+
+
+class _Progress:
+    """ComfyUI's progress bar, which Cancel ends."""
+
+    def __init__(self) -> None:
+        self.bar = comfy.utils.ProgressBar(1)
+
+    def __call__(self, done: int, of: int) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        self.bar.update_absolute(done, of)
