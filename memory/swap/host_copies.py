@@ -8,6 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...common.gguf_tensor import is_gguf
 from ..host.flat_weights import WeightRef, parts_of, weight_refs, with_parts
 from .inference import SwappedBlocks
 from .patcher import KEY
@@ -36,7 +37,7 @@ def host_copies_retained(patcher: ModelPatcher) -> Iterator[None]:
             now = ref.tensor()
             if now is None or not _moved(parts_of(now), lay):
                 continue
-            if is_traceable_wrapper_subclass(now):
+            if is_traceable_wrapper_subclass(now) or is_gguf(now):
                 ref.table[ref.attribute] = with_parts(now, lay)
                 continue
             with torch.inference_mode(now.is_inference()):

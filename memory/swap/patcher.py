@@ -272,7 +272,7 @@ def swap_model(
     if type(patcher) not in (ModelPatcher, SwapPatcher):
         raise ValueError(
             f"model: its loader moves weights in a way of its own ({type(patcher).__name__}), which block swap does "
-            "not know; load it with Load Diffusion Model (Block Swap) or ComfyUI's own loader."
+            "not know; leave Block Swap out (Training Memory swaps while it trains), or use ComfyUI's own loader."
         )
     if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
         # The blocks hold what another node has put there for as long as the model is loaded.

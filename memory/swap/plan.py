@@ -7,12 +7,16 @@ compute, and the bandwidth of the link. The seconds of a step come from simulati
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from ..host.file_bandwidth import FileBandwidth, worth_streaming
+from .block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
 from .selection import evenly_spaced
 
 GB = 2**30
-MOST_PREFETCH = 3  # more slots than that never shortened a step on paper
+# A slot more saves two copies a step, as a block does that stays, which is no larger. So more slots than these shorten
+# a step by less than 3 % on paper, in the same memory.
+MOST_PREFETCH = 3
 # How long all blocks compute, as a part of what copying them all takes, where that is not known: a quarter to four
 # times as long. Outside of that either always waits for the other, however many blocks are copied ahead.
 COMPUTING = tuple(2 ** (i / 3) for i in range(-6, 7))
@@ -21,29 +25,6 @@ COMPUTING = tuple(2 ** (i / 3) for i in range(-6, 7))
 def prefetches(least: int) -> tuple[int, ...]:
     """List the choices of a plan where the user's prefetch_blocks is `least`."""
     return tuple(range(least, max(MOST_PREFETCH, least) + 1))
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """Cost of one block. In inference only weights, working, forward and in_file count.
-
-    name: as it is to be chosen by, such as single_blocks.3.
-    weights: bytes.
-    inputs: bytes that full checkpointing saves.
-    saved: bytes that are saved without checkpointing.
-    working: bytes, the most it takes besides those while it runs forward or back.
-    forward, backward: seconds of computing, 0 where that is not known.
-    in_file: bytes of its weights that lie in the mapped file.
-    """
-
-    name: str
-    weights: int
-    inputs: int = 0
-    saved: int = 0
-    working: int = 0
-    forward: float = 0.0
-    backward: float = 0.0
-    in_file: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,20 +41,33 @@ class Hardware:
     file: FileBandwidth | None = None
 
 
+class Way(NamedTuple):
+    """Checkpointing, None in inference, and the part of the activations that selective checkpointing saves, else 0."""
+
+    checkpointing: str | None
+    budget: float
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """Choices of a plan.
 
     counts, prefetch: numbers of blocks to swap, and to copy ahead.
-    checkpointing: modes, () in inference; budget: the part that selective checkpointing saves.
+    checkpointing: modes, () in inference; budgets: parts that selective checkpointing may save.
     offload: what full checkpointing saves goes to the host.
     """
 
     counts: tuple[int, ...]
     prefetch: tuple[int, ...]
     checkpointing: tuple[str, ...] = ()
-    budget: float = 0.5
+    budgets: tuple[float, ...] = (0.5,)
     offload: bool = False
+
+    @property
+    def ways(self) -> list[Way]:
+        """List each checkpointing with each budget that it reads."""
+        modes = self.checkpointing or (None,)
+        return [Way(mode, budget) for mode in modes for budget in (self.budgets if mode == "selective" else (0.0,))]
 
 
 @dataclass(frozen=True)
@@ -82,6 +76,7 @@ class SwapPlan:
 
     swapped: names of blocks.
     checkpointing: None in inference.
+    budget: part that selective checkpointing saves, else 0.
     device_bytes: at most in use.
     seconds: of one step (in inference of one pass), 0 where no block's time is known.
     fits: into the free memory.
@@ -91,6 +86,7 @@ class SwapPlan:
     swapped: frozenset[str]
     prefetch: int
     checkpointing: str | None
+    budget: float
     device_bytes: int
     seconds: float
     fits: bool
@@ -101,7 +97,7 @@ class SwapPlan:
 class _Candidate:
     swapped: frozenset[str]
     prefetch: int
-    checkpointing: str | None
+    way: Way
     device: int
     host: int
     seconds: float
@@ -123,8 +119,8 @@ def plan(
     """
     fitting = []
     smallest: _Candidate | None = None
-    for checkpointing, prefetch in product(choices.checkpointing or (None,), choices.prefetch):
-        for candidate in _candidates(blocks, other_bytes, machine, order, choices, checkpointing, prefetch):
+    for way, prefetch in product(choices.ways, choices.prefetch):
+        for candidate in _candidates(blocks, other_bytes, machine, order, choices, way, prefetch):
             if smallest is None or (candidate.device, candidate.seconds) < (smallest.device, smallest.seconds):
                 smallest = candidate
             if candidate.device <= machine.free and candidate.host <= machine.host:
@@ -141,7 +137,7 @@ def plan(
         default=smallest,
     )
     text = _text(best, len(blocks), machine, best in fitting)
-    return SwapPlan(best.swapped, best.prefetch, best.checkpointing, best.device, best.seconds, best in fitting, text)
+    return SwapPlan(best.swapped, best.prefetch, *best.way, best.device, best.seconds, best in fitting, text)
 
 
 def step_down(
@@ -165,19 +161,19 @@ def _candidates(
     machine: Hardware,
     order: Sequence[str],
     choices: SearchSpace,
-    checkpointing: str | None,
+    way: Way,
     prefetch: int,
 ) -> Iterator[_Candidate]:
     """One for each count of blocks, fewest first."""
     names = [block.name for block in blocks]
     groups = [[n for n in names if n.rpartition(".")[0] == wanted] for wanted in order] or [names]
-    computing = sum(sum(block_seconds(block, checkpointing, choices.budget)) for block in blocks)
-    offload = choices.offload and checkpointing == "full"
-    kept = [saved_bytes(block, checkpointing, choices.budget) for block in blocks]
+    computing = sum(sum(block_seconds(block, *way)) for block in blocks)
+    offload = choices.offload and way.checkpointing == "full"
+    kept = [saved_bytes(block, *way) for block in blocks]
     # With offload those of the block that runs, of the next one and of the two that are on their way out.
     activations = max(kept, default=0) * min(4, len(blocks)) if offload else sum(kept)
     # A block that is computed again holds all that it saves while it goes back.
-    again = 0 if checkpointing in (None, "none") else 1
+    again = 0 if way.checkpointing in (None, "none") else 1
     running = (b.working + again * max(0, b.saved - k) for b, k in zip(blocks, kept, strict=True))
     activations += max(running, default=0)
     for count in sorted(choices.counts):
@@ -185,14 +181,14 @@ def _candidates(
         sizes = [block.weights for block in blocks if block.name in swapped]
         slots = min(prefetch + 1, count) * max(sizes, default=0)
         resident = sum(block.weights for block in blocks if block.name not in swapped)
-        speed, from_file = _speed([block for block in blocks if block.name in swapped], machine, checkpointing)
+        speed, from_file = _speed([block for block in blocks if block.name in swapped], machine, way.checkpointing)
         yield _Candidate(
             swapped,
             prefetch,
-            checkpointing,
+            way,
             device=other_bytes + resident + slots + activations,
             host=sum(kept) if offload else 0,
-            seconds=_pass_seconds(blocks, swapped, prefetch, checkpointing, choices.budget, speed),
+            seconds=_pass_seconds(blocks, swapped, prefetch, way, speed),
             computing=computing,
             speed=speed,
             from_file=from_file,
@@ -217,35 +213,17 @@ def _slowdowns(blocks: Sequence[BlockCost], fitting: Sequence[_Candidate]) -> li
     worst = [1.0] * len(fitting)
     for part in COMPUTING if fitting else ():
         timed = [replace(block, forward=part * block.weights / fitting[0].speed) for block in blocks]
-        seconds = [_pass_seconds(timed, c.swapped, c.prefetch, None, 0.0, c.speed) for c in fitting]
+        seconds = [_pass_seconds(timed, c.swapped, c.prefetch, Way(None, 0.0), c.speed) for c in fitting]
         least = min(seconds)
         worst = [max(w, s / least) if least else w for w, s in zip(worst, seconds, strict=True)]
     return worst
-
-
-def saved_bytes(block: BlockCost, checkpointing: str | None, budget: float) -> int:
-    """Bytes that the block saves from its forward to its backward."""
-    if checkpointing is None:
-        return 0
-    if checkpointing == "none":
-        return block.saved
-    return block.inputs + (int(budget * max(0, block.saved - block.inputs)) if checkpointing == "selective" else 0)
-
-
-def block_seconds(block: BlockCost, checkpointing: str | None, budget: float) -> tuple[float, float]:
-    """Return seconds of (forward, backward with recompute)."""
-    if checkpointing is None:
-        return block.forward, 0.0
-    again = {"none": 0.0, "selective": 1 - budget, "full": 1.0}[checkpointing]
-    return block.forward, block.backward + again * block.forward
 
 
 def _pass_seconds(
     blocks: Sequence[BlockCost],
     swapped: frozenset[str],
     prefetch: int,
-    checkpointing: str | None,
-    budget: float,
+    way: Way,
     link: float,
 ) -> float:
     """Simulate the seconds of a step once the first is over.
@@ -277,10 +255,10 @@ def _pass_seconds(
     for _ in range(2):
         before = computed
         for block in blocks:
-            turn(block, block_seconds(block, checkpointing, budget)[0], 1)
-        if checkpointing is not None:
+            turn(block, block_seconds(block, *way)[0], 1)
+        if way.checkpointing is not None:
             for block in reversed(blocks):
-                turn(block, block_seconds(block, checkpointing, budget)[1], -1)
+                turn(block, block_seconds(block, *way)[1], -1)
     return computed - before
 
 
@@ -300,8 +278,10 @@ def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
         what += f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
     else:
         what = "all blocks stay on the device"
-    if chosen.checkpointing is not None:
-        what += f", checkpointing {chosen.checkpointing}"
+    if chosen.way.checkpointing is not None:
+        what += f", checkpointing {chosen.way.checkpointing}"
+    if chosen.way.budget == LEAST_BUDGET:
+        what += ", which keeps attention's results and computes the rest again"
     if chosen.computing > 0:
         what += f"; about {chosen.seconds:.2f} s in the blocks of each step"
         waiting = chosen.seconds - chosen.computing

@@ -108,8 +108,11 @@ class BlockSwap:
         needed = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
         if not needed or not torch.is_grad_enabled():
             return run(block, *args)
-        entered = dict(zip(needed, _AfterBackward.apply(self.ring, j, *(args[i] for i in needed)), strict=True))
-        out = run(block, *(entered.get(i, a) for i, a in enumerate(args)))
+        given = list(args)
+        entered = _AfterBackward.apply(self.ring, j, *[args[i] for i in needed])
+        for i, tensor in zip(needed, entered, strict=True):
+            given[i] = tensor
+        out = run(block, *given)
         if isinstance(out, Tensor):
             return _BeforeBackward.apply(self.ring, j, out)[0]
         return _BeforeBackward.apply(self.ring, j, *out)

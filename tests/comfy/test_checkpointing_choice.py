@@ -1,15 +1,22 @@
 """Checkpointing auto, the default: the fastest that fits, told, and taken again by a run that goes on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from tessera.memory.activations.cost import KernelRates
+from tessera.memory.swap import block_cost
+from tessera.memory.swap.block_cost import LEAST_BUDGET
+from tessera.memory.swap.plan import Way
 from tessera.nodes.options.memory import TesseraMemory
 from tessera.nodes.train.train_lora import TesseraTrainLora
+from tessera.train.checkpoint.state import read_header
 from tessera.train.placement import auto
 from tessera.train.settings import MemoryOptions
+from tiny.compiling import Ops
 from tiny.prompt import executed
 from tiny.runs import Watcher, mixed_data, train
 
@@ -77,6 +84,68 @@ def test_where_the_choice_does_not_fit_any_more_it_is_said(tiny_flux, tmp_path, 
         "The state was saved with checkpointing = none and goes on with full, so the result may differ in its last "
         "bits from an uninterrupted run."
     ) in notes
+
+
+def just_room_for_least(monkeypatch: pytest.MonkeyPatch, model: Any, folder: Path) -> None:
+    """A device with room for the plan that keeps attention's results and little else, on which bytes cost nothing: by
+    a GPU's ratios, attention over 32 tokens is too little to count."""
+    monkeypatch.setattr(block_cost, "H100_RATES", KernelRates(1e9, 1e9, 1e9, 1e15))
+    trainer = tiny.make_trainer(model, mixed_data(), folder, steps=1, memory=MemoryOptions())
+    automatic = trainer.placed.automatic
+    assert automatic is not None
+    free(monkeypatch, automatic._plan(automatic._only_way(Way("selective", LEAST_BUDGET))).device_bytes)
+    trainer.close()
+
+
+def test_before_full_attentions_results_are_kept_and_the_run_does_as_planned(tiny_flux, tmp_path, monkeypatch):
+    just_room_for_least(monkeypatch, tiny_flux, tmp_path / "measured")
+    memory = MemoryOptions(activation_budget=0.6)
+    trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=memory)
+    plan = trainer.placed.automatic.plan
+    assert plan.fits and (plan.checkpointing, plan.budget) == ("selective", LEAST_BUDGET)
+    assert "checkpointing selective, which keeps attention's results and computes the rest again" in plan.text
+    with Ops() as ops:
+        trainer.forward_backward([tiny.shown(0)])
+    # Attention of each block once, all products of the blocks again: no part of them is kept, as 0.6 would have it.
+    forward = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
+    assert forward == len(trainer.placed.transformer.blocks()) == 4
+    trainer.close()
+    explicit = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("full"))
+    with Ops() as full:
+        explicit.forward_backward([tiny.shown(0)])
+    assert all(ops.counts[name] == full.counts[name] for name in ("mm", "addmm"))
+    explicit.close()
+
+
+def test_a_run_that_goes_on_takes_its_budget_again_and_a_state_without_one_the_asked(tiny_flux, tmp_path, monkeypatch):
+    just_room_for_least(monkeypatch, tiny_flux, tmp_path / "measured")
+    first, _ = run(tiny_flux, tmp_path, steps=1)
+    assert first.summary["checkpointing"] == "selective"
+    (state,) = tmp_path.rglob("state-*")
+    assert read_header(state).environment["activation_budget"] == str(LEAST_BUDGET)
+    free(monkeypatch, 2**40)
+    second, notes = run(tiny_flux, tmp_path, steps=2)
+    assert "Resumed at step 1." in notes and not any("goes on with" in note for note in notes)
+    assert "keeps attention's results" in second.summary["memory_plan"]
+    asked, none = MemoryOptions(activation_budget=0.3), {"checkpointing": "none"}
+    assert auto.chosen_before({"checkpointing": "selective"}, asked) == Way("selective", 0.3)
+    assert auto.chosen_before({}, asked) is None and auto.chosen_before(none, asked) == Way("none", 0.0)
+
+
+def test_blocks_that_are_placed_anew_run_with_the_planned_budget(tiny_flux, tmp_path, monkeypatch):
+    free(monkeypatch, 2**40)
+    trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=1, memory=MemoryOptions("selective"))
+    assert auto.choice_facts(trainer.placed.memory) == {"checkpointing": "selective", "activation_budget": "0.5"}
+    assert auto.choice_facts(MemoryOptions("full")) == {"checkpointing": "full"}
+    # Placed anew under another budget, the blocks are run by another runner; under the same by the same.
+    runner = trainer.placed.runner
+    trainer.placed.rebuild(0)
+    assert trainer.placed.runner is runner
+    trainer.placed.memory = replace(trainer.placed.memory, activation_budget=LEAST_BUDGET)
+    trainer.placed.rebuild(0)
+    assert trainer.placed.runner is not runner
+    assert trainer.placed.runner.memory.activation_budget == LEAST_BUDGET
+    trainer.close()
 
 
 def test_a_state_that_chose_nothing_binds_nothing(tiny_flux, tmp_path):

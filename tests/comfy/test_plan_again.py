@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tessera.memory.swap.plan import BlockCost, Hardware
+from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost
+from tessera.memory.swap.plan import Hardware, Way
 from tessera.train.placement.auto import AutomaticMemory, StepCost
 from tessera.train.placement.block_clock import LEAST, BlockClock
 from tessera.train.settings import MemoryOptions
@@ -31,7 +32,7 @@ class Report:
         self.events: list[int] = []
 
 
-def automatic(before: str | None = None, **changes: Any) -> AutomaticMemory:
+def automatic(before: Way | None = None, **changes: Any) -> AutomaticMemory:
     asked = MemoryOptions(checkpointing="auto", blocks_to_swap=-1)
     return AutomaticMemory(asked, replace(MEASURED, **changes), (), before)
 
@@ -45,7 +46,8 @@ def test_compiled_blocks_that_no_longer_hide_the_copies_are_planned_anew():
     assert choice(memory) == ("none", 5)
     seconds = memory.plan.seconds
     assert memory.plan_again({"block:": EAGER / 10}, steps=1000, compile_seconds=60.0)
-    assert memory.plan.checkpointing == "full" and memory.plan.fits and memory.plan.seconds < seconds
+    assert (memory.plan.checkpointing, memory.plan.budget) == ("selective", LEAST_BUDGET)
+    assert memory.plan.fits and memory.plan.seconds < seconds
     # As if it had been measured so: backward is as much faster.
     blocks = tuple(replace(block, forward=EAGER / 10, backward=2 * EAGER / 10) for block in BLOCKS)
     assert memory.plan == automatic(blocks=blocks).plan
@@ -59,6 +61,15 @@ def test_another_checkpointing_is_not_compiled_for_a_run_that_is_soon_over():
     assert memory.measured.blocks == blocks  # what it says of the seconds is right from here on
 
 
+def test_another_budget_is_compiled_anew_too():
+    memory = automatic()
+    memory.plan = memory._plan(memory._only_way(Way("selective", 0.5)))
+    assert not memory.plan_again({"block:": EAGER / 10}, steps=3, compile_seconds=600.0)
+    memory.plan = memory._plan(memory._only_way(Way("selective", 0.5)))
+    assert memory.plan_again({"block:": EAGER / 10}, steps=1000, compile_seconds=60.0)
+    assert memory.plan.budget == LEAST_BUDGET
+
+
 def test_a_plan_that_is_about_as_fast_stays():
     memory = automatic()
     assert not memory.plan_again({"block:": EAGER / 1.01}, steps=10**6, compile_seconds=0.0)
@@ -67,7 +78,7 @@ def test_a_plan_that_is_about_as_fast_stays():
 
 def test_what_a_state_chose_and_what_ran_out_of_memory_is_not_planned_again():
     assert automatic().may_plan_again
-    assert not automatic(before="full").may_plan_again
+    assert not automatic(before=Way("full", 0.0)).may_plan_again
     stepped = automatic()
     assert stepped.step_down() is not None and not stepped.may_plan_again
     planned = automatic()

@@ -101,7 +101,7 @@ def test_what_a_block_keeps_is_what_autograd_holds_for_it(deep_flux: Path, tmp_p
         return out
 
     trainer.placed.runner = run
-    samples = [(trainer.data.samples[0], trainer.reader.read(one)) for one in tiny.shown(0, 0)]
+    samples = [(trainer.data.samples[0], trainer.batches.reader.read(one)) for one in tiny.shown(0, 0)]
     batch = auto.make_batch(
         trainer.patcher, trainer.family, samples, trainer.settings.objective, trainer.device, 3, (0, 0)
     )
@@ -245,14 +245,17 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
 ) -> None:
     """A device that has no room for as much as the step of AdamW takes, once, at the first step or at a later one."""
     trainer = make(deep_flux, tmp_path / "automatic", checkpointing="full")
-    largest = max(p.numel() for p in trainer.network.parameters())
-    real, failed = torch.empty, []
-    needed = largest * (12 if at == "first" else 4)  # two moments in the first step, and a number while it runs
+    (group,) = trainer.network.flat
+    real, failed, asked = torch.empty, [], []
+    # Two moments in the first step, and a number while it runs.
+    at_step, pieces = (0, 3) if at == "first" else (1, 1)
 
     def empty(*size: Any, **kwargs: Any) -> torch.Tensor:
-        if not failed and size == (needed,) and kwargs.get("dtype") == torch.uint8:
-            failed.append(trainer.progress.step)
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if not failed and trainer.progress.step == at_step and size == (group.master.nbytes,):
+            asked.append(kwargs["dtype"])
+            if len(asked) == pieces:
+                failed.append(trainer.progress.step)
+                raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*size, **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)

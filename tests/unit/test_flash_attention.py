@@ -74,7 +74,7 @@ def close(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-5) -> boo
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "others"), FIXED.values(), ids=FIXED)
 def test_values_and_gradients_are_those_of_sdpa(kernels, tokens, others, backend, monkeypatch):
-    tensors = given((2, 3, tokens, 16), (2, 3, others, 16), (2, 3, others, 16))
+    tensors = given((2, tokens, 3, 16), (2, others, 3, 16), (2, others, 3, 16))
     wanted = with_gradients(within_a_block(attention_function("sdpa", CPU, torch.float32), None), tensors)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
     found = with_gradients(within_a_block(attention_function("flash-attn", CPU, torch.float32), backend), tensors)
@@ -166,7 +166,7 @@ def test_one_whose_values_are_wrong_or_whose_signature_is_another_is_refused(ker
 
 def test_cudnn_by_name_is_its_own_kernel():
     """On tensors without data, through torch's own description of it."""
-    shapes = [(2, 3, 12, 64), (2, 3, 20, 64), (2, 3, 20, 64)]
+    shapes = [(2, 12, 3, 64), (2, 20, 3, 64), (2, 20, 3, 64)]
     tensors = [torch.empty(x, dtype=torch.bfloat16, device="meta", requires_grad=True) for x in shapes]
     with Ops() as ops:
         out = cudnn(*tensors)

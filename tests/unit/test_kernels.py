@@ -114,7 +114,7 @@ def test_the_chosen_attention_runs():
         core.optimized_attention(*tensors(kv_heads=2), H, skip_reshape=True, skip_output_reshape=True, enable_gqa=True)
         core.get_attention_function("pytorch")(*tensors(flat=True), H, transformer_options={})
         core.optimized_attention_for_device(torch.device("cpu"), small_input=True)(*tensors(flat=True), H)
-    assert seen == [[(B, H, T, D), (B, H, S, D), (B, H, S, D)]] * 4
+    assert seen == [[(B, T, H, D), (B, S, H, D), (B, S, H, D)]] * 4
 
 
 def modules_with_kernels() -> list[ModuleType]:

@@ -1,35 +1,36 @@
 """Automatic memory plan: measure one block of each structure, and choose checkpointing and block swap to fit.
 
 A measured block reaches the device through the slots of block swap, so measuring needs no more memory than the smallest
-plan. It runs eagerly, which saves at least as much for backward as the compiled block does.
+plan. It runs eagerly; what the compiled block saves and computes again is reckoned from what the eager one was counted
+to do.
 """
 
-import copy
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from importlib.util import find_spec
 
 import psutil
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...common.core import usable_memory
-from ...compile.region import run_block
+from ...compile.settings import CompileSettings
 from ...data.samples import TrainingData
-from ...lora.network import LoraNetwork, build_network
+from ...lora.network import build_network
+from ...memory.activations.cost import H100_RATES
 from ...memory.host.file_speed import measure_file_bandwidth
 from ...memory.host.flat_buffer import Layout
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.staging import link_bandwidth
-from ...memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan, prefetches, step_down
-from ...memory.swap.training import BlockSwap, frozen_modules
-from ...models.family import Block, Family, ModelInputs
+from ...memory.swap.block_cost import LEAST_BUDGET, BlockCost
+from ...memory.swap.plan import Hardware, SearchSpace, SwapPlan, Way, plan, prefetches, step_down
+from ...memory.swap.training import frozen_modules
+from ...models.family import Family
 from ..batch import make_batch
 from ..optim.registry import OptimizerSpec
 from ..settings import MemoryOptions, TrainSettings
+from .probe import Probe, count_saved, storage_of, total_bytes
+from .products import BlockProducts
 
 WORTH = 0.05  # part of a step that another plan has to save: less is within what timing differs by
 
@@ -57,26 +58,33 @@ class StepCost:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def timed_anew(self, forward: Mapping[str, float]) -> "StepCost":
-        """Return the cost with the blocks' own seconds of a forward, by structure; backward changes as much."""
-        blocks = (
-            replace(block, forward=forward[kind], backward=block.backward * forward[kind] / block.forward)
-            for kind, block in zip(self.structures, self.blocks, strict=True)
-        )
-        return replace(self, blocks=tuple(blocks))
+        """Return the cost with the blocks' own seconds of a forward, by structure.
+
+        The backward takes as many times those as its kernels were counted to, else as it was measured to.
+        """
+
+        def timed(block: BlockCost, seconds: float) -> BlockCost:
+            before, back = block.forward, block.backward
+            if block.work is not None:
+                before, back = H100_RATES.seconds(block.work.forward), H100_RATES.seconds(block.work.backward)
+            return replace(block, forward=seconds, backward=seconds * back / before)
+
+        pairs = zip(self.structures, self.blocks, strict=True)
+        return replace(self, blocks=tuple(timed(b, forward[kind]) if kind in forward else b for kind, b in pairs))
 
 
 class AutomaticMemory:
     """Memory plan of a run, and the sequence of smaller plans for an OOM."""
 
     def __init__(
-        self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...], before: str | None = None
+        self, asked: MemoryOptions, measured: StepCost, order: tuple[str, ...], before: Way | None = None
     ) -> None:
-        """before: checkpointing of the state that the run goes on from, taken again where it fits."""
+        """before: choice of the state that the run goes on from, taken again where it fits."""
         self.asked, self.measured, self.order = asked, measured, order
         self.choices = search_space(asked, len(measured.blocks))
         self.may_plan_again = True
-        if asked.checkpointing == "auto" and before in self.choices.checkpointing:
-            self.plan = self._plan(replace(self.choices, checkpointing=(before,)))
+        if asked.checkpointing == "auto" and before in self.choices.ways:
+            self.plan = self._plan(self._only_way(before))
             if self.plan.fits:
                 self.may_plan_again = False
                 return
@@ -88,11 +96,13 @@ class AutomaticMemory:
 
     def options(self) -> MemoryOptions:
         """Return the memory options with the plan's values for the automatic ones."""
+        budget = self.plan.budget if self.plan.checkpointing == "selective" else self.asked.activation_budget
         return replace(
             self.asked,
             blocks_to_swap=len(self.plan.swapped),
             prefetch_blocks=self.plan.prefetch,
             checkpointing=self.plan.checkpointing or self.asked.checkpointing,
+            activation_budget=budget,
         )
 
     def plan_again(self, forward: Mapping[str, float], steps: int, compile_seconds: float) -> bool:
@@ -106,16 +116,25 @@ class AutomaticMemory:
         self.measured = self.measured.timed_anew(forward)
         now, best = self._plan(self._only(self.plan)), self._plan(self.choices)
         saved = now.seconds - best.seconds
-        cost = 0.0 if best.checkpointing == now.checkpointing else compile_seconds
+        cost = 0.0 if (best.checkpointing, best.budget) == (now.checkpointing, now.budget) else compile_seconds
         pays = best.fits and saved > WORTH * now.seconds and saved * steps > cost
         self.plan = best if pays else now
         return pays
 
     def _only(self, made: SwapPlan) -> SearchSpace:
         """Return the search space of one plan."""
-        checkpointing = (made.checkpointing,) if made.checkpointing else ()
         counts, prefetch = (len(made.swapped),), (made.prefetch,)
-        return replace(self.choices, counts=counts, prefetch=prefetch, checkpointing=checkpointing)
+        return replace(self._only_way(Way(made.checkpointing, made.budget)), counts=counts, prefetch=prefetch)
+
+    def _only_way(self, way: Way) -> SearchSpace:
+        checkpointing = (way.checkpointing,) if way.checkpointing else ()
+        return replace(self.choices, checkpointing=checkpointing, budgets=(way.budget,))
+
+    def rename(self, structures: Sequence[str]) -> None:
+        """Note the blocks' structures where they are called otherwise than when they were measured."""
+        names = dict(zip(self.measured.structures, structures, strict=True))
+        shapes = {names[name]: shape for name, shape in self.measured.shapes.items()}
+        self.measured = replace(self.measured, structures=tuple(structures), shapes=shapes)
 
     def step_down(self) -> SwapPlan | None:
         """Switch to the next smaller plan and return it; None where there is none."""
@@ -125,6 +144,24 @@ class AutomaticMemory:
         if less is not None:
             self.plan = less
         return less
+
+
+def choice_facts(memory: MemoryOptions) -> dict[str, str]:
+    """Return the checkpointing that a state records, with the budget where that is read."""
+    read = {"activation_budget": str(memory.activation_budget)} if memory.checkpointing == "selective" else {}
+    return {"checkpointing": memory.checkpointing, **read}
+
+
+def chosen_before(facts: Mapping[str, str], asked: MemoryOptions) -> Way | None:
+    """Return the choice that a state's facts record, None where it chose nothing.
+
+    Where it records no budget, as older states do, or one that is no choice now, the asked one takes its place.
+    """
+    checkpointing = facts.get("checkpointing")
+    if checkpointing != "selective":
+        return None if checkpointing is None else Way(checkpointing, 0.0)
+    found = facts.get("activation_budget")
+    return Way(checkpointing, LEAST_BUDGET if found == str(LEAST_BUDGET) else asked.activation_budget)
 
 
 def shared_memory_note(device: torch.device) -> str:
@@ -137,6 +174,8 @@ def shared_memory_note(device: torch.device) -> str:
 
 def search_space(asked: MemoryOptions, blocks: int) -> SearchSpace:
     """Return the search space: all values of the automatic options, the user's value of the others."""
+    automatic = asked.checkpointing == "auto"
+    budgets = (asked.activation_budget, LEAST_BUDGET) if automatic else (asked.activation_budget,)
     counts: tuple[int, ...] = (asked.blocks_to_swap,)
     prefetch: tuple[int, ...] = (asked.prefetch_blocks,)
     if asked.blocks_to_swap == -1:
@@ -145,8 +184,8 @@ def search_space(asked: MemoryOptions, blocks: int) -> SearchSpace:
     return SearchSpace(
         counts=counts,
         prefetch=prefetch,
-        checkpointing=("none", "selective", "full") if asked.checkpointing == "auto" else (asked.checkpointing,),
-        budget=asked.activation_budget,
+        checkpointing=("none", "selective", "full") if automatic else (asked.checkpointing,),
+        budgets=tuple(dict.fromkeys(budgets)),
         offload=asked.offload_activations,
     )
 
@@ -156,9 +195,12 @@ def free_memory(patcher: ModelPatcher) -> int:
     return max(0, usable_memory(patcher) * 19 // 20)
 
 
-def make_room_to_step(
-    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]
-) -> None:
+def blocks_run_once(family: Family, settings: TrainSettings) -> bool:
+    """Return False where samples of other sizes in a batch run through the blocks one after another."""
+    return not family.whole_grids or settings.batch_size == 1
+
+
+def make_room_to_step(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> None:
     """Allocate and free the memory that the optimizer step will need.
 
     An OOM is raised here, where the step can be retried. Inside the optimizer it would leave some weights updated and
@@ -166,14 +208,35 @@ def make_room_to_step(
     """
     begun = any(optimizer.state.values())
     per_number = spec.step_bytes + (0 if begun else spec.state_bytes)
-    _ = [torch.empty(p.numel() * per_number, dtype=torch.uint8, device=p.device) for p in parameters]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # In pieces of a tensor that it makes: a group's weights may be one parameter, and memory may lie in pieces.
+    sizes = [min(4, per_number - piece) for piece in range(0, per_number, 4)]
+    _ = [torch.empty(p.numel() * size, dtype=torch.uint8, device=p.device) for p in parameters for size in sizes]
+
+
+def compiles(settings: CompileSettings | None, device: torch.device) -> Callable[[str], bool]:
+    """Return a function that tells of a block, by its name, whether it is to run compiled."""
+
+    def is_compiled(name: str) -> bool:
+        how = settings.how_for(name) if settings else None
+        # Without Triton (as on Windows) inductor has nothing for a GPU, and blocks run eager after the first try.
+        missing = device.type == "cuda" and find_spec("triton") is None
+        return how is not None and not (how.backend == "inductor" and missing)
+
+    return is_compiled
 
 
 def measure(
-    patcher: ModelPatcher, family: Family, data: TrainingData, targets: list[str], settings: TrainSettings
+    patcher: ModelPatcher,
+    family: Family,
+    data: TrainingData,
+    targets: list[str],
+    settings: TrainSettings,
+    compile_settings: CompileSettings | None = None,
 ) -> StepCost:
     """Measure a training step: run one block of each structure forward and backward on the largest batch.
 
+    compile_settings: those of the run, whose blocks are reckoned as compiled; None runs eagerly.
     Frees everything that it has allocated.
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
@@ -181,8 +244,11 @@ def measure(
     machine = Hardware(free_memory(patcher), link_bandwidth(device), available)
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
-    transformer = family.build(patcher, device, dtype, settings.memory.attention, on_host)
-    network = build_network(transformer, targets, settings.network, settings.seed)
+    how = settings.memory.attention, on_host, settings.memory.base
+    transformer = family.build(patcher, device, dtype, *how, in_zeros=True)
+    BlockProducts(settings.memory.products, device, dtype).set(transformer.blocks())
+    once = blocks_run_once(family, settings)
+    network = build_network(transformer, targets, settings.network, settings.seed, once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]
     file = measure_file_bandwidth((b for m in frozen for b in m.buffers()), settings.memory.pin_memory, available)
     in_file = {name: bytes_in_file(b.buffers()) if file is not None else 0 for name, b in transformer.blocks()}
@@ -193,156 +259,31 @@ def measure(
     inside = {id(module) for module in frozen}
     outer = [module for module in transformer.frozen_modules() if id(module) not in inside]
     structures = tuple(block.structure() for _, block in transformer.blocks())
-    own = {_storage(buffer) for module in outer for buffer in module.buffers()}
-    probe = _Probe(network, batch.inputs, settings, device)
-    with _count_saved(probe.outside, own):
+    own = {storage_of(buffer) for module in outer for buffer in module.buffers()}
+    probe = Probe(network, batch.inputs, settings, device)
+    with count_saved(probe.outside, own):
         transformer.forward(probe.run, batch.inputs)
 
+    compiled = compiles(compile_settings, device)
     costs: list[BlockCost] = []
     for name, block in transformer.blocks():
         held = frozen_modules(block).values()
         weights = Layout.of((key, b) for module in held for key, b in module._buffers.items() if b is not None)
-        cost = probe.costs[block.structure()]
+        # A block that this data does not reach (of reference pictures, say) takes no more than its weights.
+        cost = (probe.compiled if compiled(name) else probe.costs).get(block.structure(), BlockCost("", 0))
         costs.append(replace(cost, name=name, weights=weights.size, in_file=in_file[name]))
     trained = sum(p.numel() for p in network.parameters())
     # Bytes per trained parameter: the fp32 weight, its gradient, the optimizer's state and the EMA.
     average = 4 if settings.optimizer.ema_decay else 0
-    # Preservation switches the adapters off for one forward and holds a copy of their weights meanwhile.
-    kept = 4 if settings.objective.preservation_weight else 0
-    lora = trained * (4 + 4 + settings.optimizer.spec.state_bytes + average + kept) + network.buffer_bytes()
-    other = sum(module.held_bytes() for module in outer) + lora + _total(probe.outside)
+    # Preservation and guidance loss switch the adapters off for a forward and hold a copy of their weights meanwhile.
+    kept = 4 if settings.objective.preservation_weight or settings.objective.guidance_loss_scale else 0
+    # A cast and its gradient, or the gradient that autograd makes before it is part of the flat one.
+    joined = 4 if settings.optimizer.is_elementwise else 0
+    step = joined if network.casts_in(dtype) is None else 2 * dtype.itemsize
+    lora = trained * (4 + 4 + step + settings.optimizer.spec.state_bytes + average + kept) + network.buffer_bytes()
+    given = {storage_of(tensor): tensor for tensor in batch.tensors() if tensor.device.type == device.type}
+    # One batch: the next one is made when no activation of this step is left, and waits for its own step's.
+    other = sum(module.held_bytes() for module in outer) + lora + total_bytes(probe.outside | given)
     for module in transformer.frozen_modules():
         module.release()
     return StepCost(tuple(costs), other, replace(machine, file=file), structures, probe.shapes)
-
-
-class _Probe:
-    """Block runner for measuring: runs the first block of each structure and input shapes and returns its outputs for
-    the others. A structure costs what its largest inputs do."""
-
-    def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
-        self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
-        self.costs: dict[str, BlockCost] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._outputs: dict[tuple[Any, ...], Any] = {}
-        self.outside: dict[int, Tensor] = {}  # tensors saved outside the blocks, by address
-
-    def run(self, block: Block, *args: Any) -> Any:
-        structure = block.structure()
-        # Blocks of one structure may see other tokens: those of the text, of the picture, or both.
-        place = structure, tuple(a.shape for a in args if isinstance(a, Tensor))
-        if place not in self._outputs:
-            self.outside |= {_storage(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
-            cost, self._outputs[place] = self._measure(block, args)
-            if structure not in self.costs or self.costs[structure].saved < cost.saved:
-                self.costs[structure], self.shapes[structure] = cost, tuple(args[0].shape)
-        return self._outputs[place]
-
-    def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, Any]:
-        for linear in block.linears().values():
-            if linear.adapter is not None:
-                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
-        swap = BlockSwap([block], self.device, 1, False, in_place=True)
-        trained = any(linear.adapter is not None for linear in block.linears().values())
-        # Where nothing up to here is trained, another block of this structure may still come after one that is.
-        alone = not trained and not any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        inputs = [
-            a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point()))
-            if isinstance(a, Tensor)
-            else a
-            for a in args
-        ]
-        tensors = [a for a in inputs if isinstance(a, Tensor)]
-        masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
-
-        # Tensors that exist anyway do not count: weights in their slot, the LoRA, and inputs shared by all blocks.
-        shared = [a for a in tensors if not a.requires_grad]
-        own = {_storage(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *shared)}
-        saved: dict[int, Tensor] = {}
-
-        def forward() -> Any:
-            with _count_saved(saved, own):
-                return swap.run(run_block, block, *inputs, masks)
-
-        before = _used(self.device)
-        outputs = forward()
-        kept = _total(saved)
-        saved.clear()
-        _backward(outputs)
-        peak = _peak(self.device)
-        # The second run is timed: the first one includes one-time costs such as kernel selection.
-        again, forward_seconds = _timed(self.device, forward)
-        _, backward_seconds = _timed(self.device, lambda: _backward(again))
-        cost = BlockCost(
-            "",
-            weights=0,
-            inputs=sum(a.numel() * a.element_size() for a in tensors if a.requires_grad),
-            saved=kept,
-            # Without a peak counter: gradients of all saved tensors, an upper bound.
-            working=kept if peak is None else max(0, peak - before - kept),
-            forward=forward_seconds,
-            backward=backward_seconds,
-        )
-        swap.release()
-        for module in frozen_modules(block).values():
-            module.take()
-        if isinstance(outputs, Tensor):
-            return cost, outputs.detach().requires_grad_()
-        return cost, tuple(output.detach().requires_grad_() for output in outputs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _total(held: dict[int, Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
-def _count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
-    """Record the storages that autograd saves for backward, without those in `own` and scalars.
-
-    into: receives the tensors by address. It holds them, as a freed address would be reused and not counted again.
-    """
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.dim() and _storage(tensor) not in own:
-            into[_storage(tensor)] = tensor
-        return tensor
-
-    return saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-def _backward(outputs: Any) -> None:
-    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
-
-
-def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
-    """Run `call` and return (its result, seconds), with the device synchronised before and after."""
-    _synchronize(device)
-    started = time.perf_counter()
-    result = call()
-    _synchronize(device)
-    return result, time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "xpu":
-        torch.xpu.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def _used(device: torch.device) -> int:
-    """Return the bytes in use and reset the counter of `_peak`."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,203 @@
+"""Probe of a memory plan: runs one block of each structure forward and backward, and says what it costs."""
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...compile.region import run_block
+from ...lora.network import LoraNetwork
+from ...memory.activations.cost import COMPILED_SAVES, EagerBlockWork, block_work
+from ...memory.activations.results import ResultBytes
+from ...memory.swap.block_cost import BlockCost
+from ...memory.swap.training import BlockSwap, frozen_modules
+from ...models.family import Block, ModelInputs
+from ..settings import TrainSettings
+
+
+class Probe:
+    """Block runner for measuring: runs the first block of each structure and input shapes and returns its outputs for
+    the others. A structure costs what its largest inputs do.
+
+    costs: of the eager block, by structure.
+    compiled: of the compiled one, as it is reckoned from what the eager one was counted to do.
+    shapes: of the first input at which each structure was measured.
+    outside: tensors saved outside the blocks, by address.
+    """
+
+    def __init__(self, network: LoraNetwork, inputs: ModelInputs, settings: TrainSettings, device: torch.device):
+        self.network, self.inputs, self.settings, self.device = network, inputs, settings, device
+        self.costs: dict[str, BlockCost] = {}
+        self.compiled: dict[str, BlockCost] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._outputs: dict[tuple[Any, ...], Any] = {}
+        self.outside: dict[int, Tensor] = {}
+
+    def run(self, block: Block, *args: Any) -> Any:
+        structure = block.structure()
+        # Blocks of one structure may see other tokens: those of the text, of the picture, or both.
+        place = structure, tuple(a.shape for a in args if isinstance(a, Tensor))
+        if place not in self._outputs:
+            self.outside |= {storage_of(a): a for a in args if isinstance(a, Tensor) and not a.requires_grad}
+            cost, compiled, self._outputs[place] = self._measure(block, args)
+            if structure not in self.costs or self.costs[structure].saved < cost.saved:
+                self.costs[structure], self.compiled[structure] = cost, compiled
+                self.shapes[structure] = tuple(args[0].shape)
+        return self._outputs[place]
+
+    def _measure(self, block: Block, args: tuple[Any, ...]) -> tuple[BlockCost, BlockCost, Any]:
+        """Return its eager cost, its compiled cost and its outputs."""
+        for linear in block.linears().values():
+            if linear.adapter is not None:
+                linear.adapter = copy.deepcopy(linear.adapter).to(self.device)
+                if self.network.casts_in(args[0].dtype) is not None:
+                    linear.adapter.make_casts(args[0].dtype)
+        swap = BlockSwap([block], self.device, 1, False, in_place=True)
+        trained = any(linear.adapter is not None for linear in block.linears().values())
+        # Where nothing up to here is trained, another block of this structure may still come after one that is.
+        alone = not trained and not any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        inputs = [
+            a.detach().requires_grad_(a.requires_grad or (alone and a.is_floating_point()))
+            if isinstance(a, Tensor)
+            else a
+            for a in args
+        ]
+        tensors = [a for a in inputs if isinstance(a, Tensor)]
+        masks = self.network.sample_masks(block, self.inputs, self.settings.seed, ("measure",), args[0].dtype)
+
+        # Tensors that exist anyway do not count: weights in their slot, the LoRA, and inputs shared by all blocks.
+        shared = [a for a in tensors if not a.requires_grad]
+        adapters = [linear.adapter for linear in block.linears().values() if linear.adapter is not None]
+        casts = [cast for adapter in adapters for cast in adapter.casts.values()]
+        own = {storage_of(tensor) for tensor in (*swap.ring.slots, *block.parameters(), *casts, *shared)}
+        saved: dict[int, Tensor] = {}
+
+        def forward(run: Callable[..., Any] = run_block) -> Any:
+            with count_saved(saved, own):
+                return swap.run(run, block, *inputs, masks)
+
+        flop, back, results = _flop_counter(), _flop_counter(), ResultBytes()
+
+        def counted(*args: Any) -> Any:
+            with flop, results:
+                return run_block(*args)
+
+        before = _used(self.device)
+        outputs = forward(counted)
+        kept = total_bytes(saved)
+        saved.clear()
+        with back:
+            _backward(outputs)
+        peak = _peak(self.device)
+        # The second run is timed: the first one includes one-time costs such as kernel selection.
+        again, forward_seconds = _timed(self.device, forward)
+        _, backward_seconds = _timed(self.device, lambda: _backward(again))
+        cost = BlockCost(
+            "",
+            weights=0,
+            inputs=sum(a.numel() * a.element_size() for a in tensors if a.requires_grad),
+            saved=kept,
+            # Without a peak counter: gradients of all saved tensors, an upper bound.
+            working=kept if peak is None else max(0, peak - before - kept),
+            forward=forward_seconds,
+            backward=backward_seconds,
+            attention=results.attention,
+        )
+        work = block_work(_flop(flop), _flop(back), kept)
+        eager = EagerBlockWork(replace(work.forward, bytes=results.moved), work.backward)
+        costs = (
+            replace(cost, budgeted=results.products, work=eager),
+            replace(cost, saved=int(COMPILED_SAVES * kept), work=work),
+        )
+        swap.release()
+        for module in frozen_modules(block).values():
+            module.take()
+        if isinstance(outputs, Tensor):
+            return *costs, outputs.detach().requires_grad_()
+        return *costs, tuple(output.detach().requires_grad_() for output in outputs)
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Return torch's counter, with the CPU's attention, which it leaves out: two products of B·H·T·S·D forward, and
+    five back."""
+
+    def forward(q: Any, k: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return 4 * math.prod(q) * k[-2]
+
+    def backward(grad: Any, q: Any, k: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return 10 * math.prod(q) * k[-2]
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _flop(counter: FlopCounterMode) -> dict[str, float]:
+    """Return FLOP by name of the op."""
+    return {str(op): float(flop) for op, flop in counter.get_flop_counts().get("Global", {}).items()}
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def total_bytes(held: dict[int, Tensor]) -> int:
+    """Add up the storages that `count_saved` recorded."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def count_saved(into: dict[int, Tensor], own: set[int]) -> saved_tensors_hooks:
+    """Record the storages that autograd saves for backward, without those in `own` and scalars.
+
+    into: receives the tensors by address. It holds them, as a freed address would be reused and not counted again.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dim() and storage_of(tensor) not in own:
+            into[storage_of(tensor)] = tensor
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _backward(outputs: Any) -> None:
+    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+
+def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[Any, float]:
+    """Run `call` and return (its result, seconds), with the device synchronised before and after."""
+    _synchronize(device)
+    started = time.perf_counter()
+    result = call()
+    _synchronize(device)
+    return result, time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "xpu":
+        torch.xpu.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _used(device: torch.device) -> int:
+    """Return the bytes in use and reset the counter of `_peak`."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
