@@ -52,11 +52,23 @@ def most_blocks(matrices: Iterable[str]) -> int:
     """Upper bound of the blocks that `find_blocks` finds in a model whose file holds these matrices by name, such as
     double_blocks.3.img_mlp.0.weight. It counts entries of lists with two matrices, and is exact where no block holds a
     list of such entries."""
-    inside: Counter[str] = Counter()
-    for name in matrices:
-        parts = name.split(".")
-        inside.update(".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
-    return sum(1 for count in inside.values() if count >= 2)
+    return sum(1 for count in _entries(matrices).values() if count >= 2)
+
+
+def in_blocks(matrices: Sequence[str]) -> list[str]:
+    """Those of a file's matrices, by name, that stand in an entry of a list with at least two of them."""
+    inside = _entries(matrices)
+    return [name for name in matrices if any(inside[entry] >= 2 for entry in _entries_of(name))]
+
+
+def _entries(matrices: Iterable[str]) -> Counter[str]:
+    return Counter(entry for name in matrices for entry in _entries_of(name))
+
+
+def _entries_of(name: str) -> list[str]:
+    """The entries of lists that a module stands in: a.3 and a.3.b.0 of a.3.b.0.weight."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
 
 _LISTS = (nn.ModuleList, nn.Sequential)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..memory.host.to_device import to_device
 from ..memory.weights.frozen import FrozenWeights
+from ..memory.weights.requantise import AS_STORED
 from ..memory.weights.residency import FrozenModule
 from .latents import LatentPolicy
 from .layers.attention import attention_function, ragged_attention_function
-from .layers.lora_linear import LoraLinear
+from .layers.lora_linear import LoraLayer
 from .name_table import NameTable
 from .objective import FlowMatching, Objective
 from .text import TextPolicy
@@ -69,9 +70,9 @@ class Block(nn.Module):
     shapes: int = 1
     shapes_known: bool = True
 
-    def linears(self) -> dict[str, LoraLinear]:
-        """The block's Linears by their name inside the block."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, LoraLinear)}
+    def linears(self) -> Mapping[str, LoraLayer]:
+        """The block's Linears, and the convolutions that can have an adapter, by their name inside the block."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, LoraLayer)}
 
     def native_name(self, name: str) -> str:
         """The model's own name, inside the block, of the Linear called `name` here."""
@@ -98,7 +99,7 @@ class Transformer(Protocol):
 
     def blocks(self) -> Sequence[tuple[str, Block]]: ...
 
-    def linears(self) -> dict[str, LoraLinear]: ...
+    def linears(self) -> Mapping[str, LoraLayer]: ...
 
     def frozen_modules(self) -> list[FrozenModule]:
         """Everything that holds frozen weights."""
@@ -274,6 +275,11 @@ class Family(ABC):
         """Remarks for the user about these samples on this model, a sentence each."""
         return []
 
+    def distillation_notes(self, model: Any) -> list[str]:
+        """Remarks on what was distilled into the model and how to leave it there, a sentence each; for a run that does
+        nothing about it."""
+        return []
+
     def build(
         self,
         patcher: ModelPatcher,
@@ -281,9 +287,17 @@ class Family(ABC):
         compute_dtype: torch.dtype,
         attention: str,
         on_host: frozenset[str] = frozenset(),
+        base: str = AS_STORED,
+        in_zeros: bool = False,
     ) -> Transformer:
-        """Build the training forward over the patcher's frozen weights; those of the blocks `on_host` stay there."""
-        weights = FrozenWeights(patcher, device, compute_dtype, on_host)
+        """Build the training forward over the patcher's frozen weights; those of the blocks `on_host` stay there.
+
+        base: what the blocks' Linears are held in, one of `memory.weights.requantise.BASES`.
+        in_zeros: those that are put into it as zeros, to be measured.
+        """
+        lists = self.block_lists(patcher.model)
+        blocks = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
+        weights = FrozenWeights(patcher, device, compute_dtype, on_host, base, blocks, in_zeros)
         choose = ragged_attention_function if self.ragged else attention_function
         return self.transformer(patcher.model, weights, choose(attention, device, compute_dtype))
 

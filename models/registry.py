@@ -38,14 +38,10 @@ def titles_with_releases() -> tuple[str, ...]:
 def family_of(patcher: ModelPatcher) -> Family:
     """The family of a MODEL. Raises ValueError, naming what it is, where it cannot be trained."""
     _check_is_of_comfyui(patcher.model)
-    for family in FAMILIES:
-        if family.matches(patcher.model):
-            for weight in patcher.model.parameters():
-                check_readable(weight)
-            return family
+    family = known_family(patcher.model)
     for weight in patcher.model.parameters():
         check_readable(weight)
-    return NativeFamily(patcher.model)
+    return NativeFamily(patcher.model) if family is None else family
 
 
 def _check_is_of_comfyui(model: Any) -> None:
@@ -65,6 +61,11 @@ def related_family(model: Any) -> Family | None:
     """The family whose class in ComfyUI this model has or derives from; None where there is none. For models that are
     only sampled, and may be relatives that cannot be trained."""
     return next((family for kind in type(model).__mro__ for family in FAMILIES if family.model_class is kind), None)
+
+
+def known_family(model: Any) -> Family | None:
+    """The family with a forward of our own for this model; None where there is none."""
+    return next((family for family in FAMILIES if family.matches(model)), None)
 
 
 def text_policy(clip: Any) -> TextPolicy:

@@ -15,9 +15,10 @@ from ..memory.host.flat_weights import parts_of
 from ..memory.host.mapped_file import bytes_in_file
 from ..memory.host.pinning import HostWeights, place_on_host
 from ..memory.host.staging import link_bandwidth
+from ..memory.swap.block_cost import BlockCost
 from ..memory.swap.oom_retry import retry_on_oom
 from ..memory.swap.patcher import SwapPatcher, swap_model
-from ..memory.swap.plan import BlockCost, Hardware, SearchSpace, SwapPlan, plan, prefetches
+from ..memory.swap.plan import Hardware, SearchSpace, SwapPlan, plan, prefetches
 from ..memory.swap.selection import choose_blocks
 from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered

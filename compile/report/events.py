@@ -77,31 +77,40 @@ class recording:
     """Record the compilations of the calls inside it, on this thread, as those of `region`; see `event` after it.
 
     It may be nested (each compilation belongs to the innermost) and be around a backward. Leaving by an error keeps
-    the event.
+    the event. It stands around every block of every step, so what compiles nothing calls nothing.
+
+    events: the list that the event is added to, if any.
     """
 
-    __slots__ = ("region", "event", "batch", "recompiles")
+    __slots__ = ("region", "events", "event", "batch", "recompiles")
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    def __init__(self, region: str, events: list[CompileEvent] | None = None) -> None:
+        self.region, self.events = region, events
         self.event: CompileEvent | None = None
         self.batch: _Batch | None = None
         self.recompiles: list[Recompile] = []
 
     def __enter__(self) -> "recording":
-        _listen()
-        if _newest() is not _ledger.newest:
+        hooks = getattr(dynamo, "_recompile_user_contexts", None)
+        if hooks is None or _on_compile not in hooks:
+            _listen()
+        metrics = getattr(dynamo, "_compilation_metrics", None)
+        if (metrics[-1] if metrics else None) is not _ledger.newest:
             _ledger.settle(None)
         _open.stack.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         _open.stack.pop()
-        if self.batch is None and _newest() is _ledger.newest and _ledger.owner is not self:
+        metrics = getattr(dynamo, "_compilation_metrics", None)
+        newest = metrics[-1] if metrics else None
+        if self.batch is None and newest is _ledger.newest and _ledger.owner is not self:
             return
         _ledger.close(self)
         if self.batch is not None:
             self.event = _event(self.region, self.batch, self.recompiles)
+            if self.events is not None:
+                self.events.append(self.event)
 
 
 class _Batch:

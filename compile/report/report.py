@@ -1,7 +1,7 @@
 """Compile report: counts, causes and timings of each region."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,21 @@ class RegionReport:
         self.compiled_calls = 0
         self.eager_calls = 0
 
-    @contextmanager
-    def watch(self, device: torch.device | None = None) -> Iterator[recording]:
+    def watch(self, device: torch.device | None = None) -> AbstractContextManager[recording]:
         """Record one call of the compiled callable. device: where to measure the memory that compiling takes."""
-        before = memory_beside_tensors(device) if device is not None and not self.events else None
-        record = recording(self.name)
+        record = recording(self.name, self.events)
+        return record if device is None or self.events else self._weigh(record, device)
+
+    @contextmanager
+    def _weigh(self, record: recording, device: torch.device) -> Iterator[recording]:
+        """Measure the memory that the first compiling takes."""
+        before = memory_beside_tensors(device)
         try:
             with record:
                 yield record
         finally:
             if record.event is not None:
-                self.events.append(record.event)
-                if before is not None and device is not None:
-                    self.memory_added = max(0, memory_beside_tensors(device) - before)
+                self.memory_added = max(0, memory_beside_tensors(device) - before)
 
     def counts(self) -> CompileCounts:
         breaks = {b for event in self.events for b in event.breaks or ()}

@@ -53,14 +53,18 @@ class Adapter(nn.Module):
     """The update of one frozen Linear (out, in).
 
     Its parameters are fp32 master weights, under the names that a state file gives them; they are used in the dtype of
-    x. A new adapter does not change the Linear, nor does one whose master weights are all zero. `forward` is traced as
-    a part of its block: shapes are static, and what differs from step to step comes in as a tensor.
+    x, from `casts` where these are in that dtype. A new adapter does not change the Linear, nor does one whose master
+    weights are all zero. `forward` is traced as a part of its block: shapes are static, and what differs from step to
+    step comes in as a tensor.
 
     drops: the kinds of dropout that it supports.
     rank_drop_scaled: true where the parts that rank dropout retains are scaled up to keep the mean of the update.
     replaces_output: true where a zero update does not stand for "no adapter", so that module dropout needs a mask of
         its own.
     has_norm: true where the update is a constant times the product of all master weights, so that `norm` exists.
+    reads_casts: true where `forward` reads each master weight in the dtype of x only.
+    casts: the master weights in the dtype of the computation, by name, where they are kept beside the fp32 ones;
+        whoever keeps them writes them before each forward, and takes their gradients to the master weights.
     """
 
     algorithm: ClassVar[str]
@@ -68,12 +72,15 @@ class Adapter(nn.Module):
     rank_drop_scaled: ClassVar[bool] = True
     replaces_output: ClassVar[bool] = False
     has_norm: ClassVar[bool] = False
+    reads_casts: ClassVar[bool] = False
+    casts: Mapping[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
         super().__init__()
         self.spec, self.out_features, self.in_features = spec, out_features, in_features
         # Factor of the update; a constant of the graph.
         self.scale = spec.alpha / spec.rank
+        self.casts = {}
         for name, shape in self.shapes(spec, out_features, in_features).items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
@@ -90,6 +97,20 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         """Run the Linear with the adapter: x (B, T, in) → (B, T, out)."""
         raise AssertionError(f"{type(self).__name__} has no forward")
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """The scale on the rank activations, the smallest tensor that it can go on."""
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def cast(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A master weight in `dtype`: the one that is kept, or a new cast."""
+        kept = self.casts.get(name)
+        return getattr(self, name).to(dtype) if kept is None or kept.dtype != dtype else kept
+
+    def make_casts(self, dtype: torch.dtype) -> None:
+        """Keep casts where `forward` reads them, of an adapter that is run by itself, to be measured."""
+        if self.reads_casts and dtype != torch.float32:
+            self.casts = {name: nn.Parameter(weight.detach().to(dtype)) for name, weight in self.named_parameters()}
 
     def drop_width(self) -> int:
         """Number of parts that rank dropout drops one by one."""
@@ -114,6 +135,22 @@ class Adapter(nn.Module):
         """Key of the compiled graph: adapters of equal structure share one."""
         shapes = ",".join("x".join(map(str, p.shape)) for p in self.parameters())
         return f"{self.algorithm}({shapes})*{self.scale!r},{self.spec.constraint!r}"
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x (…, n) as a matrix (rows, n). Where several products read this one matrix, a compiler adds up their gradients
+    of it inside the products; of views of its own for each, in passes over it."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def add_product(y: Tensor, hidden: Tensor, up: Tensor) -> Tensor:
+    """y + hidden · upᵀ, (…, out), as one product that starts from y: the product alone is never in memory.
+
+    hidden: (…, rank) with the rows of y. up: (out, rank). Out of place, as selective checkpointing may hold y. From
+    torch 2.14 on CUDA's product reads y and writes the sum; before, it copies y first, which takes as long as a sum of
+    its own (pytorch/pytorch#191706).
+    """
+    return torch.addmm(as_rows(y), as_rows(hidden), up.t()).view(y.shape)
 
 
 def kaiming_uniform(into: Tensor, source: torch.Generator) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import AdapterSpec, DropMask, ReadWeights, Shape
+from .base import AdapterSpec, DropMask, ReadWeights, Shape, add_product
 from .lora import LoraAdapter
 
 # ComfyUI's reader adds it to the lengths.
@@ -29,6 +29,8 @@ class DoraAdapter(LoraAdapter):
 
     algorithm = "dora"
     replaces_output = True
+    shares_input = False  # its down is scaled by what this layer's weight has become
+    reads_casts = False  # down is scaled by the ratio of lengths in fp32
     has_norm = False  # the lengths of its columns are numbers of their own
     magnitude: nn.Parameter
     lengths: Tensor
@@ -56,10 +58,10 @@ class DoraAdapter(LoraAdapter):
             y = frozen.apply(torch.addcmul(x, x, gain * mask.module))
         else:
             y = frozen.apply(torch.addcmul(x, x, gain))
-        hidden = linear(x, (self.down * ratio).to(x.dtype)) * self.scale
+        hidden = self.scaled(linear(x, (self.down * ratio).to(x.dtype)))
         if mask is not None:
             hidden = hidden * mask.update
-        return y + linear(hidden, self.up.to(x.dtype))
+        return add_product(y, hidden, self.up.to(x.dtype))
 
     def adapted_lengths(self, frozen: FrozenLinear, dtype: torch.dtype) -> Tensor:
         """(in,): ‖W + delta W‖ of each column, fp32, without a gradient."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
+from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
 
 # A slice of delta W, in numbers: 16 MB in fp32.
 _SLICE = 2**22
@@ -43,12 +43,16 @@ class LohaAdapter(Adapter):
         self.hada_w2_b.normal_(generator=source)
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
-        y = frozen.apply(x)
+        rows = as_rows(x)
+        y = frozen.apply(rows)
         a, b = self.factors()
         # The rows of B are products of normal numbers: made as short as LoRA's, so that fp16 holds what they give.
         length = math.sqrt(self.in_features)
-        update = linear(linear(x, (b / length).to(x.dtype)) * self.scale, (a * length).to(x.dtype))
-        return y + (update if mask is None else update * mask.update)
+        hidden, a = self.scaled(linear(rows, (b / length).to(x.dtype))), (a * length).to(x.dtype)
+        if mask is None:
+            return add_product(y, hidden, a).unflatten(0, x.shape[:-1])
+        update = linear(hidden, a).unflatten(0, x.shape[:-1])
+        return y.view_as(update) + update * mask.update
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (out, rank²) and B (rank², in)."""

@@ -6,7 +6,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import Adapter, AdapterSpec, DropMask, ReadWeights, Shape, factorize, kaiming_uniform, norm_of_product
+from .base import (
+    Adapter,
+    AdapterSpec,
+    DropMask,
+    ReadWeights,
+    Shape,
+    add_product,
+    factorize,
+    kaiming_uniform,
+    norm_of_product,
+)
 
 
 class LokrAdapter(Adapter):
@@ -19,6 +29,7 @@ class LokrAdapter(Adapter):
 
     algorithm = "lokr"
     has_norm = True
+    reads_casts = True
     lokr_w1: nn.Parameter
     lokr_w2: nn.Parameter
     lokr_w2_a: nn.Parameter
@@ -51,13 +62,16 @@ class LokrAdapter(Adapter):
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         y = frozen.apply(x)
-        w1 = self.lokr_w1.to(x.dtype)
+        w1 = self.cast("lokr_w1", x.dtype)
         rows = x.unflatten(-1, (w1.shape[1], -1))  # (…, m, n)
         if self.full_matrix:
-            update = _mixed(linear(rows, self.lokr_w2.to(x.dtype)), w1)
+            update = _mixed(linear(rows, self.cast("lokr_w2", x.dtype)), w1)
         else:  # w1 in the middle, where rows are shortest
-            hidden = linear(rows, self.lokr_w2_b.to(x.dtype)) * self.scale
-            update = linear(_mixed(hidden, w1), self.lokr_w2_a.to(x.dtype))
+            hidden = _mixed(self.scaled(linear(rows, self.cast("lokr_w2_b", x.dtype))), w1)
+            w2_a = self.cast("lokr_w2_a", x.dtype)
+            if mask is None:
+                return add_product(y.unflatten(-1, (w1.shape[0], -1)), hidden, w2_a).flatten(-2)
+            update = linear(hidden, w2_a)
         update = update.flatten(-2)
         return y + (update if mask is None else update * mask.update)
 

@@ -1,13 +1,15 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685)."""
 
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ...memory.weights.frozen_linear import FrozenLinear
-from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, norm_of_product
+from .base import DROPOUTS, Adapter, AdapterSpec, DropMask, ReadWeights, Shape, add_product, as_rows, norm_of_product
 
 
 class LoraAdapter(Adapter):
@@ -16,6 +18,9 @@ class LoraAdapter(Adapter):
     algorithm = "lora"
     drops = DROPOUTS
     has_norm = True
+    reads_casts = True
+    shares_input: ClassVar[bool] = True
+    """True where x is multiplied with the down of `factors` as it is, so that it can be with those of other Linears."""
     down: nn.Parameter
     up: nn.Parameter
 
@@ -34,12 +39,24 @@ class LoraAdapter(Adapter):
         self.down.uniform_(-bound, bound, generator=source)
 
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
-        y = frozen.apply(x)
-        # The scale goes on the rank activations, the smallest tensor here.
-        hidden = linear(x, self.down.to(x.dtype)) * self.scale
+        down, up = self.factors(x.dtype)
+        rows = as_rows(x)
+        return self.finish(frozen.apply(rows), linear(rows, down), up, x.shape[:-1], mask)
+
+    def finish(self, y: Tensor, hidden: Tensor, up: Tensor, shape: torch.Size, mask: DropMask | None) -> Tensor:
+        """The output (*shape, out) from the frozen layer's, y (rows, out), x·downᵀ (rows, ranks), and up."""
+        hidden = self.scaled(hidden)
         if mask is not None:
-            hidden = hidden * mask.update
-        return y + linear(hidden, self.up.to(x.dtype))
+            hidden = hidden.unflatten(0, shape) * self.kept(mask.update)
+        return add_product(y, hidden, up).unflatten(0, shape)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """down and up of the update, in `dtype`."""
+        return self.cast("down", dtype), self.cast("up", dtype)
+
+    def kept(self, mask: Tensor) -> Tensor:
+        """The mask (B, rows, `drop_width` or 1) of the rank activations of `factors`."""
+        return mask
 
     def drop_width(self) -> int:
         """The ranks."""
@@ -51,3 +68,18 @@ class LoraAdapter(Adapter):
     def tensors(self) -> dict[str, Tensor]:
         alpha = torch.tensor(float(self.spec.alpha))
         return {"lora_down.weight": self.down, "lora_up.weight": self.up, "alpha": alpha}
+
+
+def run_loras(
+    x: Tensor, frozen: Sequence[FrozenLinear], adapters: Sequence[LoraAdapter], masks: Sequence[DropMask | None]
+) -> list[Tensor]:
+    """Run Linears that read one input, x (…, in), with one product for the downs of all: for these x, and in backward
+    x and its gradient, pass through memory once."""
+    rows = as_rows(x)
+    factors = [adapter.factors(x.dtype) for adapter in adapters]
+    downs = [down for down, _ in factors]
+    hidden = linear(rows, torch.cat(downs)).split([len(down) for down in downs], dim=1)
+    return [
+        adapter.finish(weights.apply(rows), own, up, x.shape[:-1], mask)
+        for weights, adapter, own, (_, up), mask in zip(frozen, adapters, hidden, factors, masks, strict=True)
+    ]

@@ -2,10 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from ...memory.weights.frozen_linear import FrozenLinear
-from .base import AdapterSpec, DropMask, ReadWeights
+from .base import AdapterSpec, ReadWeights
 from .lora import LoraAdapter
 
 _ITERATIONS = 8
@@ -24,6 +22,7 @@ class PissaAdapter(LoraAdapter):
     model. The file is a plain LoRA of twice the rank, [down; A] and [B₀, up], which loads on the model itself.
     """
 
+    reads_casts = False  # down is added to its start in fp32
     has_norm = False  # its master weights are the way from the start, not the factors of the update
     down_start: Tensor
     up_start: Tensor
@@ -41,23 +40,17 @@ class PissaAdapter(LoraAdapter):
         self.up_start[:, : len(root)].copy_(left * root)
         self.down_start[: len(root)].copy_(right * root[:, None])
 
-    def both(self) -> tuple[Tensor, Tensor]:
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """down (2·rank, in) and up (out, 2·rank) of the same update."""
         down = torch.cat((self.down, self.down_start + self.down))
-        return down, torch.cat((self.up_start, self.up), dim=1)
+        return down.to(dtype), torch.cat((self.up_start, self.up), dim=1).to(dtype)
 
-    def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
-        y = frozen.apply(x)
-        down, up = self.both()
-        hidden = linear(x, down.to(x.dtype)) * self.scale
-        if mask is not None:
-            # A rank is dropped from both halves.
-            kept = mask.update
-            hidden = hidden * (kept if kept.shape[-1] == 1 else torch.cat((kept, kept), dim=-1))
-        return y + linear(hidden, up.to(x.dtype))
+    def kept(self, mask: Tensor) -> Tensor:
+        """A rank is dropped from both halves."""
+        return mask if mask.shape[-1] == 1 else torch.cat((mask, mask), dim=-1)
 
     def tensors(self) -> dict[str, Tensor]:
-        down, up = self.both()
+        down, up = self.factors(torch.float32)
         alpha = torch.tensor(2 * float(self.spec.alpha))
         return {"lora_down.weight": down, "lora_up.weight": up, "alpha": alpha}
 

@@ -47,7 +47,7 @@ class ChromaDoubleBlock(JointBlock):
     def forward(
         self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, bounds: Tensor, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """img: (B, N, D), txt: (B, L, D), img_mod and txt_mod: (B, 1, 6·D), pe: (B, 1, N + L, head/2, 2), bounds: as
+        """img: (B, N, D), txt: (B, L, D), img_mod and txt_mod: (B, 1, 6·D), pe: (B, N + L, 1, head/2, 2), bounds: as
         the attention takes them."""
         return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks, bounds)
 
@@ -58,7 +58,7 @@ class ChromaSingleBlock(ParallelBlock):
     modulated = False
 
     def forward(self, x: Tensor, modulation: Tensor, pe: Tensor, bounds: Tensor, masks: Masks) -> Tensor:
-        """x: (B, N + L, D), modulation: (B, 1, 3·D), pe: (B, 1, N + L, head/2, 2), bounds: as the attention takes
+        """x: (B, N + L, D), modulation: (B, 1, 3·D), pe: (B, N + L, 1, head/2, 2), bounds: as the attention takes
         them."""
         return self.run(x, modulation, pe, x.shape[1], masks, bounds)
 
@@ -95,10 +95,7 @@ class ChromaTransformer(FluxBackbone):
     single = ChromaSingleBlock
 
     def __init__(self, weights: FrozenWeights, model: Any, attention: RaggedAttention):
-        def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-            return attention.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bounds)
-
-        super().__init__(weights, model, attend)
+        super().__init__(weights, model, attention.attend)
         self.bounds = attention.bounds
         self.approximator = Approximator(weights, model.distilled_guidance_layer)
 
@@ -111,7 +108,7 @@ class ChromaTransformer(FluxBackbone):
         assert isinstance(inputs, ChromaInputs)
         vectors = self.approximator(inputs.timestep, inputs.guidance, self.dtype)
         pe = rope(inputs.positions, self.axes_dim, self.theta)
-        bounds = self.bounds(inputs.lengths, pe.shape[2], pe.device)
+        bounds = self.bounds(inputs.lengths, pe.shape[1], pe.device)
         img, txt = self.img_in(inputs.tokens), self.txt_in(inputs.text)
         if torch.is_grad_enabled():
             # The first block must look like the others to the compiler: its inputs require grad too.

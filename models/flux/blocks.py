@@ -22,11 +22,10 @@ Modulation = tuple[Tensor, ...]
 """shift, scale and gate, each (B, 1, D), or (B, 2, D) with a second row for the tokens from a given one on."""
 
 
-def _heads(qkv: Tensor, count: int, norm: QKNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv: (B, T, 3·D) → normalised q and k, and v, each (B, H, T, head)."""
-    q, k, v = qkv.unflatten(-1, (3, count, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def _turned(q: Tensor, k: Tensor, norm: QKNorm, pe: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, each (B, T, H, head), normalised and rotated."""
     q, k = norm(q, k)
-    return q, k, v
+    return rotate(q, pe), rotate(k, pe)
 
 
 class FluxStream(nn.Module):
@@ -51,10 +50,14 @@ class FluxStream(nn.Module):
         assert self.mod is not None
         return self.mod(vec, masks.get("mod"))
 
-    def heads(self, x: Tensor, modulation: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, D) → normalised q and k, and v, each (B, H, T, head)."""
+    def heads(
+        self, x: Tensor, modulation: Modulation, pe: Tensor, own: int, masks: Masks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (B, T, D), pe: (B, T, 1, head/2, 2) → rotated q and k, and v, each (B, T, H, head)."""
         shift, scale, _ = modulation
-        return _heads(self.qkv(modulate_parts(x, shift, scale, own), masks.get("qkv")), self.num_heads, self.norm)
+        qkv = self.qkv(modulate_parts(x, shift, scale, own), masks.get("qkv"))
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        return *_turned(q, k, self.norm, pe), v
 
     def after_attention(
         self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
@@ -105,29 +108,35 @@ class JointBlock(Block):
         attention that takes them; the rest as in `forward`."""
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_parts, txt_parts, text = img_mod.chunk(6, dim=-1), txt_mod.chunk(6, dim=-1), txt.shape[1]
-        img_q, img_k, img_v = self.img.heads(img, img_parts[:3], own, img_masks)
-        txt_q, txt_k, txt_v = self.txt.heads(txt, txt_parts[:3], text, txt_masks)
-        q = rotate(self.joined(txt_q, img_q), pe)
-        k = rotate(self.joined(txt_k, img_k), pe)
-        attended = self.attention(q, k, self.joined(txt_v, img_v), *bounds)
-        if self.text_first:
-            txt_attended, img_attended = attended.split((text, img.shape[1]), dim=1)
-        else:
-            img_attended, txt_attended = attended.split((img.shape[1], text), dim=1)
+        # Rotated before they are joined: a compiler then writes of all this only what attention reads.
+        txt_pe, img_pe = self.parted(pe, text)
+        img_heads = self.img.heads(img, img_parts[:3], img_pe, own, img_masks)
+        txt_heads = self.txt.heads(txt, txt_parts[:3], txt_pe, text, txt_masks)
+        q, k, v = map(self.joined, txt_heads, img_heads)
+        txt_attended, img_attended = self.parted(self.attention(q, k, v, *bounds), text)
         img = self.img.after_attention(img, img_attended, img_parts[:3], img_parts[3:], own, img_masks)
         txt = self.txt.after_attention(txt, txt_attended, txt_parts[:3], txt_parts[3:], text, txt_masks)
         return img, finite_in_fp16(txt)
 
     def joined(self, txt: Tensor, img: Tensor) -> Tensor:
-        """txt: (B, H, L, head), img: (B, H, N + R, head) → (B, H, L + N + R, head)."""
-        return torch.cat((txt, img) if self.text_first else (img, txt), dim=2)
+        """txt: (B, L, …), img: (B, N + R, …) → (B, L + N + R, …)."""
+        return torch.cat((txt, img) if self.text_first else (img, txt), dim=1)
+
+    def parted(self, joint: Tensor, text: int) -> tuple[Tensor, Tensor]:
+        """The parts of the text, of L = `text` tokens, and of the pictures. joint: (B, L + N + R, …)."""
+        others = joint.shape[1] - text
+        if self.text_first:
+            txt, img = joint.split((text, others), dim=1)
+        else:
+            img, txt = joint.split((others, text), dim=1)
+        return txt, img
 
 
 class DoubleBlock(JointBlock):
     """FLUX.1's, with a modulation of its own."""
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """img: (B, N + R, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N + R, head/2, 2)."""
+        """img: (B, N + R, D), txt: (B, L, D), vec: (B, 1, D) after SiLU, pe: (B, L + N + R, 1, head/2, 2)."""
         img_mod = self.img.modulation(vec, masks_of("img.", masks))
         txt_mod = self.txt.modulation(vec, masks_of("txt.", masks))
         return self.run(img, txt, img_mod, txt_mod, pe, img.shape[1], masks)
@@ -143,7 +152,7 @@ class DoubleBlock2(JointBlock):
         self, img: Tensor, txt: Tensor, img_mod: Tensor, txt_mod: Tensor, pe: Tensor, own: int, masks: Masks
     ) -> tuple[Tensor, Tensor]:
         """img: (B, N + R, D), txt: (B, L, D), img_mod: (B, 1 or 2, 6·D), a second row is that of the references;
-        txt_mod: (B, 1, 6·D), pe: (B, 1, L + N + R, head/2, 2), own: N."""
+        txt_mod: (B, 1, 6·D), pe: (B, L + N + R, 1, head/2, 2), own: N."""
         return self.run(img, txt, img_mod, txt_mod, pe, own, masks)
 
 
@@ -174,12 +183,14 @@ class ParallelBlock(Block):
         """modulation: (B, 1 or 2, 3·D) after its Linear; bounds: of the samples, for an attention that takes them; the
         rest as in `forward`."""
         shift, scale, gate = modulation.chunk(3, dim=-1)
-        width = x.shape[-1]
         joint = self.linear1(modulate_parts(x, shift, scale, own), masks.get("linear1"))
-        qkv, hidden = joint.split((3 * width, joint.shape[-1] - 3 * width), dim=-1)
-        q, k, v = _heads(qkv, self.num_heads, self.norm)
-        attended = self.attention(rotate(q, pe), rotate(k, pe), v, *bounds)
-        joint = torch.cat((attended, self.activation(hidden)), dim=-1)
+        # The MLP's width is cut into heads too: the gradients of one split into parts of the same kind are written side
+        # by side, each where it belongs.
+        heads = self.num_heads
+        parts = joint.unflatten(-1, (-1, x.shape[-1] // heads))
+        q, k, v, hidden = parts.split((heads, heads, heads, parts.shape[2] - 3 * heads), dim=2)
+        q, k = _turned(q, k, self.norm, pe)
+        joint = torch.cat((self.attention(q, k, v, *bounds), self.activation(hidden.flatten(2))), dim=-1)
         return finite_in_fp16(gate_parts(x, self.linear2(joint, masks.get("linear2")), gate, own))
 
 
@@ -187,7 +198,7 @@ class SingleBlock(ParallelBlock):
     """FLUX.1's, with a modulation of its own."""
 
     def forward(self, x: Tensor, vec: Tensor, pe: Tensor, masks: Masks) -> Tensor:
-        """x: (B, L + N + R, D), vec: (B, 1, D) after SiLU, pe: (B, 1, L + N + R, head/2, 2)."""
+        """x: (B, L + N + R, D), vec: (B, 1, D) after SiLU, pe: (B, L + N + R, 1, head/2, 2)."""
         assert self.mod is not None
         return self.run(x, self.mod(vec, masks.get("mod")), pe, x.shape[1], masks)
 
@@ -200,5 +211,5 @@ class SingleBlock2(ParallelBlock):
 
     def forward(self, x: Tensor, modulation: Tensor, pe: Tensor, own: int, masks: Masks) -> Tensor:
         """x: (B, L + N + R, D), modulation: (B, 1 or 2, 3·D), a second row is that of the references;
-        pe: (B, 1, L + N + R, head/2, 2), own: L + N."""
+        pe: (B, L + N + R, 1, head/2, 2), own: L + N."""
         return self.run(x, modulation, pe, own, masks)

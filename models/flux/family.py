@@ -185,8 +185,18 @@ class Flux(FluxFamily):
         if self.variant(model) == "dev" or not long:
             return []
         return [
-            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was trained "
-            f"with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
+            f"{long} captions have more than {SCHNELL_TEXT_LENGTH} tokens, the length that FLUX.1 schnell was "
+            f"trained with; set max_text_length to {SCHNELL_TEXT_LENGTH} on Prepare Dataset if this is schnell."
+        ]
+
+    def distillation_notes(self, model: Any) -> list[str]:
+        if self.variant(model) == "dev":
+            return []
+        # ostris/ai-toolkit, config/examples/train_lora_flux_schnell_24gb.yaml; toolkit/stable_diffusion_model.py
+        return [
+            "If this is FLUX.1 schnell: it is distilled, which plain training undoes; choose "
+            "ostris/FLUX.1-schnell-training-adapter (pytorch_lora_weights.safetensors) at training_adapter of LoRA "
+            "Network."
         ]
 
     def reference_method(self, method: str) -> str:
@@ -241,12 +251,20 @@ class Flux2(FluxFamily):
         return resolution_shift(tokens)
 
     def notes(self, model: Any, samples: Sequence[SampleFacts]) -> list[str]:
-        long = [sample for sample in samples if sample.text_length > FLUX2_TEXT_LENGTH]
+        long = sum(sample.text_length > FLUX2_TEXT_LENGTH for sample in samples)
         if not long:
             return []
         return [
-            f"{len(long)} captions have more than {FLUX2_TEXT_LENGTH} tokens, the length that FLUX.2 was trained with; "
+            f"{long} captions have more than {FLUX2_TEXT_LENGTH} tokens, the length that FLUX.2 was trained with; "
             "each length beyond it is compiled on its own. Shorten them."
+        ]
+
+    def distillation_notes(self, model: Any) -> list[str]:
+        if self.variant(model) == "dev":
+            return []
+        return [
+            "If this is FLUX.2 klein and not klein base: it is distilled, which plain training undoes; train on "
+            "klein base and look at the LoRA on klein (model of Training Preview)."
         ]
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Flux2Transformer:

@@ -13,7 +13,7 @@ from ...memory.weights.residency import FrozenModule
 from ..family import Block, ModelInputs, RunBlock
 from ..layers.attention import Attention
 from ..layers.frozen import RMSNorm
-from ..layers.lora_linear import LoraLinear
+from ..layers.lora_linear import LoraLayer, LoraLinear
 from ..layers.math import finite_in_fp16, modulate, rope, timestep_embedding
 from .blocks import DoubleBlock, DoubleBlock2, JointBlock, ParallelBlock, SingleBlock, SingleBlock2
 from .layers import Embedder
@@ -55,7 +55,7 @@ class FluxBackbone:
         single = [(f"single_blocks.{i}", block) for i, block in enumerate(self.single_blocks)]
         return [*double, *single]
 
-    def linears(self) -> dict[str, LoraLinear]:
+    def linears(self) -> dict[str, LoraLayer]:
         """Every Linear by the model's own module name."""
         found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
         return found | {"img_in": self.img_in, "txt_in": self.txt_in, "final_layer.linear": self.final_linear}
@@ -79,7 +79,7 @@ class FluxTransformer(FluxBackbone):
         self.guidance_in = Embedder(weights, "guidance_in") if flux.params.guidance_embed else None
         self.final_modulation = LoraLinear(weights, "final_layer.adaLN_modulation.1")
 
-    def linears(self) -> dict[str, LoraLinear]:
+    def linears(self) -> dict[str, LoraLayer]:
         found = super().linears() | {"final_layer.adaLN_modulation.1": self.final_modulation}
         for name in ("time_in", "vector_in", "guidance_in"):
             if (embedder := getattr(self, name)) is not None:
@@ -88,7 +88,7 @@ class FluxTransformer(FluxBackbone):
 
     def embed(self, inputs: FluxInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """→ img (B, N + R, D), txt (B, L, D), vec (B, 1 or 2, D) after SiLU, where a second row is that of the
-        references, and pe (B, 1, L + N + R, head/2, 2)."""
+        references, and pe (B, L + N + R, 1, head/2, 2)."""
         references = () if inputs.references is None else (inputs.references,)
         img = self.img_in(torch.cat((inputs.tokens, *references), dim=1))
         times = [inputs.timestep] if inputs.reference_timestep is None else [inputs.timestep, inputs.reference_timestep]
@@ -149,7 +149,7 @@ class Flux2Transformer(FluxTransformer):
         self.txt_modulation = LoraLinear(weights, "double_stream_modulation_txt.lin")
         self.single_modulation = LoraLinear(weights, "single_stream_modulation.lin")
 
-    def linears(self) -> dict[str, LoraLinear]:
+    def linears(self) -> dict[str, LoraLayer]:
         return super().linears() | {
             "double_stream_modulation_img.lin": self.img_modulation,
             "double_stream_modulation_txt.lin": self.txt_modulation,

@@ -18,23 +18,27 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v: (B, H, T, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN, memory-efficient or plain)."""
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    """q, k, v: (B, T, H, D) → (B, T, H·D). Torch picks the kernel (flash, cuDNN, memory-efficient or plain).
+
+    Its result lies in memory as q does: from q in this order the heads of a token are together, and nothing is copied.
+    """
+    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same on cuDNN's kernel, by its own op: SDPA would take another where this one refuses."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
     return out.transpose(1, 2).flatten(2)
 
 
+@lru_cache  # one function for all runs: a graph is compiled for the function that it calls
 def flash(package: str) -> Attention:
     """The same on the kernels of one of `flash_attention.PACKAGES`; fp16 or bf16 on a GPU."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, _ = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, package)
-        return out.flatten(2)
+        return flash_attention(q, k, v, None, package)[0].flatten(2)
 
     return attend
 
@@ -60,7 +64,7 @@ def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
     """Run cuDNN's kernel forward and backward once. Raises ValueError where that fails."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"attention is 'cudnn', which needs a GPU and fp16 or bf16, not {device.type} in {dtype}.")
-    q, k, v = (torch.ones(1, 2, 32, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.ones(1, 32, 2, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     try:
         with torch.enable_grad():
             cudnn(q, k, v).sum().backward()
@@ -90,6 +94,7 @@ def ragged_attention_function(choice: str, device: torch.device, dtype: torch.dt
     return RaggedAttention(lambda lengths, size, device: lengths, ragged_sdpa(choice == "cudnn"))
 
 
+@lru_cache
 def ragged_sdpa(only_cudnn: bool = False) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """On the kernels of torch."""
 
@@ -106,6 +111,7 @@ def pads_as_samples(lengths: Tensor, size: int, device: torch.device) -> Tensor:
     return to_device(torch.cat((torch.stack((starts, starts + lengths), 1).flatten(), ends)).to(torch.int32), device)
 
 
+@lru_cache
 def ragged_flash(package: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """On flash-attn's kernels for many sequences in one."""
 

@@ -1,21 +1,43 @@
 """A frozen Linear with an adapter beside it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.frozen_linear import FrozenLinear, read_format
+from ...memory.weights.products import ErrorMeter, Products
 from ...memory.weights.residency import FrozenModule
 from ..adapters.base import Adapter, DropMask
+from ..adapters.lora import LoraAdapter, run_loras
 
 
-class LoraLinear(FrozenModule):
-    """y = x·Wᵀ + b, and what its adapter makes of it, a LoRA or another one, where it has one.
+class LoraLayer(FrozenModule):
+    """A frozen layer with an adapter beside it, where it has one.
 
-    The frozen weight may be stored in a narrower dtype than x, or quantised. shape: (out, in) of the weight that is
-    stored; storage: how it is, in words that are equal where the graph can be.
+    weight: as it is stored.
+    shape: (out, in) of the weight as a matrix.
+    storage: of the weight, in words that are equal where the graph can be.
+    kernel: (height, width) of a convolution; None of a Linear.
     """
 
+    kernel: tuple[int, ...] | None = None
     weight: Tensor
+    shape: tuple[int, int]
+    storage: str
+    adapter: Adapter | None
+
+    def read_on_device(self) -> FrozenLinear:
+        """The weights as a matrix on the training device, also where the buffers are slots of another block."""
+        raise AssertionError(f"{type(self).__name__} has no read_on_device")
+
+
+class LoraLinear(LoraLayer):
+    """y = x·Wᵀ + b, and what its adapter makes of it, a LoRA or another one, where it has one.
+
+    The frozen weight may be stored in a narrower dtype than x, or quantised.
+    """
+
     weight_scale: Tensor | None
     bias: Tensor | None
     pre_quant_scale: Tensor | None
@@ -23,8 +45,10 @@ class LoraLinear(FrozenModule):
     def __init__(self, weights: FrozenWeights, name: str):
         super().__init__()
         self._source = (weights, name)
+        self.products: Products | None = None
+        self.meter: ErrorMeter | None = None  # measures the products while it is set
         self.take()
-        self.adapter: Adapter | None = None
+        self.adapter = None
 
     def take(self) -> None:
         frozen = self.read()
@@ -35,7 +59,13 @@ class LoraLinear(FrozenModule):
         held |= dict(zip(self._parts, frozen.parts, strict=True)) | {"pre_quant_scale": frozen.pre_quant_scale}
         for name, tensor in held.items():
             self.register_buffer(name, tensor, persistent=False)
-        self.storage = frozen.layout or f"{str(frozen.weight.dtype)[6:]}{' scaled' * (frozen.scale is not None)}"
+        self._stored = frozen.layout or f"{str(frozen.weight.dtype)[6:]}{' scaled' * (frozen.scale is not None)}"
+        self.multiply_in(self.products)
+
+    def multiply_in(self, products: Products | None) -> None:
+        """Multiply by these products from now on; None is in full."""
+        self.products = products
+        self.storage = self._stored if products is None else f"{self._stored} by {'/'.join(map(str, products))}"
 
     def read(self) -> FrozenLinear:
         """The weights from the MODEL itself, where they lie."""
@@ -43,8 +73,12 @@ class LoraLinear(FrozenModule):
         return weights.linear(name)
 
     def read_on_device(self) -> FrozenLinear:
-        """The weights on the training device, also where the buffers are slots that hold another block."""
         return self.read().to(self._source[0].device)
+
+    def bytes_before_base(self) -> int | None:
+        """Bytes that the MODEL holds of the weight; None of one that no `base` takes."""
+        weights, name = self._source
+        return weights.bytes_before_base(name)
 
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         weights, own = self._source
@@ -55,13 +89,30 @@ class LoraLinear(FrozenModule):
     def frozen(self) -> FrozenLinear:
         """The weights that the buffers hold."""
         if self.layout is None:
-            return FrozenLinear(self.weight, self.weight_scale, self.bias, pre_quant_scale=self.pre_quant_scale)
+            smoothing = self.pre_quant_scale
+            return FrozenLinear(
+                self.weight,
+                self.weight_scale,
+                self.bias,
+                pre_quant_scale=smoothing,
+                products=self.products,
+                meter=self.meter,
+            )
         parts = tuple(getattr(self, name) for name in self._parts)
-        return FrozenLinear(self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale)
+        held = self.weight, None, self.bias, parts, self.layout, self.pre_quant_scale
+        return FrozenLinear(*held, self.products, self.meter)
 
     def forward(self, x: Tensor, mask: DropMask | None = None) -> Tensor:
         frozen = self.frozen()
         return frozen.apply(x) if self.adapter is None else self.adapter(x, frozen, mask)
+
+
+def run_together(layers: Sequence[LoraLinear], x: Tensor, masks: Sequence[DropMask | None]) -> list[Tensor]:
+    """Run Linears that read one input, x (B, T, in); where each has a LoRA, one product serves the downs of all."""
+    adapters = [layer.adapter for layer in layers if isinstance(layer.adapter, LoraAdapter)]
+    if len(adapters) < len(layers) or not all(adapter.shares_input for adapter in adapters):
+        return [layer(x, mask) for layer, mask in zip(layers, masks, strict=True)]
+    return run_loras(x, [layer.frozen() for layer in layers], adapters, masks)
 
 
 Masks = dict[str, DropMask]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
     """Rotation tables of rotary position embedding (arXiv 2104.09864), one part of the head per axis.
 
-    positions: (B, T, axes) → (B, 1, T, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does,
+    positions: (B, T, axes) → (B, T, 1, D/2, 2): cosine and sine, fp32. The angles are computed in fp64 as ComfyUI does,
     on the CPU where the device has none.
     """
     device = positions.device if comfy.model_management.supports_fp64(positions.device) else torch.device("cpu")
@@ -21,14 +21,23 @@ def rope(positions: Tensor, axes_dim: Sequence[int], theta: int) -> Tensor:
         scale = torch.linspace(0, (dim - 2) / dim, steps=dim // 2, dtype=torch.float64, device=device)
         angles.append(positions[..., axis, None].to(device, torch.float64) / theta**scale)
     angle = torch.cat(angles, dim=-1)
-    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(1).to(positions.device)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().unsqueeze(2).to(positions.device)
 
 
 def rotate(x: Tensor, pe: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … of the head dimension. x: (B, H, T, D), pe: (B, 1, T, D/2, 2) → as x."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = pe.unbind(-1)
-    return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2).to(x.dtype)
+    """Rotate the pairs (0, 1), (2, 3), … of the head dimension. x: (B, T, H, D), pe: (B, T, 1, D/2, 2) → as x.
+
+    Both forms round alike. Torch's own kernels write what each op gives, and one product of complex numbers is the
+    least of them; inductor, which fuses no complex numbers, writes nothing of the other form but its result.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        cos, sin = pe.unsqueeze(-2).unbind(-1)
+        sign = 2 * torch.arange(2, device=x.device) - 1
+        rotated = pairs * cos + pairs.flip(-1) * sin * sign
+    else:
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(pe))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def timestep_embedding(t: Tensor, dim: int = 256, max_period: float = 10000.0) -> Tensor:

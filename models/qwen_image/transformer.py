@@ -13,7 +13,7 @@ from ...memory.weights.residency import FrozenModule
 from ..family import Block, ModelInputs, RunBlock
 from ..layers.attention import RaggedAttention
 from ..layers.frozen import RMSNorm
-from ..layers.lora_linear import LoraLinear, Masks, masks_of
+from ..layers.lora_linear import LoraLayer, LoraLinear, Masks, masks_of, run_together
 from ..layers.math import gate_parts, modulate, modulate_parts, rope, rotate
 
 Modulation = tuple[Tensor, Tensor, Tensor]
@@ -54,14 +54,12 @@ class QwenStream(nn.Module):
         self.norm_k = RMSNorm(weights, f"{prefix}.attn.{k_norm}", getattr(block.attn, k_norm).eps)
         self.num_heads = block.num_attention_heads
 
-    def heads(self, x: Tensor, first: Modulation, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, D) → normalised q and k, and v, each (B, T, H, head)."""
+    def heads(self, x: Tensor, first: Modulation, pe: Tensor, own: int, masks: Masks) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (B, T, D), pe: (B, T, 1, head/2, 2) → q and k, normalised and rotated, and v, each (B, T, H, head)."""
         x = modulate_parts(x, first[0], first[1], own)
-        q, k, v = (
-            layer(x, masks.get(name)).unflatten(-1, (self.num_heads, -1))
-            for name, layer in (("q", self.q), ("k", self.k), ("v", self.v))
-        )
-        return self.norm_q(q), self.norm_k(k), v
+        qkv = run_together((self.q, self.k, self.v), x, [masks.get(name) for name in "qkv"])
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
+        return rotate(self.norm_q(q), pe), rotate(self.norm_k(k), pe), v
 
     def after_attention(
         self, x: Tensor, attended: Tensor, first: Modulation, second: Modulation, own: int, masks: Masks
@@ -102,11 +100,11 @@ class QwenBlock(Block):
         img_masks, txt_masks = masks_of("img.", masks), masks_of("txt.", masks)
         img_mod = self.img.mod(vec, img_masks.get("mod")).chunk(6, dim=-1)
         txt_mod = self.txt.mod(vec[:, :1], txt_masks.get("mod")).chunk(6, dim=-1)
-        img_q, img_k, img_v = self.img.heads(img, img_mod[:3], own, img_masks)
-        txt_q, txt_k, txt_v = self.txt.heads(txt, txt_mod[:3], own, txt_masks)
-        q = rotate(torch.cat((img_q, txt_q), dim=1), pe)
-        k = rotate(torch.cat((img_k, txt_k), dim=1), pe)
-        attended = self.attend(q, k, torch.cat((img_v, txt_v), dim=1), bounds)
+        img_pe, txt_pe = pe.split((img.shape[1], txt.shape[1]), dim=1)
+        img_heads = self.img.heads(img, img_mod[:3], img_pe, own, img_masks)
+        txt_heads = self.txt.heads(txt, txt_mod[:3], txt_pe, own, txt_masks)
+        q, k, v = (torch.cat(both, dim=1) for both in zip(img_heads, txt_heads, strict=True))
+        attended = self.attend(q, k, v, bounds)
         img_attended, txt_attended = attended.split((img.shape[1], txt.shape[1]), dim=1)
         img = self.img.after_attention(img, img_attended, img_mod[:3], img_mod[3:], own, img_masks)
         txt = self.txt.after_attention(txt, txt_attended, txt_mod[:3], txt_mod[3:], own, txt_masks)
@@ -134,7 +132,7 @@ class QwenTransformer:
     def blocks(self) -> list[tuple[str, Block]]:
         return [(f"transformer_blocks.{i}", block) for i, block in enumerate(self.transformer_blocks)]
 
-    def linears(self) -> dict[str, LoraLinear]:
+    def linears(self) -> dict[str, LoraLayer]:
         """Every Linear by the model's own module name."""
         found = {f"{p}.{b.native_name(n)}": lin for p, b in self.blocks() for n, lin in b.linears().items()}
         embedder = "time_text_embed.timestep_embedder"
@@ -159,8 +157,8 @@ class QwenTransformer:
         times = [inputs.timestep] if inputs.reference_timestep is None else [inputs.timestep, inputs.reference_timestep]
         features = timestep_features(torch.stack(times, dim=1)).to(self.dtype)
         vec = F.silu(self.time_out(F.silu(self.time_in(features))))
-        pe = rope(inputs.positions, self.axes_dim, self.theta).to(self.dtype)  # core rounds the table too
-        return img, txt, vec, pe.transpose(1, 2).contiguous()
+        pe = rope(inputs.positions, self.axes_dim, self.theta).to(self.dtype).float()  # core rounds the table too
+        return img, txt, vec, pe
 
     def head(self, img: Tensor, vec: Tensor) -> Tensor:
         """img: (B, N, D), vec: (B, 1, D) → velocity (B, N, C·patch)."""

@@ -3,7 +3,6 @@ under a compiler: core's attention wrapper reads free memory on the CPU and its 
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,14 +10,14 @@ from ...memory.weights.frozen import FrozenWeights
 from ..family import Block, ModelInputs
 from ..layers.attention import Attention
 from ..layers.frozen import LayerNorm, RMSNorm
-from ..layers.lora_linear import LoraLinear, Masks, masks_of
-from ..layers.math import modulate, rotate
-from .layers import Modulation
+from ..layers.lora_linear import LoraLinear, Masks, masks_of, run_together
+from ..layers.math import rotate
+from .layers import Modulation, gate_frames, modulate_frames
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, D) → (B, H, T, D / H)"""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    """(B, T, D) → (B, T, H, D / H)"""
+    return x.unflatten(-1, (heads, -1))
 
 
 class SelfAttention(nn.Module):
@@ -33,10 +32,10 @@ class SelfAttention(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, pe: Tensor, masks: Masks) -> Tensor:
-        q = rotate(_heads(self.norm_q(self.q(x, masks.get("q"))), self.num_heads), pe)
-        k = rotate(_heads(self.norm_k(self.k(x, masks.get("k"))), self.num_heads), pe)
-        v = _heads(self.v(x, masks.get("v")), self.num_heads)
-        return self.o(self.attention(q, k, v), masks.get("o"))
+        q, k, v = run_together((self.q, self.k, self.v), x, [masks.get(name) for name in "qkv"])
+        q = rotate(_heads(self.norm_q(q), self.num_heads), pe)
+        k = rotate(_heads(self.norm_k(k), self.num_heads), pe)
+        return self.o(self.attention(q, k, _heads(v, self.num_heads)), masks.get("o"))
 
 
 class CrossAttention(nn.Module):
@@ -86,19 +85,19 @@ class TextBlock(Block):
         return {name: context.get(name, inputs.image_tokens) for name in self.linears()}
 
     def forward(self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, masks: Masks) -> Tensor:
-        """x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, 1, N, head/2, 2), text: (B, L, D)."""
+        """x: (B, N, D), e: (B, 1, 6, D) of the timestep, pe: (B, N, 1, head/2, 2), text: (B, L, D)."""
         return self._run(x, e, pe, text, None, None, masks)
 
     def _run(
         self, x: Tensor, e: Tensor, pe: Tensor, text: Tensor, image: Tensor | None, clean: Tensor | None, masks: Masks
     ) -> Tensor:
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(e, clean)
-        attended = self.self_attn(modulate(x, shift, scale), pe, masks_of("self_attn.", masks))
-        x = torch.addcmul(x, attended, gate)
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = self.modulation(e)
+        attended = self.self_attn(modulate_frames(x, shift, scale, clean), pe, masks_of("self_attn.", masks))
+        x = gate_frames(x, attended, gate, clean)
         x = x + self.cross_attn(self.norm3(x), text, image, masks_of("cross_attn.", masks))
-        hidden = self.ffn["0"](modulate(x, ffn_shift, ffn_scale), masks.get("ffn.0"))
+        hidden = self.ffn["0"](modulate_frames(x, ffn_shift, ffn_scale, clean), masks.get("ffn.0"))
         hidden = self.ffn["2"](F.gelu(hidden, approximate="tanh"), masks.get("ffn.2"))
-        return torch.addcmul(x, hidden, ffn_gate)
+        return gate_frames(x, hidden, ffn_gate, clean)
 
 
 class ImageBlock(TextBlock):

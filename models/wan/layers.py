@@ -7,8 +7,10 @@ from torch.nn import functional as F
 from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.residency import FrozenModule
 from ..layers.frozen import FrozenTensors
+from ..layers.math import modulate
 
 PATCH = 2  # latent cells a side of a token; a token is one frame deep
+_ROWS = slice(0, 1), slice(1, 2)  # of the noisy frames, and of those that are given
 
 
 class Modulation(FrozenTensors):
@@ -19,11 +21,31 @@ class Modulation(FrozenTensors):
     def __init__(self, weights: FrozenWeights, prefix: str):
         super().__init__(weights, prefix, "modulation")
 
-    def forward(self, e: Tensor, clean: Tensor | None) -> list[Tensor]:
-        """e: (B, F, n or 1, D) → n of (B, 1, D), or of (B, N, D) where `clean` (B, N, 1) says which of the two
-        timesteps a token has."""
-        parts = (self.modulation[:, None] + e).unbind(2)
-        return [part if clean is None else torch.where(clean, part[:, 1:], part[:, :1]) for part in parts]
+    def forward(self, e: Tensor) -> tuple[Tensor, ...]:
+        """e: (B, F, n or 1, D) → n of (B, F, D), one row for each timestep."""
+        return (self.modulation[:, None] + e).unbind(2)
+
+
+def modulate_frames(x: Tensor, shift: Tensor, scale: Tensor, clean: Tensor | None) -> Tensor:
+    """`modulate` with a row of shift and scale for each timestep: (B, 1, D), or (B, 2, D) where `clean` (B, N, 1) says
+    which of the two a token has. x: (B, N, D).
+
+    Tokens are chosen after the products: autograd then keeps the rows for backward. Rows chosen before would be kept as
+    (B, N, D), which musubi-tuner's `force_v2_1_time_embedding` avoids with one timestep for all frames.
+    """
+    if clean is None:
+        return modulate(x, shift, scale)
+    normed = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+    noisy, given = (torch.addcmul(shift[:, row], normed, 1 + scale[:, row]) for row in _ROWS)
+    return torch.where(clean, given, noisy)
+
+
+def gate_frames(x: Tensor, y: Tensor, gate: Tensor, clean: Tensor | None) -> Tensor:
+    """x + gate·y, with rows of the gate as in `modulate_frames`. x, y: (B, N, D)."""
+    if clean is None:
+        return torch.addcmul(x, y, gate)
+    noisy, given = (torch.addcmul(x, y, gate[:, row]) for row in _ROWS)
+    return torch.where(clean, given, noisy)
 
 
 class PatchEmbedding(FrozenModule):

@@ -12,10 +12,10 @@ from ...memory.weights.residency import FrozenModule
 from ..family import Block, ModelInputs, RunBlock
 from ..layers.attention import Attention
 from ..layers.frozen import FrozenTensors, LayerNorm
-from ..layers.lora_linear import LoraLinear
-from ..layers.math import modulate, rope
+from ..layers.lora_linear import LoraLayer, LoraLinear
+from ..layers.math import rope
 from .blocks import FrameBlock, ImageBlock, TextBlock
-from .layers import Modulation, PatchEmbedding, sinusoid
+from .layers import Modulation, PatchEmbedding, modulate_frames, sinusoid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class WanTransformer:
     def blocks(self) -> list[tuple[str, Block]]:
         return [(f"blocks.{i}", block) for i, block in enumerate(self._blocks)]
 
-    def linears(self) -> dict[str, LoraLinear]:
+    def linears(self) -> dict[str, LoraLayer]:
         """Every Linear by the model's own module name."""
         found = {f"{name}.{own}": linear for name, block in self.blocks() for own, linear in block.linears().items()}
         for name in ("text_embedding", "time_embedding"):
@@ -110,8 +110,8 @@ class WanTransformer:
 
     def final(self, x: Tensor, e: Tensor, clean: Tensor | None) -> Tensor:
         """x: (B, N, D) → velocity (B, N, 4·C)."""
-        shift, scale = self.head_modulation(e.unsqueeze(2), clean)
-        return self.head(modulate(x, shift, scale))
+        shift, scale = self.head_modulation(e.unsqueeze(2))
+        return self.head(modulate_frames(x, shift, scale, clean))
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
         assert isinstance(inputs, WanInputs)

@@ -2,6 +2,7 @@
 the model, it keeps stored bytes only, and the rules that cut it are LyCORIS's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import comfy.lora
 import pytest
@@ -14,10 +15,14 @@ from tessera.lora.plan import base_spec
 from tessera.memory.weights.frozen_linear import FrozenLinear
 from tessera.models.adapters.base import Adapter, DropMask, factorize
 from tessera.models.adapters.registry import adapter_kind
+from tessera.models.layers.lora_linear import LoraLinear, run_together
 from tiny.adapters import ALGORITHMS, adapted_weight, fill, numbers
 from tiny.compiling import Graphs
 from tiny.flux import QUANTISED
 from tiny.quantised import stored_layer
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OUT, IN, NAME = 96, 64, "double_blocks.0.img_attn.proj"
 algorithms = pytest.mark.parametrize("options", [NetworkOptions(**o) for o in ALGORITHMS.values()], ids=ALGORITHMS)
@@ -153,3 +158,138 @@ def test_dropped_parts_add_nothing():
             y = adapter(x, frozen, DropMask(torch.full((2, 1, width), keep), module))
             expected = adapter(x, frozen, None) if keep else frozen.apply(x)
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Ops with the addresses of the tensors that they take."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        operands = {arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        self.ops.append((op.overloadpacket.__name__, operands))
+        return op(*args, **(kwargs or {}))
+
+
+class Writes(TorchDispatchMode):
+    """Ops that give a new tensor of `size` numbers, in their order."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.ops = size, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() == self.size and not op.is_view and "view" not in str(op):
+            self.ops.append(op.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("name", ["lora", "pissa", "dora", "loha", "lokr"])
+def test_the_frozen_product_is_where_the_update_starts(name, masked):
+    """Two products write the layer's output, and no sum of two does; masks of whole outputs cannot be in a product."""
+    frozen = frozen_layer()
+    adapter = made(NetworkOptions(**ALGORITHMS[name]), frozen)
+    mask = DropMask(torch.ones(2, 1, adapter.drop_width()), torch.ones(2, 1, 1) if name == "dora" else None)
+    with Writes(2 * 5 * OUT) as written:
+        adapter(random(2, 5, IN), frozen, mask if masked else None)
+    by_rows = masked and name in ("loha", "lokr")
+    assert written.ops == (["addmm", "mm", "mul", "add"] if by_rows else ["addmm", "addmm"])
+
+
+def test_a_lora_keeps_its_input_its_weights_and_the_rank_activations():
+    frozen, kept = frozen_layer(), {}
+    adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)
+    x = random(2, 5, IN).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+        adapter(x, frozen, None)
+    rank = adapter.spec.rank
+    hidden = 4 * 2 * 5 * rank
+    assert sum(kept.values()) == x.nbytes + frozen.weight.nbytes + adapter.up.nbytes + adapter.down.nbytes + hidden
+
+
+def test_a_compiled_backward_adds_gradients_of_the_input_as_matrices():
+    """Where a view stands between a product and the sum, inductor can't make them one."""
+    torch._dynamo.reset()
+    frozen, added = frozen_layer(), []
+    adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)
+
+    def record(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.add.Tensor and node.meta["val"].numel() == 2 * 5 * IN:
+                added.append([arg.target for arg in node.args])
+        return make_boxed_func(graph.forward)
+
+    plain = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=record)
+    run = torch.compile(adapter, backend=plain, fullgraph=True)
+    run(random(2, 5, IN).requires_grad_(), frozen, None).sum().backward()
+    assert added == [[torch.ops.aten.mm.default] * 2]
+
+
+def layers(kinds, dtype=torch.float32):
+    """Linears with an adapter of each kind, or none."""
+    found = []
+    for seed, kind in enumerate(kinds):
+        frozen = FrozenLinear(random(OUT, IN, seed=seed, std=0.2).to(dtype), None, random(OUT, seed=9).to(dtype))
+        layer = LoraLinear(SimpleNamespace(linear=lambda _, frozen=frozen: frozen), "")
+        if kind is not None:
+            layer.adapter = made(NetworkOptions(**ALGORITHMS[kind] | {"rank": 3 + seed}), frozen)
+            fill(layer.adapter, seed)
+        found.append(layer.to(dtype))
+    return found
+
+
+def gradients_of(run, x, given):
+    """Outputs of Linears over one input, and the gradients of all that is trained and of the input."""
+    x = x.detach().requires_grad_()
+    outs = run(x)
+    masters = [p for layer in given for p in layer.parameters()]
+    scale = torch.arange(1, len(outs) + 1, dtype=x.dtype)
+    return [
+        *outs,
+        *torch.autograd.grad(sum(s * out.square().sum() for s, out in zip(scale, outs, strict=True)), [x, *masters]),
+    ]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+@pytest.mark.parametrize("masked", [(), (0, 2), (0, 1, 2)], ids=["", "two masked", "masked"])
+@pytest.mark.parametrize(
+    "kinds", [("lora", "lora", "pissa"), ("lora", None, "lora"), ("lora", "dora", "lora")], ids=str
+)
+def test_linears_of_one_input_are_each_what_they_are_alone(kinds, masked, backend):
+    torch._dynamo.reset()
+    x, given, exact = random(2, 5, IN), layers(kinds), layers(kinds, torch.float64)
+    masks = [None] * 3
+    for index in masked:
+        if given[index].adapter is not None:
+            width = given[index].adapter.drop_width()
+            drawn = (random(2, 5, width, seed=index) > 0).float()
+            module = torch.tensor([1.0, 0.0]).reshape(2, 1, 1) if kinds[index] == "dora" else None
+            masks[index] = DropMask(drawn, module)
+    run = run_together if backend is None else torch.compile(run_together, backend=backend, fullgraph=True)
+    found = gradients_of(lambda x: run(given, x, masks), x, given)
+    wide = [None if m is None else DropMask(*(None if t is None else t.double() for t in m)) for m in masks]
+    alone = [lambda x, layer=layer, mask=mask: layer(x, mask) for layer, mask in zip(exact, wide, strict=True)]
+    expected = gradients_of(lambda x: [call(x) for call in alone], x.double(), exact)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape and (one - other).norm() < 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("kinds, reads", [(("lora",) * 3, (4, 1)), (("lora", "pissa", "lora"), (4, 1))], ids=str)
+def test_loras_of_one_input_read_it_in_one_product(kinds, reads):
+    """Beside the frozen products, which have one each. In backward for all downs too."""
+    given = layers(kinds)
+    x = random(2, 5, IN).requires_grad_()
+
+    def products():
+        return sum(name in ("mm", "addmm") for name, operands in read.ops if x.data_ptr() in operands)
+
+    with Reads() as read:
+        outs = run_together(given, x, [None] * 3)
+    forward = products()
+    with Reads() as read:
+        sum(out.sum() for out in outs).backward()
+    assert (forward, products()) == reads

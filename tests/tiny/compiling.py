@@ -1,5 +1,6 @@
 """What tests of compiled MODELs share: counting graphs, LoRAs for any tiny model, MODELs that are loaded in part."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,19 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that run under it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Graphs:

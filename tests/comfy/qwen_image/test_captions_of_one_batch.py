@@ -43,6 +43,6 @@ def of_one_sample(
     samples = [NoisySample(r.latent, r.text, r.conditioning, 24, text_length) for r in read]
     sigma = torch.tensor([0.2, 0.5, 0.9])[list(batch)]
     velocity = trainer.placed.velocity(trainer.family.inputs(trainer.patcher, samples, sigma, 1.0), (0, 0))
-    trainer.learner.optimizer.zero_grad()
+    trainer.learner.zero_grad()
     (velocity[place] * direction[place]).sum().backward()
     return lora_gradients(trainer)
