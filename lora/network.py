@@ -1,6 +1,6 @@
 """The LoRA network: the adapters of the trained Linears, their master weights, and their file form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ..common.rng import generator
 from ..models.adapters.base import Adapter, AdapterSpec, DropMask
-from ..models.adapters.registry import adapter_kind
+from ..models.adapters.registry import make_adapter
 from ..models.family import Block, ModelInputs, Transformer
-from ..models.layers.lora_linear import LoraLinear
+from ..models.layers.lora_linear import LoraLayer
 from .dropout import sample_masks
 from .files.lora_model import LoraModel
+from .flat_group import FlatGroup
 from .options import NetworkOptions
 from .plan import adapter_specs
 
@@ -26,22 +27,67 @@ OTHER_NETWORK = (
 
 
 class LoraNetwork:
-    """One adapter per target Linear, by the Linear's name, attached to a transformer.
+    """One adapter per target layer, by the layer's name, attached to a transformer.
 
     Initial weights are sampled from (seed, module name); the first step starts from the model as it is.
     """
 
-    def __init__(self, options: NetworkOptions, targets: Sequence[str], linears: dict[str, LoraLinear], seed: int):
-        self.options = options
+    def __init__(
+        self,
+        options: NetworkOptions,
+        targets: Sequence[str],
+        linears: Mapping[str, LoraLayer],
+        seed: int,
+        blocks_run_once: bool = True,
+    ):
+        """blocks_run_once: false where a forward may run a block several times."""
+        self.options, self.blocks_run_once = options, blocks_run_once
         self.adapters: dict[str, Adapter] = {}
+        self.flat: list[FlatGroup] = []
         for name, spec in adapter_specs(options, targets).items():
             linear = linears[name]
-            adapter = adapter_kind(spec)(spec, *linear.shape)
+            adapter = make_adapter(spec, linear.shape, linear.kernel)
             adapter.start(generator(seed, "lora", name), linear.read_on_device)
             self.adapters[name] = adapter.to(linear.weight.device)
         self.attach(linears)
 
-    def attach(self, linears: dict[str, LoraLinear]) -> None:
+    def casts_in(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return `dtype` where a forward in it can read casts of the master weights that are kept, else None.
+
+        It does not where a block runs several times: autograd would sum the gradients of a cast in `dtype`, where it
+        sums those of the master weights in fp32.
+        """
+        read = self.blocks_run_once and all(adapter.reads_casts for adapter in self.adapters.values())
+        return dtype if read and dtype != torch.float32 else None
+
+    def flatten(self, groups: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype) -> list[FlatGroup]:
+        """Move the master weights into one tensor for each group; the parameters become views on it.
+
+        dtype: of the forward, for which casts are kept where it can read them.
+        """
+        self.flat = [FlatGroup(group, self.casts_in(dtype)) for group in groups]
+        casts = {id(w): c for group in self.flat for w, c in zip(group.weights, group.casts, strict=False)}
+        for adapter in self.adapters.values():
+            named = adapter.named_parameters()
+            adapter.casts = {own: casts[id(weight)] for own, weight in named if id(weight) in casts}
+        return self.flat
+
+    def write_casts(self) -> None:
+        """Write the casts that a forward reads; called before each one."""
+        for group in self.flat:
+            group.write_casts()
+
+    def gather(self) -> None:
+        """Move the gradients of a backward into the flat ones, where there are such."""
+        for group in self.flat:
+            group.gather()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of flat groups."""
+        for group in self.flat:
+            group.zero_grad()
+
+    def attach(self, linears: Mapping[str, LoraLayer]) -> None:
         """Attach the adapters to these Linears."""
         for name, adapter in self.adapters.items():
             linears[name].adapter = adapter
@@ -94,9 +140,11 @@ class LoraNetwork:
         saved = [p.clone() for p in weights]
         try:
             torch._foreach_zero_(weights)
+            self.write_casts()
             yield
         finally:
             torch._foreach_copy_(weights, saved)
+            self.write_casts()
 
     def snapshot(self) -> LoraModel:
         """Copy the LoRA to the host, in kohya's names."""
@@ -119,5 +167,7 @@ class LoraNetwork:
         return sample_masks(self.options, block, inputs, seed, key, dtype)
 
 
-def build_network(transformer: Transformer, targets: Sequence[str], options: NetworkOptions, seed: int) -> LoraNetwork:
-    return LoraNetwork(options, targets, transformer.linears(), seed)
+def build_network(
+    transformer: Transformer, targets: Sequence[str], options: NetworkOptions, seed: int, blocks_run_once: bool
+) -> LoraNetwork:
+    return LoraNetwork(options, targets, transformer.linears(), seed, blocks_run_once)

@@ -13,6 +13,7 @@ from ..lora.network import LoraNetwork
 from ..lora.warm_start import WarmStart
 from .checkpoint.state import TrainingState
 from .optim.averaging import LoraAverage, is_schedule_free, saved_weights
+from .optim.flat_step import FlatStep
 from .optim.max_norm import MaxNorm
 from .optim.optimizers import build_optimizer, build_scheduler, restore_optimizer, state_of
 from .optim.options import OptimizerOptions
@@ -25,8 +26,13 @@ class Learner:
     def __init__(self, network: LoraNetwork, options: OptimizerOptions, steps: int, dtype: torch.dtype, device: str):
         self.network, self.options = network, options
         plus = network.options.lora_plus_ratio
-        named = dict(zip(network.master_weights(), network.parameters(), strict=True))
+        self.weights = network.parameters()
+        named = dict(zip(network.master_weights(), self.weights, strict=True))
         self.optimizer = build_optimizer(options, parameter_groups(named, options.learning_rate, plus))
+        self.flat: FlatStep | None = None
+        if options.is_elementwise or network.casts_in(dtype):
+            groups = network.flatten([group["params"] for group in self.optimizer.param_groups], dtype)
+            self.flat = FlatStep(self.optimizer, groups) if options.is_elementwise else None
         self.scheduler = build_scheduler(options, self.optimizer, steps)
         self.average = LoraAverage(options.ema_decay, network.master_weights()) if options.ema_decay else None
         limit = network.options.scale_weight_norms
@@ -54,16 +60,29 @@ class Learner:
     def zero_grad(self) -> None:
         """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.network.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a loss, scaled in fp16."""
         self.scaler.scale(loss).backward()
+        self.network.gather()
 
     def clip(self) -> Tensor:
         """Clip the gradients and return their norm before clipping, as a scalar on the device."""
+        self._prepare()
         self.scaler.unscale_(self.optimizer)  # before clipping: max_grad_norm is meant for unscaled gradients
         limit = self.options.max_grad_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        gradients = [p.grad for p in self.weights if p.grad is not None]
+        # Of each weight, not of the flat gradients: another order of sums would change the last bits.
+        norm = torch.nn.utils.get_total_norm(gradients)
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(stepped, limit, norm)
+        return norm
+
+    def _prepare(self) -> None:
+        self.network.gather()
+        if self.flat is not None:
+            self.flat.prepare()
 
     def may_step(self, norm: float) -> bool:
         """Check the gradient norm: True where it is finite, or where the loss scaler is on.
@@ -74,6 +93,7 @@ class Learner:
 
     def step(self) -> None:
         """Update the weights from their gradients, then the norm limit, the EMA and the schedule."""
+        self._prepare()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         # The norm limit comes before the average, so that the average is made of the limited weights.
@@ -112,7 +132,7 @@ class Learner:
         return {
             "master_weights": self.network.state_dict(),
             "adapters": self.network.specs(),
-            "optimizer": state_of(self.optimizer),
+            "optimizer": state_of(self.optimizer) if self.flat is None else self.flat.state(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": self.average.state() if self.average is not None else {},
@@ -121,7 +141,11 @@ class Learner:
     def load(self, state: TrainingState) -> list[str]:
         """Restore a saved state. Returns notes for the user."""
         self.network.load_master_weights(state.master_weights)
+        if self.flat is not None:
+            self.flat.split()
         restore_optimizer(self.optimizer, self.scheduler, state.optimizer, state.scheduler)
+        if self.flat is not None:
+            self.flat.join()
         if self.scaler.is_enabled() and state.scaler:  # a state of another dtype has none
             self.scaler.load_state_dict(state.scaler)
         if self.average is None:

@@ -46,6 +46,9 @@ class Recorder:
     def between_steps(self, trainer: Any) -> None:
         self.weights.append({name: p.detach().double() for name, p in trainer.network.master_weights().items()})
 
+    def is_due(self, step: int, steps: int) -> bool:
+        return False
+
 
 class Written(NamedTuple):
     weights: list[dict[str, Tensor]]

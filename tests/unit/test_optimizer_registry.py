@@ -6,7 +6,7 @@ import pytest
 import torch
 from tessera.train.optim.checks import check_optimizer
 from tessera.train.optim.options import OptimizerOptions
-from tessera.train.optim.registry import optimizer_class, parse_args
+from tessera.train.optim.registry import fused_by_default, optimizer_class, parse_args
 
 CPU = torch.device("cpu")
 
@@ -240,3 +240,14 @@ def test_an_optimizer_that_forgets_at_a_resume_is_noted(monkeypatch):
 
 def test_the_class_of_a_submodule_is_found():
     assert optimizer_class("custom", "torch.optim.adamw.AdamW") is torch.optim.AdamW
+
+
+def test_fused_is_the_default_on_cuda_where_nothing_else_is_asked_for():
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    name = "torch.optim.AdamW"
+    assert fused_by_default(name, {"weight_decay": 0.1}, cuda) == {"fused": True}
+    assert fused_by_default(name, {}, cpu) == {}
+    for asked in ({"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}):
+        assert fused_by_default(name, asked, cuda) == {}
+    for other in ("torch.optim.NAdam", "torch.optim.Muon", "torch.optim.SGD"):
+        assert fused_by_default(other, {}, cuda) == {}

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from .averaging import is_schedule_free
 from .options import OptimizerOptions
 from .param_groups import check_groups, flat, group_sizes
-from .registry import arguments, check_args, optimizer_class, parse_args
+from .registry import arguments, check_args, fused_by_default, optimizer_class, parse_args
 from .schedule import lr_factor
 
 
@@ -26,8 +26,10 @@ def build_optimizer(
     params = list(params)
     values = check_arguments(options)
     kind: Callable[..., torch.optim.Optimizer] = chosen_class(options)
+    device = flat(params)[0].device
     if options.optimizer == "adamw8bit":
-        _try_a_step(kind, flat(params)[0].device)
+        _try_a_step(kind, device)
+    values |= fused_by_default(options.spec.class_path, values, device)
     try:
         optimizer = kind(params, lr=options.learning_rate, **values)
     except Exception as error:  # a library's own checks

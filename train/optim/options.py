@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ...common.text import finite, one_of, within
 from ...common.unread import Unread, option
 from .lr_curve import parse_curve
-from .registry import CUSTOM, OPTIMIZERS, OptimizerSpec, package_of, parse_args
+from .registry import CUSTOM, OPTIMIZERS, OptimizerSpec, is_elementwise, package_of, parse_args
 
 LR_SCHEDULERS = (
     *("constant", "cosine", "linear", "cosine_with_restarts", "polynomial", "warmup_stable_decay", "rex"),
@@ -127,6 +127,11 @@ class OptimizerOptions:
         """Row of the chosen optimizer; for 'custom' with the user's class."""
         row = OPTIMIZERS[self.optimizer]
         return replace(row, class_path=self.optimizer_class) if self.optimizer == CUSTOM else row
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True where a step treats each number by itself, so that weights in one tensor take the same steps."""
+        return is_elementwise(self.spec.class_path, parse_args(self.optimizer_args))
 
     @property
     def display_name(self) -> str:

@@ -74,6 +74,10 @@ OPTIMIZERS = {
     # A class named by the user: the largest memory of this table as upper bound, 0 as lower bound.
     CUSTOM: OptimizerSpec("", (), 16, 0, 12),
 }
+# Classes whose step treats each number by itself, so that weights in one tensor take the same steps.
+_ELEMENTWISE = ("torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion", "schedulefree.AdamWScheduleFree")
+# Arguments of an older Lion by which a step sees the whole matrix.
+_OF_A_MATRIX = {"use_gc", "adanorm", "cautious"}
 _OWN_INPUTS = {"params": "the LoRA's weights", "lr": "learning_rate"}
 
 
@@ -118,6 +122,20 @@ def optimizer_class(name: str, dotted: str) -> type[torch.optim.Optimizer]:
             f"'pip install -U {pip}', look the name up in its documentation, or choose adamw."
         )
     return found
+
+
+def is_elementwise(class_path: str, args: Mapping[str, Any]) -> bool:
+    """Test that a class steps each number by itself with these arguments."""
+    return class_path in _ELEMENTWISE and not _OF_A_MATRIX & args.keys()
+
+
+def fused_by_default(class_path: str, args: Mapping[str, Any], device: torch.device) -> dict[str, bool]:
+    """Return the argument that makes AdamW's step on CUDA one kernel, where `args` leave that open.
+
+    Not SGD's: its fused step fails where a weight's first gradient comes later than the others'.
+    """
+    asked = {"fused", "foreach", "differentiable"} & args.keys()
+    return {"fused": True} if device.type == "cuda" and class_path == "torch.optim.AdamW" and not asked else {}
 
 
 def parse_args(text: str) -> dict[str, Any]:

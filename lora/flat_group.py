@@ -1,0 +1,105 @@
+"""Master weights of one parameter group in one tensor, so that a step takes few kernels whatever their number."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Each weight begins at a multiple of this, in numbers: 512 bytes in fp32, as CUDA's allocator begins tensors.
+_ALIGNMENT = 128
+
+
+class FlatGroup:
+    """Master weights of one parameter group as views on one tensor, and their gradients on another.
+
+    The gaps between them are zero in both, and an elementwise step leaves them so.
+
+    weights: the master weights; views on `master` from here on.
+    master: (n,), fp32.
+    gradient: (n,), fp32.
+    gradients: views on `gradient`, in the weights' shapes.
+    cast: (n,), `master` in the dtype of the computation; None where a forward reads the master weights themselves.
+    casts: what a forward reads in their place, views on `cast`; autograd gives these the gradients.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], dtype: torch.dtype | None = None):
+        self.weights = list(weights)
+        self._begins: list[int] = []
+        size = 0
+        for weight in self.weights:
+            self._begins.append(size)
+            size += -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
+        held = torch.zeros(size, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        for weight, part in zip(self.weights, self.parts(held), strict=True):
+            part.copy_(weight.detach())
+            weight.data = part
+        self.master = nn.Parameter(held)
+        self.gradient = torch.zeros_like(held)
+        self.gradients = self.parts(self.gradient)
+        self.cast = None if dtype is None else torch.zeros_like(held, dtype=dtype)
+        self.casts = [] if self.cast is None else [nn.Parameter(part) for part in self.parts(self.cast)]
+        self.write_casts()
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Views on a tensor (n,), one for each weight in its shape."""
+        return [self.part(flat, number) for number in range(len(self.weights))]
+
+    def part(self, flat: Tensor, number: int) -> Tensor:
+        """View on a tensor (n,) at the place of a weight, in its shape."""
+        begin, shape = self._begins[number], self.weights[number].shape
+        return flat[begin : begin + shape.numel()].view(shape)
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copy tensors of the weights' shapes into a new one, (n,)."""
+        flat = torch.zeros(self.master.shape, dtype=tensors[0].dtype, device=tensors[0].device)
+        torch._foreach_copy_(self.parts(flat), list(tensors))
+        return flat
+
+    @torch.no_grad()
+    def write_casts(self) -> None:
+        """Write `cast`, one kernel. Called before each forward, so that nobody who changes a weight has to ask for it.
+
+        A backward over a forward before this raises torch's error that its tensors were modified.
+        """
+        if self.cast is not None:
+            self.cast.copy_(self.master)
+
+    @property
+    def is_complete(self) -> bool:
+        """True where every weight has a gradient."""
+        return all(weight.grad is not None for weight in self.weights)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Move the gradients of a backward into `gradient`; each weight's `grad` is a view on it from here on.
+
+        A weight without a gradient stays so. Autograd adds the gradients of later backwards in place.
+        """
+        fresh = [i for i, w in enumerate(self.weights) if w.grad is not None and w.grad is not self.gradients[i]]
+        self._begin(fresh, [self.weights[i].grad for i in fresh])
+        cast = [i for i, c in enumerate(self.casts) if c.grad is not None]
+        first, later = ([i for i in cast if (self.weights[i].grad is None) == new] for new in (True, False))
+        self._begin(first, [self.casts[i].grad for i in first])
+        if later:
+            # Summed in fp32. Widened by one copy and added in one kernel: mixed dtypes would be added tensor by tensor.
+            wide = torch.zeros_like(self.gradient)
+            added: list[Any] = [self.casts[i].grad for i in later]
+            torch._foreach_copy_([self.part(wide, i) for i in later], added)
+            self.gradient.add_(wide)
+        for i in cast:
+            self.casts[i].grad = None
+
+    def _begin(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
+        if not numbers:
+            return
+        torch._foreach_copy_([self.gradients[i] for i in numbers], list(gradients))
+        for i in numbers:
+            self.weights[i].grad = self.gradients[i]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients. The gaps are zeroed too: a NaN step that is skipped would leave NaN there."""
+        for weight in (*self.weights, *self.casts):
+            weight.grad = None
+        self.master.grad = None
+        self.gradient.zero_()
