@@ -1,4 +1,8 @@
-"""A frozen base LoRA beneath the trained one: a weight patch, like a LoRA that is loaded on the MODEL."""
+"""Frozen LoRAs beneath the trained one: weight patches, like a LoRA that is loaded on the MODEL.
+
+The base LoRA counts as part of the model. The training adapter is in force while training and at no other time: over a
+distilled model it takes the distillation out, so that the trained LoRA does not learn to.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +15,7 @@ from ..models.registry import family_of
 from .files.patches import DoesNotFit, Patch
 from .files.reader import Patches, layer_of, name_of, read_patches
 from .options import NetworkOptions
+from .source import LoraSource
 
 
 def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
@@ -20,9 +25,37 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
         if options.base_strength != 1:
             return ["base_strength has no effect without base_lora."]
         return []
-    name, told = options.base_lora.name, options.base_lora.input("base_lora")
+    name = options.base_lora.name
+    notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA holds what is new."]
+    if options.algorithm in ("dora", "oft"):
+        notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
+    return notes + _apply(patcher, options.base_lora, "base_lora", options.base_strength, family)
+
+
+def apply_training_adapter(patcher: ModelPatcher, options: NetworkOptions, family: Family) -> list[str]:
+    """Patch the weights of `patcher`, a clone made for training, with `training_adapter`; returns notes for the user, a
+    sentence each. Raises ValueError where it is a LoRA of another model."""
+    if options.training_adapter is None:
+        return []
+    name, strength = options.training_adapter.name, options.training_adapter_strength
+    notes = [f"Trained with {name} at strength {strength:g} on the model; previews and the saved LoRA are without it."]
+    if options.training_adapter == options.base_lora:
+        notes.append(f"{name} is base_lora too, so training has it twice; set one of the two to none.")
+    if options.algorithm == "oft":
+        notes.append(
+            f"oft multiplies the weight, which has {name} in it only while it trains; a lora carries over better."
+        )
+    return notes + _apply(patcher, options.training_adapter, "training_adapter", strength, family)
+
+
+def _apply(patcher: ModelPatcher, source: LoraSource, default: str, strength: float, family: Family) -> list[str]:
+    """Patch the weights with a LoRA; returns a note for each thing in it that the model has not.
+
+    default: name of the input for messages, where the source does not tell it.
+    """
+    name, told = source.name, source.input(default)
     try:
-        patches, unknown = read_patches(options.base_lora.tensors(), family, patcher.model)
+        patches, unknown = read_patches(source.tensors(), family, patcher.model)
         missing = list(_check_patches(patches, patcher.model))
     except DoesNotFit as error:
         raise ValueError(f"{told}: {name} does not fit this model ({error}); choose a LoRA of this model.") from error
@@ -30,10 +63,8 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
         raise ValueError(
             f"{told}: {name} has no update for {family.title}; choose a LoRA that was trained on this model."
         )
-    patcher.add_patches(patches, options.base_strength)
-    notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA holds what is new."]
-    if options.algorithm in ("dora", "oft"):
-        notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
+    patcher.add_patches(patches, strength)
+    notes = []
     if missing:
         notes.append(f"{told} also changes what this model does not have, such as {missing[0]}; it is left out.")
     if unknown:
@@ -64,7 +95,8 @@ def _shape(model: Any, key: str) -> tuple[int, ...] | None:
 
 
 def with_base(model: ModelPatcher, options: NetworkOptions) -> ModelPatcher:
-    """The MODEL that is trained on, as previews sample it: a clone with `base_lora` on it, or itself without one."""
+    """The MODEL as previews sample it: a clone with `base_lora` on it, or itself without one; never with the training
+    adapter."""
     if options.base_lora is None:
         return model
     clone = model.clone()

@@ -26,7 +26,7 @@ def sample_masks(
     delta W, but leaves what stays unscaled: its rank_dropout_scale is off by default, and where it is on divides by the
     share that was kept of that draw.
     """
-    if not (options.dropout or options.rank_dropout or options.module_dropout):
+    if not options.drops:
         return {}
     shapes = block.mask_shapes(inputs)
     masks = {}

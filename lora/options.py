@@ -13,7 +13,15 @@ from .source import LoraSource
 ALGORITHMS = tuple(ADAPTERS)
 SAME, NONE = "same", "none"
 # What is set for the second expert, as it is where there is one model.
-LOW_NOISE: dict[str, Any] = {"start_from_low_noise": SAME, "base_lora_low_noise": SAME, "base_strength_low_noise": 1.0}
+LOW_NOISE: dict[str, Any] = {
+    "start_from_low_noise": SAME,
+    "base_lora_low_noise": SAME,
+    "base_strength_low_noise": 1.0,
+    "training_adapter_low_noise": SAME,
+    "training_adapter_strength_low_noise": 1.0,
+}
+# LoRAs beneath the trained one, with the input of their strength.
+_BENEATH = {"base_lora": "base_strength", "training_adapter": "training_adapter_strength"}
 _WITHOUT_NORM = {
     "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
     "scale_weight_norms to 0",
@@ -22,6 +30,7 @@ _WITHOUT_NORM = {
 }
 
 _OF_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")
+_OF_TRAINING_ADAPTER = Unread(lambda options: options.training_adapter is None, ": training_adapter is none.")
 
 
 def _of_algorithm(algorithm: str) -> Unread:
@@ -49,6 +58,9 @@ class NetworkOptions:
     init: the initial weights of a LoRA.
     start_from_low_noise, base_lora_low_noise, base_strength_low_noise: of the low noise one of Wan 2.2's two experts: a
         LoRA, NONE, or SAME as the high noise one (and `base_strength` with it).
+    training_adapter, training_adapter_strength: a LoRA that is in force while training and at no other time, and its
+        strength.
+    training_adapter_low_noise, training_adapter_strength_low_noise: the same of the low noise expert.
 
     Raises ValueError, naming the input, for values out of range and combinations without effect.
     """
@@ -73,6 +85,10 @@ class NetworkOptions:
     start_from_low_noise: LoraSource | str = SAME
     base_lora_low_noise: LoraSource | str = SAME
     base_strength_low_noise: float = 1.0
+    training_adapter: LoraSource | None = None
+    training_adapter_strength: float = option(1.0, _OF_TRAINING_ADAPTER)
+    training_adapter_low_noise: LoraSource | str = SAME
+    training_adapter_strength_low_noise: float = 1.0
 
     def of_high_noise(self) -> "NetworkOptions":
         """The options of the high noise expert alone."""
@@ -83,15 +99,21 @@ class NetworkOptions:
         own = dict(LOW_NOISE)
         if self.start_from_low_noise != SAME:
             own["start_from"] = _source(self.start_from_low_noise)
-        if self.base_lora_low_noise != SAME:
-            own["base_lora"] = _source(self.base_lora_low_noise)
-            own["base_strength"] = self.base_strength_low_noise if own["base_lora"] else 1.0
+        for name, strength in _BENEATH.items():
+            if (chosen := getattr(self, f"{name}_low_noise")) != SAME:
+                own[name] = _source(chosen)
+                own[strength] = getattr(self, f"{strength}_low_noise") if own[name] else 1.0
         return replace(self, **own)
 
     @property
     def file_ranks(self) -> int:
         """Ranks of a file per rank of the network: 2 for PiSSA, whose file holds its initial weights too."""
         return 2 if self.init == "pissa" else 1
+
+    @property
+    def drops(self) -> bool:
+        """True where a step has dropout masks of any kind."""
+        return any(getattr(self, name) for name in DROPOUTS)
 
     def __post_init__(self) -> None:
         finite(self)
@@ -120,15 +142,12 @@ class NetworkOptions:
                 f"lora_plus_ratio is {self.lora_plus_ratio:g} and {self.algorithm} has no two matrices A and B; set "
                 "lora_plus_ratio to 1, or algorithm to lora."
             )
-        for name in ("start_from_low_noise", "base_lora_low_noise"):
+        for name in ("start_from_low_noise", *(f"{name}_low_noise" for name in _BENEATH)):
             if isinstance(chosen := getattr(self, name), str):
                 one_of(name, chosen, (SAME, NONE))
         for end in ("", "_low_noise"):
-            if isinstance(getattr(self, f"base_lora{end}"), LoraSource) and getattr(self, f"base_strength{end}") == 0:
-                raise ValueError(
-                    f"base_strength{end} is 0, at which base_lora{end} has no effect; set another, or base_lora{end} "
-                    "to none."
-                )
+            for name, strength in _BENEATH.items():
+                self._check_beneath(f"{name}{end}", f"{strength}{end}")
         parse_rank_patterns(self.rank_patterns)
         if self.factor != -1 and self.factor < 1:
             raise ValueError(f"factor is {self.factor}; set it to -1 (near the square root) or to 1 or more.")
@@ -136,6 +155,17 @@ class NetworkOptions:
             raise ValueError(f"constraint is {self.constraint:g}; set it to 0 (none) or above.")
 
         self._check_init()
+
+    def _check_beneath(self, name: str, strength: str) -> None:
+        if not isinstance(chosen := getattr(self, name), LoraSource):
+            return
+        if getattr(self, strength) == 0:
+            raise ValueError(f"{strength} is 0, at which {name} has no effect; set another, or {name} to none.")
+        if name.startswith("training_adapter") and self.algorithm == "dora":
+            raise ValueError(
+                f"{name} is {chosen.name} and algorithm is dora, whose file would hold the lengths of weights with "
+                f"that adapter in them; set algorithm to lora, or {name} to none."
+            )
 
     def _check_init(self) -> None:
         one_of("init", self.init, INITS)

@@ -34,8 +34,11 @@ def parse_targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(include), tuple(exclude)
 
 
-def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """List the names, in their order, that a pattern of `include` matches and none of `exclude` does.
+def match_targets(
+    names: Sequence[str], include: Sequence[str], exclude: Sequence[str], second: Sequence[str] = ()
+) -> list[str]:
+    """List the names, in their order, that a pattern of `include` matches and none of `exclude` does, and those of
+    `second` after them. A pattern of `include` means names of `second` only where it matches none of the first.
 
     Patterns are those of `fnmatch`, case-sensitive; `*` also runs across dots. The caller fills an empty `include`
     with the family's defaults before. Raises ValueError for a pattern without a match: it is a slip of the pen,
@@ -43,15 +46,17 @@ def match_targets(names: Sequence[str], include: Sequence[str], exclude: Sequenc
     """
     assert names and include, (len(names), include)
     for pattern in (*include, *exclude):
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(name, pattern) for name in (*names, *second)):
             raise ValueError(
                 f"The pattern {shown(pattern)} in targets matches no layer of this model; its layers have "
                 f"names such as {examples(names)}."
             )
+    others = [pattern for pattern in include if not any(fnmatchcase(name, pattern) for name in names)]
     chosen = [
         name
-        for name in names
-        if any(fnmatchcase(name, pattern) for pattern in include)
+        for group, patterns in ((names, include), (second, others))
+        for name in group
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
         and not any(fnmatchcase(name, pattern) for pattern in exclude)
     ]
     if not chosen:

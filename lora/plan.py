@@ -12,7 +12,8 @@ from ..common.unread import unread_notes
 from ..models.adapters.base import AdapterSpec, factorize
 from ..models.adapters.lokr import LokrAdapter
 from ..models.adapters.oft import block_size
-from ..models.adapters.registry import ADAPTERS
+from ..models.adapters.registry import ADAPTERS, CONVOLUTIONS
+from ..models.convolutions import WeightShape, as_matrix, convolutions, layer_shapes, weight_shapes
 from ..models.family import Family, linear_shapes
 from .options import LOW_NOISE, NetworkOptions
 from .patterns import (
@@ -27,11 +28,16 @@ Size = tuple[int, int]
 
 
 def choose_targets(family: Family, model: Any, options: NetworkOptions) -> list[str]:
-    """Choose the Linears to train, by name. Needs no weights, so that a wrong pattern fails before anything is loaded;
-    raises ValueError for it."""
-    shapes = linear_shapes(model)
+    """Choose the layers to train, by name: Linears, and convolutions where a pattern matches no Linear. Needs no
+    weights, so that a wrong pattern fails before anything is loaded; raises ValueError for it."""
+    shapes, convs = linear_shapes(model), convolutions(model.diffusion_model)
     trainable = [name for name in shapes if not any(fnmatchcase(name, pattern) for pattern in family.never_trained)]
-    targets = match_targets(trainable, options.include or family.default_targets, options.exclude)
+    targets = match_targets(trainable, options.include or family.default_targets, options.exclude, list(convs))
+    if options.algorithm not in CONVOLUTIONS and (found := [name for name in targets if name in convs]):
+        raise ValueError(
+            f"algorithm is {options.algorithm}, which has no form for convolutions such as {found[0]}; set it to "
+            f"'lora', or leave the {len(found)} convolutions out in targets."
+        )
     specs = adapter_specs(options, targets)
     if options.algorithm == "oft":
         _check_oft(specs, shapes)
@@ -72,7 +78,7 @@ def parameter_count(spec: AdapterSpec, size: Size) -> int:
 
 def network_notes(options: NetworkOptions, family: Family, model: Any, targets: Sequence[str]) -> list[str]:
     """Notes for the user about these options on this model, a sentence each."""
-    specs, shapes = adapter_specs(options, targets), linear_shapes(model)
+    specs, shapes = adapter_specs(options, targets), layer_shapes(model)
     lists = tuple(f"{name}." for name in family.block_lists(model))
     outside = [name for name in targets if not name.startswith(lists)]
     notes = []
@@ -188,18 +194,18 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
 
     Raises ValueError as `choose_targets` does.
     """
-    targets, shapes = choose_targets(family, model, options), linear_shapes(model)
+    targets, shapes = choose_targets(family, model, options), weight_shapes(model)
     specs = adapter_specs(options, targets)
-    groups: dict[tuple[str, AdapterSpec, Size], list[int]] = {}
+    groups: dict[tuple[str, AdapterSpec, WeightShape], list[int]] = {}
     for name in targets:
         index = re.search(r"\.(\d+)\.", name)
         template = name if index is None else f"{name[: index.start()]}.{{}}.{name[index.end() :]}"
         groups.setdefault((template, specs[name], shapes[name]), []).append(int(index.group(1)) if index else -1)
     rows = []
-    for (template, spec, size), indices in groups.items():
+    for (template, spec, shape), indices in groups.items():
         name = template.replace("{}", _ranges(indices))
-        numbers = len(indices) * parameter_count(spec, size)
-        rows.append((name, f"{len(indices)} ×", f"{size[0]}×{size[1]}", f"rank {spec.rank}", f"{numbers:,}"))
+        numbers = len(indices) * parameter_count(spec, as_matrix(shape))
+        rows.append((name, f"{len(indices)} ×", "×".join(map(str, shape)), f"rank {spec.rank}", f"{numbers:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
         "  ".join(
@@ -207,7 +213,7 @@ def describe_network(options: NetworkOptions, family: Family, model: Any) -> str
         )
         for row in rows
     ]
-    total = sum(parameter_count(specs[name], shapes[name]) for name in targets)
+    total = sum(parameter_count(specs[name], as_matrix(shapes[name])) for name in targets)
     head = (
         f"{options.algorithm} on {len(targets)} of {len(shapes)} layers of {family.title}: {total:,} trained numbers, "
         f"{_size(4 * total * options.file_ranks)} as fp32, {_size(2 * total * options.file_ranks)} as bf16"

@@ -18,7 +18,8 @@ from ..common.rng import generator
 from ..models.adapters.base import Adapter, AdapterSpec
 from ..models.adapters.lora import LoraAdapter
 from ..models.adapters.registry import ADAPTERS
-from ..models.family import Family, linear_shapes
+from ..models.convolutions import WeightShape, as_matrix, weight_shapes
+from ..models.family import Family
 from .files.lora_model import ALPHA, LowRank, low_rank
 from .files.patches import EMPTY, DoesNotFit, Patch, delta_of, truncate_to_rank
 from .files.reader import Parts, ReadLora, read_lora
@@ -82,11 +83,13 @@ class WarmStart:
     source: the LoRA.
     modules: tensors of updates in the form of the adapters, or low-rank.
     dense: patches of updates of any other form, which a LoRA approximates.
+    shapes: of the weights of the layers in `dense`.
     """
 
     source: LoraSource
     modules: Mapping[str, Parts]
     dense: Mapping[str, Sequence[Patch]]
+    shapes: Mapping[str, WeightShape]
 
     @torch.no_grad()
     def load_into(self, adapters: Mapping[str, Adapter], read: Callable[[str], Tensor]) -> list[str]:
@@ -123,8 +126,9 @@ class WarmStart:
         self, name: str, patches: Sequence[Patch], adapter: LoraAdapter, read: Callable[[], Tensor]
     ) -> float:
         """Load the largest singular parts of a layer's update; returns the part that is left out."""
+        shape = self.shapes[name]
         try:
-            full = delta_of(patches, (adapter.out_features, adapter.in_features), adapter.down.device, read)
+            full = delta_of(patches, shape, adapter.down.device, lambda: read().view(shape)).flatten(1)
         except ValueError as error:
             told = f"{self.source.input(OWN)}: {self.source.name}"
             raise ValueError(f"{told} cannot be begun from ({name}: {error}); choose another LoRA.") from error
@@ -143,7 +147,7 @@ def read_warm_start(
     """
     if options.start_from is None:
         return None, []
-    name, shapes = f"{options.start_from.input(OWN)}: {options.start_from.name}", linear_shapes(model)
+    name, shapes = f"{options.start_from.input(OWN)}: {options.start_from.name}", weight_shapes(model)
     try:
         found = read_lora(options.start_from.tensors(), family, model)
     except DoesNotFit as error:
@@ -172,15 +176,17 @@ def read_warm_start(
     if options.algorithm == "lora":
         modules = {layer: parts for layer, parts in modules.items() if low_rank(parts) is not None}
     dense = {layer: own for layer, own in taken.items() if layer not in modules}
+    if options.training_adapter is not None:
+        _check_apart_from_weights(name, dense)
     notes = _start_notes(options.start_from.input(OWN), found, taken, dense, targets)
-    return WarmStart(options.start_from, modules, dense), list(notes)
+    return WarmStart(options.start_from, modules, dense, {layer: shapes[layer] for layer in dense}), list(notes)
 
 
 def _check_layer(
-    name: str, layer: str, patches: Sequence[Patch], parts: Parts | None, spec: AdapterSpec, size: tuple[int, int]
+    name: str, layer: str, patches: Sequence[Patch], parts: Parts | None, spec: AdapterSpec, shape: WeightShape
 ) -> None:
-    """Raise ValueError where the adapter of a layer (out, in) cannot start from these patches. name: of the LoRA, with
-    the input. parts: their tensors, where they are those of one adapter."""
+    """Raise ValueError where the adapter of a layer cannot start from these patches. name: of the LoRA, with the input.
+    parts: their tensors, where they are those of one adapter. shape: of the layer's weight."""
     kind = _form(patches)
     if spec.algorithm != "lora" and (parts is None or kind != spec.algorithm):
         held = ", ".join(sorted({suffix for patch in patches for suffix in patch.tensors()}))
@@ -193,15 +199,26 @@ def _check_layer(
         raise ValueError(f"{name} holds NaN or infinite values ({layer}); choose an earlier save of it.")
     try:
         if spec.algorithm != "lora" and parts is not None:
-            _check_same(spec, layer, parts, *size)
+            _check_same(spec, layer, parts, *as_matrix(shape))
         else:
             for patch in patches:
-                patch.check(layer, size)
+                patch.check(layer, shape)
     except DoesNotFit as error:
         instead = "" if spec.algorithm == "lora" else ", or set rank and alpha as it was trained with"
         raise ValueError(
             f"{name} does not fit this model and network ({error}); choose a LoRA of this model{instead}."
         ) from error
+
+
+def _check_apart_from_weights(name: str, dense: Mapping[str, Sequence[Patch]]) -> None:
+    """Raise ValueError for an update that is worked out on the weights: those with the training adapter in them are
+    not the ones that the LoRA is used on. name: of the LoRA, with the input."""
+    for layer, patches in dense.items():
+        if any(patch.needs_weight for patch in patches):
+            raise ValueError(
+                f"{name} is a {_form(patches)} ({layer}), worked out on the weights, which training_adapter changes "
+                "while it trains; begin from a LoRA of another kind, or set training_adapter to none."
+            )
 
 
 def _start_notes(

@@ -230,16 +230,16 @@ def _text(shape: Sequence[int]) -> str:
 
 
 def delta_of(
-    patches: Sequence[Patch], shape: tuple[int, int], device: torch.device, read: Callable[[], Tensor]
+    patches: Sequence[Patch], shape: Sequence[int], device: torch.device, read: Callable[[], Tensor]
 ) -> Tensor:
-    """Compute delta W (out, in), fp32 on `device`: the weight as ComfyUI's reader patches it, less the weight.
+    """Compute delta W, of this shape, fp32 on `device`: the weight as ComfyUI's reader patches it, less the weight.
 
     read: gives W, fp32, which is only asked for where delta W depends on it (BOFT, OFT, GLoRA, DoRA's lengths, a whole
     weight); else the patches go on zeros, so that nothing is rounded to W's size. Raises ValueError where the reader
     leaves a patch out, and where the numbers overflow.
     """
     weight = read().to(device) if any(patch.needs_weight for patch in patches) else None
-    delta = torch.zeros(shape, device=device) if weight is None else weight.clone()
+    delta = torch.zeros(*shape, device=device) if weight is None else weight.clone()
     for patch in patches:
         delta, applied = patch.apply(delta)
         if not applied:

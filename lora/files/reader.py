@@ -14,7 +14,8 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ...models.family import Family, linear_shapes
+from ...models.convolutions import layer_shapes
+from ...models.family import Family
 from ...models.name_table import flat_name, uncompiled
 from .lora_model import ALPHA, DOWN, UP, LowRank
 from .patches import DoesNotFit, Patch, Target
@@ -33,9 +34,10 @@ _WHOLE = ("diff", "diff_b", "set_weight", "w_norm", "b_norm", ALPHA, "dora_scale
 class ReadLora:
     """The content of a LoRA file for one model.
 
-    modules: tensors by suffix of the Linears whose patches are those of one adapter, or all low-rank.
-    patches: of each Linear's weight, by the Linear's native name, in the order in which ComfyUI applies them.
-    others: weights of no Linear (norms, biases, convolutions).
+    modules: tensors by suffix of the layers whose patches are those of one adapter, or all low-rank.
+    patches: of the weight of each layer that can be trained, by its native name, in the order in which ComfyUI applies
+        them.
+    others: other weights (norms, biases, convolutions of what is no U-Net).
     text_encoder: the number of keys for the text encoder.
     unknown: keys of no module of this model.
     """
@@ -72,9 +74,9 @@ def read_patches(lora: Mapping[str, Tensor], family: Family, model: Any) -> tupl
 
 
 def read_lora(lora: Mapping[str, Tensor], family: Family, model: Any) -> ReadLora:
-    """Read the updates that a LoRA holds for the Linears of this model. Nothing is left out silently."""
+    """Read the updates that a LoRA holds for the layers of this model. Nothing is left out silently."""
     found, unknown = read_patches(lora, family, model)
-    shapes = linear_shapes(model)
+    shapes = layer_shapes(model)
     patches: dict[str, list[Patch]] = {}
     others: list[str] = []
     for target, content in found.items():
@@ -140,7 +142,7 @@ def _key_map(family: Family, model: Any) -> dict[str, Target]:
     """ComfyUI's names of this model's weights, and what they miss of diffusers' and PEFT's."""
     known: dict[str, Target] = comfy.lora.model_lora_keys_unet(model, {})
     table = family.names
-    for name, (rows, columns) in linear_shapes(model).items():
+    for name, (rows, columns) in layer_shapes(model).items():
         key = f"diffusion_model.{name}.weight"
         for prefix in ("", "transformer.", "base_model.model."):
             known.setdefault(f"{prefix}{name}", key)

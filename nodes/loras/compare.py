@@ -83,7 +83,7 @@ class TesseraCompareLoras(io.ComfyNode):
                     "more_prompts",
                     optional=True,
                     tooltip="From Training Preview: further prompts with their own settings, each in rows of its own. "
-                    "When it says to preview has no meaning here.",
+                    "When it says to preview, and a model of its own, have no meaning here.",
                 ),
                 io.Autogrow.Input(
                     "lora_models",

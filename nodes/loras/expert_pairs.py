@@ -21,7 +21,7 @@ _SEPARATOR = " + "
 _RUN = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(-\d+)?")
 # Metadata fields, and prefixes of option fields, that differ between the two runs of one pair.
 _OF_ONE_RUN = {"output_name", "base_model", "started", "finished", "final_loss"}
-_OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength")
+_OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength", "training_adapter")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from torch import Tensor
 
-from ...lora.options import ALGORITHMS, NONE, SAME, NetworkOptions
+from ...lora.options import NONE, SAME, NetworkOptions
 from ...lora.patterns import parse_targets
 from ...lora.plan import describe_network
-from ...models.adapters.base import INITS
 from ...models.registry import family_of
-from ..common.types import LoraModelType, NetworkType
-from .lora_files import lora_file_fingerprint, lora_files, lora_source, low_noise_source
+from ..common.types import NetworkType
+from .lora_files import lora_file_fingerprint, lora_source, low_noise_source
+from .network_inputs import network_inputs
 
 NO_MODEL = "Connect a model to LoRA Network to see which of its layers are trained."
 
@@ -29,229 +29,7 @@ class TesseraLoraNetwork(io.ComfyNode):
             category="Tessera/training",
             description="Sets the size of the LoRA and the layers that it changes. Connect it to Train LoRA.",
             search_aliases=["lora rank", "lora alpha", "lora targets"],
-            inputs=[
-                io.Combo.Input(
-                    "algorithm",
-                    options=list(ALGORITHMS),
-                    default=NetworkOptions.algorithm,
-                    tooltip="The kind of adapter. lora: two small matrices for each layer, read everywhere. dora: the "
-                    "same, with the length of the weights trained apart; often a little better at a low rank, and "
-                    "slower. loha: more detail at the same file size. lokr: very small files, good for styles. oft: "
-                    "turns what a layer gives and keeps what the model knows best.",
-                ),
-                io.Int.Input(
-                    "rank",
-                    default=NetworkOptions.rank,
-                    min=1,
-                    max=1024,
-                    tooltip="How much the LoRA can hold: the inner size of its matrices. 4 to 16 suits a face, a thing "
-                    "or a simple style, 32 to 64 a wide subject. The file's size grows with it.",
-                ),
-                io.Float.Input(
-                    "alpha",
-                    default=NetworkOptions.alpha,
-                    min=0.01,
-                    max=4096.0,
-                    step=0.5,
-                    round=False,
-                    tooltip="The update is scaled by alpha / rank. Equal to rank leaves it unscaled; half of rank is "
-                    "about the same as half the learning rate. Change it only with the rank.",
-                ),
-                io.String.Input(
-                    "targets",
-                    default="",
-                    multiline=True,
-                    placeholder="empty: the layers that suit the model",
-                    tooltip="The layers to train: one pattern of module names per line, with * for any text and ? for "
-                    "any letter; a line that starts with - or ! leaves layers out. Empty trains what suits the model "
-                    "(for FLUX every layer in its blocks but modulation). Examples for FLUX: "
-                    "double_blocks.*.img_attn.* (attention to the picture), single_blocks.* (all single blocks), "
-                    "-*.txt_mlp.* (leave these out of the lines above).",
-                ),
-                io.Float.Input(
-                    "dropout",
-                    default=NetworkOptions.dropout,
-                    min=0.0,
-                    max=0.99,
-                    step=0.01,
-                    round=False,
-                    tooltip="The part of the LoRA's inner values that is set to zero at random in each step, 0 to 1. "
-                    "0.1 can help against learning few pictures by heart; 0 is off.",
-                ),
-                io.Float.Input(
-                    "lora_plus_ratio",
-                    default=NetworkOptions.lora_plus_ratio,
-                    min=0.01,
-                    max=256.0,
-                    step=0.5,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="LoRA+: how many times faster the second matrix of each layer learns than the first. 1 is "
-                    "plain LoRA. 4 to 16 learns faster at the same learning_rate; lower that if the loss jumps. Not "
-                    "for prodigy, which has one rate.",
-                ),
-                io.Float.Input(
-                    "scale_weight_norms",
-                    default=NetworkOptions.scale_weight_norms,
-                    min=0.0,
-                    max=1000.0,
-                    step=0.1,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="The largest size (Frobenius norm) that the change of a layer may have: after each step "
-                    "what is larger is scaled down to it. 0 is off, 1 is usual. It keeps a few layers from dominating, "
-                    "so that LoRAs mix better; lower it if pictures look burnt. For lora, loha and lokr.",
-                ),
-                io.Combo.Input(
-                    "start_from",
-                    options=[NONE, *lora_files()],
-                    default=NONE,
-                    optional=True,
-                    tooltip="A LoRA that training begins from, in place of nothing: one of ComfyUI's LoRA folders, in "
-                    "any naming that ComfyUI reads, trained on the same model. With another rank than its own it is "
-                    "fitted: a higher one keeps it whole.",
-                ),
-                LoraModelType.Input(
-                    "start_lora",
-                    optional=True,
-                    tooltip="The same from the graph: a LORA_MODEL, such as that of another Train LoRA. Leave "
-                    "start_from at none.",
-                ),
-                io.Combo.Input(
-                    "base_lora",
-                    options=[NONE, *lora_files()],
-                    default=NONE,
-                    optional=True,
-                    tooltip="A LoRA that stays frozen beneath the new one, as if it were part of the model: the new "
-                    "one learns what is left to learn, and the file holds only that. Use both together afterwards. A "
-                    "LoRA that is on the MODEL already does the same.",
-                ),
-                io.Float.Input(
-                    "base_strength",
-                    default=NetworkOptions.base_strength,
-                    min=-10.0,
-                    max=10.0,
-                    step=0.05,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="How strongly base_lora is applied while training, as in a LoRA loader; use the same there "
-                    "afterwards.",
-                ),
-                io.Float.Input(
-                    "rank_dropout",
-                    default=NetworkOptions.rank_dropout,
-                    min=0.0,
-                    max=0.99,
-                    step=0.01,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="The probability that a rank is left out for one sample in one step, 0 to 1 (for loha and "
-                    "lokr a row of the update, for oft a block). 0.1 spreads what is learnt over all ranks; 0 is off.",
-                ),
-                io.Float.Input(
-                    "module_dropout",
-                    default=NetworkOptions.module_dropout,
-                    min=0.0,
-                    max=0.99,
-                    step=0.01,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="The probability that a layer goes without its adapter for one sample in one step, 0 to "
-                    "1. 0.1 to 0.3 can help against learning few pictures by heart; 0 is off.",
-                ),
-                io.String.Input(
-                    "rank_patterns",
-                    default=NetworkOptions.rank_patterns,
-                    multiline=True,
-                    optional=True,
-                    placeholder="single_blocks.*: rank=8 alpha=4",
-                    tooltip="Another rank or alpha for some layers, a line each: a pattern as in targets, a colon, "
-                    "rank= or alpha= or both. A rank without an alpha keeps alpha / rank; later lines win. Blocks of "
-                    "different ranks are compiled apart. Use it to spend the file's size where it matters.",
-                    advanced=True,
-                ),
-                io.Int.Input(
-                    "factor",
-                    default=NetworkOptions.factor,
-                    min=-1,
-                    max=1024,
-                    optional=True,
-                    advanced=True,
-                    tooltip="For lokr: the size of its small matrix. -1 cuts each layer near its square root, the "
-                    "smallest file; 4 to 16 makes larger ones that hold more.",
-                ),
-                io.Float.Input(
-                    "constraint",
-                    default=NetworkOptions.constraint,
-                    min=0.0,
-                    max=1.0,
-                    step=0.0001,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="For oft: how far a layer may turn, as a part of its outputs. 0 is no limit; 0.0001 to "
-                    "0.001 stays close to the model.",
-                ),
-                io.Model.Input(
-                    "model",
-                    optional=True,
-                    tooltip="Only for the preview: connect the model that is to be trained, and this node shows which "
-                    "of its layers match, how many numbers they train and how large the file will be.",
-                ),
-                io.Combo.Input(
-                    "init",
-                    options=list(INITS),
-                    default=NetworkOptions.init,
-                    optional=True,
-                    advanced=True,
-                    tooltip="What a LoRA begins from; the model is the same at the start whichever it is. kaiming: "
-                    "small random numbers, the usual one. gaussian: larger ones, as PEFT has it. pissa: the strongest "
-                    "directions of each layer, which learns faster in few steps; its file has twice the rank.",
-                ),
-                io.Combo.Input(
-                    "start_from_low_noise",
-                    options=[SAME, NONE, *lora_files()],
-                    default=SAME,
-                    optional=True,
-                    advanced=True,
-                    tooltip="For Wan 2.2 with model_low_noise connected to Train LoRA: the LoRA that the low noise "
-                    "expert begins from, such as the one that ends in _low_noise, with its partner at start_from. same "
-                    "takes start_from for both.",
-                ),
-                LoraModelType.Input(
-                    "start_lora_low_noise",
-                    optional=True,
-                    tooltip="The same from the graph: a LORA_MODEL, such as lora_low_noise of another Train LoRA. "
-                    "Leave start_from_low_noise at same.",
-                ),
-                io.Combo.Input(
-                    "base_lora_low_noise",
-                    options=[SAME, NONE, *lora_files()],
-                    default=SAME,
-                    optional=True,
-                    advanced=True,
-                    tooltip="For Wan 2.2 with model_low_noise connected: the LoRA that stays frozen beneath the low "
-                    "noise expert's new one, as base_lora does beneath the high noise expert's. same takes base_lora "
-                    "and base_strength for both.",
-                ),
-                io.Float.Input(
-                    "base_strength_low_noise",
-                    default=NetworkOptions.base_strength_low_noise,
-                    min=-10.0,
-                    max=10.0,
-                    step=0.05,
-                    round=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="How strongly base_lora_low_noise is applied while training, as in a LoRA loader. Not used "
-                    "while that is same or none.",
-                ),
-            ],
+            inputs=network_inputs(),
             outputs=[
                 NetworkType.Output(display_name="network"),
                 io.String.Output(
@@ -269,9 +47,12 @@ class TesseraLoraNetwork(io.ComfyNode):
         base_lora: str | None = NONE,
         start_from_low_noise: str | None = SAME,
         base_lora_low_noise: str | None = SAME,
+        training_adapter: str | None = NONE,
+        training_adapter_low_noise: str | None = SAME,
         **_: Any,
     ) -> object:
-        return lora_file_fingerprint(start_from, base_lora, start_from_low_noise, base_lora_low_noise)
+        low_noise = start_from_low_noise, base_lora_low_noise, training_adapter_low_noise
+        return lora_file_fingerprint(start_from, base_lora, training_adapter, *low_noise)
 
     # A coroutine, as ComfyUI runs those first: what is wrong here is told before anything is loaded or encoded.
     @classmethod
@@ -299,6 +80,10 @@ class TesseraLoraNetwork(io.ComfyNode):
         start_lora_low_noise: Mapping[str, Tensor] | None = None,
         base_lora_low_noise: str = SAME,
         base_strength_low_noise: float = NetworkOptions.base_strength_low_noise,
+        training_adapter: str = NONE,
+        training_adapter_strength: float = NetworkOptions.training_adapter_strength,
+        training_adapter_low_noise: str = SAME,
+        training_adapter_strength_low_noise: float = NetworkOptions.training_adapter_strength_low_noise,
     ) -> io.NodeOutput:
         include, exclude = parse_targets(targets)
         options = NetworkOptions(
@@ -322,6 +107,10 @@ class TesseraLoraNetwork(io.ComfyNode):
             start_from_low_noise=low_noise_source("start_from_low_noise", start_from_low_noise, start_lora_low_noise),
             base_lora_low_noise=low_noise_source("base_lora_low_noise", base_lora_low_noise),
             base_strength_low_noise=base_strength_low_noise,
+            training_adapter=lora_source("training_adapter", training_adapter),
+            training_adapter_strength=training_adapter_strength,
+            training_adapter_low_noise=low_noise_source("training_adapter_low_noise", training_adapter_low_noise),
+            training_adapter_strength_low_noise=training_adapter_strength_low_noise,
         )
         if model is None:
             return io.NodeOutput(options, NO_MODEL)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import comfy.samplers
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ...train.preview.previewer import Preview
@@ -160,6 +161,13 @@ class TesseraPreview(io.ComfyNode):
                 PreviewType.Input(
                     "preview", optional=True, tooltip="Another Training Preview, whose prompts come before this one."
                 ),
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    tooltip="Another MODEL to sample this prompt on, with the LoRA as it stands: train on the base and "
+                    "look at the LoRA on the turbo model, with that one's steps and cfg. Unconnected it is the model "
+                    "that is trained.",
+                ),
             ],
             outputs=[PreviewType.Output(display_name="preview")],
         )
@@ -173,10 +181,11 @@ class TesseraPreview(io.ComfyNode):
         at_start: bool,
         use_ema: bool = True,
         preview: Sequence[Preview] = (),
+        model: ModelPatcher | None = None,
         **sampler: Any,
     ) -> io.NodeOutput:
         sampling = Sampling(vae, positive, **sampler)
-        return io.NodeOutput((*preview, Preview(sampling, every_n_steps, at_start, use_ema)))
+        return io.NodeOutput((*preview, Preview(sampling, every_n_steps, at_start, use_ema, model)))
 
 
 NODES: list[type[io.ComfyNode]] = [TesseraPreview]

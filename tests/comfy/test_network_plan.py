@@ -72,6 +72,7 @@ def test_patterns_that_contradict_the_model_are_one_sentence(tiny_flux):
     assert "alpha is not used by oft" in notes(algorithm="oft", rank=8)
     assert "alpha is not used by oft" in notes(algorithm="oft", rank_patterns="single_blocks.*: rank=8 alpha=4")
     assert "base_strength is not used: base_lora is none." in notes(base_strength=0.5)
+    assert "training_adapter_strength is not used: training_adapter is none." in notes(training_adapter_strength=0.5)
     told = notes(algorithm="lokr", factor=5, rank=4, alpha=4.0)
     assert "lokr cuts 20 of 20 layers otherwise than by factor 5, such as double_blocks.0.img_attn.qkv of" in told
     assert "384 × 128 by 4: the largest divisor up to it." in told

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...common.core import loaded_models
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
-from ...models.family import Family
-from ...models.registry import FAMILIES
+from ...models.registry import known_family
 from ..expert_pair import SAME_WEIGHTS, meeting_sigma
 from .contact_sheet import Cell, render_frames, render_sheet
 from .sampling import Sampling, Stages, check_fits, check_text, decode, sample_latents, titled, with_lora
@@ -122,7 +121,7 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
     if high.is_clone(low):
         raise ValueError(SAME_WEIGHTS)
     kinds = [type(expert.model).__name__ for expert in (high, low)]
-    if _family(high) is not None:
+    if known_family(high.model) is not None:
         own = meeting_sigma(high, low)
         boundary = boundary or own
     elif kinds[0] != kinds[1]:
@@ -137,13 +136,8 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
     return Stages(high, low, boundary, switch_step)
 
 
-def _family(model: ModelPatcher) -> Family | None:
-    """Return the family of a MODEL; None for a model that this pack does not train."""
-    return next((family for family in FAMILIES if family.matches(model.model)), None)
-
-
 def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
-    family = _family(stages.model)
+    family = known_family(stages.model.model)
     for number, sampling in enumerate(samplings, 1):
         check_fits(sampling, stages.model)
         if family is not None:

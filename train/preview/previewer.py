@@ -12,14 +12,14 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...common.core import is_patched
+from ...common.core import is_patched, loaded_from
 from ...compile.attach import compiled_model_of
 from ...lora.files.formats import convert
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.swap.host_copies import host_copies_retained
 from ...memory.weights.frozen import unload
 from ...models.family import Family
-from ...models.registry import family_of
+from ...models.registry import family_of, known_family
 from .. import errors
 from ..expert_pair import HIGH
 from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
@@ -52,12 +52,14 @@ class Preview:
     every_n_steps: optimizer steps between two previews, 0 previews at the end only.
     at_start: preview before the first step too.
     use_ema: sample with the weights that would be saved (EMA), else with the trained weights.
+    model: MODEL to sample on, None for the one that is trained.
     """
 
     sampling: Sampling
     every_n_steps: int = 250
     at_start: bool = True
     use_ema: bool = True
+    model: ModelPatcher | None = None
 
     def __post_init__(self) -> None:
         if self.every_n_steps < 0:
@@ -103,7 +105,10 @@ class Row:
 
     def shot(self, step: int, frames: int = 1) -> Shot:
         """Return the shot of this row at a step."""
-        return Shot(step, self.number, self.title, {"seed": self.seed, **self.preview.sampling.facts()}, frames)
+        facts = {"seed": self.seed, **self.preview.sampling.facts()}
+        if (model := self.preview.model) is not None:
+            facts["model"] = Path(loaded_from(model)).name or type(model.model).__name__
+        return Shot(step, self.number, self.title, facts, frames)
 
 
 def rows_of(previews: Sequence[Preview]) -> list[Row]:
@@ -114,21 +119,24 @@ def rows_of(previews: Sequence[Preview]) -> list[Row]:
 
 
 def check_previews(previews: Sequence[Preview], family: Family, model: ModelPatcher) -> None:
-    """Raise ValueError where a preview's text, VAE, latent or size does not match the model."""
-    width = family.text_width(model.model)
+    """Raise ValueError where a preview's text, VAE, latent or size does not match the model that samples it."""
     for number, preview in enumerate(previews, 1):
+        sampled = preview.model or model
+        known = family if sampled is model else known_family(sampled.model)
         try:
-            check_text(preview.sampling, width, number)
-            check_fits(preview.sampling, model)
+            check_text(preview.sampling, 0 if known is None else known.text_width(sampled.model), number)
+            check_fits(preview.sampling, sampled)
         except ValueError as error:
             raise ValueError(f"preview: {error}") from None
 
 
 def preview_notes(previews: Sequence[Preview], model: ModelPatcher) -> list[str]:
     """Make notes on sampling inputs without effect."""
-    numbered = [(n, preview.sampling) for n, preview in enumerate(previews, 1)]
-    told = [(f"preview: prompt {n}: ", note) for n, sampling in numbered for note in sampling_notes(sampling, model)]
-    return [f"{where}{note}" for where, note in told]
+    return [
+        f"preview: prompt {number}: {note}"
+        for number, preview in enumerate(previews, 1)
+        for note in sampling_notes(preview.sampling, preview.model or model)
+    ]
 
 
 class Previewer:
@@ -136,6 +144,8 @@ class Previewer:
 
     model: the user's MODEL with its patches, block swap and compile settings.
     partner: the other expert of Wan 2.2, None for a single model.
+
+    A preview with a MODEL of its own is sampled on that, see `other_model`.
 
     The trained weights are off the device while it samples. Afterwards all models are unloaded, and the next training
     step loads the trained weights again.
@@ -148,11 +158,14 @@ class Previewer:
         check_previews(previews, family, model)
         self.rows, self.model, self.partner = rows_of(previews), model, partner
         self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
-        self.models = [model] if partner is None else [model, partner.model]
+        self.own_models = [model] if partner is None else [model, partner.model]
+        # Each once, by identity: previews of a chain may share one.
+        self.others = list({id(p.model): p.model for p in previews if p.model is not None}.values())
+        self.models = [*self.own_models, *self.others]
         self.shots: list[Shot] | None = None
         self.folder: Path | None = None
         self.failures = 0
-        self.seen = _graphs(model)
+        self.seen = self._graphs()
 
     def between_steps(self, trainer: "Trainer") -> None:
         """Make the previews that are due. A failure is a note; an error only where the model stays patched.
@@ -161,7 +174,7 @@ class Previewer:
         """
         step, steps = trainer.progress.step, trainer.settings.steps
         due = [row for row in self.rows if row.preview.is_due(step, steps)]
-        if not due or self.failures == MOST_FAILURES:
+        if not self.is_due(step, steps):
             return
         if self.shots is None:
             self._begin(trainer)
@@ -170,12 +183,16 @@ class Previewer:
             self.failures = 0
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
-            if any(map(is_patched, self.models)):  # patched weights remain: must not be trained on
+            if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
             self.failures += 1
             trainer.observer.note(self._failed(step, error))
         if step < steps:
             trainer.observer.phase(trainer.doing())
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return True where a preview is to be made after `step` of `steps` steps."""
+        return self.failures < MOST_FAILURES and any(row.preview.is_due(step, steps) for row in self.rows)
 
     def _begin(self, trainer: "Trainer") -> None:
         """Report sampling notes once, and read the shots of the session that this one resumes."""
@@ -205,7 +222,9 @@ class Previewer:
         assert self.folder is not None and self.shots is not None
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
         trainer.observer.phase(f"Preview at step {step}")
-        stages = {ema: self._stages(lora) for ema, lora in loras.items()}
+        untrained = step == 0 and trainer.settings.network.start_from is None
+        stages = {_sampled_by(row): self._stages_of(row.preview, loras, untrained) for row in due}
+        due = [row for key in stages for row in due if _sampled_by(row) == key]  # so that each model is loaded once
         unload()  # the trained weights and the sampled model may not fit on the device together
         with ExitStack() as stack:
             for model in self.models:
@@ -216,7 +235,7 @@ class Previewer:
             stack.enter_context(preserve_random_state(trainer.device))
             stack.enter_context(torch.inference_mode())
             check = trainer.observer.check_interrupted
-            latents = [sample_latent(stages[r.preview.use_ema], r.preview.sampling, r.seed, check) for r in due]
+            latents = [sample_latent(stages[_sampled_by(r)], r.preview.sampling, r.seed, check) for r in due]
             for row, latent in zip(due, latents, strict=True):
                 check()
                 frames = decode(row.preview.sampling.vae, latent)
@@ -226,6 +245,18 @@ class Previewer:
         self.shots.sort(key=lambda shot: (shot.step, shot.row))
         write_index(self.folder, self.shots)
         trainer.observer.previewed(write_sheet(self.folder, self.shots, [row.title for row in self.rows]), step)
+
+    def _stages_of(self, preview: Preview, loras: Mapping[bool, dict[str, Tensor]], untrained: bool) -> Stages:
+        """Put the LoRA on the models that sample a preview.
+
+        loras: the LoRA by `use_ema`.
+        untrained: True before the first step of a new LoRA. Its file is no update of the trained model, but may be one
+            of another: DoRA's lengths are those of the trained model's weights.
+        """
+        lora = loras[preview.use_ema]
+        if preview.model is None:
+            return self._stages(lora)
+        return Stages(preview.model if untrained else with_lora(preview.model, lora)[0])
 
     def _stages(self, lora: dict[str, Tensor]) -> Stages:
         own, _ = with_lora(self.model, lora)
@@ -242,11 +273,16 @@ class Previewer:
         if not self.shots:
             return {}
         files = [f"{FOLDER}/{shot.file}" for shot in self.shots]
-        made = _graphs(self.model) - self.seen
+        made = self._graphs() - self.seen
         return {"previews": {"sheet": f"{FOLDER}/{SHEET}", "files": files, "graphs_compiled": made}}
 
+    def _graphs(self) -> int:
+        """Count the graphs that Compile Model has compiled so far for the trained MODEL and those of previews."""
+        attached = [compiled_model_of(model) for model in (self.model, *self.others)]
+        compiled = {id(one): one for one in attached if one is not None}
+        return sum(one.report().counts().graphs for one in compiled.values())
 
-def _graphs(model: ModelPatcher) -> int:
-    """Count the graphs that Compile Model has compiled for this MODEL so far."""
-    compiled_model = compiled_model_of(model)
-    return compiled_model.report().counts().graphs if compiled_model is not None else 0
+
+def _sampled_by(row: Row) -> tuple[int, bool]:
+    """Key of the MODEL and the weights that a row is sampled with; rows of one key share a loaded model."""
+    return id(row.preview.model), row.preview.use_ema
