@@ -76,6 +76,19 @@ class TesseraObjective(io.ComfyNode):
                     "Images) to what it made before. 0 is off. 1 keeps other people as they were while one person is "
                     "learnt; a step takes about twice as long.",
                 ),
+                io.Float.Input(
+                    "guidance_loss_scale",
+                    default=ObjectiveOptions.guidance_loss_scale,
+                    min=0.0,
+                    max=100.0,
+                    step=0.05,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Experimental. Leaves the guidance in a guidance-distilled model, which plain training "
+                    "takes out. 0 is off. Of a model that holds a guidance of G, 2 - 1/G keeps it: 1.7 for 3.5; more "
+                    "adds some. Takes encode_empty_caption on Prepare Dataset, and two more forwards a step.",
+                ),
             ],
             outputs=[
                 ObjectiveType.Output(display_name="objective"),

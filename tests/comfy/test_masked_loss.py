@@ -25,22 +25,22 @@ def half_masked():
 
 def gradients(model, folder, change, **settings):
     """The loss and the gradients of one step over both, with the batch changed by `change`."""
-    from tessera.train import trainer as trainer_module
+    from tessera.train.step import batches
 
     trainer = tiny.make_trainer(model, training_data(*half_masked()), folder, batch_size=2, **settings)
     tiny.fill_up_matrices(trainer)
-    made = trainer_module.make_batch
+    made = batches.make_batch
 
     def changed(*args):
         batch = made(*args)
         change(batch)
         return batch
 
-    trainer_module.make_batch = changed
+    batches.make_batch = changed
     try:
         loss = trainer.forward_backward([tiny.shown(0, 1)])
     finally:
-        trainer_module.make_batch = made
+        batches.make_batch = made
     found = {name: p.grad.clone() for name, pair in trainer.network.pairs.items() for p in pair[1:]}
     trainer.close()
     return loss, found

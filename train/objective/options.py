@@ -42,7 +42,8 @@ _OF_EXPERTS = Unread(lambda _: True, ": it belongs to two experts, and model_low
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """Objective options (TESSERA_OBJECTIVE). Formulas stand in `distribution`, `loss`, `noise` and `preservation`.
+    """Objective options (TESSERA_OBJECTIVE). Formulas stand in `distribution`, `loss`, `noise`, `preservation` and
+    `guidance_loss`.
 
     timestep_sampling: one of TIMESTEP_SAMPLING, see `distribution.distribution_of`.
     shift: shift of the sampled sigmas towards noise, s·sigma / (1 + (s − 1)·sigma); 0 takes the family's shift.
@@ -70,6 +71,8 @@ class ObjectiveOptions:
     ip_noise_gamma_random_strength: sample the strength for each sample.
     noise_offset: strength of offset noise, 0 to 1.
     preservation_weight: weight of the preservation loss, 0 is off.
+    guidance_loss_scale: g of the guidance-preserving loss, see `guidance_loss.guided_target`; 0 is off, and so is 1,
+        which becomes 0.
     """
 
     timestep_sampling: str = "logit_normal"
@@ -100,6 +103,7 @@ class ObjectiveOptions:
     )
     noise_offset: float = 0.0
     preservation_weight: float = 0.0
+    guidance_loss_scale: float = 0.0
 
     def __post_init__(self) -> None:
         finite(self)
@@ -126,6 +130,12 @@ class ObjectiveOptions:
         for name in ("ip_noise_gamma", "noise_offset"):
             within(name, getattr(self, name), 0.0, 1.0)
         within("preservation_weight", self.preservation_weight, 0.0, 100.0)
+        if self.guidance_loss_scale == 1:  # the same run, under one key
+            object.__setattr__(self, "guidance_loss_scale", 0.0)
+        if self.guidance_loss_scale and not 1 < self.guidance_loss_scale <= 100:
+            raise ValueError(
+                f"guidance_loss_scale is {self.guidance_loss_scale}; set it to 0 (off), or above 1 and up to 100."
+            )
         parse_curve(self.sigma_curve)
         if self.guidance < 0:
             raise ValueError(f"guidance is {self.guidance}; set it to 0 or more (1 suits LoRA training).")

@@ -1,6 +1,7 @@
 """Differential output preservation: the output for a class word stays unchanged while a trigger word is learnt."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +43,13 @@ def preservation_loss(velocity: Tensor, without: Tensor, preserved: Preservation
     Source: ostris/ai-toolkit, SDTrainer.py, `diff_output_preservation`; its multiplier is preservation_weight here.
     """
     return (velocity_loss(velocity, without, weights=preserved.weights) * preserved.samples).mean()
+
+
+def preservation_facts(losses: Iterable[Tensor]) -> dict[str, float]:
+    """Return the mean of the last batches' losses for the summary; empty without preservation."""
+    # A run that ended with a NaN loss has it in the last entry.
+    finite = [value for value in map(float, losses) if math.isfinite(value)]
+    return {"preservation_loss": sum(finite) / len(finite)} if finite else {}
 
 
 def with_class_caption(choice: SampleVariant, sample: Sample, options: ObjectiveOptions) -> SampleVariant:

@@ -1,0 +1,81 @@
+"""Guidance-preserving loss: training leaves the guidance in the output of a model that it was distilled into."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ...common.text import shortlist
+from ...data.samples import Sample, SampleVariant
+from ...models.family import ModelInputs
+from .options import ObjectiveOptions
+
+
+def guided_target(
+    target: Tensor, inputs: ModelInputs, unconditional: ModelInputs, without: Callable[[ModelInputs], Tensor], g: float
+) -> Tensor:
+    """Compute target + (g − 1)·(v₀(c) − v₀(∅)), (B, N, C·patch) in fp32.
+
+    target: what the output should be, (B, N, C·patch), fp32.
+    inputs: of the captions c. unconditional: of the empty caption ∅, at the same x_t.
+    without: output of the frozen model v₀, the adapter switched off, (B, N, C·patch).
+    g: guidance_loss_scale, above 1.
+
+    A model with distilled guidance gives u + G·(v − u), of v for the caption and u for the empty one; noise − x0 has
+    the mean v, and so pulls the guidance G out. Of such a model v₀(c) − v₀(∅) = G·(v − u), so that g = 2 − 1/G holds
+    what is there: v + (g − 1)·G·(v − u) = u + G·(v − u). Outputs that predict noise or v of a schedule are guided by
+    the same sum, and so are their targets here.
+
+    Two forms are in use, both with u of the model itself, the adapter on, and G as the factor. ostris/ai-toolkit
+    (SDTrainer.py, `do_guidance_loss` with `guidance_loss_target`; kohya-ss/musubi-tuner: `--h3_guidance_loss_scale`)
+    trains towards u + G·(target − u). tdrussell/diffusion-pipe (models/minimax_h3.py, `cfg`) compares
+    (output + (G − 1)·u) / G with target, which has the same optimum.
+    This is the first, but with the frozen model's v₀(c) in place of the target where it is multiplied: the noise of a
+    sample, which nothing can predict, is not multiplied with it, and what is guided to cannot drift.
+    """
+    return target + (g - 1.0) * (without(inputs).float() - without(unconditional).float())
+
+
+def with_empty_caption(choice: SampleVariant, options: ObjectiveOptions) -> SampleVariant:
+    """Request the empty caption of a sample, where the loss takes it."""
+    return replace(choice, empty_caption=True) if options.guidance_loss_scale else choice
+
+
+def check_guidance_loss(
+    options: ObjectiveOptions, samples: Sequence[Sample], title: str, takes_guidance: bool, training_adapter: str = ""
+) -> tuple[str, ...]:
+    """Make notes on the guidance-preserving loss.
+
+    title: of the model.
+    takes_guidance: the model is told the guidance that was distilled into it.
+    training_adapter: name of the LoRA that takes the distillation out while training; empty without one.
+
+    Raises ValueError where it is on and a sample has no empty caption, or a training adapter is on too.
+    """
+    scale = options.guidance_loss_scale
+    if not scale:
+        unread = any(sample.empty_length and not sample.caption_dropout for sample in samples)
+        message = "The empty caption in data has no effect: Training Objective has guidance_loss_scale 0."
+        return (message,) if unread else ()
+    if training_adapter:
+        raise ValueError(
+            f"guidance_loss_scale is {scale:g} and training_adapter is {training_adapter}, which takes out the "
+            "guidance that this loss keeps; set guidance_loss_scale to 0, or training_adapter to none."
+        )
+    if without := [sample.name for sample in samples if not sample.empty_length]:
+        raise ValueError(
+            f"guidance_loss_scale is {scale:g} and there is no empty caption for {shortlist(without)}; switch "
+            "encode_empty_caption on in Prepare Dataset, connect empty to Latents to Training Data, or set "
+            "guidance_loss_scale to 0."
+        )
+    notes = [
+        f"guidance_loss_scale {scale:g} takes two more forwards in each step, of the model without the LoRA. It is "
+        "experimental."
+    ]
+    if takes_guidance and options.guidance == ObjectiveOptions.guidance:
+        notes.append(
+            f"{title} is told a guidance of {options.guidance:g} while it trains, with which its output holds none, so "
+            "that guidance_loss_scale adds some; set guidance to that of sampling (such as 3.5), or "
+            "guidance_loss_scale to 0."
+        )
+    return tuple(notes)
