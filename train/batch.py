@@ -1,8 +1,8 @@
 """Batches: sample noise and sigma for each sample, and pack model inputs and targets as tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -32,6 +32,7 @@ class Batch:
     loss_weights: factor on the loss of each sample, (B,); None where all are 1.
     preserved: inputs of the preservation loss; None without preservation.
     signal: noise and signal at each level; None in flow matching, where the level tells.
+    unconditional: inputs with the empty caption; None without the guidance-preserving loss.
     """
 
     inputs: ModelInputs
@@ -41,6 +42,7 @@ class Batch:
     loss_weights: Tensor | None = None
     preserved: PreservationInputs | None = None
     signal: Signal | None = None
+    unconditional: ModelInputs | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy every tensor to `device`."""
@@ -56,7 +58,12 @@ class Batch:
             moved(self.loss_weights),
             None if self.preserved is None else self.preserved.to(device),
             None if self.signal is None else self.signal.to(device),
+            None if self.unconditional is None else self.unconditional.to(device),
         )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor of the batch and of its parts."""
+        return _tensors(self)
 
 
 def make_batch(
@@ -110,6 +117,14 @@ def fixed_batch(
     return _assemble(patcher, family, noised, guidance).to(device)
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
 class _NoisedSample(NamedTuple):
     """Sample with its random noise and noise level.
 
@@ -152,8 +167,14 @@ def _assemble(patcher: ModelPatcher, family: Family, noised: Sequence[_NoisedSam
         preserved = PreservationInputs(
             family.inputs(patcher, class_inputs, model_sigmas, guidance), has_class_caption, token_weights
         )
+    unconditional: ModelInputs | None = None
+    if any(tensors.empty_prompt for _, tensors in samples):
+        unconditional = family.inputs(patcher, _with_empty_prompts(noisy, samples), model_sigmas, guidance)
     weights, loss_weights = _weights(samples), _loss_weights([sample for sample, _ in samples])
-    return Batch(inputs, torch.stack(targets), levels, weights, loss_weights, preserved, _signal(objective, sigmas))
+    signal = _signal(objective, sigmas)
+    return Batch(
+        inputs, torch.stack(targets), levels, weights, loss_weights, preserved, signal, unconditional=unconditional
+    )
 
 
 def _signal(objective: Objective, sigmas: Sequence[float]) -> Signal | None:
@@ -167,6 +188,19 @@ def _with_class_prompt(sample: NoisySample, tensors: SampleTensors) -> NoisySamp
     """Replace the caption by the class caption, if the sample has one."""
     prompt = tensors.class_prompt
     return sample if prompt is None else replace(sample, text=prompt.text, conditioning=prompt.conditioning)
+
+
+def _with_empty_prompts(
+    noisy: Sequence[NoisySample], samples: Sequence[tuple[Sample, SampleTensors]]
+) -> list[NoisySample]:
+    """Replace the captions by the empty one, at the greatest of its lengths."""
+    length = max(sample.empty_length for sample, _ in samples)
+    found = []
+    for one, (_, tensors) in zip(noisy, samples, strict=True):
+        prompt = tensors.empty_prompt
+        assert prompt is not None, "the check before a run asks for it of all samples"
+        found.append(replace(one, text=prompt.text, conditioning=prompt.conditioning, text_length=length))
+    return found
 
 
 def strata_sizes(settings: TrainSettings, samples: Sequence[Sample]) -> Strata:

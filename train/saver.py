@@ -18,6 +18,7 @@ from .errors import saved_state_message, unsaved_steps_message
 from .learner import Learner
 from .objective.timestep_sampling import Strata
 from .observer import Observer
+from .placement.products import BlockProducts
 from .preflight.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Saver:
 
     environment: hardware and software that the last bits of a result may depend on.
     strata: samples of a step and of an epoch.
+    products: of the run's layers, whose decision states keep.
     """
 
     def __init__(
@@ -102,9 +104,10 @@ class Saver:
         environment: dict[str, str],
         observer: Observer,
         strata: Strata,
+        products: BlockProducts,
     ):
         self.learner, self.context, self.settings, self.folder = learner, context, context.settings, context.folder
-        self.environment, self.observer, self.strata = environment, observer, strata
+        self.environment, self.observer, self.strata, self.products = environment, observer, strata, products
         self.validation_key = context.validation_key
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
@@ -323,5 +326,6 @@ class Saver:
             environment=self.environment,
             validation={"of": self.validation_key, "points": progress.validation} if self.validation_key else {},
             parts=list(self.context.parts),
+            products=self.products.kept(),
             **self.learner.state(),
         )

@@ -10,12 +10,15 @@ from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
+from ..memory.weights.products import FP8, FULL, INT8
+from ..memory.weights.requantise import AS_STORED, BASES
 from .objective.options import ObjectiveOptions
 from .optim.options import OptimizerOptions
 from .optim.schedule import ENDLESS_SCHEDULERS
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
+PRODUCTS = (FULL, INT8, FP8, "auto")
 MOST_HELD_OUT = 0.9
 MOST_SIGMAS = 100
 
@@ -28,7 +31,7 @@ _OF_SWAP = Unread(lambda options: options.blocks_to_swap == 0, ": blocks_to_swap
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Memory options: activation checkpointing, attention kernel and block swap (TESSERA_MEMORY).
+    """Memory options: activation checkpointing, attention kernel, block swap, products and base (TESSERA_MEMORY).
 
     checkpointing: one of CHECKPOINTING; 'auto' takes the fastest that fits.
     attention: one of ATTENTION.
@@ -37,6 +40,9 @@ class MemoryOptions:
     prefetch_blocks: number of blocks copied ahead.
     pin_memory: page-locking of the swapped blocks' host memory, one of PIN_MEMORY.
     offload_activations: keep the block inputs that full checkpointing saves on the host.
+    products: precision in which the blocks' frozen Linears multiply, forward and back, one of PRODUCTS; 'auto' goes by
+        the card.
+    base: what the blocks' frozen Linears of 16 and 32 bits are held in while they train, one of BASES.
     """
 
     checkpointing: str = "auto"
@@ -46,6 +52,8 @@ class MemoryOptions:
     prefetch_blocks: int = option(1, _OF_SWAP)
     pin_memory: str = option("auto", _OF_SWAP)
     offload_activations: bool = False
+    products: str = FULL
+    base: str = AS_STORED
 
     def __post_init__(self) -> None:
         finite(self)
@@ -59,6 +67,8 @@ class MemoryOptions:
         if self.prefetch_blocks < 1:
             raise ValueError(f"prefetch_blocks is {self.prefetch_blocks}; set it to 1 or more.")
         one_of("pin_memory", self.pin_memory, PIN_MEMORY)
+        one_of("products", self.products, PRODUCTS)
+        one_of("base", self.base, BASES)
 
 
 def parse_sigmas(text: str) -> tuple[float, ...]:
@@ -209,7 +219,8 @@ class TrainSettings:
     def lineage(self, data: str, model: str) -> str:
         """Fingerprint of everything that determines the steps of a run.
 
-        Runs of one lineage may differ in their use of memory, and in length where the schedule does not depend on it.
+        Runs of one lineage may differ in their use of memory, but for the products and the base of their layers, and in
+        length where the schedule does not depend on it.
         Options at their default are left out, so that adding an option does not change the key of existing runs.
 
         data: fingerprint of the training data.
@@ -229,6 +240,10 @@ class TrainSettings:
         }
         if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
             same["steps"] = self.steps
+        if self.memory.products != FULL:
+            same["products"] = self.memory.products
+        if self.memory.base != AS_STORED:
+            same["base"] = self.memory.base
         return fingerprint(same)
 
     def key(self, lineage: str) -> str:

@@ -2,13 +2,11 @@
 
 import logging
 import math
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import comfy.model_management
@@ -17,25 +15,26 @@ from torch import Tensor
 
 from ..common.core import end_of_node
 from ..compile.region import CompileFailed, cannot_compile
-from ..data.loader import SampleReader, SampleRequest, batch_order, choose_variant, skip_batches
 from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
 from . import errors
-from .batch import Batch, make_batch, strata_sizes
+from .batch import Batch
 from .learner import Learner
+from .objective.guidance_loss import guided_target
 from .objective.loss import training_loss
-from .objective.preservation import preservation_loss, with_class_caption
+from .objective.preservation import preservation_facts, preservation_loss
 from .observer import Observer, StepReport
 from .placement import auto
 from .placement.environment import environment_facts, memory_peak, reset_memory_peak
 from .placement.placed_model import PlacedModel
 from .preflight.context import RunContext
 from .saver import FinalLora, Progress, Saver
+from .step.batches import MicroBatch, StepBatches
+from .step.clock import StepClock
 
 log = logging.getLogger(__name__)
 
-MicroBatch = list[SampleRequest]
 T = TypeVar("T")
 
 
@@ -52,6 +51,10 @@ class Watcher(Protocol):
         """
         ...
 
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return True where it has something to do after `step` of `steps` steps, which may need the memory."""
+        ...
+
     def facts(self, trainer: "Trainer") -> dict[str, Any]:
         """Return entries for the run's summary: finite numbers and text only."""
         ...
@@ -66,9 +69,7 @@ class Trainer:
     def __init__(self, context: RunContext, observer: Observer, watchers: Sequence[Watcher] = ()):
         self.patcher, self.family, self.data = context.patcher, context.family, context.data
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
-        self.seconds: deque[float] = deque(maxlen=50)
         self.preservation_losses: deque[Tensor] = deque(maxlen=50)  # on the device: reading them would wait
-        self.strata = strata_sizes(self.settings, self.data.samples)
 
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
@@ -90,8 +91,9 @@ class Trainer:
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
         self.compile_settings = context.compile_settings
-        self.saver = Saver(learner, context, self.environment(), observer, self.strata)
-        self.reader = SampleReader(self.data.samples)
+        self.clock = StepClock(self.device)
+        self.batches = StepBatches(context, self.device, self.clock)
+        self.saver = Saver(learner, context, self.environment(), observer, self.batches.strata, placed.products)
         if placed.runner.not_compiled:
             self.fall_back_to_eager(placed.runner.not_compiled)
         placed.note_memory_use()
@@ -124,18 +126,16 @@ class Trainer:
         Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves before.
         """
         settings, progress = self.settings, self.progress
-        batches = batch_order(self.data.samples, settings.batch_size, settings.seed)
-        skip_batches(batches, progress.batches, self.observer.check_interrupted)
-        upcoming = self.next_micro_batches(batches, progress.step)
+        self.batches.start(progress.step, progress.batches, self.observer.check_interrupted)
         try:
+            if self.placed.products.undecided:  # before validation, which multiplies so too
+                self.attempt(self.measure_products)
             self.between_steps()
             while progress.step < settings.steps:
                 self.observer.check_interrupted()
-                started = time.perf_counter()
+                self.clock.begin()
                 compiled_before = self.placed.runner.report.counts()
-                # One step ahead, so that its samples are read from disk while this step computes.
-                micro_batches, upcoming = upcoming, self.next_micro_batches(batches, progress.step + 1)
-                self.reader.prefetch(chain(*micro_batches, *upcoming))
+                micro_batches = self.batches.of_step(progress.step)
                 learning_rate = self.learner.learning_rate
                 mean_loss = self.finite(self.forward_backward(micro_batches))
                 self.optimizer_step()
@@ -144,7 +144,7 @@ class Trainer:
                 progress.loss.append(mean_loss)
                 # A step that compiled is not part of the pace.
                 if self.placed.runner.report.counts() == compiled_before:
-                    self.seconds.append(time.perf_counter() - started)
+                    self.clock.end()
                 if self.placed.plan_again(settings.steps - progress.step):
                     self.place_anew()
                 self.observer.step(self.report(mean_loss, learning_rate))
@@ -163,24 +163,20 @@ class Trainer:
                 raise
             raise stopped from error
 
+    def measure_products(self) -> None:
+        """Choose by the first micro-batches what multiplies in low precision, and change nothing else."""
+        with self.placed.measured_products() as count:
+            for key, requests in self.batches.first_of(self.progress.step, self.progress.batches, count):
+                self.observer.check_interrupted()
+                self.micro_batch(requests, key, count, torch.zeros((), device=self.device))
+        self.learner.zero_grad()
+        self.preservation_losses.clear()
+        reset_memory_peak(self.device)
+
     def between_steps(self) -> None:
         """Call the watchers."""
         for watcher in self.watchers:
             watcher.between_steps(self)
-
-    def next_micro_batches(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
-        """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample."""
-        indices_by_micro = [next(batches) for _ in range(self.settings.gradient_accumulation)]
-        samples, seed = self.data.samples, self.settings.seed
-
-        def requested(index: int, micro: int, place: int) -> SampleRequest:
-            choice = choose_variant(samples[index], seed, (step, micro), place)
-            return index, with_class_caption(choice, samples[index], self.settings.objective)
-
-        return [
-            [requested(index, micro, place) for place, index in enumerate(indices)]
-            for micro, indices in enumerate(indices_by_micro)
-        ]
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
@@ -220,9 +216,10 @@ class Trainer:
     def place_anew(self) -> None:
         """Place the model by another memory plan, between two steps or before one is tried again."""
         self.learner.zero_grad()
+        self.batches.drop_ahead()
         self.placed.rebuild(self.progress.step)
         self.saver.environment = self.environment()
-        self.seconds.clear()  # the pace was that of the plan before
+        self.clock.clear()  # the pace was that of the plan before
 
     def note_uncompiled(self) -> None:
         """Report the kinds of blocks that could not be compiled and run eager; where all are, that training does."""
@@ -251,27 +248,40 @@ class Trainer:
         for micro, requests in enumerate(micro_batches):
             # A cancelled step is left without an update: the run goes on from the one before, and draws it again alike.
             self.observer.check_interrupted()
-            samples = [(self.data.samples[one[0]], self.reader.read(one)) for one in requests]
-            rng_key = (self.progress.step, micro)
-            with torch.no_grad():
-                options, seed = self.settings.objective, self.settings.seed
-                batch = make_batch(self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata)
-            self.placed.check_forward(batch.inputs)
-            with self.placed.training():
-                for loss in self.losses(batch, rng_key):
-                    with self.placed.runner.watch_backward():
-                        self.learner.backward(loss / len(micro_batches))
-                    total += loss.detach() / len(micro_batches)
-        auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec, self.network.parameters())
+            self.micro_batch(requests, (self.progress.step, micro), len(micro_batches), total)
+        self.make_ahead()  # before the room is made, so that an OOM of the optimizer can't be its doing
+        auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec)
         self.copies = self.placed.copies() - copies
         return total
+
+    def micro_batch(self, requests: MicroBatch, rng_key: tuple[int, int], count: int, total: Tensor) -> None:
+        """Run one of a step's `count` micro-batches forward and backward; adds its part of the mean loss to `total`."""
+        batch = self.batches.make(requests, rng_key)
+        self.placed.check_forward(batch.inputs)
+        with self.placed.training():
+            for loss in self.losses(batch, rng_key):
+                with self.placed.runner.watch_backward():
+                    self.learner.backward(loss / count)
+                total += loss.detach() / count
+
+    def make_ahead(self) -> None:
+        """Make the next step's first batch while the device computes this step.
+
+        Not behind the last step, nor before a watcher has something to do, which may need the memory.
+        """
+        step, steps = self.progress.step + 1, self.settings.steps
+        if step < steps and not any(watcher.is_due(step, steps) for watcher in self.watchers):
+            self.batches.make_ahead(step)
 
     def losses(self, batch: Batch, rng_key: tuple[int, int]) -> Iterator[Tensor]:
         """Yield the terms of a batch's loss, each a scalar on the device.
 
         Call backward on each before asking for the next: then only one forward's activations are in memory.
         """
-        preserved = batch.preserved
+        preserved, scale = batch.preserved, self.settings.objective.guidance_loss_scale
+        if batch.unconditional is not None:
+            sides = batch.inputs, batch.unconditional
+            batch = replace(batch, target=guided_target(batch.target, *sides, self.placed.velocity_without, scale))
         without = None if preserved is None else self.placed.velocity_without(preserved.inputs)
         yield self.loss(batch, rng_key)
         if preserved is not None and without is not None:
@@ -294,7 +304,9 @@ class Trainer:
         """
         # The only device synchronisation of a step. The device idles from here until the optimizer's kernels are
         # queued, so both numbers are read in one transfer.
-        loss, norm = torch.stack((total, self.learner.clip())).tolist()
+        numbers = torch.stack((total, self.learner.clip()))
+        with self.clock.spend("wait"):
+            loss, norm = numbers.tolist()
         for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
                 raise errors.not_finite(what, self.progress.step)
@@ -309,7 +321,7 @@ class Trainer:
     def close(self) -> None:
         """Free all memory of the run."""
         self.learner.zero_grad()
-        self.reader.close()
+        self.batches.close()
         self.placed.close()
         del self.placed, self.network, self.learner, self.saver.learner
         comfy.model_management.soft_empty_cache()
@@ -322,7 +334,7 @@ class Trainer:
 
     def report(self, loss: float, learning_rate: float) -> StepReport:
         """Make the progress report of the step just done."""
-        pace = median(self.seconds) if self.seconds else None
+        pace = self.clock.pace()
         left = None if pace is None else pace * (self.settings.steps - self.progress.step)
         return StepReport(self.progress.step, self.settings.steps, loss, learning_rate, pace, left)
 
@@ -332,13 +344,7 @@ class Trainer:
             **self.placed.facts(),
             "block_copies_per_step": self.copies,
             **self.learner.facts(),
-            "seconds_per_step": round(median(self.seconds), 4) if self.seconds else None,
-            **self.preservation_facts(),
+            **self.clock.facts(),
+            **preservation_facts(self.preservation_losses),
             **memory_peak(self.device),
         }
-
-    def preservation_facts(self) -> dict[str, float]:
-        """Return the mean preservation loss of the last batches; empty without preservation."""
-        # A run that ended with a NaN loss has it in the last entry.
-        finite = [value for value in map(float, self.preservation_losses) if math.isfinite(value)]
-        return {"preservation_loss": sum(finite) / len(finite)} if finite else {}

@@ -38,7 +38,7 @@ class Validation:
     def between_steps(self, trainer: "Trainer") -> None:
         """Measure the loss where due, unless this step was already measured before a resume."""
         progress = trainer.progress
-        if not self._is_due(progress.step, trainer.settings.steps):
+        if not self.is_due(progress.step, trainer.settings.steps):
             return
         if any(point["step"] == progress.step for point in progress.validation):
             return
@@ -63,7 +63,8 @@ class Validation:
                     "learning_rate."
                 )
 
-    def _is_due(self, step: int, steps: int) -> bool:
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return True where the loss is to be measured after `step` of `steps` steps."""
         if step == 0:
             return self.options.at_start
         return step % self.options.every_n_steps == 0 or step == steps

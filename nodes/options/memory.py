@@ -1,8 +1,9 @@
-"""Training Memory: checkpointing, attention, block swap and offload."""
+"""Training Memory: checkpointing, attention, block swap, offload, products and base."""
 
 from comfy_api.latest import io
 
-from ...train.settings import ATTENTION, CHECKPOINTING, MemoryOptions
+from ...memory.weights.requantise import BASES
+from ...train.settings import ATTENTION, CHECKPOINTING, PRODUCTS, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
 
@@ -55,6 +56,23 @@ class TesseraMemory(io.ComfyNode):
                     tooltip="Keeps what full checkpointing keeps of each block in the computer's memory. Switch on for "
                     "large pictures or batches that do not fit otherwise.",
                 ),
+                io.Combo.Input(
+                    "products",
+                    options=list(PRODUCTS),
+                    default=MemoryOptions.products,
+                    optional=True,
+                    tooltip="How the model's frozen layers multiply, forward and back. full: in 16 bits, whatever "
+                    "they are stored in. int8 and fp8: in 8 bits, straight from a file that is stored so; faster on "
+                    "cards that are fast in it, and a little less exact. auto: by the card.",
+                ),
+                io.Combo.Input(
+                    "base",
+                    options=list(BASES),
+                    default=MemoryOptions.base,
+                    optional=True,
+                    tooltip="What the frozen layers of a 16-bit model are held in while it trains; the model itself, "
+                    "and previews, stay as they are. int8 and fp8 take half the memory; int8 is the closer one.",
+                ),
             ],
             outputs=[MemoryType.Output(display_name="memory")],
         )
@@ -69,6 +87,8 @@ class TesseraMemory(io.ComfyNode):
         prefetch_blocks: int = MemoryOptions.prefetch_blocks,
         pin_memory: str = MemoryOptions.pin_memory,
         offload_activations: bool = MemoryOptions.offload_activations,
+        products: str = MemoryOptions.products,
+        base: str = MemoryOptions.base,
     ) -> io.NodeOutput:
         options = MemoryOptions(
             checkpointing,
@@ -78,6 +98,8 @@ class TesseraMemory(io.ComfyNode):
             prefetch_blocks,
             pin_memory,
             offload_activations,
+            products,
+            base,
         )
         return io.NodeOutput(options)
 

@@ -30,18 +30,18 @@ def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -
 def shared_lora_notes(settings: TrainSettings) -> list[str]:
     """Notes on LoRAs that both experts take, and on inputs without effect."""
     network = settings.network
-    found = {"start_from": network.start_from, "base_lora": network.base_lora}
+    found = {name: getattr(network, name) for name in ("start_from", "base_lora", "training_adapter")}
     notes = [
         f"{name} {lora.name} is taken by both experts; set {name}_low_noise on LoRA Network to give the low noise one "
         "its own."
         for name, lora in found.items()
         if lora is not None and getattr(network, f"{name}_low_noise") == SAME
     ]
-    if network.base_strength_low_noise != 1 and isinstance(network.base_lora_low_noise, str):
-        taken = ", which takes base_strength" if network.base_lora_low_noise == SAME else ""
-        notes.append(
-            f"base_strength_low_noise has no effect: base_lora_low_noise is {network.base_lora_low_noise}{taken}."
-        )
+    for name, strength in (("base_lora", "base_strength"), ("training_adapter", "training_adapter_strength")):
+        chosen = getattr(network, f"{name}_low_noise")
+        if getattr(network, f"{strength}_low_noise") != 1 and isinstance(chosen, str):
+            taken = f", which takes {strength}" if chosen == SAME else ""
+            notes.append(f"{strength}_low_noise has no effect: {name}_low_noise is {chosen}{taken}.")
     return notes
 
 

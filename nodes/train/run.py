@@ -16,6 +16,7 @@ from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
 from ...train.experts import Expert
 from ...train.observer import Observer
+from ...train.preview.other_model import on_other_models
 from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
 from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult, train_lora
@@ -42,6 +43,7 @@ def run(
     files: the graph, as `workflow_files` returns it.
     partner: the other one of a pair of experts.
     """
+    previews = on_other_models(previews, model, settings.network)
     watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
     memory, memory_notes = inherited_memory(model, settings.memory)
     compile_settings, compile_notes = inherited_compile(model, settings.compile)

@@ -18,6 +18,7 @@ from ...train.checkpoint.resume import list_states
 from ...train.experts import ExpertObserver, plan_experts
 from ...train.objective.options import ObjectiveOptions
 from ...train.optim.options import OptimizerOptions
+from ...train.preview.other_model import check_one_model
 from ...train.preview.previewer import Partner, Preview, check_previews
 from ...train.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.train_lora import TrainResult
@@ -178,7 +179,8 @@ class TesseraTrainLora(io.ComfyNode):
                     max=1_000_000,
                     optional=True,
                     tooltip="Saves each time that this many epochs were shown, in place of save_every, which has to be "
-                    "0 then. An epoch is as many showings as there are pictures, repeats counted, and as many again of "
+                    "0 then. An epoch is as many showings as there are pictures, repeats counted (of a folder with "
+                    "sample_ratio that part of it), and as many again of "
                     "regularisation pictures where there are any; with mixed sizes and batch_size above 1 some "
                     "pictures come a little sooner than others. 0 is off.",
                     advanced=True,
@@ -281,6 +283,7 @@ class TesseraTrainLora(io.ComfyNode):
                 record_outputs(output_name, [result.path] if result.saved else [])
                 values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
                 return io.NodeOutput(*values, ui=node_ui(result))
+            check_one_model(preview)
             observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
             experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
             data = replace(data, notes=(*data.notes, *shared_lora_notes(settings)))

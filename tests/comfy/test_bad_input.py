@@ -61,27 +61,30 @@ class ComfyFluxWrapper(torch.nn.Module):
         self.model, self.config, self.dtype = model, {"guidance_embed": True}, torch.float32
 
 
-class GGMLTensor(torch.Tensor):
-    """A weight as ComfyUI-GGUF keeps it: bytes, with the shape of what they stand for."""
+class PackedTensor(torch.Tensor):
+    """A weight as another pack's loader may keep it: bytes, with the shape of what they stand for."""
 
-    shape = property(lambda self: self.tensor_shape)
+    shape = property(lambda self: self.values_shape)
 
 
 def of_nunchaku(model):
     model.model.diffusion_model = ComfyFluxWrapper(model.model.diffusion_model)
 
 
-def of_gguf(model):
+def of_another_pack(model):
     layer = model.model.diffusion_model.single_blocks[1].linear2
-    weight = torch.zeros(len(layer.weight), 20, dtype=torch.uint8).as_subclass(GGMLTensor)
-    weight.tensor_shape = layer.weight.shape
+    weight = torch.zeros(len(layer.weight), 20, dtype=torch.uint8).as_subclass(PackedTensor)
+    weight.values_shape = layer.weight.shape
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.weight.tensor_shape = weight.tensor_shape
+    layer.weight.values_shape = weight.values_shape
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [(of_nunchaku, "model runs FLUX.1 as a ComfyFluxWrapper"), (of_gguf, "model keeps its weights as GGMLTensor")],
+    [
+        (of_nunchaku, "model runs FLUX.1 as a ComfyFluxWrapper"),
+        (of_another_pack, "model keeps its weights as PackedTensor"),
+    ],
 )
 def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(change, what, tiny_flux, tmp_path):
     change(tiny_flux)

@@ -1,11 +1,16 @@
 """A named state under other settings: what it was trained with stays in force or is refused, and nothing is unsaid."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import safetensors.torch
 from comfy.model_management import InterruptProcessingException
 from safetensors import safe_open
+from tessera.lora.options import NetworkOptions
+from tessera.train.checkpoint.history import continued_from
+from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.optim.options import OptimizerOptions
 from tiny.runs import Watcher, cancel_at, mixed_data, train, training_data
 
 ONE_LAYER = ("double_blocks.0.img_attn.qkv",)
@@ -158,3 +163,11 @@ def test_a_state_from_before_parts_were_kept_tells_where_it_ended(tiny_flux, tmp
     without(tmp_path / state, "adapters", "parts")
     other = train(tiny_flux, mixed_data(), tmp_path, network=network, seed=4, resume=state)
     assert told(other) == [{"from_step": 0, "to_step": 4}]
+
+
+def test_an_option_that_there_was_not_yet_is_no_change():
+    before = {"seed": 5, "objective": {"shift": 3.0}, "network": {"rank": 4}}
+    options = {"network": asdict(NetworkOptions(rank=4)), "optimizer": asdict(OptimizerOptions())}
+    now = {"seed": 6, "objective": asdict(ObjectiveOptions(guidance_loss_scale=2.0)), **options}
+    (told_of,) = continued_from([{"made_with": before, "to_step": 2}, {"made_with": now}])
+    assert told_of["settings"] == {"seed": 5, "objective": {"shift": 3.0, "guidance_loss_scale": 0.0}}

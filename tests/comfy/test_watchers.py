@@ -25,6 +25,9 @@ class Looks:
         comfy.model_management.unload_all_models()
         trainer.learner.snapshot()
 
+    def is_due(self, step, steps):
+        return True
+
     def facts(self, trainer):
         return {"seen": self.seen}
 

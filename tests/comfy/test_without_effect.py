@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from tessera.data.samples import TrainingData
+from tessera.lora.source import LoraSource
 from tessera.models.registry import family_of
 from tessera.nodes.model.block_swap import TesseraBlockSwap
 from tessera.nodes.train.inherited_settings import inherited_memory
@@ -19,6 +20,7 @@ from tessera.train.preview.previewer import Preview, Previewer, preview_notes
 from tessera.train.preview.sampling import Sampling, Stages, sample_latent
 from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.train_lora import train_lora
+from tiny.compiling import make_lora
 from tiny.runs import Watcher, mixed_data, run_settings, sample, train, training_data
 from tiny.sampling import conditioning
 
@@ -40,6 +42,26 @@ def test_flux2_klein_and_qwen_image_have_no_input_for_guidance(tmp_path):
     assert [family_of(model).takes_guidance(model.model) for model in (klein, dev, qwen)] == [False, True, False]
     (said,) = guidance_notes(family_of(klein), klein.model, ObjectiveOptions(guidance=2.0), ())
     assert said == "guidance is not used: FLUX.2 (klein) has no input for it."
+
+
+def test_what_is_known_to_be_distilled_names_its_adapter_or_its_base(tiny_files, tmp_path):
+    with torch.inference_mode():
+        klein = tiny.load_flux2(tiny.write_flux2(tmp_path / "klein.safetensors", guidance=False))
+        dev = tiny.load_flux2(tiny.write_flux2(tmp_path / "dev.safetensors"))
+    flux, schnell = (tiny.load_model(name, tiny_files[name]) for name in ("flux", "schnell"))
+    said = [family_of(model).distillation_notes(model.model) for model in (flux, schnell, dev, klein)]
+    assert [len(notes) for notes in said] == [0, 1, 0, 1]
+    assert "choose ostris/FLUX.1-schnell-training-adapter (pytorch_lora_weights.safetensors) at training" in said[1][0]
+    assert "train on klein base and look at the LoRA on klein (model of Training Preview)" in said[3][0]
+
+
+def test_a_run_that_does_something_about_it_is_not_told(tiny_files):
+    schnell = tiny.load_model("schnell", tiny_files["schnell"])
+    data = training_data(sample("a", 4, 4))
+    source = LoraSource("adapter", "adapter", lambda: make_lora(schnell))
+    for network, told in (({}, True), ({"training_adapter": source}, False)):
+        notes = check_run(schnell, data, run_settings(network=network)).notes
+        assert any("which plain training undoes" in note for note in notes) == told
 
 
 @pytest.mark.parametrize(("given", "told"), [(3.5, True), (1.0, False), (torch.tensor([3.5]), True), (None, False)])
@@ -130,7 +152,7 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
             "save_every_epochs is 2 .* so nothing but the best LoRA is saved before its end",
         ),
         ({"save_every": 0, "save_every_epochs": 1}, None),
-        ({"save_every": 0, "save_every_epochs": 2}, "save_every_epochs is 2 and the run shows all pictures 1.2 times"),
+        ({"save_every": 0, "save_every_epochs": 2}, "save_every_epochs is 2 and the run has 1.2 epochs"),
         ({"validation": {"every_n_steps": 6}}, "keep_best has no choice: every_n_steps of Validation is 6 and the run"),
         ({"validation": {"every_n_steps": 6, "keep_best": False}}, None),
         ({"validation": {"every_n_steps": 5}}, None),

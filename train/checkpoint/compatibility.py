@@ -13,7 +13,7 @@ from ...lora.plan import adapter_specs
 from ...models.adapters.base import Adapter, AdapterSpec
 from ...models.adapters.oft import OftAdapter
 from ...models.adapters.registry import adapter_kind
-from ...models.family import linear_shapes
+from ...models.convolutions import layer_shapes
 from ..optim.optimizers import check_class, chosen_class
 from ..optim.param_groups import check_groups, flat, group_sizes, parameter_groups
 from ..settings import TrainSettings
@@ -31,7 +31,7 @@ def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targ
     under these settings (another alpha, for example).
     """
     header, network, optimizer = read_header(path), settings.network, settings.optimizer
-    shapes = linear_shapes(patcher.model)
+    shapes = layer_shapes(patcher.model)
     own = {name: _bare(spec, shapes[name]) for name, spec in adapter_specs(network, targets).items()}
     saved = {
         name: AdapterSpec(**{field: value for field, value in group.items() if field != "layers"})

@@ -4,14 +4,21 @@ A state holds all segments; the last one has no `to_step`. A LoRA's metadata and
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...common.fingerprint import fingerprint
+from ...lora.options import NetworkOptions
+from ..objective.options import ObjectiveOptions
+from ..optim.options import OptimizerOptions
+from ..settings import MemoryOptions
 from .metadata import RunFacts, plain_facts
 from .state import read_header
 
 Plain = dict[str, Any]
+_OPTIONS = {"network": NetworkOptions, "optimizer": OptimizerOptions, "objective": ObjectiveOptions}
+_OF_MEMORY = ("products", "base")
 _FIELDS = (
     *("family", "variant", "base_model", "batch_size", "gradient_accumulation", "seed"),
     *("network", "optimizer", "objective", "data", "samples", "resolution"),
@@ -24,7 +31,8 @@ def segment_settings(facts: RunFacts, data: str, weights: str) -> Plain:
     data, weights: fingerprints of training data and model; they reveal a change, not its content.
     """
     told = plain_facts(facts)
-    names = {"data_fingerprint": fingerprint(data)[:8], "model_fingerprint": fingerprint(weights)[:8]}
+    names = {name: told["memory"][name] for name in _OF_MEMORY}
+    names |= {"data_fingerprint": fingerprint(data)[:8], "model_fingerprint": fingerprint(weights)[:8]}
     return {name: told[name] for name in _FIELDS} | names
 
 
@@ -59,9 +67,15 @@ def continued_from(parts: Sequence[Plain]) -> list[Plain]:
         begin = part["to_step"]
         if "made_with" not in part:
             told.append(entry)
-        elif settings := _otherwise(part["made_with"], now["made_with"]):
+        elif settings := _otherwise(_with_defaults(part["made_with"]), _with_defaults(now["made_with"])):
             told.append(entry | {"settings": settings})
     return told
+
+
+def _with_defaults(settings: Plain) -> Plain:
+    """Add the options that there were none of when these settings were saved, as they are where nobody sets them."""
+    options = {name: asdict(kind()) | settings.get(name, {}) for name, kind in _OPTIONS.items()}
+    return {name: getattr(MemoryOptions, name) for name in _OF_MEMORY} | settings | options
 
 
 def _otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> Plain:

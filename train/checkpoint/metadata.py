@@ -7,6 +7,7 @@
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from torch import Tensor
 from ...common.core import loaded_from
 from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
-from ...lora.files.lora_model import MODULES, LoraModel
+from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
 from ...lora.options import NetworkOptions
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
@@ -124,7 +125,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
         "ss_network_dim": network.rank * network.file_ranks,
         "ss_network_alpha": network.alpha * network.file_ranks,
         "ss_network_dropout": network.dropout,
-        "ss_network_args": _network_args(network),
+        "ss_network_args": _network_args(network, tensors),
         "ss_scale_weight_norms": network.scale_weight_norms or None,
         "ss_learning_rate": optimizer.learning_rate,
         "ss_optimizer": optimizer.display_name,
@@ -149,7 +150,7 @@ def metadata_for(facts: RunFacts, tensors: Mapping[str, Tensor]) -> dict[str, st
     return for_file({key: str(value) for key, value in known.items() if value not in ("", None)}, tensors, "kohya")
 
 
-def _network_args(network: NetworkOptions) -> str:
+def _network_args(network: NetworkOptions, tensors: Mapping[str, Tensor]) -> str:
     """Format the network module's arguments as kohya's scripts do: JSON of strings, empty without arguments."""
     own: dict[str, dict[str, Any]] = {
         "lora": {},
@@ -163,7 +164,19 @@ def _network_args(network: NetworkOptions) -> str:
     }
     if network.lora_plus_ratio != 1:
         args["loraplus_lr_ratio"] = network.lora_plus_ratio
+    args |= _conv_args(tensors)
     return json.dumps({name: str(value) for name, value in args.items()}) if args else ""
+
+
+def _conv_args(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The rank and the alpha that most convolutions have whose kernel is more than 1 × 1, as kohya's scripts name them;
+    empty without any."""
+    sizes = Counter(
+        (len(down), float(tensors[f"{key.removesuffix(DOWN)}{ALPHA}"]))
+        for key, down in tensors.items()
+        if key.endswith(DOWN) and down.dim() == 4 and down[0, 0].numel() > 1
+    )
+    return {} if not sizes else dict(zip(("conv_dim", "conv_alpha"), sizes.most_common(1)[0][0], strict=True))
 
 
 def _unix(moment: str) -> str:

@@ -16,7 +16,7 @@ from ..optim.state_dict import unpack_state
 FORMAT = 1
 MASTER_WEIGHTS_PREFIX = "masters."
 # Optional fields: not in every state.
-LATER = ("validation", "adapters", "parts")
+LATER = ("validation", "adapters", "parts", "products")
 _FIELDS = {"format", "step", "batches", "loss", "lineage", "machine", "tree", *LATER}
 _MOVING = ("optimizer", "scheduler", "scaler", "average")
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -54,6 +54,7 @@ class StateHeader:
     validation: points and the validation key, empty without validation.
     adapters: specs of the adapters with the layers that have them; empty in old states.
     parts: segments of the run; empty in old states.
+    products: which layers multiply in full; empty in most states.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StateHeader:
     validation: dict[str, Any] = field(default_factory=dict)
     adapters: list[dict[str, Any]] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
+    products: dict[str, Any] = field(default_factory=dict)
 
 
 class UnreadableField(Exception):
@@ -111,6 +113,7 @@ def parse_header(plain: Any, tensors: Mapping[str, StoredTensor]) -> StateHeader
     _check_validation(later.get("validation", {}), step)
     _check_adapters(later.get("adapters", []), {name.rpartition(".")[0] for name in master_weights})
     _check_parts(later.get("parts", []), step)
+    _check_products(later.get("products", {}))
     moving = _moving(plain.get("tree"), tensors, step)
     _check_average(moving["average"], master_weights, step)
     return StateHeader(step, batches, loss, plain["lineage"], environment, master_weights, moving, **later)
@@ -198,6 +201,17 @@ def _check_parts(parts: Any, step: int) -> None:
         if number < len(parts):
             _need(_is_count(part.get("to_step"), begin, step), "parts")
             begin = part["to_step"]
+
+
+def _check_products(products: Any) -> None:
+    _need(isinstance(products, dict), "products")
+    if not products:
+        return
+    _known(products, {"asked", "full"})
+    _need(_is_name(products.get("asked")) and isinstance(products.get("full"), list), "products")
+    for place in products["full"]:
+        _need(isinstance(place, list) and all(map(_is_name, place)), "products")
+        _need(len(place) > 2 and set(place[2:]) <= {"forward", "backward"}, "products")
 
 
 def _need(holds: bool, name: str) -> None:

@@ -52,6 +52,8 @@ class TrainingState:
     validation: points (`validation.Validation`) and the validation key, empty without validation.
     adapters: specs of the adapters, see `LoraNetwork.specs`; empty in old states.
     parts: segments of the run, see `checkpoint.history`; empty in old states.
+    products: which layers multiply in full for what they would lose (`placement.products.BlockProducts.kept`); empty
+        where nothing was decided.
     """
 
     step: int
@@ -67,6 +69,7 @@ class TrainingState:
     validation: dict[str, Any] = field(default_factory=dict)
     adapters: list[dict[str, Any]] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
+    products: dict[str, Any] = field(default_factory=dict)
 
 
 def state_path(folder: Path, step: int) -> Path:
@@ -119,6 +122,7 @@ def load_state(path: Path) -> TrainingState:
         validation=header.validation,
         adapters=header.adapters,
         parts=header.parts,
+        products=header.products,
     )
 
 

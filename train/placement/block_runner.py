@@ -32,6 +32,15 @@ log = logging.getLogger(__name__)
 RegionKey = tuple[str, HowToCompile | None]
 
 
+class _Blocks:
+    """Blocks of one region: how they are run, and the report of it where that is compiled."""
+
+    def __init__(self, region: RegionKey, run: Callable[..., Any]):
+        self.structure, self.how = region
+        self.run = run
+        self.report: RegionReport | None = None
+
+
 class BlockRunner:
     """Callable that runs a block on its inputs.
 
@@ -55,25 +64,24 @@ class BlockRunner:
         self.offload: ActivationOffload | None = None
         if memory.offload_activations and memory.checkpointing == "full":
             self.offload = ActivationOffload(device)
+        self._blocks = {region: _Blocks(region, self._eager()) for region in self.regions}
         self.set_blocks(blocks)
-        self._run = {region: self._eager() for region in self.regions}
         self.not_compiled: str | None = None
         self.failed: dict[str, str] = {}
         self.clock: BlockClock | None = None
         self.report = CompileReport("Train LoRA", [])
         self.backward: RegionReport | None = None
-        self._reports: dict[RegionKey, RegionReport] = {}  # of the regions that run compiled
         self.planned_graphs = 0
         if compile_settings is None:
             return
         how = self._how(compile_settings.how(), 1)
         self.report.heading = f"Train LoRA: backend {how.backend}, mode {how.mode}, block by block, static shapes"
         try:
-            for number, region in enumerate(self.regions):
-                self._compile(region, number)
+            for number, among in enumerate(self._blocks.values()):
+                self._compile(among, number)
         except RuntimeError as error:  # torch refuses to compile at all on some builds of Python
             self.not_compiled = str(error).strip().splitlines()[0]
-        self.planned_graphs = sum(report.how.limit for report in self._reports.values())
+        self.planned_graphs = sum(report.how.limit for report in self.report.regions)
         # AOTAutograd compiles a backward at its first run and does not tell to which region it belongs.
         self.backward = RegionReport("backward", "backward of all", how)
         self.report.regions.append(self.backward)
@@ -89,17 +97,15 @@ class BlockRunner:
         asked = self.compile_settings.how_for(name) if self.compile_settings else None
         return block.structure(), None if asked is None else self._how(asked, block.shapes)
 
-    def _compile(self, region: RegionKey, number: int) -> None:
-        structure, how = region
-        if how is None:
+    def _compile(self, among: _Blocks, number: int) -> None:
+        if among.how is None:
             return
-        kind = structure.partition(":")[0]
-        report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", how)
+        kind = among.structure.partition(":")[0]
+        report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", among.how)
         # Whole graphs whatever is asked: a compile fails before anything has run, so the call can be made eager.
-        compiled = compiled_function(run_block, report.name, replace(how, fullgraph=True))
-        self._reports[region] = report
+        compiled = compiled_function(run_block, report.name, replace(among.how, fullgraph=True))
         self.report.regions.append(report)
-        self._run[region] = self._with_checkpointing(_watched(compiled, report, self.device))
+        among.report, among.run = report, self._with_checkpointing(_watched(compiled, report, self.device))
 
     def _with_checkpointing(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         if self.memory.checkpointing == "full":
@@ -120,8 +126,9 @@ class BlockRunner:
 
     def set_blocks(self, blocks: Sequence[tuple[str, Block]]) -> None:
         """Replace the blocks by others with the same regions, for which the graphs stay valid."""
-        self._region_of = {id(block): self._region(name, block) for name, block in blocks}
-        assert set(self._region_of.values()) == set(self.regions)
+        region_of = {id(block): self._region(name, block) for name, block in blocks}
+        assert set(region_of.values()) == set(self.regions)
+        self._among = {block: self._blocks[region] for block, region in region_of.items()}  # by the block's id
         if self.offload is not None:
             self.offload.keep_on_device(blocks[-1][1])
 
@@ -132,35 +139,36 @@ class BlockRunner:
 
     def fall_back_to_eager(self) -> None:
         """Run every block uncompiled from now on."""
-        self._reports.clear()
         self.planned_graphs = 0
-        self._run = {region: self._eager() for region in self.regions}
+        for among in self._blocks.values():
+            among.report, among.run = None, self._eager()
 
     def watch_backward(self) -> AbstractContextManager[Any]:
         """Return a context for each backward, which reports the graphs that it compiles."""
         return nullcontext() if self.backward is None else self.backward.watch()
 
     def __call__(self, block: Block, *args: Any) -> Any:
-        region = self._region_of[id(block)]
-        report = self._reports.get(region)
+        among = self._among[id(block)]
+        report = among.report
+        if report is None:
+            return among.run(block, *args)
         try:
-            with nullcontext() if self.clock is None or report is None else self.clock.time(region[0], report, args):
-                return self._run[region](block, *args)
+            if self.clock is None:
+                return among.run(block, *args)
+            with self.clock.time(among.structure, report, args):
+                return among.run(block, *args)
         except Exception as error:
-            if region not in self._reports:
-                raise
             cause = cannot_compile(error)
             if cause is None and not block.shapes_known and over_the_limit(error):
                 cause = "its shapes differ from call to call."
             if cause is None:
                 raise
-            self._leave_eager(region, cause, error)
+            self._leave_eager(among, report, cause, error)
         # Outside the handler: inside it the exception's frames still hold what the failed call has made.
-        return self._run[region](block, *args)
+        return among.run(block, *args)
 
-    def _leave_eager(self, region: RegionKey, cause: str, error: Exception) -> None:
+    def _leave_eager(self, among: _Blocks, report: RegionReport, cause: str, error: Exception) -> None:
         """Run the blocks of this region eager from now on. Raises CompileFailed where fullgraph asks for an error."""
-        report = self._reports[region]
         broken = graph_break(error, report.events[-1] if report.events else None)
         if broken is not None and report.how.fullgraph:
             raise CompileFailed(
@@ -169,16 +177,16 @@ class BlockRunner:
             ) from error
         log.debug("%s", report.label, exc_info=error)
         report.compiled_calls -= 1  # the one that failed
-        self._run_eager(region, broken or cause)
+        self._run_eager(among, report, broken or cause)
 
     def leave_eager(self, block: Block, cause: str) -> None:
         """Run blocks of this one's region eager from now on."""
-        region = self._region_of[id(block)]
-        if region in self._reports:
-            self._run_eager(region, cause)
+        among = self._among[id(block)]
+        if among.report is not None:
+            self._run_eager(among, among.report, cause)
 
-    def _run_eager(self, region: RegionKey, cause: str) -> None:
-        report = self._reports.pop(region)
+    def _run_eager(self, among: _Blocks, report: RegionReport, cause: str) -> None:
+        among.report = None
         self.failed[report.label] = cause
         self.planned_graphs -= report.how.limit
         eager = self._eager()
@@ -187,7 +195,7 @@ class BlockRunner:
             report.eager_calls += 1
             return eager(*args)
 
-        self._run[region] = counted
+        among.run = counted
 
 
 def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.device) -> Callable[..., Any]:

@@ -1,14 +1,16 @@
 """Model of a run: its weights placed on device and host by the memory options, its LoRA and its block runner."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
 import psutil
 import torch
 
-from ...data.samples import TrainingData
+from ...data.samples import GraphKey, Sample, TrainingData
 from ...lora.network import LoraNetwork, build_network
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.page_locked import give_back
@@ -16,13 +18,17 @@ from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, un
 from ...memory.swap.selection import choose_blocks
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.residency import Holder, ResidentWeights
-from ...models.family import Block, ModelInputs, RunBlock, Transformer
+from ...models.adapters.base import DropMask
+from ...models.family import Block, Family, ModelInputs, RunBlock, Transformer
 from ..observer import Observer
 from ..preflight.context import RunContext
+from ..settings import TrainSettings
 from . import auto
 from .auto import AutomaticMemory
+from .base import base_notes
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
+from .products import BlockProducts
 
 
 class PlacedModel:
@@ -39,10 +45,11 @@ class PlacedModel:
             observer,
         )
         data, targets = context.all_data, context.targets
-        self.compile_settings, self.graphs = context.compile_settings, len(data.graph_keys())
+        self.compile_settings, self.graphs = context.compile_settings, _count_graphs(data, self.family, self.settings)
         self.device = self.patcher.load_device
         self.dtype = self.patcher.model.get_dtype_inference()
-        self.memory, self.before = self.settings.memory, context.checkpointing
+        self.memory, self.before = self.settings.memory, context.environment
+        self.products = BlockProducts(self.memory.products, self.device, self.dtype, context.products)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         self.forward_checked = False
@@ -51,9 +58,8 @@ class PlacedModel:
             if auto.plans_memory(self.memory):
                 self._choose_memory(data, targets)
             self._build_within_memory(step=0)
-            self.network: LoraNetwork = build_network(
-                self.transformer, targets, self.settings.network, self.settings.seed
-            )
+            how = self.settings.network, self.settings.seed, auto.blocks_run_once(self.family, self.settings)
+            self.network: LoraNetwork = build_network(self.transformer, targets, *how)
             self.runner = self._build_runner()
             timed = self.device.type in ("cpu", "cuda")  # elsewhere the host's clock says when a block is queued
             if timed and self.automatic and self.automatic.may_plan_again and self.runner.planned_graphs:
@@ -65,8 +71,9 @@ class PlacedModel:
     def _choose_memory(self, data: TrainingData, targets: list[str]) -> None:
         """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
-        measured = auto.measure(self.patcher, self.family, data, targets, self.settings)
-        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, self.before)
+        measured = auto.measure(self.patcher, self.family, data, targets, self.settings, self.compile_settings)
+        before = auto.chosen_before(self.before, self.settings.memory)
+        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, before)
         self.memory = self.automatic.options()
         self.observer.note(self.automatic.plan.text + auto.shared_memory_note(self.device))
 
@@ -75,8 +82,8 @@ class PlacedModel:
         return self.automatic.plan.text + auto.shared_memory_note(self.device) if self.automatic else None
 
     def chosen(self) -> dict[str, str]:
-        """Return the checkpointing where the plan chose it: a run that goes on takes it again."""
-        return {"checkpointing": self.memory.checkpointing} if self.settings.memory.checkpointing == "auto" else {}
+        """Return the checkpointing and its budget where the plan chose them: a run that goes on takes them again."""
+        return auto.choice_facts(self.memory) if self.settings.memory.checkpointing == "auto" else {}
 
     def _build_within_memory(self, step: int) -> None:
         """Call `_build`; on OOM retry with the next smaller plan. Raises the OOM where there is none."""
@@ -97,7 +104,10 @@ class PlacedModel:
         memory, model = self.memory, self.patcher.model
         self.host: HostPlacement | None = None
         swapped = choose_blocks(memory.blocks_to_swap, self.family.block_lists(model), self.family.swap_order)
-        transformer = self.family.build(self.patcher, self.device, self.dtype, memory.attention, swapped)
+        how = memory.attention, swapped, memory.base
+        transformer = self.family.build(self.patcher, self.device, self.dtype, *how)
+        self.products.set(transformer.blocks())
+        self.base_notes = list(base_notes(memory.base, transformer.blocks(), swapped))
         if not swapped:
             return transformer, None
         blocks = [block for name, block in transformer.blocks() if name in swapped]
@@ -156,14 +166,48 @@ class PlacedModel:
         comfy.model_management.soft_empty_cache()
         self._build_within_memory(step)
         self.network.attach(self.transformer.linears())
-        if self.runner.memory.checkpointing == self.memory.checkpointing:
+        if auto.choice_facts(self.runner.memory) == auto.choice_facts(self.memory):
             self.runner.set_blocks(self.transformer.blocks())
         else:
             self.runner = self._build_runner()
             self._leave_eager()
 
+    @contextmanager
+    def measured_products(self) -> Iterator[int]:
+        """Run the blocks eagerly within the context, on the least memory, and choose by that what multiplies how.
+
+        Gives the number of micro-batches to run.
+        Nothing may be compiled yet: the choice is a part of what blocks share a graph by.
+        """
+        self.ensure()
+        self.observer.phase("Measuring products in low precision")
+        blocks, runner = self.transformer.blocks(), self.runner
+        self.runner = BlockRunner(blocks, replace(self.memory, checkpointing="full"), None, self.graphs, self.device)
+        try:
+            with self.products.measured(blocks):
+                yield self.products.micro_batches
+        finally:
+            self.runner.discard_offloaded()
+            self.runner = runner
+        self.products.set(blocks)
+        clock, self.runner = runner.clock, self._build_runner()
+        self._leave_eager()
+        if clock is not None and self.automatic is not None:
+            self.automatic.rename([block.structure() for _, block in blocks])
+            self.runner.clock = BlockClock(self.automatic.measured.shapes, self.device)
+        self._note_products()
+
+    def _note_products(self) -> None:
+        for note in self.products.notes():
+            self.observer.note(note)
+
     def note_memory_use(self) -> None:
-        """Report ignored memory options and host memory that could not be page-locked."""
+        """Report ignored memory options, host memory that could not be page-locked, and how layers are held and
+        multiply, as far as that is decided."""
+        for note in self.base_notes:
+            self.observer.note(note)
+        if not self.products.undecided:
+            self._note_products()
         if self.memory.offload_activations and self.runner.offload is None:
             self.observer.note(
                 "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
@@ -190,6 +234,7 @@ class PlacedModel:
         rng_key: (step, micro-batch, …), key of the dropout masks; None turns dropout off, in the same graphs.
         """
         self.check_forward(inputs)  # of validation, which may come before the first step
+        self.network.write_casts()
         return self.transformer.forward(self._run_block(inputs, rng_key), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:
@@ -219,7 +264,8 @@ class PlacedModel:
                 return self.swap.run(function, block, *args)
             return function(block, *args)
 
-        with self.network.switched_off():
+        # In full: what differs by the last digit would be rounded to other codes.
+        with self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
             self.eager_blocks = self.family.check_forward(self.transformer, on_device, inputs)
         self.forward_checked = True
         self._leave_eager()
@@ -230,12 +276,17 @@ class PlacedModel:
                 self.runner.leave_eager(block, self.eager_blocks[name])
 
     def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
-        def run(block: Block, *args: torch.Tensor) -> object:
+        swapped = {} if self.swap is None else self.swap.number
+        drops = self.network.options.drops
+
+        def sampled(block: Block) -> dict[str, DropMask]:
             key = ("dropout", *(rng_key or (0, 0)), self.place[id(block)])
             masks = self.network.sample_masks(block, inputs, self.settings.seed, key, self.dtype)
-            if rng_key is None:
-                masks = {name: mask.without_drops() for name, mask in masks.items()}
-            if self.swap is not None and id(block) in self.swap.number:
+            return masks if rng_key is not None else {name: mask.without_drops() for name, mask in masks.items()}
+
+        def run(block: Block, *args: torch.Tensor) -> object:
+            masks = sampled(block) if drops else {}
+            if self.swap is not None and id(block) in swapped:
                 return self.swap.run(self.runner, block, *args, masks)
             return self.runner(block, *args, masks)
 
@@ -271,4 +322,27 @@ class PlacedModel:
             "memory_plan": self._plan_text(),
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
             "compile_report": self.runner.report.facts(),
+            **self.products.facts(),
         }
+
+
+def _count_graphs(data: TrainingData, family: Family, settings: TrainSettings) -> int:
+    """Count the shapes in which batches reach a block.
+
+    ComfyUI's own forward runs samples of other sides or other lengths of text apart, so that of a batch any number may
+    be of one shape.
+    """
+    guided = settings.objective.guidance_loss_scale > 0
+    if not family.whole_grids:
+        return len(data.graph_keys(empty=guided))
+    together: dict[GraphKey, list[Sample]] = defaultdict(list)
+    for sample in data.samples:
+        together[sample.graph_key].append(sample)
+    shapes = set()
+    for samples in together.values():
+        captions = {(s.grid, *key) for s in samples for key in s.graph_keys}
+        empty = {(s.grid, s.tokens, s.references, s.empty_length) for s in samples if guided and s.empty_length}
+        for forms in (captions, empty):
+            sizes = range(1, settings.batch_size + 1) if len(forms) > 1 else (settings.batch_size,)
+            shapes |= {(size, *form) for size in sizes for form in forms}
+    return len(shapes)

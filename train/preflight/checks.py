@@ -7,17 +7,19 @@ from comfy.model_patcher import ModelPatcher
 
 from ...common.text import shortlist
 from ...data.encode.clip_vision import hidden_states
-from ...data.samples import TrainingData, check_training_samples
-from ...lora.base import apply_base_lora
+from ...data.samples import SampleVariant, TrainingData, check_training_samples
+from ...lora.base import apply_base_lora, apply_training_adapter
 from ...lora.plan import choose_targets, network_notes, one_expert_notes
 from ...lora.warm_start import WarmStart, read_warm_start
 from ...memory.weights.frozen import dequantised_notes
+from ...memory.weights.gguf.reading import held_in_full_notes
 from ...models.family import Family
 from ...models.layers.attention import attention_function, attention_notes
 from ...models.model_patches import trainable_model
 from ...models.registry import family_of
 from ..batch import strata_sizes
 from ..objective.flow_options import check_schedule_options
+from ..objective.guidance_loss import check_guidance_loss
 from ..objective.notes import objective_notes
 from ..objective.preservation import check_preservation
 from ..objective.timestep_sampling import check_range
@@ -57,7 +59,8 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     family = family_of(model)
     patcher, patch_notes = trainable_model(model, family.own_forward)
     targets = choose_targets(family, patcher.model, settings.network)
-    base_notes = apply_base_lora(patcher, settings.network, family)
+    beneath_notes = apply_base_lora(patcher, settings.network, family)
+    beneath_notes += apply_training_adapter(patcher, settings.network, family)
     start, start_notes = read_warm_start(settings.network, family, patcher.model, targets)
     is_flow = family.objective(patcher).is_flow
     schedule_notes = () if is_flow else check_schedule_options(settings.objective, family.title)
@@ -81,8 +84,15 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
     notes = (
         *patch_notes,
         *check_preservation(settings.objective, data.samples),
+        *check_guidance_loss(
+            settings.objective,
+            data.samples,
+            family.title,
+            family.takes_guidance(patcher.model),
+            settings.network.training_adapter.name if settings.network.training_adapter else "",
+        ),
         *optimizer_notes,
-        *base_notes,
+        *beneath_notes,
         *start_notes,
         *one_expert_notes(settings.network),
         *network_notes(settings.network, family, patcher.model, targets),
@@ -94,8 +104,11 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
         *memory_notes(settings.memory),
         *attention_notes(*attention),
         *dequantised_notes(patcher.model.diffusion_model, patcher.model.get_dtype_inference()),
+        *held_in_full_notes(patcher.model.diffusion_model, patcher.patches, patcher.model.get_dtype_inference()),
     )
     notes += tuple(family.notes(patcher.model, [sample.facts() for sample in data.samples]))
+    if settings.network.training_adapter is None and not settings.objective.guidance_loss_scale:
+        notes += tuple(family.distillation_notes(patcher.model))
     padded = _with_text_lengths(family, patcher, data)
     if settings.validation is not None and measured is not None:
         notes += tuple(validation_notes(padded, measured, settings.validation))
@@ -104,7 +117,19 @@ def check_run(model: ModelPatcher, data: TrainingData, settings: TrainSettings) 
 
 def _with_text_lengths(family: Family, patcher: ModelPatcher, data: TrainingData) -> TrainingData:
     """Replace the caption lengths by the text lengths of this model's sequence, padding included."""
-    samples = (replace(s, text_length=family.text_length(patcher.model, s.text_length)) for s in data.samples)
+
+    def length(encoded: int) -> int:
+        return family.text_length(patcher.model, encoded)
+
+    samples = (
+        replace(
+            s,
+            text_length=length(s.text_length),
+            empty_length=s.empty_length and length(s.empty_length),
+            text_lengths=tuple(sorted(set(map(length, s.text_lengths)))),
+        )
+        for s in data.samples
+    )
     return replace(data, samples=tuple(samples))
 
 
@@ -131,7 +156,8 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     check_training_samples(sample.regularisation for sample in data.samples)
     for sample in data.samples:
         family.check(patcher.model, sample.facts())
-    tensors = data.samples[0].load()
+    first = data.samples[0]
+    tensors = first.load(SampleVariant(empty_caption=True)) if first.empty_length else first.load()
     channels = patcher.model.latent_format.latent_channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
@@ -151,6 +177,11 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
             "prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
+    if wanted and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != wanted:
+        raise ValueError(
+            f"empty has text of width {other} and the model takes {wanted}; encode the empty caption with the model's "
+            "own text encoders."
+        )
     if wanted and tensors.text.shape[-1] != wanted:
         raise ValueError(
             f"data has text of width {tensors.text.shape[-1]} and the model takes {wanted}; prepare the data with the "

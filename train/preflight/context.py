@@ -39,7 +39,8 @@ class RunContext:
     continued_from: the earlier segments that had other settings.
     started: ISO 8601 with an offset.
     notes: sentences for the user.
-    checkpointing: what the plan of the state to resume from chose, None where it chose nothing.
+    environment: facts of the state to resume from, and what its plan chose (`placement.auto.choice_facts`).
+    products: which layers of that state's run multiply in full (`placement.products.BlockProducts.kept`).
     """
 
     patcher: ModelPatcher
@@ -57,7 +58,8 @@ class RunContext:
     continued_from: Sequence[dict[str, Any]] = ()
     started: str = ""
     notes: tuple[str, ...] = ()
-    checkpointing: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    products: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def all_data(self) -> TrainingData:
@@ -95,6 +97,7 @@ def make_context(
     made = segment_settings(facts, checked.data.fingerprint, begun.weights)
     parts = run_segments(begun.state, begun.lineage, made, begun.asked_lineage)
     earlier = continued_from(parts)
+    header = None if begun.state is None else read_header(begun.state)
     notes: tuple[str, ...] = ()
     if checked.validation is not None and settings.validation is not None and settings.validation.data is None:
         notes = (held_out_note(checked.validation, checked.full_data_fingerprint, parts),)
@@ -114,5 +117,7 @@ def make_context(
         continued_from=earlier,
         started=started,
         notes=notes,
-        checkpointing=None if begun.state is None else read_header(begun.state).environment.get("checkpointing"),
+        environment={} if header is None else header.environment,
+        # Of other settings, weights or data it was decided for another run.
+        products={} if header is None or header.lineage != begun.lineage else header.products,
     )

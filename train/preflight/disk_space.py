@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...lora.plan import adapter_specs, parameter_count
-from ...models.family import linear_shapes
+from ...models.convolutions import layer_shapes
 from ..batch import strata_sizes
 from ..checkpoint.run_folder import STATES_KEPT, RunFolder
 from ..objective.timestep_sampling import Strata
@@ -47,7 +47,7 @@ class DiskSpace:
 
 def required_space(checked: CheckedRun, settings: TrainSettings, begun: RunStart) -> DiskSpace:
     """Compute the disk space of a run from its first step or the state it resumes from."""
-    shapes = linear_shapes(checked.patcher.model)
+    shapes = layer_shapes(checked.patcher.model)
     specs = adapter_specs(settings.network, checked.targets)
     numbers = sum(parameter_count(spec, shapes[name]) for name, spec in specs.items())
     average = 4 if settings.optimizer.ema_decay else 0

@@ -31,8 +31,8 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
     best = validation is not None and validation.keep_best and validation.every_n_steps < steps
     if epochs and not saves:
         yield (
-            f"save_every_epochs is {epochs} and the run shows all pictures {steps * strata.step / strata.epoch:.3g} "
-            f"times, so nothing {'but the best LoRA ' if best else ''}is saved before its end."
+            f"save_every_epochs is {epochs} and the run has {steps * strata.step / strata.epoch:.3g} epochs, "
+            f"so nothing {'but the best LoRA ' if best else ''}is saved before its end."
         )
     if settings.keep_last and not saves:
         yield (

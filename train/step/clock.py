@@ -1,0 +1,88 @@
+"""Step clock: seconds that a run's steps take, and what of them goes to data, to the host and to waiting."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+KEPT = 50  # steps, the last ones
+
+
+class Step(NamedTuple):
+    """Seconds of one step.
+
+    whole: all of it.
+    data: making of batches, with the wait for their files; those of the next step that it makes, too.
+    wait: for the device, at the one read of a step.
+    device: the events before its first and behind its last kernel; None without a GPU.
+    """
+
+    whole: float
+    data: float
+    wait: float
+    device: tuple[Any, Any] | None
+
+
+class StepClock:
+    """Clock of a run's steps. On a GPU events stand around each step, which hold nothing up."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.steps: deque[Step] = deque(maxlen=KEPT)
+        self._spent = {"data": 0.0, "wait": 0.0}
+        self._begun, self._event = time.perf_counter(), None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._begun, self._event = time.perf_counter(), self._moment()
+
+    @contextmanager
+    def spend(self, on: str) -> Iterator[None]:
+        """Return a context whose seconds go to `on`: data or wait."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[on] += time.perf_counter() - started
+
+    def end(self) -> None:
+        """Count the step that was begun. One that is not ended is not counted."""
+        device = None if self._event is None else (self._event, self._moment())
+        whole = time.perf_counter() - self._begun
+        self.steps.append(Step(whole, self._spent["data"], self._spent["wait"], device))
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
+        self.steps.clear()
+
+    def pace(self) -> float | None:
+        """Return the median seconds of a step; None before one was counted."""
+        return median(step.whole for step in self.steps) if self.steps else None
+
+    def facts(self) -> dict[str, float | None]:
+        """Return entries for the summary, medians; waits for the GPU's last event."""
+        parts: dict[str, list[float]] = {
+            "seconds_per_step": [step.whole for step in self.steps],
+            "host_seconds": [step.whole - step.data - step.wait for step in self.steps],
+            "wait_seconds": [step.wait for step in self.steps],
+            "data_seconds": [step.data for step in self.steps],
+            "device_seconds": [_between(*step.device) for step in self.steps if step.device is not None],
+        }
+        return {name: round(median(seconds), 4) if seconds else None for name, seconds in parts.items()}
+
+    def _moment(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begun: Any, ended: Any) -> float:
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000
