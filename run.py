@@ -1,0 +1,371 @@
+"""Run a workflow from a terminal, without a browser and without a server.
+
+  python run.py WORKFLOW.api.json [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [-- COMFYUI OPTIONS]
+
+The file is one that ComfyUI exports by Workflow > Export (API); those of this pack lie in workflows/api. ComfyUI is the
+one whose custom_nodes this pack lies in, or the one that COMFYUI_PATH names. What comes behind -- goes to ComfyUI, such
+as --cuda-device 1 or --lowvram.
+
+Exit codes: 0 done; 1 an error; 2 the workflow or an option is wrong, nothing ran; 75 ended by SIGTERM or an error, with
+a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 143 ended by SIGTERM, with nothing saved.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
+Prompt = dict[str, dict[str, Any]]
+
+
+class Wrong(Exception):
+    """A mistake in what was given, in a sentence."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        options, comfyui_options = parse(arguments)
+        prompt = read_prompt(Path(options.workflow))
+        for change in options.set:
+            set_input(prompt, change)
+        comfyui = find_comfyui()
+        with open_log(options.log) as log:
+            if options.output:
+                comfyui_options = ["--output-directory", os.path.abspath(options.output), *comfyui_options]
+            return Run(prompt, Told(log)).execute(comfyui, comfyui_options)
+    except Wrong as mistake:
+        print(mistake, file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:  # while ComfyUI starts
+        return CANCELLED
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the options of this file from ComfyUI's."""
+    own, comfyui = list(arguments), []
+    if "--" in own:
+        at = own.index("--")
+        own, comfyui = own[:at], own[at + 1 :]
+    assert __doc__ is not None
+    described, _, codes = __doc__.partition("Exit codes: ")
+    parser = argparse.ArgumentParser(
+        description=described.splitlines()[0],
+        epilog=f"Exit codes: {codes}",
+        usage="%(prog)s WORKFLOW [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [-- COMFYUI OPTIONS]",
+    )
+    parser.add_argument("workflow", help="a workflow in API format, a JSON file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NODE.INPUT=VALUE",
+        help="change an input; NODE is a node's number, title or class, such as TesseraTrainLora.steps=2000",
+    )
+    parser.add_argument("--output", help="folder in place of ComfyUI's output folder")
+    parser.add_argument("--log", help="file to which each event is added as a line of JSON")
+    return parser.parse_args(own), comfyui
+
+
+# The workflow
+
+
+def read_prompt(path: Path) -> Prompt:
+    """Read a workflow in API format. Raises Wrong for anything else."""
+    try:
+        prompt = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise Wrong(f"{path} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise Wrong(f"{path} is no JSON file: {error}.") from error
+    if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
+        raise Wrong(f"{path} is a workflow for the browser; open it there and take Workflow > Export (API).")
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), dict):
+        prompt = prompt["prompt"]  # as it is posted to a server
+    if not isinstance(prompt, dict) or not prompt or not all(_is_node(node) for node in prompt.values()):
+        raise Wrong(f"{path} is no workflow in API format; take Workflow > Export (API) in ComfyUI.")
+    return prompt
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs", {}), dict)
+
+
+def set_input(prompt: Prompt, change: str) -> None:
+    """Change an input as `NODE.INPUT=VALUE` says. Raises Wrong where that does not name one input."""
+    place, equals, text = change.partition("=")
+    name, dot, key = place.rpartition(".")
+    if not equals or not dot:
+        raise Wrong(f"--set {change}: write NODE.INPUT=VALUE, such as TesseraTrainLora.steps=2000.")
+    found = [name] if name in prompt else [number for number, node in prompt.items() if name in _names(node)]
+    if len(found) != 1:
+        how_many = "no node" if not found else f"{len(found)} nodes ({', '.join(found)})"
+        raise Wrong(f"--set {change}: {how_many} of the workflow {'are' if len(found) > 1 else 'is'} called {name}.")
+    inputs = prompt[found[0]].setdefault("inputs", {})
+    now = inputs.get(key)
+    if isinstance(now, list):
+        raise Wrong(f"--set {change}: {key} is connected to another node, so it has no value.")
+    inputs[key] = text if isinstance(now, str) else _value(text)
+
+
+def _names(node: dict[str, Any]) -> tuple[str, str]:
+    return node["class_type"], (node.get("_meta") or {}).get("title", "")
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# ComfyUI
+
+
+def find_comfyui() -> Path:
+    """Return ComfyUI's folder. Raises Wrong where there is none."""
+    beside = Path(os.path.abspath(__file__)).parents[2]  # not resolved: the pack may be linked into custom_nodes
+    named = os.environ.get("COMFYUI_PATH")
+    folder = Path(named) if named else beside
+    if (folder / "main.py").is_file() and (folder / "comfy").is_dir():
+        return folder
+    if named:
+        raise Wrong(f"COMFYUI_PATH is {named}, which holds no ComfyUI; give the folder with main.py.")
+    raise Wrong(f"{beside} holds no ComfyUI; put this pack into its custom_nodes, or let COMFYUI_PATH name its folder.")
+
+
+def set_environment(args: Any) -> None:
+    """Set what ComfyUI's main.py sets before torch is loaded, where it is started itself."""
+    os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1", TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL="1")
+    if args.default_device is not None:
+        rest = [device for device in range(32) if device != args.default_device]
+        _see_devices(",".join(map(str, [args.default_device, *rest])))
+    if args.cuda_device is not None:
+        _see_devices(str(args.cuda_device))
+    if args.oneapi_device_selector is not None:
+        os.environ["ONEAPI_DEVICE_SELECTOR"] = args.oneapi_device_selector
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _see_devices(devices: str) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        os.environ[name] = devices
+
+
+def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
+    """Start ComfyUI as its main.py does, with all custom nodes, but do not listen. Returns its server.
+
+    Its modules are imported by name, as they are there; SystemExit is raised for an option that it does not know.
+    """
+    sys.argv = [str(folder / "main.py"), *options]
+    sys.path[0] = str(folder)  # in place of this pack's own folder, which ComfyUI's loader imports as a package
+    importlib.import_module("comfy.options").enable_args_parsing()
+    set_environment(importlib.import_module("comfy.cli_args").args)
+    _, server, _ = importlib.import_module("main").start_comfyui()
+    return server
+
+
+class Told:
+    """Tells what happens: on the terminal, and as lines of JSON in a log."""
+
+    def __init__(self, log: TextIO | None) -> None:
+        self.log, self.on_terminal = log, sys.stdout.isatty()
+        self.open, self.last = False, 0.0
+
+    def event(self, event: str, **facts: Any) -> None:
+        if self.log is not None:
+            self.log.write(json.dumps({"time": round(time.time(), 3), "event": event, **facts}, default=str) + "\n")
+            self.log.flush()
+
+    def line(self, text: str, to: TextIO | None = None) -> None:
+        if self.open:
+            print()
+            self.open = False
+        print(text, file=to or sys.stdout, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Show in one line on a terminal, and every few seconds elsewhere."""
+        if self.on_terminal:
+            print(f"\r    {text[:110]:<110}", end="", flush=True)
+            self.open = True
+        elif time.monotonic() - self.last > 3:
+            print(f"    {text}", flush=True)
+            self.last = time.monotonic()
+
+
+@contextlib.contextmanager
+def open_log(path: str | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        log = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise Wrong(f"--log {path} can't be written: {error.strerror}.") from error
+    with log:
+        yield log
+
+
+# The run
+
+
+class Run:
+    """One execution of a prompt. The main thread watches, while ComfyUI's worker executes in its own."""
+
+    def __init__(self, prompt: Prompt, told: Told) -> None:
+        self.prompt, self.told = prompt, told
+        self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
+        self.started = time.time()
+        self.signal: int | None = None
+
+    def execute(self, comfyui: Path, options: Sequence[str]) -> int:
+        """Run the prompt to its end; returns the exit code."""
+        server = start_comfyui(comfyui, options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.end_by_signal)
+        main = importlib.import_module("main")
+        try:
+            return int(server.loop.run_until_complete(self._execute(server)))
+        finally:
+            main.asset_seeder.shutdown()
+            main.cleanup_temp()
+
+    def end_by_signal(self, number: int, _: Any) -> None:
+        """Cancel, as the browser's button does: a run that trains saves first. The second time ends it at once."""
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+        importlib.import_module("nodes").interrupt_processing()
+
+    async def _execute(self, server: Any) -> int:
+        execution = importlib.import_module("execution")
+        self.check_inputs()
+        given = server.trigger_on_prompt({"prompt": self.prompt, "client_id": self.client})
+        prompt = given["prompt"]
+        server.node_replace_manager.apply_replacements(prompt)
+        valid, error, outputs, node_errors = await execution.validate_prompt(self.id, prompt, None)
+        if not valid:
+            raise Wrong("\n".join(self.explain(error, node_errors)))
+        if node_errors:
+            raise Wrong("\n".join(self.explain({}, node_errors)))  # a server would leave these nodes out
+        data = {"client_id": self.client, "create_time": int(time.time() * 1000)}
+        self.told.event("started", prompt_id=self.id)
+        server.prompt_queue.put((0, self.id, prompt, data, outputs, {}))
+        await self.watch(server)
+        history = server.prompt_queue.get_history(self.id)[self.id]
+        return self.code(history)
+
+    async def watch(self, server: Any) -> None:
+        """Tell of the events that a browser would get, until the prompt is in the history."""
+        while self.id not in server.prompt_queue.get_history(self.id):
+            with contextlib.suppress(asyncio.TimeoutError):
+                kind, data, _ = await asyncio.wait_for(server.messages.get(), 0.2)
+                self.tell(kind, data)
+        while not server.messages.empty():
+            self.tell(*server.messages.get_nowait()[:2])
+
+    def tell(self, kind: Any, data: Any) -> None:
+        if kind == "execution_start" and self.signal is not None:
+            importlib.import_module("nodes").interrupt_processing()  # ComfyUI forgets one that comes before
+        elif kind == importlib.import_module("protocol").BinaryEventTypes.TEXT:
+            # The length of the node's number, the number, the text.
+            end = 4 + int.from_bytes(data[:4], "big")
+            text = data[end:].decode("utf-8", "replace")
+            self.told.progress(text)
+            self.told.event("text", node=data[4:end].decode(), text=text)
+        elif kind == "executing" and data.get("node") in self.prompt:
+            self.told.line(f"  {self.title(data['node'])}")
+            self.told.event("node", node=data["node"], class_type=self.prompt[data["node"]]["class_type"])
+        elif kind == "progress":
+            self.told.event("progress", node=data.get("node"), value=data.get("value"), max=data.get("max"))
+        elif kind == "tessera.train":
+            self.told.event("train", **data)
+
+    def title(self, number: str) -> str:
+        kind, title = _names(self.prompt[number])
+        return title or kind
+
+    def check_inputs(self) -> None:
+        """Raise Wrong for an input that its node does not have: ComfyUI would ignore it without a word."""
+        kinds = importlib.import_module("nodes").NODE_CLASS_MAPPINGS
+        for number, node in self.prompt.items():
+            kind = kinds.get(node["class_type"])
+            if kind is None or not node["class_type"].startswith("Tessera"):
+                continue
+            known = {name for group in kind.INPUT_TYPES().values() for name in group}
+            for name in node.get("inputs", {}):
+                if name.partition(".")[0] not in known:
+                    raise Wrong(f"{self.title(number)} ({number}) has no input called {name}.")
+
+    def explain(self, error: dict[str, Any], node_errors: dict[str, Any]) -> Iterator[str]:
+        """Yield what ComfyUI found wrong with the workflow, a line each."""
+        for number, found in node_errors.items():
+            for one in found["errors"]:
+                yield f"{self.title(number)} ({number}): {one['message']}. {one['details']}".rstrip()
+        if not node_errors:
+            yield f"The workflow can't run: {error.get('message')} {error.get('details', '')}".rstrip()
+
+    def code(self, history: dict[str, Any]) -> int:
+        """Tell how the run ended. Returns the exit code."""
+        status = history["status"]
+        if status["status_str"] == "success":
+            for path in self.files(history["outputs"]):
+                self.told.line(f"  {path}")
+            self.told.event("done", outputs=history["outputs"])
+            return DONE
+        messages = dict(status["messages"])
+        failed = messages.get("execution_error")
+        if failed is not None:
+            text = str(failed["exception_message"]).strip()
+            self.told.line(f"{failed['node_type']} ({failed['node_id']}): {text}", sys.stderr)
+            self.told.event("error", node=failed["node_id"], message=text)
+        again = self.saved_a_state()
+        if again:
+            self.told.line("What was trained is saved; run the same line again to go on.", sys.stderr)
+        if failed is not None:
+            code = TRY_AGAIN if again else FAILED
+        elif self.signal == signal.SIGTERM:
+            code = TRY_AGAIN if again else TERMINATED
+        else:
+            code = CANCELLED
+        self.told.event("ended", code=code)
+        return code
+
+    def saved_a_state(self) -> bool:
+        """Return True if a run that this prompt made has a state to go on from."""
+        output = importlib.import_module("folder_paths").get_output_directory()
+        for summary in Path(output, "loras").rglob("summary.json"):
+            if summary.stat().st_mtime >= self.started and any(summary.parent.glob("state-*")):
+                return True
+        return False
+
+    @staticmethod
+    def files(outputs: dict[str, Any]) -> Iterator[str]:
+        """Yield the files that the nodes tell of, below the output folder."""
+        for node in outputs.values():
+            for entry in (entry for entries in node.values() if isinstance(entries, list) for entry in entries):
+                if isinstance(entry, dict) and entry.get("path"):
+                    yield str(entry["path"])
+                elif isinstance(entry, dict) and entry.get("type") == "output":
+                    yield "/".join(filter(None, (entry.get("subfolder"), entry.get("filename"))))
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without waiting for threads of other packs."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_now(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""run.py: a workflow from a terminal, in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from comfy_server import PATIENCE
+from PIL import Image
+from safetensors.torch import load_file
+from tiny.prompt import node
+
+RUN = Path(__file__).resolve().parents[2] / "run.py"
+STEPS = 12
+
+
+@pytest.fixture
+def workflow(server, tiny_loaders, tmp_path):
+    """A file in API format that trains on two pictures of the server's input folder."""
+    for index, size in enumerate([(64, 96), (96, 64)]):
+        picture = Image.new("RGB", size, (200, 80 * index, 30))
+        picture.paste((10, 60, 220), (8, 8, 40, 56))
+        picture.save(server.base / "input" / f"picture{index}.png")
+    train = {"output_name": "run", "steps": STEPS, "learning_rate": 1e-3, "rank": 4, "batch_size": 1}
+    train |= {"gradient_accumulation": 2, "seed": 5, "compile": "off", "save_every": 0, "resume": "latest"}
+    prompt = tiny_loaders | {
+        "image0": node("LoadImage", image="picture0.png"),
+        "image1": node("LoadImage", image="picture1.png"),
+        "latent0": node("VAEEncode", pixels=["image0", 0], vae=["vae", 0]),
+        "latent1": node("VAEEncode", pixels=["image1", 0], vae=["vae", 0]),
+        "latents": node("CreateList", **{"inputs.input0": ["latent0", 0], "inputs.input1": ["latent1", 0]}),
+        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a blue sign on a red wall"),
+        "data": node("TesseraLatentsToDataset", latents=["latents", 0], positive=["positive", 0], max_graphs=1),
+        "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], **train),
+    }
+    path = tmp_path / "workflow.api.json"
+    path.write_text(json.dumps(prompt))
+    return path
+
+
+def line(server, workflow, output, log, *options):
+    comfyui = ["--base-directory", str(server.base), "--database-url", "sqlite:///:memory:", "--cpu"]
+    own = ["--output", str(output), "--log", str(log), *options]
+    return [sys.executable, str(RUN), str(workflow), *own, "--", *comfyui, "--use-pytorch-cross-attention"]
+
+
+def events_of(log):
+    return [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
+
+
+@contextmanager
+def held(server, step):
+    """No run goes on after this step meanwhile."""
+    hold = server.base / "hold"
+    (beside := server.base / "hold.new").write_text(str(step))
+    beside.replace(hold)
+    try:
+        yield
+    finally:
+        hold.unlink()
+
+
+def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, workflow, tmp_path):
+    output, log = tmp_path / "output", tmp_path / "log.jsonl"
+    command = line(server, workflow, output, log, "--set", "train.output_name=headless")
+    environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
+    with held(server, 5):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + PATIENCE
+        while not any(event.get("kind") == "step" and event["step"] >= 3 for event in events_of(log)):
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75, told
+    assert "What was trained is saved; run the same line again to go on." in told
+    assert not list(output.rglob("headless.safetensors"))
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = output.rglob("headless.safetensors")
+    assert f"  {found.relative_to(output).as_posix()}" in done.stdout.splitlines()
+    *_, last = events_of(log)
+    (summary,) = last["outputs"]["train"]["tessera"]
+    assert last["event"] == "done" and any("Resumed at step" in note for note in summary["notes"])
+
+    prompt = json.loads(workflow.read_text())
+    prompt["train"]["inputs"]["output_name"] = "served"
+    served = server.run(prompt)["outputs"]["train"]["tessera"][0]
+    assert summary["loss"] == served["loss"] and len(served["loss"]) == STEPS
+    ours, theirs = load_file(found), load_file(server.base / "output" / served["path"])
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_workflow_that_cannot_run_is_told_before_anything_is_loaded(server, workflow, tmp_path):
+    environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
+    command = line(
+        server, workflow, tmp_path, tmp_path / "log.jsonl", "--set", "train.steps=0", "--set", "image0.image=x.png"
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    *_, first, second = done.stderr.splitlines()
+    assert {first.split(":")[0], second.split(":")[0]} == {"TesseraTrainLora (train)", "LoadImage (image0)"}
+    assert "steps" in done.stderr and "x.png" in done.stderr

@@ -1,0 +1,98 @@
+"""What run.py reads before ComfyUI is started."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("headless", ROOT / "run.py")
+assert spec is not None and spec.loader is not None
+headless = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(headless)
+
+PROMPT = {
+    "4": {"class_type": "TesseraTrainLora", "inputs": {"steps": 10, "output_name": "a", "model": ["1", 0]}},
+    "5": {"class_type": "LoadImage", "inputs": {"image": "a.png"}, "_meta": {"title": "First"}},
+    "6": {"class_type": "LoadImage", "inputs": {"image": "b.png"}, "_meta": {"title": "Second.one"}},
+}
+
+
+def changed(*changes):
+    prompt = json.loads(json.dumps(PROMPT))
+    for change in changes:
+        headless.set_input(prompt, change)
+    return prompt
+
+
+def test_an_input_is_changed_by_the_node_s_number_class_or_title():
+    prompt = changed("4.steps=20", "TesseraTrainLora.output_name=12", "Second.one.image=c=d.png", "4.seed=3")
+    assert prompt["4"]["inputs"] == {"steps": 20, "output_name": "12", "model": ["1", 0], "seed": 3}
+    assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
+    assert changed("4.learning_rate=1e-4")["4"]["inputs"]["learning_rate"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps=3", "write NODE.INPUT=VALUE"),
+        ("4.steps", "write NODE.INPUT=VALUE"),
+        ("7.steps=3", "no node of the workflow is called 7"),
+        ("LoadImage.image=c.png", r"2 nodes \(5, 6\) of the workflow are called LoadImage"),
+        ("4.model=3", "model is connected to another node"),
+    ],
+)
+def test_a_change_that_names_no_input_is_told(change, said):
+    with pytest.raises(headless.Wrong, match=said):
+        changed(change)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON file"),
+        (
+            '{"nodes": [], "links": []}',
+            r"is a workflow for the browser; .* take Workflow > Export \(API\)",
+        ),
+        ("{}", "is no workflow in API format"),
+        ('{"a": {"inputs": {}}}', "is no workflow in API format"),
+        ("[1]", "is no workflow in API format"),
+    ],
+)
+def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
+    path = tmp_path / "w.json"
+    path.write_text(text)
+    assert headless.main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(said, told) and str(path) in told
+    assert headless.main([str(tmp_path / "none.json")]) == 2
+    assert "can't be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_what_is_posted_to_a_server_is_taken_too(tmp_path):
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps({"prompt": PROMPT}))
+    assert headless.read_prompt(path) == PROMPT
+
+
+def test_options_behind_the_dashes_are_comfyui_s():
+    own, comfyui = headless.parse(["w.json", "--set", "4.steps=1", "--", "--cpu", "--", "x"])
+    assert (own.workflow, own.set, comfyui) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
+
+
+def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    with pytest.raises(headless.Wrong, match="COMFYUI_PATH is .*, which holds no ComfyUI"):
+        headless.find_comfyui()
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "main.py").touch()
+    assert headless.find_comfyui() == tmp_path
+    monkeypatch.delenv("COMFYUI_PATH")
+    monkeypatch.setattr(headless, "__file__", str(tmp_path / "custom_nodes" / "pack" / "run.py"))
+    assert headless.find_comfyui() == tmp_path
+    monkeypatch.setattr(headless, "__file__", str(tmp_path / "else" / "a" / "b" / "run.py"))
+    with pytest.raises(headless.Wrong, match="put this pack into its custom_nodes"):
+        headless.find_comfyui()
