@@ -42,13 +42,17 @@ NAMED = [
     "diffusion_models/krea2_raw_fp8_scaled.safetensors",
     "diffusion_models/krea2_turbo_fp8_scaled.safetensors",
     "diffusion_models/anima-base-v1.0.safetensors",
+    "diffusion_models/hunyuanvideo1.5_720p_t2v_fp16.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
+    "checkpoints/ltx-video-2b-v0.9.safetensors",
     "clip_vision/clip_vision_h.safetensors",
     "text_encoders/qwen_3_4b.safetensors",
     "text_encoders/qwen_3_06b_base.safetensors",
     "text_encoders/qwen3vl_4b_fp8_scaled.safetensors",
     "text_encoders/t5xxl_fp8_e4m3fn_scaled.safetensors",
+    "text_encoders/byt5_small_glyphxl_fp16.safetensors",
     "vae/flux2-vae.safetensors",
+    "vae/hunyuanvideo15_vae_fp16.safetensors",
 ]
 FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]
 

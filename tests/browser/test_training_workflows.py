@@ -15,6 +15,8 @@ NAMES += [
     "krea2_lora",
     "anima_lora",
     "sdxl_lora",
+    "hunyuan_video15_lora",
+    "ltx_video_lora",
     "flux_kontext_lora",
     "flux2_lora",
     "everything_at_once",

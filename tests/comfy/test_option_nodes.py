@@ -29,7 +29,7 @@ TEXTS |= {"sigmas": "0.2, 0.5"}
 TEXTS |= {"rank_patterns": "single_blocks.*: rank=8"}
 TEXTS |= {"optimizer_class": "torch.optim.NAdam", "optimizer_args": "amsgrad=True"}
 TOGETHER = {(TesseraOptimizer, "custom"): {"optimizer_class": "torch.optim.NAdam"}}
-FILES = ("start_from", "base_lora", "start_from_low_noise", "base_lora_low_noise")
+FILES = tuple(f"{name}{end}" for name in ("start_from", "base_lora", "training_adapter") for end in ("", "_low_noise"))
 pairs = pytest.mark.parametrize(("node", "options"), NODES.items(), ids=lambda x: x.__name__)
 
 
@@ -123,7 +123,9 @@ def test_ids_inputs_and_outputs_are_the_contract():
         "TesseraLoraNetwork": (
             "algorithm rank alpha targets dropout lora_plus_ratio scale_weight_norms start_from start_lora base_lora "
             "base_strength rank_dropout module_dropout rank_patterns factor constraint model init "
-            "start_from_low_noise start_lora_low_noise base_lora_low_noise base_strength_low_noise".split(),
+            "start_from_low_noise start_lora_low_noise base_lora_low_noise base_strength_low_noise "
+            "training_adapter training_adapter_strength training_adapter_low_noise "
+            "training_adapter_strength_low_noise".split(),
             ["TESSERA_NETWORK", "STRING"],
         ),
         "TesseraOptimizer": (
@@ -136,12 +138,13 @@ def test_ids_inputs_and_outputs_are_the_contract():
             "timestep_sampling shift loss guidance logit_mean logit_std "
             "min_sigma max_sigma sigma_range expert_boundary sigmoid_scale mode_scale logsnr_mean logsnr_std "
             "beta_alpha beta_beta sigma_curve stratified weighting min_snr_gamma huber_c huber_schedule "
-            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset preservation_weight".split(),
+            "ip_noise_gamma ip_noise_gamma_random_strength noise_offset preservation_weight "
+            "guidance_loss_scale".split(),
             ["TESSERA_OBJECTIVE", "IMAGE"],
         ),
         "TesseraMemory": (
             "checkpointing attention activation_budget "
-            "blocks_to_swap prefetch_blocks pin_memory offload_activations".split(),
+            "blocks_to_swap prefetch_blocks pin_memory offload_activations products base".split(),
             ["TESSERA_MEMORY"],
         ),
         "TesseraValidation": (
