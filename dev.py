@@ -10,6 +10,7 @@
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into README and help pages
+  python dev.py card [--part …]   check and time this machine's GPU, for a page to paste into an issue; --help says more
   python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
 
 With --slowest each of the tests' commands ends by printing where the time went.
@@ -109,6 +110,10 @@ def unpacked_comfyui() -> Path:
     return cache_folder() / f"comfyui-{OLDEST.sha256[:12]}"
 
 
+def sits_inside_comfyui() -> bool:
+    return ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent)
+
+
 def find_comfyui() -> Path:
     """The ComfyUI to run with: COMFYUI_PATH, else the one this pack sits in, else the unpacked pinned release."""
     if chosen := os.environ.get("COMFYUI_PATH"):
@@ -116,7 +121,7 @@ def find_comfyui() -> Path:
         if not is_comfyui(path):
             raise SystemExit(f"COMFYUI_PATH is {chosen}, which holds no ComfyUI; point it at the folder with main.py.")
         return path
-    if ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent):
+    if sits_inside_comfyui():
         return ROOT.parent.parent
     if is_comfyui(unpacked_comfyui()):
         return unpacked_comfyui()
@@ -158,8 +163,7 @@ def check_sha256(file: Path, expected: str) -> None:
 
 def fetch_comfyui() -> Path:
     """Downloads and unpacks the pinned release, unless a ComfyUI is there."""
-    sits_inside = ROOT.parent.name == "custom_nodes" and is_comfyui(ROOT.parent.parent)
-    if os.environ.get("COMFYUI_PATH") or sits_inside or is_comfyui(unpacked_comfyui()):
+    if os.environ.get("COMFYUI_PATH") or sits_inside_comfyui() or is_comfyui(unpacked_comfyui()):
         return find_comfyui()
     target = unpacked_comfyui()
     with locked(cache_folder() / "comfyui.lock"), tempfile.TemporaryDirectory() as scratch:
@@ -484,9 +488,24 @@ def demo(arguments: list[str]) -> int:
     return call([python, str(ROOT / "tests" / "demo.py"), *options, *arguments])
 
 
+def card(arguments: list[str]) -> int:
+    """Check and time this machine's GPU. A pack that lies in a ComfyUI runs with that and its Python, and one that is
+    given a ComfyUI by --comfyui too: nothing is installed then."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from card.command import parse, run
+
+    args = parse(arguments)
+    if args.comfyui or (sits_inside_comfyui() and "TESSERA_PYTHON" not in os.environ):
+        comfyui = Path(args.comfyui).expanduser().resolve() if args.comfyui else ROOT.parent.parent
+        if not is_comfyui(comfyui):
+            raise SystemExit(f"--comfyui is {args.comfyui}, which holds no ComfyUI; give the folder with main.py.")
+        return run(args, sys.executable, comfyui)
+    return run(args, *setup())
+
+
 def main(arguments: list[str]) -> int:
     commands = {"setup": prepare, "demo": demo, "check": check, "test": test, "serve": serve}
-    commands |= {"lists": lists, "models": models}
+    commands |= {"lists": lists, "models": models, "card": card}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2

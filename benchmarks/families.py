@@ -102,19 +102,20 @@ def random_model(
 ) -> Any:
     """A MODEL with random weights drawn on `device`, where they stay unless `on_host`; on 'meta' it has none.
 
+    dtype: of the weights; an fp8 one is computed in bf16.
     disable_dynamic: as ComfyUI asks for where it makes the copy of a MODEL that core's trainer works on.
     """
     from comfy import model_management
     from comfy.model_patcher import ModelPatcher
 
     config = entry(dtype)
-    config.set_inference_dtype(dtype, None)
+    config.set_inference_dtype(dtype, torch.bfloat16 if dtype.itemsize == 1 else None)
     model = config.get_model({}, "", device="cpu" if on_host else device)
     if device != "meta":
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             for name, weight in model.diffusion_model.named_parameters():
-                drawn = torch.empty_like(weight, device=device)
+                drawn = torch.empty_like(weight, device=device, dtype=torch.bfloat16 if dtype.itemsize == 1 else None)
                 if weight.ndim == 1 and not name.endswith("bias"):
                     drawn.fill_(1.0)  # of a norm
                 else:

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -30,20 +32,31 @@ class Measured:
 
 @dataclass
 class Told(Measured):
-    """A process that does what it is told. script: beside this file; it gets `spec` as its argument."""
+    """A process that does what it is told.
+
+    script: beside this file; it gets `spec` as its argument.
+    python: the interpreter that runs it.
+    limit: seconds that a reply may take; a process that takes longer is killed. None waits for ever.
+    """
 
     script: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     log: Path = Path()
+    python: str = sys.executable
+    limit: float | None = None
     process: subprocess.Popen[str] | None = None
+    replies: SimpleQueue[str] = field(default_factory=SimpleQueue)
 
     def launch(self) -> dict[str, Any]:
         """Starts the process and returns the line that it sends when it is ready."""
-        command = [sys.executable, str(HERE / self.script), json.dumps(self.spec)]
+        command = [self.python, str(HERE / self.script), json.dumps(self.spec)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment
             )
+        self.replies = SimpleQueue()  # one that was launched before may still be ending
+        # A thread, since only that can wait for a line of a pipe for a limited time on every system.
+        Thread(target=_pass_on, args=(self.process.stdout, self.replies), daemon=True).start()
         return self.read()
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -58,9 +71,15 @@ class Told(Measured):
         return self.read()
 
     def read(self) -> dict[str, Any]:
-        """The next reply; none where the process has ended, or says `skipped` and why."""
-        assert self.process is not None and self.process.stdout is not None
-        if line := self.process.stdout.readline():
+        """The next reply; none where the process has ended, takes too long, or says `skipped` and why."""
+        assert self.process is not None
+        try:
+            line = self.replies.get(timeout=self.limit)
+        except Empty:
+            self.process.kill()
+            self.ended = f"no reply in {self.limit:.0f} s"
+            return {}
+        if line:
             reply = json.loads(line)
             self.ended = reply.pop("skipped", "")
             return reply
@@ -77,6 +96,13 @@ class Told(Measured):
             except subprocess.TimeoutExpired:
                 self.process.kill()
             self.process = None
+
+
+def _pass_on(lines: Iterable[str], replies: SimpleQueue[str]) -> None:
+    """Pass each line on, and an empty one behind the last."""
+    for line in lines:
+        replies.put(line)
+    replies.put("")
 
 
 def take_over_stdout() -> Callable[[dict[str, Any]], None]:

@@ -1,14 +1,16 @@
 """Seconds and memory of a training step: ours eager and compiled, beside core's TrainLoraNode on the same model.
 
 Run: python benchmarks/train_step.py --size tiny --device cpu > benchmarks/results/train_step_cpu.md
+     python benchmarks/train_step.py --path native own --contestants eager compiled
      python benchmarks/train_step.py --size full --device cuda --contestants compiled --swap 0 25 50 90
 
-Every contestant is a process of its own on the same weights, samples, batch, rank and dtype. After a warm-up they take
-turns, round after round, so that whatever else the machine does weighs on all of them; what counts is the ratio within
-a round. `--family` names one model or several, `--swap` adds compiled contestants some of whose blocks stream from the
-host. `--size full` are the models' real shapes with random weights, for a GPU; `--dry-run` counts their parameters,
-tokens, FLOP and copied bytes without one. Only the dry run of the full size has been tried so far: it has not run on a
-GPU yet.
+Every contestant is a process of its own, for all its rounds, on the same weights, samples, batch, rank and dtype. On a
+CPU they take turns after a warm-up, round after round, so that whatever else the machine does weighs on all of them;
+what counts is the ratio within a round. A GPU holds one at a time, so there they follow one another. `--family` names
+one model or several, `--swap` adds compiled contestants some of whose blocks stream from the host. `--path native own`
+trains the same model by ComfyUI's own forward, as a model without a family of ours trains, and by our forward. `--size
+full` are the models' real shapes with random weights, for a GPU; `--dry-run` counts their parameters, tokens, FLOP and
+copied bytes without one. Only the dry run of the full size has been tried so far: it has not run on a GPU yet.
 """
 
 import argparse
@@ -19,12 +21,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from comfyui import importable_without_nodes, set_up_comfyui
 from families import FULL, MODELS, Picture
 from processes import Told
-from train_step_report import CORE, WARM_UP, head, machine, report
+from train_step_report import CORE, PATHS, WARM_UP, head, machine, report
 
 MODES = ("none", "selective", "full")
 KINDS = ("eager", "compiled", "core")
@@ -57,6 +60,7 @@ def contestants(args: argparse.Namespace, family: str, file: str, folder: Path) 
         "family": family,
         "device": args.device,
         "dtype": args.dtype,
+        "backend": args.backend,
         "batch_size": args.batch_size,
         "picture": asdict(picture_of(args, family)),
         "rank": args.rank,
@@ -80,19 +84,19 @@ def contestants(args: argparse.Namespace, family: str, file: str, folder: Path) 
 def chosen(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     """The contestants' names, and what each is told beside what all are told."""
 
-    def spec(contestant: str, compiled: bool = False, checkpointing: str = "", swap: float = 0) -> dict[str, Any]:
-        return {"contestant": contestant, "compiled": compiled, "checkpointing": checkpointing, "swap": swap}
+    def ours(path: str, compiled: bool, checkpointing: str, swap: float = 0) -> tuple[str, dict[str, Any]]:
+        name = f"{PATHS[path]}, {'compiled' if compiled else 'eager'}, {checkpointing}"
+        name += f", {swap:g} % swapped" if swap else ""
+        modes = {"compiled": compiled, "checkpointing": checkpointing, "swap": swap}
+        return name, {"contestant": "ours", "path": path, **modes}
 
     found = []
     if "eager" in args.contestants:
-        found += [(f"ours, eager, {mode}", spec("ours", False, mode)) for mode in MODES]
+        found += [ours(path, False, mode) for mode in MODES for path in args.path]
     if "compiled" in args.contestants:
-        name = f"ours, compiled, {args.checkpointing}"
-        found.append((name, spec("ours", True, args.checkpointing)))
-        for percent in args.swap:
-            found.append((f"{name}, {percent:g} % swapped", spec("ours", True, args.checkpointing, percent)))
+        found += [ours(path, True, args.checkpointing, percent) for percent in (0, *args.swap) for path in args.path]
     if "core" in args.contestants:
-        found.append((CORE, spec("core")))
+        found.append((CORE, {"contestant": "core", "compiled": False, "checkpointing": "", "swap": 0}))
     return found
 
 
@@ -106,28 +110,42 @@ def say(text: str) -> None:
 
 
 def measure(field_of: Sequence[Contestant], rounds: int, steps: int, together: bool) -> None:
-    """together: all stay loaded and stand still between their turns; else each is set up for its turn alone, as on a
-    GPU that holds one at a time."""
+    """together: all stay loaded and stand still between their turns; else one takes all its rounds and ends before the
+    next is set up, as on a GPU that holds one at a time. Each keeps its process for its rounds."""
     if together:
         for contestant in field_of:
-            say(f"setting up: {contestant.name}")
-            contestant.start()
-    for number in range(rounds):
-        for contestant in field_of:
-            if contestant.ended:
-                continue
-            if not together:
-                contestant.start()
-            contestant.round(steps)
-            if number == rounds - 1 and contestant.spec["device"] == "cpu":
-                contestant.memory |= contestant.ask(do="memory")
-                if contestant.spec["contestant"] == "ours":
-                    contestant.memory |= contestant.ask(do="held")
-            elif number == rounds - 1 and contestant.spec["swap"]:
-                contestant.memory |= contestant.ask(do="copies")
-            if not together:
-                contestant.stop()
-        say(f"round {number + 1} of {rounds}")
+            set_up(contestant)
+        for number in range(rounds):
+            for contestant in field_of:
+                take_turn(contestant, number, rounds, steps)
+        return
+    for contestant in field_of:
+        set_up(contestant)
+        for number in range(rounds):
+            take_turn(contestant, number, rounds, steps)
+        contestant.stop()
+
+
+def set_up(contestant: Contestant) -> None:
+    say(f"setting up: {contestant.name}")
+    contestant.start()
+    if contestant.ended:
+        say(f"{contestant.name}: {contestant.ended}")
+
+
+def take_turn(contestant: Contestant, number: int, rounds: int, steps: int) -> None:
+    """Takes the steps of one round, and in the last one counts what is counted only once."""
+    if contestant.ended:
+        return
+    contestant.round(steps)
+    if number == rounds - 1 and contestant.spec["device"] == "cpu":
+        contestant.memory |= contestant.ask(do="memory")
+        if contestant.spec["contestant"] == "ours":
+            contestant.memory |= contestant.ask(do="held")
+    elif number == rounds - 1 and contestant.spec["swap"]:
+        contestant.memory |= contestant.ask(do="copies")
+    done = contestant.ended or f"{median(contestant.rounds[-1]['seconds']):.3f} s a step"
+    say(f"round {number + 1} of {rounds}, {contestant.name}: {done}")
 
 
 def work_text(args: argparse.Namespace, family: str, file: str) -> str:
@@ -207,6 +225,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--family", choices=FAMILIES, nargs="+", default=["flux"])
     parser.add_argument("--contestants", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument(
+        "--path", choices=tuple(PATHS), nargs="+", default=["own"], help="ours by our forward, by ComfyUI's, or by both"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each contestant")
     parser.add_argument("--rounds", type=int, help="turns that the steps are spread over; 10 on a CPU, 3 on a GPU")
     parser.add_argument("--batch-size", type=int, default=1)
@@ -218,6 +239,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--prefetch", type=int, default=1, help="swapped blocks that are copied ahead")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=("all", "default"), default="all", help="which Linears ours trains")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
@@ -241,6 +263,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if args.prefetch < 1:
         parser.error("--prefetch: take at least one")
     args.family = list(dict.fromkeys(args.family))
+    args.path = list(dict.fromkeys(args.path))
     args.swap = sorted({percent for percent in args.swap if percent})
     args.tflops = args.tflops or (790.0 if args.size == "full" else None)
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")

@@ -8,16 +8,19 @@ wrote their loop.
 """
 
 import argparse
+import gc
 import json
 import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from comfyui import DTYPES, importable_without_nodes, set_up_comfyui
 from families import MODELS, Picture
 from processes import take_over_stdout
+from train_step_counts import count_calls, count_kernels
 from train_step_data import for_core, random_data
 from train_step_figures import MIB, peak_and_rest, swapped_blocks
 from train_step_turns import Memory, Turns, allocations, memory_profiler
@@ -28,7 +31,8 @@ ENDLESS = 10**6  # steps; the parent ends the run
 def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) -> Any:
     """Our trainer on that MODEL, compiled or eager, with as many blocks swapped as `spec` says.
 
-    spec: its optional "optimizer" and "memory" hold further options of these kinds.
+    spec: its optional "path" is "native" for ComfyUI's own forward; its optional "optimizer" and "memory" hold further
+        options of these kinds; its optional "blocks" is blocks_to_swap, in place of the percents of "swap".
     """
     network_options = import_module("tessera.lora.options")
     optimizer_options, objective_options = (
@@ -38,7 +42,10 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
     run = import_module("tessera.train.settings")
     loop, plan = import_module("tessera.train.trainer"), import_module("tessera.lora.plan")
     events, apply = import_module("tessera.train.observer"), import_module("tessera.compile.settings")
-    family = import_module("tessera.models.registry").family_of(patcher)
+    registry = import_module("tessera.models.registry")
+    # A family of our own that is not there cannot claim the model.
+    with patch.object(registry, "FAMILIES", () if spec.get("path") == "native" else registry.FAMILIES):
+        family = registry.family_of(patcher)
     include = ("*",) if spec["targets"] == "all" else ()
     network = network_options.NetworkOptions(rank=spec["rank"], alpha=float(spec["rank"]), include=include)
     blocks = swapped_blocks(spec["swap"], sum(family.block_lists(patcher.model).values()))
@@ -56,7 +63,7 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         objective=objective_options.ObjectiveOptions(),
         memory=run.MemoryOptions(
             checkpointing=spec["checkpointing"],
-            blocks_to_swap=blocks,
+            blocks_to_swap=spec.get("blocks", blocks),
             prefetch_blocks=spec["prefetch"],
             **spec.get("memory", {}),
         ),
@@ -70,13 +77,13 @@ def make_trainer(spec: dict[str, Any], patcher: Any, data: Any, folder: Path) ->
         folder=import_module("tessera.train.checkpoint.run_folder").RunFolder(folder, "benchmark"),
         lineage="",
         describe=lambda *_: {},
-        compile_settings=apply.CompileSettings() if spec["compiled"] else None,
+        compile_settings=apply.CompileSettings(spec.get("backend", "inductor")) if spec["compiled"] else None,
     )
     return loop.Trainer(context, events.SilentObserver())
 
 
 def held_for_backward(trainer: Any) -> dict[str, Any]:
-    """Bytes that one forward leaves behind for its backward.
+    """Bytes that one forward leaves behind for its backward, and what it calls.
 
     held: what the forward allocated and has not released at its end (the CPU's allocator, all modes, the loss with it).
     saved: what autograd was asked to save, each storage once, without weights; what a selective policy keeps is not
@@ -87,7 +94,8 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
         samples = [(s, s.load()) for s in trainer.data.samples[: trainer.settings.batch_size]]
         objective, device = trainer.settings.objective, trainer.device
         batch = make_batch(trainer.patcher, trainer.family, samples, objective, device, 0, (0, 0))
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = count_calls(trainer, batch)
+    gc.collect()  # what others left in cycles is not to be freed, and counted off, within this forward
     with memory_profiler() as profiler:
         loss = trainer.loss(batch, (0, 0))
     del loss
@@ -95,10 +103,14 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     if trainer.placed.runner.planned_graphs:
         return result  # hooks would be part of what a compiled graph is guarded on
     own = {t.untyped_storage().data_ptr() for m in trainer.placed.transformer.frozen_modules() for t in m.buffers()}
-    own |= {p.untyped_storage().data_ptr() for p in trainer.network.parameters()}
+    adapters = trainer.network.adapters.values()
+    casts = [cast for adapter in adapters for cast in getattr(adapter, "casts", {}).values()]
+    own |= {p.untyped_storage().data_ptr() for p in (*trainer.network.parameters(), *casts)}
     kept: dict[int, int] = {}
+    result["saved_tensors"] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        result["saved_tensors"] += 1
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -135,6 +147,8 @@ def train_ours(spec: dict[str, Any], turns: Turns, patcher: Any, data: Any, link
             assert bool(trainer.placed.runner.planned_graphs) == spec["compiled"], "torch.compile does not work here"
             told = trainer.facts()
             shown = {k: told[k] for k in ("graphs_compiled", "graph_breaks", "compile_seconds", "blocks_swapped")}
+            if spec["compiled"]:
+                shown["kernels"] = count_kernels()
             return shown if copies is None else {**shown, **copies.since(len(turns.seconds)), "link": link}
 
         turns.facts = facts

@@ -13,6 +13,7 @@ from train_step_figures import markdown_table, ratio_by_round, spread
 from train_step_swap import swap_report
 
 CORE = "core TrainLoraNode"
+PATHS = {"own": "ours", "native": "native"}  # by which forward ours trains, with the contestant's name
 WARM_UP = 2  # steps; the first one compiles
 ON_CPU = """CPU seconds are what the process itself computed, whatever ran beside it. The peak is the greatest resident
 size of the process in the timed steps, less its size with the model loaded: core's holds a second copy of the model,
@@ -25,6 +26,12 @@ driver's figure counts all that the process holds, the compiler's memory and the
 an empty cache."""
 
 FIGURES = "Figures are the median (least to greatest); ratios are taken in each round, above 1 where ours needs less."
+ON_PATHS = """Contestants called native train by ComfyUI's own forward, as Train LoRA trains every model that has
+no family of ours; the others by our forward of this family. Data, seed and LoRA are the same."""
+ON_COUNTS = """Python's calls and torch's operations are those of one eager or compiled forward with the loss; of a
+block, the mean over all. Operations that only make a view are left out, and so is what runs inside a compiled graph.
+Kernels are those that inductor wrote for all graphs, forward and backward; matrix products of libraries are not among
+them. Tensors kept are what autograd was asked to save, weights with them."""
 OF_CORE = """Core's node runs with its defaults, but for steps, batch, rank and dtype: the whole model is one
 checkpoint, its LoRA is bf16, and it trains adapters on norms and biases too, which cannot be switched off. With a batch
 above 1 it runs every caption on every picture.
@@ -39,6 +46,8 @@ def report(field_of: Sequence[Measured], args: argparse.Namespace) -> str:
     parts = [markdown_table(*time_table(run, core, args.device == "cpu")), markdown_table(*memory_table(run, core))]
     if args.device == "cpu":
         parts.append(markdown_table(*held_table(run)))
+        if len(args.path) > 1:
+            parts += [markdown_table(*counts_table(run)), ON_COUNTS]
     if any(c.spec["swap"] for c in run):
         parts.append(swap_report([c for c in run if c.spec["compiled"]], args.device == "cpu"))
     parts += [f"{c.name} is not in the tables: {c.ended}." for c in field_of if c.ended]
@@ -50,24 +59,40 @@ def time_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tup
     if cpu:
         # What the process computed, whatever else ran beside it.
         header[3:3] = ["CPU seconds", "core's CPU time is … times ours"]
-    # The others take what the first has compiled from the cache.
-    compiled = next((c for c in run if c is not core and c.spec["compiled"]), None)
+    both = any(own_of(c, run) is not None for c in run)
+    if both:
+        header.insert(2, "times the own forward's")
+        header[5:5] = ["CPU time, times the own forward's"] if cpu else []
+    # The others take what the first of a path has compiled from the cache.
+    compiled: dict[str, Measured] = {}
+    for c in run:
+        if c is not core and c.spec["compiled"]:
+            compiled.setdefault(c.spec.get("path", "own"), c)
     rows = []
     for c in run:
-        row = [c.name, spread(sum(c.of_rounds("seconds"), [])).text(3), against(core, c, "seconds")]
-        if cpu:
-            row += [spread(sum(c.of_rounds("cpu_seconds"), [])).text(3), against(core, c, "cpu_seconds")]
+        row = [c.name]
+        for figure in ("seconds", "cpu_seconds") if cpu else ("seconds",):
+            row.append(spread(sum(c.of_rounds(figure), [])).text(3))
+            row += [against(c, own_of(c, run), figure)] if both else []
+            row.append(against(core, c, figure))
         ours = c is not core
         row += [str(c.rounds[-1]["graphs_compiled"]), str(c.rounds[-1]["graph_breaks"])] if ours else ["", ""]
-        row.append(f"{c.first['compile_seconds']:.0f}" if c is compiled else "")
+        row.append(f"{c.first['compile_seconds']:.0f}" if any(c is first for first in compiled.values()) else "")
         rows.append(row)
     return header, rows
 
 
-def against(core: Measured | None, ours: Measured, figure: str) -> str:
-    if core is None or core is ours:
+def against(above: Measured | None, below: Measured | None, figure: str) -> str:
+    if above is None or below is None or above is below:
         return ""
-    return ratio_by_round(core.of_rounds(figure), ours.of_rounds(figure)).text()
+    return ratio_by_round(above.of_rounds(figure), below.of_rounds(figure)).text()
+
+
+def own_of(native: Measured, run: Sequence[Measured]) -> Measured | None:
+    """The contestant that is told the same but for the path: our own forward."""
+    if native.spec.get("path") != "native":
+        return None
+    return next((c for c in run if c.spec == {**native.spec, "path": "own"}), None)
 
 
 MEMORY = {
@@ -108,6 +133,18 @@ def held_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def counts_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """What a forward calls, of the contestants that counted it."""
+    header = ["a forward", "Python calls", "of a block", "operations", "of a block", "tensors kept", "kernels"]
+    keys = ("python_calls", "block_python_calls", "operations", "block_operations", "saved_tensors", "kernels")
+    rows = []
+    for c in run:
+        if "python_calls" in c.memory:
+            counted = {**c.memory, **{k: v for k, v in c.rounds[-1].items() if k == "kernels"}}
+            rows.append([c.name, *(f"{counted[k]:.0f}" if k in counted else "" for k in keys)])
+    return header, rows
+
+
 def machine(args: argparse.Namespace) -> str:
     import torch
 
@@ -130,6 +167,7 @@ def head(args: argparse.Namespace) -> str:
         f"Made by `{command}` on {date.today()}: {machine(args)}{threads}.",
         f"{args.dtype}, batch {args.batch_size}, rank {args.rank}, LoRA on {args.targets} Linears, {rounds}. {FIGURES}",
         *([of_core] if "core" in args.contestants else []),
+        *([ON_PATHS] if "native" in args.path else []),
         ON_CPU if args.device == "cpu" else ON_GPU,
     ]
     return "\n\n".join(parts)

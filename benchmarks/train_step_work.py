@@ -78,6 +78,23 @@ class CountedStep:
             sum(in_blocks),
         )
 
+    def calls(self, rank: int, include: tuple[str, ...], batch: int) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
+        """Each structure's blocks with the arguments that they are given, on the meta device. One of each runs."""
+        self._add_lora(rank, include)
+        found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+        outputs: dict[str, Any] = {}
+
+        def run(block: Any, *args: Any) -> Any:
+            structure = block.structure()
+            found.setdefault(structure, []).append((block, args))
+            if structure not in outputs:
+                outputs[structure] = block(*args, {})
+            return outputs[structure]
+
+        with patch.object(torch.nn.functional, "scaled_dot_product_attention", flash):
+            self.transformer.forward(run, self._inputs(batch))
+        return found
+
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
         plan, options = import_module("tessera.lora.plan"), import_module("tessera.lora.options")
         base, lora = import_module("tessera.models.adapters.base"), import_module("tessera.models.adapters.lora")
@@ -85,15 +102,16 @@ class CountedStep:
         linears = self.transformer.linears()
         for name in plan.choose_targets(self.family, self.patcher.model, network):
             spec = base.AdapterSpec("lora", rank, float(rank))
-            linears[name].adapter = lora.LoraAdapter(spec, *linears[name].weight.shape).to("meta")
+            adapter = linears[name].adapter = lora.LoraAdapter(spec, *linears[name].shape).to("meta")
+            adapter.make_casts(self.patcher.model.get_dtype_inference())
 
-    def _inputs(self) -> Any:
-        """The sample as the family hands it to its transformer."""
+    def _inputs(self, batch: int = 1) -> Any:
+        """`batch` times the sample, as the family hands it to its transformer."""
         noisy, tensors = import_module("tessera.models.family").NoisySample, self.sample.load()
         conditioning = {name: value.to("meta") for name, value in tensors.conditioning.items()}
         latent, text = tensors.latent.to("meta"), tensors.text.to("meta")
         sample = noisy(latent, text, conditioning, self.sample.tokens, self.sample.text_length)
-        return self.family.inputs(self.patcher, [sample], torch.empty(1, device="meta"), 1.0)
+        return self.family.inputs(self.patcher, [sample] * batch, torch.empty(batch, device="meta"), 1.0)
 
     def count_swap(self, percent: float, prefetch: int) -> SwapWork:
         """Runs the engine's own ring over blocks without bytes."""

@@ -11,8 +11,10 @@ from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from gpu_norm import eager_norm
 from torch import Tensor
 from train_step_figures import markdown_table
 
@@ -25,6 +27,9 @@ OUTER = 64 * HIDDEN + 4096 * HIDDEN + (256 + 256 + 768 + 3 * HIDDEN) * HIDDEN + 
 # latent pixel and byte of the dtype, times the family's factor.
 SAMPLING_FACTOR = 3.1
 CARDS = (8, 12, 16, 24, 32)
+# How the Linears of the blocks are stored, and bytes of a number outside of them. 8 bit is fp8, and int8 but for its
+# scales, 0.1 % more.
+STORED = {"bf16": 2.0, "8 bit": 1.0, "Q4_K": 2.0}
 
 
 class FlashAttention(torch.autograd.Function):
@@ -43,20 +48,26 @@ class FlashAttention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return FlashAttention.apply(q, k, v).transpose(1, 2).flatten(2)
+    return FlashAttention.apply(q, k, v).flatten(2)
 
 
 class MetaWeights:
     """FLUX.1's weights by name, as tensors without memory."""
 
-    def __init__(self, pack: Any, stored: torch.dtype):
+    def __init__(self, pack: Any, stored: str):
         self.pack, self.stored, self.compute_dtype = pack, stored, torch.bfloat16
 
     def linear(self, name: str) -> Any:
         rows, columns = next(shape for end, shape in SHAPES.items() if name.endswith(end))
-        weight = torch.empty(rows * HIDDEN, columns * HIDDEN, dtype=self.stored, device="meta")
-        bias = torch.empty(rows * HIDDEN, dtype=torch.bfloat16, device="meta")
-        return self.pack("memory.weights.frozen").FrozenLinear(weight, None, bias)
+        shape = rows * HIDDEN, columns * HIDDEN
+        bias = torch.empty(shape[0], dtype=torch.bfloat16, device="meta")
+        frozen = self.pack("memory.weights.frozen_linear")
+        if self.stored == "Q4_K":
+            kind = self.pack("memory.weights.gguf.blocks").FORMATS["Q4_K"]
+            blocks = torch.empty(shape[0], shape[1] // kind.values * kind.size, dtype=torch.uint8, device="meta")
+            return frozen.FrozenLinear(blocks, None, bias, (), frozen.Format("Q4_K", shape, (), {}).text())
+        dtype = torch.bfloat16 if self.stored == "bf16" else torch.float8_e4m3fn
+        return frozen.FrozenLinear(torch.empty(shape, dtype=dtype, device="meta"), None, bias)
 
     def tensor(self, name: str) -> Tensor:
         return torch.empty(HIDDEN // HEADS, dtype=torch.bfloat16, device="meta")
@@ -75,7 +86,7 @@ SHAPES = {
 }
 
 
-def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
+def make_block(pack: Any, kind: str, stored: str, rank: int) -> Any:
     blocks, weights = pack("models.flux.blocks"), MetaWeights(pack, stored)
     base, lora = pack("models.adapters.base"), pack("models.adapters.lora")
     norm = SimpleNamespace(query_norm=SimpleNamespace(eps=1e-6))
@@ -85,19 +96,19 @@ def make_block(pack: Any, kind: str, stored: torch.dtype, rank: int) -> Any:
     for name, linear in block.linears().items():
         if not name.endswith("mod"):
             spec = base.AdapterSpec("lora", rank, float(rank))
-            linear.adapter = lora.LoraAdapter(spec, *linear.weight.shape).to("meta")
+            linear.adapter = lora.LoraAdapter(spec, *linear.shape).to("meta")
     return block
 
 
-def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: float, training: bool) -> list[Any]:
+def block_costs(pack: Any, stored: str, tokens: int, rank: int, tflops: float, training: bool) -> list[Any]:
     """The costs of all blocks in the order of the forward."""
-    plan = pack("memory.swap.plan")
+    cost, priced = pack("memory.swap.block_cost"), pack("memory.activations.cost")
     kinds = {}
     for kind in ("double", "single"):
         block = make_block(pack, kind, stored, rank)
         joint = tokens + TEXT
         vec = torch.empty(1, 1, HIDDEN, dtype=torch.bfloat16, device="meta")
-        pe = torch.empty(1, 1, joint, HIDDEN // HEADS // 2, 2, device="meta")
+        pe = torch.empty(1, joint, 1, HIDDEN // HEADS // 2, 2, device="meta")
         lengths = (tokens, TEXT) if kind == "double" else (joint,)
         streams = [torch.empty(1, n, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in lengths]
         frozen = [b for module in block.modules() for b in module._buffers.values() if b is not None]
@@ -109,20 +120,26 @@ def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: 
                 saved[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack_saved, lambda tensor: tensor):
+        norm = patch.object(torch.nn.functional, "rms_norm", eager_norm)
+        with norm, torch.autograd.graph.saved_tensors_hooks(pack_saved, lambda tensor: tensor):
             block(*streams, vec, pe, {})
         kept = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
         # Per token 12 products of hidden by hidden in either kind; attention's backward is 2.5 times its forward.
         products, attention = 2 * 12 * HIDDEN**2 * joint, 4 * joint**2 * HIDDEN
         kinds[kind] = (
-            plan.BlockCost(
+            cost.BlockCost(
                 "",
                 weights=sum(t.numel() * t.element_size() for t in frozen),
                 inputs=sum(t.numel() * t.element_size() for t in streams),
-                saved=kept,
+                saved=int(priced.COMPILED_SAVES * kept),
                 working=kept if training else 0,
                 forward=(products + attention) / (tflops * 1e12),
                 backward=(products + 2.5 * attention) / (tflops * 1e12),
+                # The result in bf16 and its log-sum-exp in fp32.
+                attention=joint * (HIDDEN * 2 + HEADS * 4),
+                work=priced.block_work(
+                    {"mm": products, "attention": attention}, {"mm": products, "attention": 2.5 * attention}, kept
+                ),
             ),
             sum(p.numel() for p in block.parameters()),
         )
@@ -132,19 +149,23 @@ def block_costs(pack: Any, stored: torch.dtype, tokens: int, rank: int, tflops: 
 
 
 def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> list[Sequence[str]]:
-    plan, order = pack("memory.swap.plan"), pack("models.flux.family").Flux.swap_order
+    plan, cost = pack("memory.swap.plan"), pack("memory.swap.block_cost")
+    order = pack("models.flux.family").Flux.swap_order
     tokens = (args.side // 16) ** 2
     rows = []
-    for name, stored in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
-        costs = block_costs(pack, stored, tokens, args.rank, args.tflops, training)
+    for name, outside in STORED.items():
+        if name == "Q4_K" and not training:
+            continue  # its own loader streams when it samples
+        costs = block_costs(pack, name, tokens, args.rank, args.tflops, training)
         blocks = [cost for cost, _ in costs]
         free = int((card - args.taken) * GB * 19 / 20)
         machine = plan.Hardware(free, args.link * 1e9, int(args.ram * GB))
         counts = tuple(range(len(blocks) + 1))
-        other = OUTER * stored.itemsize
+        other = int(OUTER * outside)
         if training:
             other += sum(trained for _, trained in costs) * 16
-            choices = plan.SearchSpace(counts, plan.prefetches(1), ("none", "selective", "full"))
+            budgets = (0.5, cost.LEAST_BUDGET)
+            choices = plan.SearchSpace(counts, plan.prefetches(1), ("none", "selective", "full"), budgets)
         else:
             other += int((args.side // 8) ** 2 * 2 * 0.01 * SAMPLING_FACTOR * 2**20)
             # What a block takes to compute is not measured before it samples: it is chosen without, and reckoned with.
@@ -152,9 +173,10 @@ def rows_for(pack: Any, card: int, args: argparse.Namespace, training: bool) -> 
             chosen = plan.plan(unknown, other, machine, order, plan.SearchSpace(counts, plan.prefetches(1)))
             choices = plan.SearchSpace((len(chosen.swapped),), (chosen.prefetch,))
         made = plan.plan(blocks, other, machine, order, choices)
-        computing = sum(sum(plan.block_seconds(block, made.checkpointing, choices.budget)) for block in blocks)
+        computing = sum(sum(cost.block_seconds(block, made.checkpointing, made.budget)) for block in blocks)
         row = [f"{card} GB", name, str(len(made.swapped)), str(made.prefetch) if made.swapped else "–"]
-        row += [made.checkpointing] if training else []
+        least = f" {made.budget}" if made.budget == cost.LEAST_BUDGET else ""
+        row += [f"{made.checkpointing}{least}"] if training else []
         row += [f"{made.device_bytes / GB:.1f} of {free / GB:.1f}", f"{made.seconds:.2f}"]
         row += [f"{max(0.0, made.seconds - computing):.2f}"]
         rows.append(row if made.fits else [*row[:2], *["does not fit"] * (len(row) - 2)])
@@ -170,14 +192,16 @@ def which_settings(pack: Any, args: argparse.Namespace) -> str:
     return f"""# Which settings for my card
 
 What `blocks_to_swap` -1 with `checkpointing` auto chooses for FLUX.1 dev at {args.side}×{args.side}, batch 1. Made by
-`python benchmarks/which_settings.py` from the planner (`memory/swap_plan.py`); no card was measured. On your machine
+`python benchmarks/which_settings.py` from the planner (`memory/swap/plan.py`); no card was measured. On your machine
 the planner measures instead of assuming, so it may choose otherwise.
 
 Assumed: a link of {args.link:g} GB/s from page-locked memory (PCIe 4 with 16 lanes; a card with 8 lanes has half of
 it); {args.tflops:g} TFLOP/s in the blocks on every card (faster cards wait for copies sooner, slower ones later);
 {args.taken:g} GB of each card taken by the display, CUDA and compiled kernels, and a twentieth of the rest left to the
-allocator; {args.ram:g} GB of free RAM. Bytes are those that our own blocks keep for backward, eager, counted on the
-meta device (compiled blocks keep less), and as much again for the gradients inside one block. {TEXT} text tokens.
+allocator; {args.ram:g} GB of free RAM. Bytes are reckoned for compiled blocks, as the planner does it, from what our
+own eager blocks keep for backward, counted on the meta device; and that much for the gradients inside one block. {TEXT}
+text tokens. `selective 0.01` keeps attention's results and computes the rest again. `8 bit` is a file in fp8 or
+int8, or a bf16 file with `base`; `Q4_K` a GGUF file. What widening a layer for a moment takes is not counted.
 
 ## Training a LoRA
 

@@ -4,8 +4,6 @@
 # wheels that a machine with only torch lacks, and the committed state of the checkout.
 set -euo pipefail
 comfyui=${COMFYUI_PATH:?names the ComfyUI to pack}; python=${PYTHON:-python3}
-exclude=$(git rev-parse --git-path info/exclude)
-grep -qx '/.kit/' "$exclude" 2>/dev/null || echo '/.kit/' >> "$exclude"
 rm -rf .kit && mkdir -p .kit/wheels && cp "$(dirname "$0")/run.sh" .kit/
 platforms=()
 for p in 2_28 2_27 2_17; do platforms+=(--platform "manylinux_${p}_x86_64"); done
@@ -16,9 +14,9 @@ get() {
 version() { sed -n "s/^$1==//p" "$comfyui/requirements.txt"; }
 get "${platforms[@]}" torchsde trampoline "comfy-aimdo==$(version comfy-aimdo)"
 get --platform any "comfy-kitchen==$(version comfy-kitchen)"  # the pure wheel, without compiled kernels
-# The scripts need comfy alone; the node API's folders weigh little.
+# main.py is what a ComfyUI is known by. The node API is there for core's trainer alone.
 tar -C "$comfyui" -czf .kit/comfyui.tar.gz --exclude='__pycache__' --exclude='*.pyc' \
   comfy comfy_api comfy_extras comfy_execution comfy_config app utils folder_paths.py comfyui_version.py \
-  node_helpers.py nodes.py execution.py latent_preview.py protocol.py cuda_malloc.py
+  node_helpers.py nodes.py execution.py latent_preview.py protocol.py cuda_malloc.py main.py
 git archive HEAD ':!workflows' ':!tests/data' | gzip > .kit/tessera.tar.gz
 du -sh .kit

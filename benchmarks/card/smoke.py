@@ -1,337 +1,326 @@
-"""Every CUDA path on a small FLUX, against the resident eager run of the same process. `--device cpu` tests the kit.
+"""Every CUDA path on a small FLUX, against the resident eager run of the same process.
 
-The optimizer's rate is 1e-12, so that every step's gradients can be compared; attention is torch's plain one, which is
-deterministic, so that streamed eager runs have to equal the resident one to the bit. Stress puts sleeps on the streams:
-`slow compute` keeps the device far behind the host (a copy that does not wait overwrites what is read), `slow copy`
-holds each copy up (a block that does not wait reads the block before).
+The optimizer's rate is 1e-12, so that every step's gradients can be compared. Attention is torch's plain one, which
+is deterministic, so that streamed eager runs have to equal the resident one to the bit; compiled ones differ by
+rounding, and have to make the graphs that were planned. Delays make a missing wait show: `compute` keeps the device far
+behind the host, so that a copy which does not wait overwrites what is still read; `copy` holds every copy up, so that a
+block which does not wait reads what was there before.
 """
 
-import argparse
-import contextlib
 import gc
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-from kit import Checks, set_up
+import psutil
+import torch
+from comfyui import set_up_comfyui
+from torch import Tensor
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--device", default="cuda")
-parser.add_argument("--limit", type=float, default=200)
-parser.add_argument("--only", default="", help="part of a check's name")
-parser.add_argument("--backend", default="inductor")
-args = parser.parse_args()
+from card.page import FAILED, OK
 
-import torch  # noqa: E402
-
-tiny = set_up(args.device)
-CUDA = args.device == "cuda"
-checks = Checks(args.limit)
-folder = Path(tempfile.mkdtemp())
-DTYPE = torch.bfloat16 if CUDA else torch.float32
-HIDDEN, GRIDS, TEXTS = (
-    (512, [(16, 16), (8, 32), (32, 8)], [64] * 3) if CUDA else (128, [(4, 4), (2, 8), (8, 2)], [16] * 3)
-)
-SIDE, STEPS, DEEP = 256 if CUDA else 64, 3, 3
-
-import comfy.model_management as management  # noqa: E402
-from tessera.compile.attach import compile_model  # noqa: E402
-from tessera.compile.settings import CompileSettings  # noqa: E402
-from tessera.lora.options import NetworkOptions  # noqa: E402
-from tessera.memory.swap import slot_ring, training  # noqa: E402
-from tessera.models.swapped_model import SwapSettings, swap  # noqa: E402
-from tessera.train.optim.options import OptimizerOptions  # noqa: E402
-from tessera.train.settings import MemoryOptions  # noqa: E402
-from tiny.compiling import make_lora, with_lora  # noqa: E402
-from tiny.sampling import sample  # noqa: E402
-
-if CUDA:
-    for enable in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
-
-FILES = {}
+SLEEP = 4_000_000  # cycles: about 2 ms
+STEPS, DEEP = 3, 3
+LEFT = 64 * 2**20  # bytes that a run may leave on the device
 
 
-def file(kind: str) -> Path:
-    if kind not in FILES:
-        extra = {"bf16": {}, "fp8": {"fp8": True}, "mxfp8": {"quantised": "mxfp8"}}[kind]
-        path = folder / f"{kind}.safetensors"
-        FILES[kind] = tiny.write_flux(path, hidden=HIDDEN, depth=DEEP, depth_single=DEEP, dtype=DTYPE, **extra)
-    return FILES[kind]
+def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    set_up_comfyui(spec["device"])
+    smoke = Smoke(spec)
+    runs = {"train": smoke.check_training, "sample": smoke.check_sample, "after a run": smoke.check_after_a_run}
+    return lambda how, before: runs[how["do"]](**{k: v for k, v in how.items() if k not in ("do", "common")})
 
 
-def load(kind: str):
-    with torch.inference_mode():
-        return tiny.load_flux(file(kind), DTYPE if kind == "bf16" else None)
+class Smoke:
+    """The small model, and what it gives resident and eager."""
 
+    def __init__(self, spec: dict[str, Any]):
+        import tiny
 
-@contextlib.contextmanager
-def stressed(how: str):
-    """how: '', 'slow compute', 'slow copy' or both."""
-    if not CUDA or not how:
-        yield
-        return
-    run, back, copy = training.BlockSwap.run, slot_ring.SlotRing.backward, slot_ring.SlotRing._copy
-    sleep = lambda: torch.cuda._sleep(4_000_000)  # noqa: E731  (about 2 ms)
+        self.tiny, self.backend = tiny, spec["backend"]
+        self.cuda = spec["device"] == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.exact, self.rounding = (1e-6, 4e-2) if self.cuda else (1e-5, 1e-4)
+        self.hidden, self.side = (512, 256) if self.cuda else (128, 64)
+        self.grids, self.texts = (
+            ([(16, 16), (8, 32), (32, 8)], [64] * 3) if self.cuda else ([(2, 4), (4, 2), (1, 8)], [8] * 3)
+        )
+        self.folder = Path(tempfile.mkdtemp())
+        self.references: dict[str, Any] = {}
+        self.choose_attention(any_kernel=False)
+        if self.cuda and (found := torch.cuda.get_allocator_backend()) != spec["allocator"]:
+            raise ValueError(f"The allocator is {found} and not {spec['allocator']}.")
 
-    def slow_run(self, *a):
-        out = run(self, *a)
-        sleep()
-        return out
+    def choose_attention(self, any_kernel: bool) -> None:
+        if self.cuda:
+            for name in ("flash", "mem_efficient", "cudnn"):
+                getattr(torch.backends.cuda, f"enable_{name}_sdp")(any_kernel)
 
-    def slow_back(self, j):
-        back(self, j)
-        sleep()
+    def load(self, stored: str = "", mapped: bool = False) -> Any:
+        """The MODEL as a loader gives it. stored: how its file is quantised; mapped: its weights stay in the file."""
+        from tessera.memory.host.mapped_file import KeepMapped
 
-    def slow_copy(self, j):
-        stream = getattr(self.stream, "stream", None) or self.stream.link.stream
-        if self.occupants[j % self.count] != j:
-            with torch.cuda.stream(stream):
-                sleep()
-        copy(self, j)
+        file = self.folder / f"{stored or 'plain'}.safetensors"
+        if not file.exists():
+            kind = {"quantised": stored} if stored else {}
+            sizes = {"hidden": self.hidden, "depth": DEEP, "depth_single": DEEP, "dtype": self.dtype}
+            self.tiny.write_flux(file, **sizes, **kind)
+        with torch.inference_mode():
+            if not mapped:
+                return self.tiny.load_flux(file, None if stored else self.dtype)
+            with KeepMapped():
+                return self.tiny.load_flux(file)
 
-    if "compute" in how:
-        training.BlockSwap.run, slot_ring.SlotRing.backward = slow_run, slow_back
-    if "copy" in how:
-        slot_ring.SlotRing._copy = slow_copy
-    try:
-        yield
-    finally:
-        training.BlockSwap.run, slot_ring.SlotRing.backward, slot_ring.SlotRing._copy = run, back, copy
+    # Training
 
+    def check_training(self, compiled: bool = False, **how: Any) -> dict[str, Any]:
+        apart = ("stored", "products", "batch", "dropout", "attention")
+        key = {name: how[name] for name in apart if name in how}
+        want = self.reference(f"train {sorted(key.items())}", lambda: self.train(**key))
+        found = self.train(compiled=compiled, **how)
+        far = max(distance(f, w) for f, w in zip(found["gradients"], want["gradients"], strict=True))
+        # Kernels of torch's own choice add up in no fixed order.
+        bound = self.rounding if compiled or "attention" in how else self.exact
+        if compiled and "products" in how:  # what is rounded to a neighbouring code of 8 bits
+            bound = max(bound, 0.02)
+        wrong = [] if far <= bound else [f"the bound is {bound:.0e}"]
+        if compiled and (found["graphs"] != found["planned"] or not found["graphs"] or found["breaks"]):
+            wrong.append(f"{found['graphs']} graphs and {found['breaks']} breaks, {found['planned']} were planned")
+        if how.get("delay") and not all(found["delays"]):
+            wrong.append("no delay was put in, so nothing was checked")
+        if how.get("swap", 0) > 0:
+            wrong += self.wrong_place(how["place"], found)
+        text = "; ".join([f"gradients differ by {far:.1e}", *wrong, *found["notes"]])
+        return {"state": FAILED if wrong else OK, "text": text, "figures": {"differs": far}}
 
-def train(kind="bf16", compiled=False, stress="", evict=False, batch=1, network=None, sdpa_default=False, **memory):
-    """(losses, gradients of each step, facts)"""
-    grads = []
-    swapped = memory.get("blocks_to_swap", 0)
-    if CUDA and sdpa_default:
-        torch.backends.cuda.enable_flash_sdp(True), torch.backends.cuda.enable_cudnn_sdp(True)
-    trainer = tiny.make_trainer(
-        load(kind),
-        tiny.make_data(GRIDS, TEXTS),
-        Path(tempfile.mkdtemp(dir=folder)),
-        backend=args.backend if compiled else None,
-        steps=STEPS,
-        batch_size=batch,
-        optimizer=OptimizerOptions(learning_rate=1e-12, weight_decay=0.0),
-        network=NetworkOptions(**({"rank": 8, "alpha": 8.0, "include": ("*",)} | (network or {}))),
-        memory=MemoryOptions(**({"checkpointing": "none"} | memory)),
-    )
-    try:
-        tiny.fill_up_matrices(trainer)
-        clip, notes = trainer.learner.clip, []
-        trainer.observer.note = notes.append
+    def wrong_place(self, place: str, found: dict[str, Any]) -> list[str]:
+        """Sentences where the flat weights do not lie where they were asked for."""
+        wrong = [] if found["copies"] else ["nothing was copied"]
+        locked = self.cuda and place == "page-locked"
+        if found["locked"] is not locked:
+            wrong.append(f"page-locked is {found['locked']}")
+        if found["in_file"] is not (place == "file"):
+            wrong.append(f"streaming from the file is {found['in_file']}")
+        return wrong
 
-        def kept():
-            grads.append(torch.cat([p.grad.detach().float().flatten().cpu() for p in trainer.network.parameters()]))
-            if evict:
-                management.free_memory(1e30, trainer.device)  # as a preview's VAE asks for it
-            return clip()
+    def reference(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self.references:
+            self.references[key] = make()
+        return self.references[key]
 
-        trainer.learner.clip = kept
-        with stressed(stress):
-            trainer.run()
-        ring = trainer.placed.swap.ring if trainer.placed.swap else None
-        facts = {k: trainer.facts()[k] for k in ("graphs_planned", "graphs_compiled", "graph_breaks", "block_copies")}
-        facts["notes"] = notes
-        pinned = all(m.is_pinned() for m in ring.flat_weights) if ring else None
-        assert not swapped or swapped < 0 or ring is not None
-        return list(trainer.progress.loss), grads, facts | {"pinned": pinned}
-    finally:
-        trainer.close()
+    def train(
+        self,
+        compiled: bool = False,
+        stored: str = "",
+        batch: int = 1,
+        dropout: float = 0.0,
+        attention: str = "",
+        delay: str = "",
+        evict: bool = False,
+        swap: int = 0,
+        place: str = "",
+        **memory: Any,
+    ) -> dict[str, Any]:
+        """Gradients of each step as vectors, and what the run says of itself. delay, evict: see the cases."""
+        from tessera.lora.options import NetworkOptions
+        from tessera.memory.host.flat_buffer import ScatteredBuffer
+        from tessera.train.optim.options import OptimizerOptions
+        from tessera.train.settings import MemoryOptions
+
+        self.choose_attention(attention == "any")
+        given: dict[str, Any] = {"checkpointing": "none", "blocks_to_swap": swap, **memory}
+        given["pin_memory"] = {"page-locked": "on", "staged": "off"}.get(place, "auto")
+        with no_free_ram(place == "file"):
+            trainer = self.tiny.make_trainer(
+                self.load(stored, mapped=place == "file"),
+                self.tiny.make_data(self.grids, self.texts),
+                Path(tempfile.mkdtemp(dir=self.folder)),
+                backend=self.backend if compiled else None,
+                steps=STEPS,
+                batch_size=batch,
+                optimizer=OptimizerOptions(learning_rate=1e-12, weight_decay=0.0),
+                network=NetworkOptions(rank=8, alpha=8.0, include=("*",), dropout=dropout),
+                memory=MemoryOptions(**given),
+            )
+            try:
+                self.tiny.fill_up_matrices(trainer)
+                gradients, notes = record(trainer, evict)
+                with delays(trainer, delay, self.cuda) as delayed:
+                    trainer.run()
+                ring = trainer.placed.swap.ring if trainer.placed.swap else None
+                host = list(ring.flat_weights) if ring else []
+                facts = trainer.facts()
+                return {
+                    "gradients": gradients,
+                    "graphs": facts["graphs_compiled"],
+                    "planned": facts["graphs_planned"],
+                    "breaks": facts["graph_breaks"],
+                    "copies": ring.copies if ring else 0,
+                    "locked": all(weights.is_pinned() for weights in host),
+                    "in_file": any(isinstance(weights, ScatteredBuffer) for weights in host),
+                    "delays": delayed,
+                    "notes": notes,
+                }
+            finally:
+                trainer.close()
+                gc.collect()
+                self.choose_attention(any_kernel=False)
+
+    # Sampling
+
+    def check_sample(self, lora: bool = False, mode: str = "", **how: Any) -> dict[str, Any]:
+        want = self.reference(f"sample {lora}", lambda: self.sample(lora))
+        far = distance(self.sample(lora, mode, **how), want)
+        bound = self.rounding if mode or lora else self.exact
+        wrong = "" if far <= bound else f"; the bound is {bound:.0e}"
+        return {"state": FAILED if wrong else OK, "text": f"the latent differs by {far:.1e}{wrong}"}
+
+    def sample(
+        self,
+        lora: bool,
+        mode: str = "",
+        scope: str = "blocks",
+        swap: int = 0,
+        place: str = "",
+        prefetch: int = 1,
+        delay: str = "",
+    ) -> Tensor:
+        from tessera.compile.attach import compile_model
+        from tessera.compile.settings import CompileSettings
+        from tessera.models.swapped_model import SwapSettings
+        from tessera.models.swapped_model import swap as swap_blocks
+        from tiny.compiling import make_lora, with_lora
+
+        with no_free_ram(place == "file"):
+            model = self.load(mapped=place == "file")
+            adapter = make_lora(model, inside="_blocks.") if lora else None
+            if swap:
+                pin = {"page-locked": "on", "staged": "off"}.get(place, "auto")
+                model = swap_blocks(model, SwapSettings(swap, prefetch, pin))[0]
+            if mode:
+                model = compile_model(model, CompileSettings(self.backend, mode, scope=scope))[0]
+            if adapter:
+                model = with_lora(model, adapter, 0.7)
+            with delays(None, delay, self.cuda):
+                return self.latent(model, 3)
+
+    def latent(self, model: Any, steps: int) -> Tensor:
+        import comfy.model_management
+        from tiny.sampling import sample
+
+        latent = sample(model, "flux", width=self.side, height=self.side, length=self.texts[0], steps=steps)
+        comfy.model_management.unload_all_models()
         gc.collect()
-        if CUDA and sdpa_default:
-            torch.backends.cuda.enable_flash_sdp(False), torch.backends.cuda.enable_cudnn_sdp(False)
+        return latent.float().cpu()
+
+    def check_after_a_run(self) -> dict[str, Any]:
+        """A run leaves ComfyUI as it was: a MODEL samples as before, and nothing is left on the device."""
+        model = self.load()
+        before = self.latent(model, 2)
+        self.train(swap=2 * DEEP, place="staged", checkpointing="full")
+        left = torch.cuda.memory_allocated() if self.cuda else 0
+        same = torch.equal(self.latent(model, 2), before)
+        text = f"samples {'the same' if same else 'something else'}, {left / 2**20:.0f} MiB are left"
+        return {"state": OK if same and left < LEFT else FAILED, "text": text}
 
 
-def error(found, want) -> float:
-    assert all(torch.isfinite(g).all() for g in found), "a gradient is not finite"
-    return max(float((f - w).norm() / w.norm()) for f, w in zip(found, want, strict=True))
+def distance(found: Tensor, want: Tensor) -> float:
+    """The difference by the size of what is wanted."""
+    if not torch.isfinite(found).all():
+        return float("inf")
+    return float((found - want).norm() / want.norm())
 
 
-REFERENCES = {}
+def record(trainer: Any, evict: bool) -> tuple[list[Tensor], list[str]]:
+    """Lists that the run fills: its gradients, and its notes. evict: unload the weights between the steps, as a preview
+    does whose VAE asks for memory."""
+    import comfy.model_management
+
+    clip, gradients, notes = trainer.learner.clip, [], []
+
+    def clipped() -> Tensor:
+        parameters = trainer.network.parameters()
+        gradients.append(torch.cat([p.grad.detach().float().flatten().cpu() for p in parameters]))
+        if evict:
+            comfy.model_management.free_memory(1e30, trainer.device)
+        return clip()
+
+    trainer.learner.clip, trainer.observer.note = clipped, notes.append
+    return gradients, notes
 
 
-def reference(**how):
-    key = tuple(sorted((k, repr(v)) for k, v in how.items()))
-    if key not in REFERENCES:
-        REFERENCES[key] = train(**how)
-    return REFERENCES[key]
+@contextmanager
+def no_free_ram(short: bool) -> Iterator[None]:
+    """Let the pack find no free RAM: weights that lie in a mapped file stay there."""
+    real = psutil.virtual_memory
+    with patch.object(psutil, "virtual_memory", lambda: real()._replace(available=1)) if short else nullcontext():
+        yield
 
 
-def check_train(bound, same=(), **how):
-    want = reference(**{k: how[k] for k in ("kind", "batch", "network", "sdpa_default") if k in how})
-    losses, grads, facts = train(**how)
-    far = error(grads, want[1])
-    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, want[0], strict=True))
-    enough = not how.get("compiled") or (
-        facts["graphs_compiled"] == facts["graphs_planned"] > 0 and not facts["graph_breaks"]
-    )
-    lock = how.get("pin_memory") != "on" or not CUDA or facts["pinned"]
-    shown = {k: v for k, v in facts.items() if k != "notes"}
-    text = f"gradients off by {far:.1e} (bound {bound:.0e}), loss by {loss:.1e}, {shown}"
-    return far <= bound and enough and lock, text + "".join(f"\n        note: {n}" for n in facts["notes"])
+@contextmanager
+def delays(trainer: Any, which: str, cuda: bool) -> Iterator[list[int]]:
+    """Put sleeps on the computing stream around each block, forward and back (`compute`), in front of each copy on a
+    stream of its own (`copy`), or both; gives how many of each kind were put in, in a list.
+
+    Without a GPU the places are counted alone. trainer: None where a MODEL samples, which takes `copy` alone.
+    """
+    kinds = ("compute", "copy") if which == "both" else (which,) if which else ()
+    count = dict.fromkeys(kinds, 0)
+    counted: list[int] = []
+
+    def sleep(kind: str) -> None:
+        count[kind] += 1
+        if cuda:
+            torch.cuda._sleep(SLEEP)
+
+    copy = Tensor.copy_
+
+    def slow_copy(self: Tensor, source: Tensor, *args: Any, **named: Any) -> Tensor:
+        if not cuda or (self.is_cuda != source.is_cuda and _on_own_stream()):
+            sleep("copy")
+        return copy(self, source, *args, **named)
+
+    runner = trainer.placed.runner if trainer is not None else None
+    try:
+        if "copy" in kinds:
+            Tensor.copy_ = slow_copy
+        if "compute" in kinds:
+            trainer.placed.runner = SlowRunner(runner, lambda: sleep("compute"))
+        yield counted
+    finally:
+        if "copy" in kinds:
+            del Tensor.copy_
+        if "compute" in kinds:
+            trainer.placed.runner = runner
+        counted += count.values()
 
 
-BIT = 1e-6 if CUDA else 1e-5
-ROUNDING = 4e-2 if CUDA else 1e-4
-A = {"pin_memory": "on"}
-CASES = [("train: run to run, resident eager", BIT, {})]
-for n, p in ((3, 1), (6, 1), (6, 3)):
-    CASES.append(
-        (f"train: eager none, swap {n}, {p} ahead, page-locked", BIT, A | {"blocks_to_swap": n, "prefetch_blocks": p})
-    )
-CASES += [
-    ("train: eager none, swap 6, staged", BIT, {"blocks_to_swap": 6, "pin_memory": "off"}),
-    ("train: eager selective, swap 3", BIT, A | {"blocks_to_swap": 3, "checkpointing": "selective"}),
-    (
-        "train: eager full, swap 6, activations on the host",
-        BIT,
-        A | {"blocks_to_swap": 6, "checkpointing": "full", "offload_activations": True},
-    ),
-    (
-        "train: eager full, swap 6, evicted between the steps",
-        BIT,
-        A | {"blocks_to_swap": 6, "checkpointing": "full", "evict": True},
-    ),
-    ("train: resident eager full, evicted between the steps", BIT, {"checkpointing": "full", "evict": True}),
-    ("train: batch 2, swap 6", BIT, A | {"blocks_to_swap": 6, "batch": 2}),
-    (
-        "train: dropout on the device's generator, full, swap 6",
-        BIT,
-        A | {"blocks_to_swap": 6, "checkpointing": "full", "network": {"dropout": 0.3}},
-    ),
-    ("train: automatic (-1, auto)", BIT, {"blocks_to_swap": -1, "checkpointing": "auto"}),
-    ("train: fp8 scaled, eager full, swap 6", BIT, A | {"kind": "fp8", "blocks_to_swap": 6, "checkpointing": "full"}),
-    ("train: mxfp8, eager full, swap 6", BIT, A | {"kind": "mxfp8", "blocks_to_swap": 6, "checkpointing": "full"}),
-]
-for stress in ("slow compute", "slow copy", "slow compute, slow copy"):
-    for pin in ("on", "off"):
-        CASES.append(
-            (f"race: {stress}, pin {pin}, none", BIT, {"stress": stress, "blocks_to_swap": 6, "pin_memory": pin})
-        )
-    CASES.append(
-        (
-            f"race: {stress}, full with offload, 2 ahead",
-            BIT,
-            A
-            | {
-                "stress": stress,
-                "blocks_to_swap": 6,
-                "prefetch_blocks": 2,
-                "checkpointing": "full",
-                "offload_activations": True,
-            },
-        )
-    )
-COMPILED = {"compiled": True}
-CASES += [
-    ("train: compiled none", ROUNDING, COMPILED),
-    ("train: compiled full", ROUNDING, COMPILED | {"checkpointing": "full"}),
-    ("train: compiled selective", ROUNDING, COMPILED | {"checkpointing": "selective"}),
-    (
-        "train: compiled full, swap 6, page-locked",
-        ROUNDING,
-        COMPILED | A | {"checkpointing": "full", "blocks_to_swap": 6},
-    ),
-    ("train: compiled none, swap 6, staged", ROUNDING, COMPILED | {"blocks_to_swap": 6, "pin_memory": "off"}),
-    (
-        "race: compiled full, offload, slow both",
-        ROUNDING,
-        COMPILED
-        | A
-        | {
-            "checkpointing": "full",
-            "blocks_to_swap": 6,
-            "offload_activations": True,
-            "stress": "slow compute, slow copy",
-        },
-    ),
-    (
-        "train: compiled full, fp8 scaled, swap 6",
-        ROUNDING,
-        COMPILED | A | {"kind": "fp8", "checkpointing": "full", "blocks_to_swap": 6},
-    ),
-    ("train: compiled none, torch's own choice of attention", ROUNDING, COMPILED | {"sdpa_default": True}),
-    (
-        "train: eager none, swap 6, torch's own choice of attention",
-        ROUNDING,
-        A | {"blocks_to_swap": 6, "sdpa_default": True},
-    ),
-]
+def _on_own_stream() -> bool:
+    return torch.cuda.current_stream() != torch.cuda.default_stream()
 
 
-def sampled(make):
-    model = load("bf16")
-    latent = sample(make(model), "flux", width=SIDE, height=SIDE, length=64, steps=3).float().cpu()
-    del model
-    management.unload_all_models()
-    gc.collect()
-    return latent
+class SlowRunner:
+    """A run's runner of blocks, with `sleep` called around each block, and in backward where its outputs' gradients are
+    there."""
 
+    def __init__(self, runner: Any, sleep: Callable[[], None]):
+        self.__dict__["runner"], self.__dict__["sleep"] = runner, sleep
 
-def check_sample(bound, make, lora=False):
-    name = f"lora {lora}"
-    if name not in REFERENCES:
-        REFERENCES[name] = sampled(lambda m: with_lora(m, make_lora(m, inside="_blocks."), 0.7) if lora else m)
-    wrapped = (lambda m: with_lora(make(m), make_lora(m, inside="_blocks."), 0.7)) if lora else make
-    found, want = sampled(wrapped), REFERENCES[name]
-    far = float((found - want).norm() / want.norm())
-    return far <= bound, f"latent off by {far:.1e} (bound {bound:.0e})"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.runner, name, value)
 
-def swapped(count, ahead=1, pin="on"):
-    return lambda model: swap(model, SwapSettings(count, ahead, pin))[0]
-
-
-def compiled(mode="default", swap_count=0, **more):
-    def make(model):
-        model = swapped(swap_count)(model) if swap_count else model
-        return compile_model(model, CompileSettings(args.backend, mode, **more))[0]
-
-    return make
-
-
-SAMPLES = [
-    ("sample: run to run", BIT, lambda m: m, False),
-    ("sample: swap 3", BIT, swapped(3), False),
-    ("sample: swap 6, 2 ahead", BIT, swapped(6, 2), False),
-    ("sample: swap 6, staged", BIT, swapped(6, 1, "off"), False),
-    ("sample: swap 6 with a LoRA in the slots", ROUNDING, swapped(6), True),
-    ("sample: swap -1", BIT, swapped(-1), False),
-    ("sample: compiled", ROUNDING, compiled(), False),
-    ("sample: compiled, swap 6", ROUNDING, compiled(swap_count=6), False),
-    ("sample: compiled, swap 6, with a LoRA", ROUNDING, compiled(swap_count=6), True),
-    ("sample: compiled, reduce-overhead (CUDA graphs)", ROUNDING, compiled("reduce-overhead"), False),
-    ("sample: compiled, scope stack", ROUNDING, compiled(scope="stack"), False),
-]
-
-
-def two_trainings():
-    """ComfyUI's own state after a run: the MODEL samples as before, and nothing is left on the device."""
-    model = load("bf16")
-    before = sample(model, "flux", width=SIDE, height=SIDE, length=64, steps=2).float().cpu()
-    management.unload_all_models()
-    train(blocks_to_swap=6, checkpointing="full")
-    held = torch.cuda.memory_allocated() / 2**20 if CUDA else 0.0
-    again = sample(model, "flux", width=SIDE, height=SIDE, length=64, steps=2).float().cpu()
-    management.unload_all_models()
-    return bool(
-        (before == again).all()
-    ) and held < 64, f"the same: {bool((before == again).all())}, {held:.0f} MiB left"
-
-
-def main() -> None:
-    backend = torch.cuda.get_allocator_backend() if CUDA else "cpu"
-    checks.show(f"torch {torch.__version__}, allocator {backend}, {torch.cuda.get_device_name() if CUDA else 'cpu'}")
-    for name, bound, how in CASES:
-        if args.only in name:
-            checks.run(name, lambda b=bound, h=how: check_train(b, **h), need=25 if how.get("compiled") else 8)
-    for name, bound, make, lora in SAMPLES:
-        if args.only in name:
-            checks.run(name, lambda b=bound, m=make, lo=lora: check_sample(b, m, lo), need=8)
-    if args.only in "after a run":
-        checks.run("after a run", two_trainings, need=8)
-    checks.end(f"smoke-{backend}")
-
-
-main()
+    def __call__(self, *args: Any) -> Any:
+        self.sleep()
+        out = self.runner(*args)
+        self.sleep()
+        outputs: Sequence[Any] = out if isinstance(out, list | tuple) else [out]
+        for tensor in outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self.sleep())
+        return out

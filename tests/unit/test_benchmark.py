@@ -18,8 +18,8 @@ import train_step_figures as figures
 from families import FULL, TINY, Picture
 from infer_models import count_work
 from processes import HERE, Measured, Told
-from train_step import FAMILIES, arguments, chosen
-from train_step_contestant import CountedCopies, make_trainer, train_core
+from train_step import FAMILIES, arguments, chosen, measure
+from train_step_contestant import CountedCopies, held_for_backward, make_trainer, train_core
 from train_step_data import for_core, random_data
 from train_step_report import report
 from train_step_work import CountedStep
@@ -192,12 +192,87 @@ def test_a_contestant_that_cannot_take_part_says_why(tmp_path: Path):
     assert told.ended == "it does not train this model here (TypeError: no)"
 
 
+def test_a_contestant_that_hangs_is_ended_when_its_time_is_over(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\ntime.sleep(60)\n")
+    told = Told("slow", {}, script=str(script), log=tmp_path / "log", limit=30.0)
+    assert told.launch() == {} and not told.ended
+    told.limit = 0.1
+    assert told.ask(do="steps", count=1) == {} and told.ended == "no reply in 0 s"
+    told.stop()
+
+
+class Recorded:
+    """A contestant that writes down what is asked of it."""
+
+    def __init__(self, name: str, asked: list[str], device: str):
+        self.name, self.asked, self.ended = name, asked, ""
+        self.spec = {"device": device, "swap": 0, "contestant": "core"}
+        self.rounds: list[dict[str, Any]] = []
+        self.memory: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self.asked.append(f"{self.name} starts")
+
+    def round(self, steps: int) -> None:
+        self.asked.append(self.name)
+        self.rounds.append({"seconds": [1.0] * steps})
+
+    def ask(self, do: str) -> dict[str, Any]:
+        return {}
+
+    def stop(self) -> None:
+        self.asked.append(f"{self.name} stops")
+
+
+def test_a_contestant_keeps_its_process_for_its_rounds(capsys: pytest.CaptureFixture[str]):
+    asked: list[str] = []
+    measure([Recorded(name, asked, "cuda") for name in "ab"], rounds=2, steps=3, together=False)
+    assert asked == ["a starts", "a", "a", "a stops", "b starts", "b", "b", "b stops"]
+    assert "round 2 of 2, a: 1.000 s a step" in capsys.readouterr().err
+    asked.clear()
+    measure([Recorded(name, asked, "cpu") for name in "ab"], rounds=2, steps=3, together=True)
+    assert asked == ["a starts", "b starts", "a", "b", "a", "b"]
+
+
 def test_percents_add_compiled_contestants_and_0_is_the_one_that_runs_anyway():
     args = arguments(["--swap", "50", "0", "25", "50", "--contestants", "compiled", "core"])
     names = ["ours, compiled, full", "ours, compiled, full, 25 % swapped", "ours, compiled, full, 50 % swapped"]
     found = chosen(args)
     assert [name for name, _ in found] == [*names, "core TrainLoraNode"]
     assert [spec["swap"] for _, spec in found] == [0, 25, 50, 0]
+
+
+def test_either_path_or_both_train_in_each_mode():
+    given = ["--path", "native", "own", "--contestants", "eager", "compiled", "--swap", "50"]
+    found = chosen(arguments(given))
+    eager = [f"{name}, eager, {mode}" for mode in ("none", "selective", "full") for name in ("native", "ours")]
+    compiled = [f"{name}, compiled, full{swap}" for swap in ("", ", 50 % swapped") for name in ("native", "ours")]
+    assert [name for name, _ in found] == [*eager, *compiled]
+    assert [spec["path"] for _, spec in found] == ["native", "own"] * 5
+    assert {spec.get("path") for _, spec in chosen(arguments([]))} == {"own", None}
+
+
+def test_the_native_contestant_trains_by_comfyui_s_forward_and_counts_its_calls(small_file: Any, tmp_path: Path):
+    def held(path: str) -> dict[str, float]:
+        patcher = TINY["flux"].load(small_file("flux"), "cpu", torch.float32)
+        spec, data = contestant_spec(path=path, checkpointing="none"), random_data(patcher, small("flux"), 1)
+        trainer = make_trainer(spec, patcher, data, tmp_path / path)
+        try:
+            assert trainer.family.own_forward == (path == "own")
+            return held_for_backward(trainer)
+        finally:
+            trainer.close()
+
+    own, native = held("own"), held("native")
+    # Ten Linears and an attention are in each block, and the forward is more than a block.
+    for found in (own, native):
+        assert 30 < found["block_operations"] < found["operations"] / 6
+        assert found["block_operations"] < found["block_python_calls"] < found["python_calls"]
+    # Ours turns q and k and splits heads without the tables and copies of ComfyUI's forward.
+    assert own["operations"] < native["operations"] < 1.35 * own["operations"]
+    assert native["held_mib"] == pytest.approx(own["held_mib"], rel=0.05)
+    assert 0 < native["saved_tensors"] <= 1.05 * own["saved_tensors"]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +299,26 @@ def swapped(percent: float, blocks: int, seconds: list[float], **more: float) ->
     return Measured(name, spec, {"compile_seconds": 30.0}, rounds)
 
 
+def test_a_native_step_stands_beside_the_own_one_of_the_same_round():
+    shared = {"graphs_compiled": 2, "graph_breaks": 0, "driver_mib": 1.0}
+
+    def contestant(path: str, seconds: list[float]) -> Measured:
+        rounds = [{"seconds": [s], "cpu_seconds": [s / 2], "peak_mib": 10.0, **shared} for s in seconds]
+        spec = {"path": path, "compiled": False, "checkpointing": "full", "swap": 0}
+        counts = {"python_calls": 1000, "block_python_calls": 90.4, "held_mib": 1.0}
+        return Measured(f"{path}, eager, full", spec, {}, rounds, counts)
+
+    field_of = [contestant("native", [1.1, 4.4]), contestant("own", [1.0, 2.0])]
+    text = report(field_of, arguments(["--path", "native", "own"]))
+    ratio = "1.65 (1.10 to 2.20)"
+    assert (
+        f"| native, eager, full | 2.750 (1.100 to 4.400) | {ratio} |  | 1.375 (0.550 to 2.200) | {ratio} |  |" in text
+    )
+    assert "| own, eager, full | 1.500 (1.000 to 2.000) |  |  | 0.750" in text
+    assert "| native, eager, full | 1000 | 90 |  |  |  |  |" in text
+    assert "the own forward's" not in report(field_of[1:], arguments([]))
+
+
 def test_the_swap_table_of_a_gpu_compares_with_the_least_time_of_each_round():
     half = swapped(50, 20, [1.2, 4.0], copies=36, copied_bytes=20e9, link=20e9)
     half.memory = {"copied_bytes": 20e9, "copying_seconds": 1.25}
@@ -247,8 +342,14 @@ def test_the_swap_table_of_a_cpu_holds_counts_only_and_says_so():
 def test_a_whole_run_of_a_small_family_gives_its_tables(family: str, tmp_path: Path):
     command = [sys.executable, str(HERE / "train_step.py"), "--family", family, "--steps", "1", "--swap", "50"]
     command += ["--width", "128", "--height", "96", "--length", "16", "--json", str(tmp_path / "figures.json")]
+    # One family by inductor, the soonest compiled; the tables are the same for any backend.
+    command += [] if family == "wan" else ["--backend", "aot_eager"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "figures.json").read_text())[family]
     assert len(found) == 6 and not [c["ended"] for c in found.values() if c["ended"]]
+    compiled = [c["rounds"][-1] for name, c in found.items() if "compiled" in name]
+    assert len(compiled) == 2
+    for last in compiled:
+        assert last["graphs_compiled"] > 0 and last["graph_breaks"] == 0
     assert "| core TrainLoraNode |" in done.stdout and "only the counts mean anything" in done.stdout

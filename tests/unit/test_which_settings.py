@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def which_settings() -> ModuleType:
-    for name in ("train_step_figures", "which_settings"):
+    for name in ("train_step_figures", "gpu_norm", "which_settings"):
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -33,9 +33,7 @@ def test_the_page_is_the_planners(which_settings: ModuleType) -> None:
 
 
 def test_the_blocks_have_the_weights_of_flux_dev(which_settings: ModuleType) -> None:
-    import torch
-
-    costs = which_settings.block_costs(pack, torch.bfloat16, 4096, 16, 80.0, True)
+    costs = which_settings.block_costs(pack, "bf16", 4096, 16, 80.0, True)
     numbers = sum(cost.weights for cost, _ in costs) / 2 + which_settings.OUTER
     assert numbers / 1e9 == pytest.approx(11.9, abs=0.01)  # as black-forest-labs/flux states it: 12 B
     # The forward that is known for 4096 + 512 tokens.

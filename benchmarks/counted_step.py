@@ -1,0 +1,90 @@
+"""Launches of a step beside its blocks: the clip, the optimizer, and casts of the LoRA that are made apart."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lower import Kernel, Launches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+# How torch built for CUDA 13 cuts the lists of tensors of one op into launches (ATen/native/cuda/MultiTensorApply.cuh);
+# builds for an older CUDA take a seventh at once.
+CHUNK, MOST_CHUNKS = 65536, 2240
+MOST_TENSORS = (770, 448, 336, 252, 210)  # by the number of lists
+
+
+def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: torch.dtype) -> list[Kernel]:
+    """Launches of clip, AdamW and what else the learner does, for a LoRA on Linears (name, (out, in)).
+
+    The weights are fake CUDA tensors, so that what is chosen for CUDA is chosen.
+    """
+    network, learner = import_module("tessera.lora.network"), import_module("tessera.train.learner")
+    options, optimizer = import_module("tessera.lora.options"), import_module("tessera.train.optim.options")
+    adapter = import_module("tessera.models.adapters.lora").LoraAdapter
+    found: list[Kernel] = []
+    # Made on CUDA, fake weights are neither drawn nor moved.
+    unmoved = patch.multiple(adapter, start=lambda *_: None, to=lambda self, *_: self)
+    with FakeTensorMode(), torch.device("cuda"), unmoved:
+        weight = torch.empty(0, device="cuda")
+        linears = {
+            name: SimpleNamespace(shape=shape, weight=weight, kernel=None, read_on_device=None)
+            for name, shape in shapes
+        }
+        lora = network.LoraNetwork(options.NetworkOptions(rank=rank), list(linears), linears, 0)
+        own = learner.Learner(lora, optimizer.OptimizerOptions(), 2, dtype, "cuda")
+        for _ in range(2):  # the first step makes the optimizer's state
+            with ManyTensors() as step:
+                if hasattr(lora, "write_casts"):
+                    lora.write_casts()
+            for parameter in given_gradients(lora):
+                parameter.grad = torch.empty_like(parameter)
+            with step:
+                own.clip()
+                own.step()
+                own.zero_grad()
+            found = step.kernels
+    return found
+
+
+def given_gradients(lora: Any) -> list[torch.nn.Parameter]:
+    """The tensors that a backward gives gradients: the casts where the forward reads those, else the weights."""
+    casts = [cast for adapter in lora.adapters.values() for cast in getattr(adapter, "casts", {}).values()]
+    return casts or lora.parameters()
+
+
+class ManyTensors(Launches):
+    """Launches, with one of an op over lists of tensors counted as often as torch cuts it."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.kernels)
+        out = super().__torch_dispatch__(op, types, args, kwargs)
+        if len(self.kernels) > before and not _on_gpu(args, out):
+            self.kernels.pop()  # counters of steps, which lie on the host
+        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
+        if len(self.kernels) > before and ("_foreach" in str(op) or "_fused" in str(op)):
+            made = self.kernels.pop()
+            many = launches_of([t.numel() for t in lists[0]], len(lists))
+            self.kernels += [Kernel(made.kind, made.name, made.bytes // many)] * many
+        return out
+
+
+def _on_gpu(*values: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in tree_leaves(values))
+
+
+def launches_of(sizes: Sequence[int], lists: int) -> int:
+    """Launches of one op over lists of tensors of these sizes."""
+    done = tensors = chunks = 0
+    for size in sizes:
+        tensors += 1
+        of_this = -(-size // CHUNK)
+        for chunk in range(of_this):
+            chunks += 1
+            last = chunk == of_this - 1
+            if chunks == MOST_CHUNKS or (last and tensors == MOST_TENSORS[lists - 1]):
+                done, chunks, tensors = done + 1, 0, 0 if last else 1
+    return done + (chunks > 0)
