@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from photos import write_photos
 from PIL import Image, ImageDraw
 from server import ComfyServer, error_of
 from tiny import write_models
-from tiny.native.workflow import CASES, fitted
+from tiny.films import write_film
+from tiny.native.workflow import CASES, CLIPS, fitted
 from tiny.prompt import node
 from tiny.workflow import fit_workflow
 
@@ -189,18 +191,33 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     print(f"Sheet of pictures: {results / 'sheet.png'}")
 
 
+def write_clips(photos: dict[str, tuple[Path, str]], folder: Path) -> None:
+    """Make a clip of each photograph, over which the view moves to the right."""
+    folder.mkdir(parents=True, exist_ok=True)
+    width, height, frames = 160, 96, 17
+    for name, (file, caption) in photos.items():
+        with Image.open(file) as image:
+            picture = np.asarray(image.convert("RGB").resize((width + frames - 1, height)))
+        views = [picture[:, frame : frame + width] for frame in range(frames)]
+        write_film(folder / f"{name}.mp4", views, fps=24, size=(height, width), caption=caption)
+
+
 def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: str) -> None:
     """Queue the shared workflow of this model on its tiny twin, whose weights are random: it shows the way, and the
     loss, not a likeness."""
     shutil.rmtree(base / "output", ignore_errors=True)
     photos = write_photos(base / "input" / "tessera_demo")
     workflow = next(name for name, tiny in CASES.items() if tiny == model)
+    folder, contents = "input/tessera_demo", f"{len(photos)} photographs"
+    if workflow in CLIPS:
+        folder, contents = "input/tessera_demo_clips", f"{len(photos)} clips"
+        write_clips(photos, base / folder)
     settings = {"output_name": "demo", "steps": 60, "learning_rate": 1e-3, "batch_size": 2}
-    prompt = fitted(workflow, "input/tessera_demo", **settings, compile="off" if cpu else "auto")
+    prompt = fitted(workflow, folder, **settings, compile="off" if cpu else "auto")
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu) as server:
-        print(f"Training a tiny {model} on {len(photos)} photographs, {settings['steps']} steps:")
+        print(f"Training a tiny {model} on {contents}, {settings['steps']} steps:")
         entry = asyncio.run(run_with_progress(server, prompt))
         train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
         (summary,) = entry["outputs"][train_node]["tessera"]
