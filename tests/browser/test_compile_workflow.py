@@ -99,7 +99,7 @@ def test_what_block_swap_chose_is_read_on_the_loader(frontend, new_renderer):
         for node in frontend.page.evaluate("app.graph.serialize().nodes")
         if node["type"] == "TesseraLoadDiffusionModel"
     )
-    assert loader[2:] == [3, 1, "auto"]  # what is shown is no value
+    assert loader[2:] == [3, 1, "auto", "as stored"]  # what is shown is no value
 
 
 # All cells at one time, once the table says that the first region was called so often.

@@ -120,6 +120,7 @@ def test_the_weights_outside_of_the_blocks_are_a_part_of_the_plan(tiny_files, tm
     trainer = tiny.make_trainer(tiny.load_flux(tiny_files["flux"]), data, tmp_path, memory=memory)
     inside = {id(m) for _, block in trainer.placed.transformer.blocks() for m in frozen_modules(block).values()}
     outer = [m for m in trainer.placed.transformer.frozen_modules() if id(m) not in inside]
-    lora = 16 * sum(p.numel() for p in trainer.network.parameters())  # AdamW: with its gradient and two moments
+    # AdamW: each with two moments, the joined gradient and the one that autograd makes before it is part of that.
+    lora = 20 * sum(p.numel() for p in trainer.network.parameters())
     least = sum(module.held_bytes() for module in outer) + lora
     assert least > 2**20 and least <= trainer.placed.automatic.measured.other_bytes < 1.1 * least

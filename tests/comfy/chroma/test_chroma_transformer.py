@@ -48,7 +48,7 @@ def direction() -> Tensor:
 
 def gradients(trainer: Any, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The velocity, and the gradients of <velocity, direction> by the names of the state."""
-    trainer.learner.optimizer.zero_grad()
+    trainer.learner.zero_grad()
     velocity = trainer.placed.velocity(inputs, (0, 0))
     (velocity * direction()).sum().backward()
     pairs = trainer.network.pairs.items()
