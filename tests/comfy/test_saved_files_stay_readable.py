@@ -1,7 +1,5 @@
 """What version 0.1 saved is read as its bytes stand: caches, LoRAs and states in tests/data/saved_by_0_1."""
 
-import asyncio
-import inspect
 import json
 import shutil
 import zipfile
@@ -16,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import image_encoders
+from tiny.prompt import awaited
 
 SAVED = Path(__file__).resolve().parents[1] / "data" / "saved_by_0_1"
 RUNS = json.loads((SAVED / "runs.json").read_text(encoding="utf-8"))
@@ -40,7 +39,7 @@ ADDED = {
 
 
 def node_of(kind):
-    nodes = asyncio.run(asyncio.run(tessera.comfy_entrypoint()).get_node_list())
+    nodes = awaited(awaited(tessera.comfy_entrypoint()).get_node_list())
     (node,) = [node for node in nodes if node.GET_SCHEMA().node_id == kind]
     return node
 
@@ -52,8 +51,7 @@ def call(kind, **inputs):
     entries = {**shown.get("required", {}), **shown.get("optional", {})}
     given = {name: entry[1]["default"] for name, entry in entries.items() if len(entry) > 1 and "default" in entry[1]}
     with torch.inference_mode():
-        made = node.PREPARE_CLASS_CLONE(None).execute(**(given | inputs))
-        return (asyncio.run(made) if inspect.iscoroutine(made) else made).result
+        return awaited(node.PREPARE_CLASS_CLONE(None).execute(**(given | inputs))).result
 
 
 def load_encoders(name, models):

@@ -1,6 +1,5 @@
 """The public surface, written down: workflows and API clients depend on it. Inputs and outputs may be appended."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from comfy_api.latest import io
 from comfy_server import DIRECT
 from tessera.nodes import NODES, TesseraExtension
 from tessera.train.checkpoint.metadata import VERSION
+from tiny.prompt import awaited
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "nodes" / "web" / "docs"
@@ -617,7 +617,5 @@ def test_what_is_written_where_a_connection_belongs_is_told(node, literal):
         with pytest.raises(
             ValueError, match=f"^{one.id} is .*; connect the output of a node that gives {kind}"
         ) as told:
-            done = node.execute(**{one.id: given})
-            if asyncio.iscoroutine(done):
-                asyncio.run(done)
+            awaited(node.execute(**{one.id: given}))
         assert len(str(told.value)) < 250

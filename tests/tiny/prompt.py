@@ -1,14 +1,34 @@
 """Pieces of API prompts, as a test writes them down, and a node executed without one."""
 
 import asyncio
+import contextvars
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
+def awaited(given: Any) -> Any:
+    """What a node gives, at once or as a coroutine. A browser test of this process keeps a loop running on its thread,
+    on which no other can: then the coroutine is awaited on a thread of its own, in this one's context and grad mode."""
+    import torch
+
+    if not inspect.iscoroutine(given):
+        return given
+    if asyncio._get_running_loop() is None:
+        return asyncio.run(given)
+
+    def run(inference: bool, grad: bool) -> Any:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return asyncio.run(given)
+
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(contextvars.copy_context().run, run, *modes).result()
+
+
 def executed(kind: Any, *args: Any, **inputs: Any) -> Any:
-    """What a node gives when it is executed, at once or as a coroutine."""
-    given = kind.execute(*args, **inputs)
-    return asyncio.run(given) if inspect.iscoroutine(given) else given
+    """What a node gives when it is executed."""
+    return awaited(kind.execute(*args, **inputs))
 
 
 def node(kind: str, **inputs: Any) -> dict[str, Any]:
