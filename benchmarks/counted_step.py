@@ -43,6 +43,8 @@ def count_step(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, dtype: 
             for parameter in given_gradients(lora):
                 parameter.grad = torch.empty_like(parameter)
             with step:
+                if hasattr(lora, "gather"):
+                    lora.gather()
                 own.clip()
                 own.step()
                 own.zero_grad()

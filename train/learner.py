@@ -68,8 +68,12 @@ class Learner:
         self.network.gather()
 
     def clip(self) -> Tensor:
-        """Clip the gradients and return their norm before clipping, as a scalar on the device."""
-        self._prepare()
+        """Clip the gradients and return their norm before clipping, as a scalar on the device.
+
+        Comes before `step`, which takes the gradients as they are left here.
+        """
+        if self.flat is not None:
+            self.flat.prepare()
         self.scaler.unscale_(self.optimizer)  # before clipping: max_grad_norm is meant for unscaled gradients
         limit = self.options.max_grad_norm or math.inf
         gradients = [p.grad for p in self.weights if p.grad is not None]
@@ -79,11 +83,6 @@ class Learner:
         torch.nn.utils.clip_grads_with_norm_(stepped, limit, norm)
         return norm
 
-    def _prepare(self) -> None:
-        self.network.gather()
-        if self.flat is not None:
-            self.flat.prepare()
-
     def may_step(self, norm: float) -> bool:
         """Check the gradient norm: True where it is finite, or where the loss scaler is on.
 
@@ -92,8 +91,7 @@ class Learner:
         return self.scaler.is_enabled() or math.isfinite(norm)
 
     def step(self) -> None:
-        """Update the weights from their gradients, then the norm limit, the EMA and the schedule."""
-        self._prepare()
+        """Update the weights from the gradients that `clip` left, then the norm limit, the EMA and the schedule."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         # The norm limit comes before the average, so that the average is made of the limited weights.

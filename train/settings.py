@@ -10,7 +10,7 @@ from ..common.unread import Unread, option
 from ..data.samples import TrainingData
 from ..lora.options import NetworkOptions
 from ..memory.host.pinning import PIN_MEMORY
-from ..memory.weights.products import FP8, FULL, INT8
+from ..memory.weights.products import FULL, PRODUCTS
 from ..memory.weights.requantise import AS_STORED, BASES
 from .objective.options import ObjectiveOptions
 from .optim.options import OptimizerOptions
@@ -18,7 +18,6 @@ from .optim.schedule import ENDLESS_SCHEDULERS
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
-PRODUCTS = (FULL, INT8, FP8, "auto")
 MOST_HELD_OUT = 0.9
 MOST_SIGMAS = 100
 

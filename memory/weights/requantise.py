@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...common.core import quantised_data, quantised_params
 from ...common.text import shortlist
+from .products import FP8, INT8
 
 AS_STORED = "as stored"
-BASES = (AS_STORED, "int8", "fp8")
+BASES = (AS_STORED, INT8, FP8)
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 TURNS = (256, 64, 16)
 """Sizes of the Hadamard matrix, of which the first that divides the columns is taken."""
@@ -82,7 +83,7 @@ def requantise(
             continue
         described = _describe(base, weight.shape[1])
         result.count += 1
-        result.unturned += base == "int8" and "convrot" not in described
+        result.unturned += base == INT8 and "convrot" not in described
         result.before += weight.nbytes
         text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
         parts = held.state_dict(name)
@@ -116,7 +117,7 @@ def _layout(base: str, columns: int, most: Tensor | None = None) -> tuple[str, d
 
     most: largest absolute value of the weight.
     """
-    if base == "fp8":
+    if base == FP8:
         most = torch.ones(()) if most is None else most
         return "TensorCoreFP8E4M3Layout", {"scale": most / torch.finfo(torch.float8_e4m3fn).max}
     described = _describe(base, columns)
@@ -126,7 +127,7 @@ def _layout(base: str, columns: int, most: Tensor | None = None) -> tuple[str, d
 
 def _describe(base: str, columns: int) -> dict[str, Any]:
     """ComfyUI's description of a weight in such a format, `comfy_quant` of a file."""
-    if base == "fp8":
+    if base == FP8:
         # Without it core would multiply in fp8 where a card can, with x cast without a scale.
         return {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
     turn = next((size for size in TURNS if columns % size == 0), None)

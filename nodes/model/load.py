@@ -12,7 +12,7 @@ from ...common.core import load_without_dynamic_vram
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
-from ...memory.weights.requantise import BASES
+from ...memory.weights.requantise import AS_STORED, BASES
 from ...models.blocks import most_blocks
 from ...models.name_table import uncompiled
 from ...models.swapped_model import SwapSettings
@@ -61,7 +61,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
                 io.Combo.Input(
                     "base",
                     options=list(BASES),
-                    default=BASES[0],
+                    default=AS_STORED,
                     optional=True,
                     tooltip="Puts the layers of the blocks of a 16-bit file into 8 bit while it is loaded: half the "
                     "memory, and half to stream. int8 is the closer of the two (about 1 % off), fp8 about 2.5 %. Leave "
@@ -87,7 +87,7 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         blocks_to_swap: int = 0,
         prefetch_blocks: int = SwapSettings.prefetch_blocks,
         pin_memory: str = SwapSettings.pin_memory,
-        base: str = BASES[0],
+        base: str = AS_STORED,
     ) -> io.NodeOutput:
         options: dict[str, Any] = {}
         if (dtype := WEIGHT_DTYPES[weight_dtype]) is not None:
@@ -112,13 +112,13 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
         cast_as_asked(model.model)
         copy_into_ram(model.model)
         settings = SwapSettings(blocks_to_swap, prefetch_blocks, pin_memory)
-        message = mapped.message() if base == BASES[0] else None  # blocks that were put into 8 bit are in RAM anyhow
+        message = mapped.message() if base == AS_STORED else None  # blocks that were put into 8 bit are in RAM anyhow
         return with_swap(model, settings, notes if message is None else [*notes, message])
 
 
 def _check_base(base: str, weight_dtype: str) -> None:
     """Check that one of two inputs alone says how weights are kept. Raises ValueError."""
-    if base != BASES[0] and weight_dtype != "default":
+    if base != AS_STORED and weight_dtype != "default":
         raise ValueError(
             f"base is '{base}' and weight_dtype is '{weight_dtype}', which both say how the weights are kept; set "
             "weight_dtype to 'default'."
@@ -126,7 +126,7 @@ def _check_base(base: str, weight_dtype: str) -> None:
 
 
 def _load(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
-    if base != BASES[0]:
+    if base != AS_STORED:
         return open_with_base(path, options, base, dynamic)
     if is_of_compiled(path):
         return load_of_compiled(path, options, dynamic), []

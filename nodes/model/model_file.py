@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...common.core import load_tensors, remember_loader
-from ...memory.weights.requantise import requantise
+from ...memory.weights.requantise import AS_STORED, requantise
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
 
@@ -100,7 +100,7 @@ def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list
     if tensors is None:
         raise ValueError(
             f"base is '{base}', but the names in {Path(path).name} are not ComfyUI's. Choose a file that was made for "
-            "ComfyUI, or set base to 'as stored'."
+            f"ComfyUI, or set base to '{AS_STORED}'."
         )
     started = time.perf_counter()
     linears = linear_weights(tensors, metadata)

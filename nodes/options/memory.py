@@ -2,8 +2,9 @@
 
 from comfy_api.latest import io
 
+from ...memory.weights.products import PRODUCTS
 from ...memory.weights.requantise import BASES
-from ...train.settings import ATTENTION, CHECKPOINTING, PRODUCTS, MemoryOptions
+from ...train.settings import ATTENTION, CHECKPOINTING, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
 

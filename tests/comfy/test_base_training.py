@@ -10,6 +10,7 @@ import torch
 from tessera.lora.plan import choose_targets
 from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import FrozenWeights
+from tessera.memory.weights.requantise import AS_STORED
 from tessera.nodes.model.model_file import load_with_base
 from tessera.train.placement import auto
 from tessera.train.settings import MemoryOptions
@@ -18,6 +19,7 @@ from tiny.gguf_runs import plain_lora, with_lora
 from tiny.native import NAMED
 from tiny.native.step import trainer_of
 from tiny.runs import run_settings
+from tiny.swapping import assert_same_run
 
 BASES = ("int8", "fp8")
 every_base = pytest.mark.parametrize("base", BASES)
@@ -44,12 +46,6 @@ def trained(model: Any, folder: Path, **memory: Any) -> Any:
     return trainer
 
 
-def assert_same_bits(one: Any, other: Any) -> None:
-    assert one.progress.loss == other.progress.loss
-    for (name, pair), theirs in zip(one.network.pairs.items(), other.network.pairs.values(), strict=True):
-        assert all(torch.equal(mine, its) for mine, its in zip(pair, theirs, strict=True)), name
-
-
 @every_base
 def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(base, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
@@ -57,13 +53,13 @@ def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(base
     found = trained(model, tmp_path, base=base)
     with torch.inference_mode():
         in_base = load_with_base(str(wide_file), {}, base, False)
-    assert_same_bits(found, trained(in_base, tmp_path))
+    assert_same_run(found, trained(in_base, tmp_path))
     assert found.progress.loss != trained(model, tmp_path).progress.loss
     after = model.model.state_dict()
     assert before.keys() == after.keys()
     assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
     swapped = trained(model, tmp_path, base=base, blocks_to_swap=2, checkpointing="full")
-    assert_same_bits(found, swapped)
+    assert_same_run(found, swapped)
     *_, told = swapped.placed.base_notes
     assert told.startswith(
         "base: those of the swapped blocks take 0.00 GiB more of the computer's memory, as the MODEL"
@@ -106,14 +102,14 @@ def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) 
 def test_a_model_with_comfyuis_own_forward_trains_in_it_and_is_still_compared(base: str, tmp_path: Path) -> None:
     (row,) = (row for row in NAMED if str(row) == "z-image")
     losses = {}
-    for held in ("as stored", base):
+    for held in (AS_STORED, base):
         memory = MemoryOptions(checkpointing="none", base=held)
         trainer = trainer_of(row, tmp_path, memory=memory)
         tiny.fill_up_matrices(trainer)
         trainer.run()
         losses[held] = trainer.progress.loss
-    assert trainer.placed.forward_checked and losses[base] != losses["as stored"]
-    assert losses[base] == pytest.approx(losses["as stored"], rel=0.05)
+    assert trainer.placed.forward_checked and losses[base] != losses[AS_STORED]
+    assert losses[base] == pytest.approx(losses[AS_STORED], rel=0.05)
     inside = [
         x.frozen().weight.dtype for _, block in trainer.placed.transformer.blocks() for x in block.linears().values()
     ]
@@ -150,7 +146,7 @@ def test_measuring_a_step_puts_nothing_into_8_bit(base: str, wide_file: Path, tm
         assert block.forward > 0 and block.backward > 0
 
 
-@pytest.mark.parametrize("base", ["as stored", "int8"])
+@pytest.mark.parametrize("base", [AS_STORED, "int8"])
 def test_a_weight_that_is_cast_to_fp8_at_each_use_stays_so(base: str, wide_file: Path, tmp_path: Path) -> None:
     """As dynamic VRAM keeps a bf16 file that is loaded with weight_dtype fp8."""
     model = loaded(wide_file)
@@ -174,5 +170,5 @@ def test_16_bits_of_a_gguf_file_are_put_into_8() -> None:
 
 def test_a_run_with_another_base_learns_otherwise() -> None:
     made = run_settings()
-    kinds = {replace(made, memory=MemoryOptions(base=base)).lineage("data", "model") for base in ("as stored", *BASES)}
+    kinds = {replace(made, memory=MemoryOptions(base=base)).lineage("data", "model") for base in (AS_STORED, *BASES)}
     assert len(kinds) == 3 and made.lineage("data", "model") in kinds

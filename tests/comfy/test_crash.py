@@ -5,46 +5,14 @@ import math
 import random
 import shutil
 import time
-from contextlib import contextmanager
 
 import comfy.lora
 import pytest
 import torch
 from comfy_server import PATIENCE, ServerFailure, error_of
-from PIL import Image
 from safetensors.torch import load_file
 from tiny.prompt import ksampler, node
-
-STEPS = 40
-
-
-@pytest.fixture
-def pictures():
-    """Puts two pictures of different shape into a server's input folder."""
-
-    def put(base):
-        for index, size in enumerate([(64, 96), (96, 64)]):
-            picture = Image.new("RGB", size, (200, 80 * index, 30))
-            picture.paste((10, 60, 220), (8, 8, 40, 56))
-            picture.save(base / "input" / f"picture{index}.png")
-
-    return put
-
-
-def training_graph(loaders, name="run", **changes):
-    """Core's loaders and encoders → Latents to Training Data → Train LoRA."""
-    train = {"output_name": name, "steps": STEPS, "learning_rate": 1e-3, "rank": 4, "batch_size": 1}
-    train |= {"gradient_accumulation": 2, "seed": 5, "compile": "off", "save_every": 2, "resume": "latest"}
-    return loaders | {
-        "image0": node("LoadImage", image="picture0.png"),
-        "image1": node("LoadImage", image="picture1.png"),
-        "latent0": node("VAEEncode", pixels=["image0", 0], vae=["vae", 0]),
-        "latent1": node("VAEEncode", pixels=["image1", 0], vae=["vae", 0]),
-        "latents": node("CreateList", **{"inputs.input0": ["latent0", 0], "inputs.input1": ["latent1", 0]}),
-        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a blue sign on a red wall"),
-        "data": node("TesseraLatentsToDataset", latents=["latents", 0], positive=["positive", 0], max_graphs=1),
-        "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], **(train | changes)),
-    }
+from tiny.server_runs import STEPS, held, put_pictures, training_graph
 
 
 def folder_of(server, name):
@@ -55,18 +23,6 @@ def folder_of(server, name):
 def newest_step(server, name):
     states = (server.base / "output" / "loras").glob(f"{name}-*/state-*.tessera")
     return max((int(path.stem.removeprefix("state-")) for path in states), default=0)
-
-
-@contextmanager
-def held(server, step):
-    """No run goes on after this step meanwhile, so that what breaks in comes in time."""
-    hold = server.base / "hold"
-    (beside := server.base / "hold.new").write_text(str(step))
-    beside.replace(hold)
-    try:
-        yield
-    finally:
-        hold.unlink()
 
 
 def wait_for_step(server, name, step, prompt_id):
@@ -85,11 +41,11 @@ def same(first, second):
     assert not [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_run(own_server, tiny_loaders, pictures):
+def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_run(own_server, tiny_loaders):
     seed = random.SystemRandom().randrange(2**32)
     print(f"the moments of this test come from seed {seed}")
     chance = random.Random(seed)
-    pictures(own_server.base)
+    put_pictures(own_server.base)
     own_server.start()
     killed_at = []
     for _ in range(2):
@@ -110,8 +66,8 @@ def test_a_server_killed_at_any_moment_goes_on_to_the_file_of_an_uninterrupted_r
     assert summary["loss"] == whole["loss"] and not [note for note in whole["notes"] if "Resumed" in note]
 
 
-def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(server, tiny_loaders, pictures, tiny_flux):
-    pictures(server.base)
+def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(server, tiny_loaders, tiny_flux):
+    put_pictures(server.base)
     graph = training_graph(tiny_loaders, "cancelled")
     with held(server, STEPS - 4):
         prompt_id = server.queue(graph)
@@ -138,8 +94,8 @@ def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(ser
     same(final_lora(server, "cancelled"), final_lora(server, "not cancelled"))
 
 
-def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk(server, tiny_loaders, pictures):
-    pictures(server.base)
+def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk(server, tiny_loaders):
+    put_pictures(server.base)
     graph = training_graph(tiny_loaders, "styles/told")
     (summary,) = server.run(graph)["outputs"]["train"]["tessera"]
     assert summary["status"] == "finished" and summary["steps"] == summary["steps_done"] == STEPS
@@ -166,8 +122,8 @@ def test_history_tells_a_finished_run_and_queueing_it_again_returns_it_from_disk
     assert again == summary and stamps() == before
 
 
-def test_a_saved_state_can_be_chosen_by_its_name_as_soon_as_it_is_there(server, tiny_loaders, pictures):
-    pictures(server.base)
+def test_a_saved_state_can_be_chosen_by_its_name_as_soon_as_it_is_there(server, tiny_loaders):
+    put_pictures(server.base)
     server.run(training_graph(tiny_loaders, "chosen", steps=6))
     name = f"{folder_of(server, 'chosen').name}/state-000004.tessera"
     entry = server.run(training_graph(tiny_loaders, "chosen", steps=8, resume=name))
@@ -181,8 +137,8 @@ def preview(source):
     return node("PreviewAny", source=[source, 0])
 
 
-def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loaders, pictures):
-    pictures(server.base)
+def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loaders):
+    put_pictures(server.base)
     entry = server.run(
         training_graph(tiny_loaders, "onwards", steps=3)
         | {
@@ -206,12 +162,12 @@ def test_the_outputs_of_training_go_straight_into_cores_nodes(server, tiny_loade
     assert "lora key not loaded" not in server.log.read_text()
 
 
-def test_a_lora_deleted_while_the_server_runs_is_made_again(server, tiny_loaders, pictures):
-    pictures(server.base)
+def test_a_lora_deleted_while_the_server_runs_is_made_again(server, tiny_loaders):
+    put_pictures(server.base)
     graph = training_graph(tiny_loaders, "deleted", steps=4)
 
     def queue():
-        """Whether core took the node's outputs from its cache, and what the node told."""
+        """Queue, and return True where core took the node's outputs from its cache, with what the node told."""
         entry = server.run(graph)
         cached = next(message for kind, message in entry["status"]["messages"] if kind == "execution_cached")
         return "train" in cached["nodes"], entry["outputs"]["train"]["tessera"][0]

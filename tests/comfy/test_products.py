@@ -39,7 +39,7 @@ def layer(how: str, dtype: torch.dtype = torch.float32, out: int = OUT, columns:
 
 
 def rounding(x: Tensor, weight: Tensor, kind: str, turned: int = 0) -> Tensor:
-    """How far x·Wᵀ may be off when x is rounded by rows, (rows, out), in fp64. weight: (out, in)."""
+    """The most that x·Wᵀ may be off when x is rounded by rows, (rows, out), in fp64. weight: (out, in)."""
     if turned:
         x, weight = products.turn(x, turned), products.turn(weight, turned)
     largest = x.abs().amax(-1, keepdim=True)

@@ -14,6 +14,7 @@ from tiny.compiling import Graphs
 from tiny.native import NAMED
 from tiny.native.step import trainer_of
 from tiny.native.stored import build_stored
+from tiny.swapping import assert_same_run
 
 FILES = {"int8 turned": "int8", "fp8": "fp8"}
 every_file = pytest.mark.parametrize("how", FILES)
@@ -42,12 +43,6 @@ def trained(*args: Any, **settings: Any) -> Any:
     return trainer
 
 
-def assert_same_bits(one: Any, other: Any) -> None:
-    assert one.progress.loss == other.progress.loss
-    for (name, pair), theirs in zip(one.network.pairs.items(), other.network.pairs.values(), strict=True):
-        assert all(torch.equal(mine, its) for mine, its in zip(pair, theirs, strict=True)), name
-
-
 @every_file
 def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, files: Any, tmp_path: Path) -> None:
     low = {"products": FILES[how]}
@@ -56,7 +51,7 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
     swapping = {"blocks_to_swap": 3, "checkpointing": "full"}
     for memory in ({"checkpointing": "full"}, {"checkpointing": "selective"}, swapping):
         found = trained(files[how], tmp_path, **low, **memory)
-        assert_same_bits(found, resident)
+        assert_same_run(found, resident)
         slots = [] if found.placed.swap is None else [slot.numel() for slot in found.placed.swap.ring.slots]
     # What streams is the stored form, as in full.
     full = trained(files[how], tmp_path, **swapping)
@@ -67,7 +62,7 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
     compiled = trained(files[how], tmp_path, "aot_eager", **low, blocks_to_swap=2)
     assert graphs() == compiled.placed.runner.planned_graphs == 2 and graphs.breaks == 0
     assert compiled.placed.runner.not_compiled is None
-    assert_same_bits(compiled, resident)
+    assert_same_run(compiled, resident)
 
 
 @every_file

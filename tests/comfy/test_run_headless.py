@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from comfy_server import PATIENCE
-from PIL import Image
 from safetensors.torch import load_file
-from tiny.prompt import node
+from tiny.server_runs import held, put_pictures, training_graph
 
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 12
@@ -23,22 +21,8 @@ STEPS = 12
 @pytest.fixture
 def workflow(server, tiny_loaders, tmp_path):
     """A file in API format that trains on two pictures of the server's input folder."""
-    for index, size in enumerate([(64, 96), (96, 64)]):
-        picture = Image.new("RGB", size, (200, 80 * index, 30))
-        picture.paste((10, 60, 220), (8, 8, 40, 56))
-        picture.save(server.base / "input" / f"picture{index}.png")
-    train = {"output_name": "run", "steps": STEPS, "learning_rate": 1e-3, "rank": 4, "batch_size": 1}
-    train |= {"gradient_accumulation": 2, "seed": 5, "compile": "off", "save_every": 0, "resume": "latest"}
-    prompt = tiny_loaders | {
-        "image0": node("LoadImage", image="picture0.png"),
-        "image1": node("LoadImage", image="picture1.png"),
-        "latent0": node("VAEEncode", pixels=["image0", 0], vae=["vae", 0]),
-        "latent1": node("VAEEncode", pixels=["image1", 0], vae=["vae", 0]),
-        "latents": node("CreateList", **{"inputs.input0": ["latent0", 0], "inputs.input1": ["latent1", 0]}),
-        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a blue sign on a red wall"),
-        "data": node("TesseraLatentsToDataset", latents=["latents", 0], positive=["positive", 0], max_graphs=1),
-        "train": node("TesseraTrainLora", model=["model", 0], data=["data", 0], **train),
-    }
+    put_pictures(server.base)
+    prompt = training_graph(tiny_loaders, steps=STEPS, save_every=0)
     path = tmp_path / "workflow.api.json"
     path.write_text(json.dumps(prompt))
     return path
@@ -52,18 +36,6 @@ def line(server, workflow, output, log, *options):
 
 def events_of(log):
     return [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
-
-
-@contextmanager
-def held(server, step):
-    """No run goes on after this step meanwhile."""
-    hold = server.base / "hold"
-    (beside := server.base / "hold.new").write_text(str(step))
-    beside.replace(hold)
-    try:
-        yield
-    finally:
-        hold.unlink()
 
 
 def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, workflow, tmp_path):

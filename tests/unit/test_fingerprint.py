@@ -9,7 +9,8 @@ import pytest
 import torch
 from tessera.common.fingerprint import changed_fields, fingerprint, weights_fingerprint
 from tessera.lora.source import LoraSource
-from tessera.train.settings import CHECKPOINTING, PRODUCTS, ValidationOptions
+from tessera.memory.weights.products import PRODUCTS
+from tessera.train.settings import CHECKPOINTING, ValidationOptions
 from tiny.runs import run_settings, training_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64]

@@ -265,7 +265,7 @@ class Kernels(TorchDispatchMode):
 
 
 def counted(learner: Any) -> dict[str, dict[str, int]]:
-    """What follows a backward in bf16, on a CUDA device that is not there."""
+    """The kernels of each part that follows a backward in bf16, on a CUDA device that is not there."""
     network, found = learner.network, {}
     for weight in (c for group in network.flat for c in group.casts) if network.flat else network.parameters():
         weight.grad = torch.empty_like(weight)

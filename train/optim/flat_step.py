@@ -46,7 +46,7 @@ class FlatStep:
         self.joined = False
 
     def prepare(self) -> None:
-        """Hand the optimizer the gradients that were gathered; called before they are unscaled, clipped or stepped."""
+        """Hand the optimizer the gradients that were gathered; called before they are unscaled."""
         if not all(group.is_complete for group in self.groups):
             self.split()
         for group in self.groups:

@@ -10,11 +10,10 @@ import torch
 
 from ...common.text import joined, shortlist
 from ...memory.weights.cards import card_of, fits, obstacle, preferred
-from ...memory.weights.products import FULL, LEAST_ROWS, MULTIPLE, ErrorMeter, Products
+from ...memory.weights.products import AUTO, FULL, LEAST_ROWS, MULTIPLE, ErrorMeter, Products
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLayer, LoraLinear
 
-AUTO = "auto"
 SIDES = ("forward", "backward")
 # The largest error of a layer's product, as a part of the full one's norm: what real layers lie below by a half or more
 # where a product suits them, and above by a factor where a few large channels take the steps of a row.
