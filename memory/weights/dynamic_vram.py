@@ -32,7 +32,8 @@ def without_dynamic_vram(patcher: ModelPatcher) -> ModelPatcher | None:
 def _loaded_without(patcher: ModelPatcher) -> ModelPatcher | None:
     if not can_leave_dynamic_vram(patcher):
         return None
-    with torch.inference_mode(False):
+    # As the executor loads: quantised weights that were made outside of inference mode can't be moved under it.
+    with torch.inference_mode():
         with KeepMapped():
             clone, loaded = clone_without_dynamic_vram(patcher, _without.get(patcher.model))
         cast_as_asked(clone.model)

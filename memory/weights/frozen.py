@@ -4,6 +4,7 @@ ComfyUI holds the host copy. On the device that holds it a weight is shared with
 once. Nothing here is ever written back.
 """
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -87,11 +88,11 @@ class FrozenWeights:
         """
         self.patcher = patcher
         self._check_unpatched()
-        self.device = device
-        self.compute_dtype = compute_dtype
+        self.device, self.compute_dtype = device, compute_dtype
         self.on_host = on_host
         self.blocks = blocks if base != AS_STORED else frozenset()
         self.base, self.in_zeros = base, in_zeros
+        self.base_seconds = 0.0  # that reading weights as `base` has taken
         for name in on_host:
             # What block swap of the MODEL itself has laid together, training moves apart: matrices as they are, while
             # flat weights that are patched or cast stay where they are.
@@ -207,10 +208,12 @@ class FrozenWeights:
             module: Any = self.patcher.model.get_submodule(f"diffusion_model.{name}")
             zeros = quantised_zeros((module.out_features, module.in_features), self.base, home)
             return self._quantised(zeros, home)
+        started = time.perf_counter()
         weight = self._stored(f"{name}.weight", narrowed=False)
         assert weight is not None, name
         with torch.inference_mode(False), torch.no_grad():
             held = quantised(weight, self.base, self.device, home)
+        self.base_seconds += time.perf_counter() - started
         return None if held is None else self._quantised(held, home)
 
     def _linear(self, name: str, module: torch.nn.Module) -> FrozenLinear:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
@@ -25,6 +26,19 @@ TURNS = (256, 64, 16)
 """Sizes of the Hadamard matrix, of which the first that divides the columns is taken."""
 SLICE = 1 << 22
 """Elements of a weight that are quantised at once."""
+
+
+_KEY = "tessera.base"
+
+
+def remember_base(patcher: ModelPatcher, base: str) -> None:
+    """Note on a MODEL, for its clones too, that its loader has put it into `base`."""
+    patcher.set_attachments(_KEY, base)
+
+
+def base_of(patcher: ModelPatcher) -> str:
+    """Return the base that the MODEL's loader has put it into, AS_STORED where it has not."""
+    return patcher.get_attachment(_KEY) or AS_STORED
 
 
 @dataclass

@@ -80,6 +80,10 @@ class LoraLinear(LoraLayer):
         weights, name = self._source
         return weights.bytes_before_base(name)
 
+    def seconds_of_base(self) -> float:
+        """Seconds that reading weights as `base` has taken, of all Linears of the transformer together."""
+        return self._source[0].base_seconds
+
     def moved(self, name: str, source: Tensor, moved: Tensor) -> bool:
         weights, own = self._source
         if name == "weight_scale" and self.layout is None:

@@ -3,19 +3,22 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import comfy.model_management
 import comfy.utils
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from ...common.core import load_tensors, remember_loader
-from ...memory.weights.requantise import AS_STORED, requantise
+from ...memory.weights.requantise import AS_STORED, remember_base, requantise
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
 
@@ -25,6 +28,9 @@ LONG = 60.0
 SOURCE = "tessera_source"
 """Key of the metadata of such a file: VERSION, size and time of the file that it was made of."""
 VERSION = 1  # of how a weight is put into 8 bit
+# A model under dynamic VRAM → the tensors and metadata it was loaded of. Its modules hold the same memory for as long
+# as it is there, as what dynamic VRAM moves to the device are copies.
+_loaded_of: "WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Tensor], Any]]" = WeakKeyDictionary()
 CONVOLUTION, NO_LINEAR = "a convolution", "no Linear, or rearranged by ComfyUI while it loads"
 
 
@@ -69,11 +75,6 @@ def _uncompiled(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, {key: text.replace("_orig_mod.", "") for key, text in (metadata or {}).items()}
 
 
-def load_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> Any:
-    """Load a diffusion model with the Linears of its blocks in 8 bit, as `open_with_base` does."""
-    return open_with_base(path, options, base, dynamic)[0]
-
-
 def open_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool) -> tuple[Any, list[str]]:
     """Load a diffusion model with the Linears of its blocks in 8 bit, and tell what was done.
 
@@ -84,9 +85,29 @@ def open_with_base(path: str, options: dict[str, Any], base: str, dynamic: bool)
     others' names.
     """
     tensors, metadata, said = _with_base(path, base)
-    model = load_tensors(path, tensors, metadata, options, dynamic)
-    remember_loader(model, load_with_base, path, options, base)
-    return model, said
+    return _model_of(tensors, metadata, path, options, base, dynamic), said
+
+
+def _model_of(
+    tensors: dict[str, torch.Tensor], metadata: Any, path: str, options: dict[str, Any], base: str, dynamic: bool
+) -> Any:
+    model = load_tensors(path, dict(tensors), metadata, options, dynamic)
+    if model.is_dynamic():
+        _loaded_of[model.model] = tensors, metadata
+    remember_base(model, base)
+    remember_loader(model, _load_again, path, options, base, weakref.ref(model.model))
+    return model
+
+
+def _load_again(path: str, options: dict[str, Any], base: str, first: Callable[[], Any], dynamic: bool) -> Any:
+    """Load the MODEL once more, as it is without dynamic VRAM.
+
+    first: gives the model that was loaded before, None where it is gone.
+    """
+    before = first()
+    if before not in _loaded_of:
+        return open_with_base(path, options, base, dynamic)[0]
+    return _model_of(*_loaded_of[before], path, options, base, dynamic)
 
 
 def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list[str]]:

@@ -1,7 +1,9 @@
 """`base` of Training Memory: the blocks in 8 bit while they train, and the MODEL as it was."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from tessera.lora.plan import choose_targets
 from tessera.memory.weights import frozen
 from tessera.memory.weights.frozen import FrozenWeights
 from tessera.memory.weights.requantise import AS_STORED
-from tessera.nodes.model.model_file import load_with_base
+from tessera.nodes.model.model_file import open_with_base
+from tessera.train.checkpoint.metadata import collect_facts, metadata_for
 from tessera.train.placement import auto
 from tessera.train.settings import MemoryOptions
 from tiny.gguf import flux_state, kind_of, model_of
@@ -46,15 +49,28 @@ def trained(model: Any, folder: Path, **memory: Any) -> Any:
     return trainer
 
 
+def metadata_of(trainer: Any) -> dict[str, str]:
+    """The metadata of the LoRA file."""
+    return metadata_for(collect_facts(trainer.settings, trainer.family, trainer.patcher, trainer.data, ""), {})
+
+
 @every_base
 def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(base, wide_file, tmp_path) -> None:
     model = loaded(wide_file)
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     found = trained(model, tmp_path, base=base)
     with torch.inference_mode():
-        in_base = load_with_base(str(wide_file), {}, base, False)
-    assert_same_run(found, trained(in_base, tmp_path))
+        in_base = open_with_base(str(wide_file), {}, base, False)[0]
+    theirs = trained(in_base, tmp_path)
+    assert_same_run(found, theirs)
     assert found.progress.loss != trained(model, tmp_path).progress.loss
+    written = json.loads(metadata_of(theirs)["tessera"])
+    assert (written["loaded_base"], written["memory"]["base"]) == (base, AS_STORED)
+    written = json.loads(metadata_of(found)["tessera"])
+    assert (written["loaded_base"], written["memory"]["base"]) == (AS_STORED, base)
+    told = [run.facts().get("base") for run in (found, theirs, trained(model, tmp_path))]
+    by_training = {"load_diffusion_model": AS_STORED, "training_memory": base}
+    assert told == [by_training, {"load_diffusion_model": base, "training_memory": AS_STORED}, None]
     after = model.model.state_dict()
     assert before.keys() == after.keys()
     assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
@@ -84,13 +100,24 @@ def test_a_lora_on_the_model_is_merged_before_it_is_put_into_8_bit(base: str, wi
     assert outside.weight.dtype == torch.bfloat16
 
 
+def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reading all layers, of which each begins and ends by this clock."""
+    seconds = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(frozen, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    trainer = tiny.make_trainer(
+        loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=MemoryOptions(base="fp8", blocks_to_swap=1)
+    )
+    assert trainer.placed.base_notes[0].startswith("base: 16 layers of the blocks were put into fp8 in 48 s for this")
+
+
 def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
     told = trained(loaded(wide_file), tmp_path, base="int8").placed.base_notes
-    assert told == ["base: 16 layers of the blocks were put into int8 for this run; 0.00 GiB became 0.00 GiB."]
+    wanted = "base: 16 layers of the blocks were put into int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
+    assert told == [wanted]
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
     found = trained(loaded(path), tmp_path, base="int8").placed
-    assert found.base_notes[0].startswith("base: 13 layers of the blocks were put into int8 for this run")
+    assert found.base_notes[0].startswith("base: 13 layers of the blocks were put into int8 in 0 s for this run")
     (left,) = found.base_notes[1:]
     assert left.startswith("base: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
         "in 8 bit or less already."

@@ -24,6 +24,7 @@ from ...data.samples import TrainingData, data_facts, shown_per_epoch
 from ...lora.files.header import for_file, last_part, without_paths
 from ...lora.files.lora_model import ALPHA, DOWN, MODULES, LoraModel
 from ...lora.options import NetworkOptions
+from ...memory.weights.requantise import AS_STORED, base_of
 from ...models.family import Family, Origin
 from ..objective.options import ObjectiveOptions
 from ..optim.options import OptimizerOptions
@@ -65,6 +66,7 @@ class RunFacts:
     saving: save intervals and number of retained LoRAs.
     compile: 'auto' or 'off'.
     continued_from: earlier segments with other settings, see `history.continued_from`.
+    loaded_base: what Load Diffusion Model has put the model into, one of `requantise.BASES`.
     modules: names of the model's modules, where a file of it has to tell them, see `NameTable.recorded`.
     """
 
@@ -94,6 +96,7 @@ class RunFacts:
     saving: Mapping[str, int] = field(default_factory=dict)
     compile: str = "auto"
     continued_from: Sequence[Mapping[str, Any]] = ()
+    loaded_base: str = AS_STORED
     modules: str = ""
 
 
@@ -221,6 +224,7 @@ def collect_facts(
         validation=settings.validation.facts() if settings.validation else None,
         saving={name: getattr(settings, name) for name in ("save_every", "save_every_epochs", "keep_last")},
         compile=settings.compile,
+        loaded_base=base_of(patcher),
         modules=family.names.recorded(),
     )
 

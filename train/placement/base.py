@@ -1,4 +1,4 @@
-"""`base` of Training Memory: what came of it, in words."""
+"""`base` of Training Memory: what came of it, in words; and the bases of a run, for its summary."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -17,13 +17,14 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
     """
     if base == AS_STORED:
         return
-    result, on_host = Requantised(), 0
+    result, on_host, seconds = Requantised(), 0, 0.0
     for name, block in blocks:
         for inside, layer in block.linears().items():
             left = f"{name}.{inside}"
             if not isinstance(layer, LoraLinear):
                 result.left.setdefault("a convolution", []).append(left)
                 continue
+            seconds = layer.seconds_of_base()
             before, frozen = layer.bytes_before_base(), layer.frozen()
             if before is None:
                 result.left.setdefault("in 8 bit or less already", []).append(left)
@@ -38,9 +39,19 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
             result.before += before
             result.after += held
             on_host += held if name in swapped else 0
-    yield from result.notes(base, " for this run")
+    yield from result.notes(base, f" in {seconds:.0f} s for this run")
     if on_host:
         yield (
             f"base: those of the swapped blocks take {on_host / 2**30:.2f} GiB more of the computer's memory, as the "
             "MODEL keeps its own; base on Load Diffusion Model (Block Swap) does not."
         )
+
+
+def base_facts(loaded: str, base: str) -> dict[str, dict[str, str]]:
+    """Return the summary's entry on the bases of a run; none where its weights are as they were stored.
+
+    loaded: what the MODEL's loader has put it into. base: of Training Memory.
+    """
+    if loaded == base == AS_STORED:
+        return {}
+    return {"base": {"load_diffusion_model": loaded, "training_memory": base}}

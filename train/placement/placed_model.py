@@ -17,6 +17,7 @@ from ...memory.host.page_locked import give_back
 from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, unpinned_message
 from ...memory.swap.selection import choose_blocks
 from ...memory.swap.training import BlockSwap, frozen_modules
+from ...memory.weights.requantise import base_of
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
 from ...models.family import Block, Family, ModelInputs, RunBlock, Transformer
@@ -25,7 +26,7 @@ from ..preflight.context import RunContext
 from ..settings import TrainSettings
 from . import auto
 from .auto import AutomaticMemory
-from .base import base_notes
+from .base import base_facts, base_notes
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
 from .products import BlockProducts
@@ -323,6 +324,7 @@ class PlacedModel:
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
             "compile_report": self.runner.report.facts(),
             **self.products.facts(),
+            **base_facts(base_of(self.patcher), self.memory.base),
         }
 
 
