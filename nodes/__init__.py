@@ -14,6 +14,7 @@ from .loras import average, compare, save
 from .model import block_swap, compile, load, tune
 from .options import memory, network, objective, optimizer, preview, validation
 from .train import train_lora
+from .train.run_routes import add_routes
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Before any node can compile."""
         log.info("Tessera finds in ComfyUI: %s", features())
+        add_routes()
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -34,6 +34,24 @@ def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str
     return saved_state_message(saved, state)
 
 
+def cancelled_message(step: int, saved: int, state: str, resume: str) -> str:
+    """Describe where a cancelled run stopped and how it goes on.
+
+    step: last complete step.
+    saved: step of the last save, 0 without one.
+    state: its name in the `resume` input.
+    resume: the `resume` input.
+    """
+    if step == 0:
+        return "Stopped before the first step; nothing was trained yet."
+    if saved == 0:
+        return f"Stopped at step {step}, which could not be saved."
+    at = f"Stopped at step {step} and saved" if saved == step else f"Stopped at step {step}, saved up to step {saved}"
+    if resume == "latest":
+        return f"{at}; Run goes on from there."
+    return f"{at}; choose {state if resume != 'off' else 'latest'} in resume to go on from there."
+
+
 def out_of_memory_while_loading() -> TrainingStopped:
     """Make the error of an OOM before the first step."""
     return TrainingStopped(

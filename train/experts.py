@@ -147,9 +147,13 @@ class ExpertObserver:
     def __init__(self, observer: Observer, expert: Expert, number: int, count: int):
         self._observer, self._title = observer, expert.title
         self._number, self._count, self._steps = number, count, expert.settings.steps
+        self.began: Callable[[Path], None] = observer.began
         self.saved: Callable[[Path], None] = observer.saved
         self.previewed: Callable[[Path, int], None] = observer.previewed
         self.check_interrupted = observer.check_interrupted
+
+    def ended(self, status: str, text: str) -> None:
+        self._observer.ended(status, text and f"{self._title}: {text}")
 
     def phase(self, text: str) -> None:
         self._observer.phase(f"{self._title}: {text}")

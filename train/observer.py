@@ -41,6 +41,18 @@ class Observer(Protocol):
     Only `check_interrupted` may raise.
     """
 
+    def began(self, folder: Path) -> None:
+        """Report a run that writes to `folder`, before its model is loaded."""
+        ...
+
+    def ended(self, status: str, text: str) -> None:
+        """Report the end of a run.
+
+        status: as in the run's summary.
+        text: sentence for the user, empty where there is nothing to say.
+        """
+        ...
+
     def phase(self, text: str) -> None:
         """Report the start of a phase, such as loading the model."""
         ...
@@ -73,6 +85,12 @@ class Observer(Protocol):
 
 class SilentObserver:
     """Observer that ignores everything."""
+
+    def began(self, folder: Path) -> None:
+        return
+
+    def ended(self, status: str, text: str) -> None:
+        return
 
     def phase(self, text: str) -> None:
         return

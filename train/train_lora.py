@@ -1,6 +1,7 @@
 """Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,23 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
-from ..common.core import features
+from ..common.core import features, loaded_from
 from ..common.files import read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
+from .checkpoint.run_record import RunRecord
+from .errors import cancelled_message
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
-from .preflight.context import make_context
+from .preflight.context import RunContext, make_context
 from .preflight.disk_space import check_disk_space, required_space
-from .preflight.run_start import find_run_start, run_start_notes
+from .preflight.run_start import RunStart, find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
+from .saver import Progress
 from .settings import TrainSettings
 from .trainer import Trainer, Watcher
 from .validation import Validation
@@ -63,31 +67,68 @@ class TrainResult:
 
 
 class _Recorder:
-    """Observer that forwards every call and records notes and files for the summary."""
+    """Observer that forwards every call, and records the run: notes and files for the summary, all for its record.
 
-    def __init__(self, observer: Observer, notes: tuple[str, ...]):
-        self._observer = observer
+    cancelled: sentence of a run that is cancelled now.
+    """
+
+    def __init__(self, observer: Observer, record: RunRecord, notes: tuple[str, ...]):
+        self._observer, self._record, self._step = observer, record, 0
         self.notes: list[str] = []
         self.files: list[str] = []
-        self.phase = observer.phase
-        self.previewed = observer.previewed
+        self.cancelled = cancelled_message(0, 0, "", "")
+        self.began, self.ended, self.phase = observer.began, observer.ended, observer.phase
         self.check_interrupted = observer.check_interrupted
-        self.validated = observer.validated
         for text in notes:
             self.note(text)
+
+    def begin(self, progress: Progress) -> None:
+        """Begin the record's curve where training begins."""
+        self._step = progress.step
+        self._record.begin(progress.step, progress.loss, progress.validation)
+
+    def end(self, status: str, text: str = "") -> None:
+        """Record and report the end of the run. `status` is as in the summary."""
+        self._record.add("end", status=status, step=self._step, text=text)
+        self._record.write()
+        self._observer.ended(status, text)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Record and report the error that ends the run, and raise it."""
+        try:
+            yield
+        except InterruptProcessingException:
+            self.end("cancelled", self.cancelled)
+            raise
+        except BaseException as error:
+            self.end("failed", str(error) or type(error).__name__)
+            raise
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+            self._record.add("note", text=text)
             self._observer.note(text)
 
     def step(self, report: StepReport) -> None:
+        self._step = report.step
+        self._record.add("step", step=report.step, loss=report.loss, rate=report.learning_rate)
         self._observer.step(report)
 
     def saved(self, path: Path) -> None:
         if path.name not in self.files:
             self.files.append(path.name)
+        self._record.add("saved", step=self._step, file=path.name)
         self._observer.saved(path)
+
+    def previewed(self, sheet: Path, step: int) -> None:
+        self._record.add("preview", step=step)
+        self._observer.previewed(sheet, step)
+
+    def validated(self, step: int, loss: float) -> None:
+        self._record.add("validation", step=step, loss=loss)
+        self._observer.validated(step, loss)
 
 
 def train_lora(
@@ -100,6 +141,7 @@ def train_lora(
     watchers: Sequence[Watcher] = (),
     workflow: Mapping[str, str] | None = None,
     spare_folder: Path | None = None,
+    queued: Mapping[str, str] | None = None,
 ) -> TrainResult:
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
@@ -108,6 +150,7 @@ def train_lora(
     watchers: called between the steps, such as previews.
     workflow: texts of companion files of the LoRA, by the ending that follows its name.
     spare_folder: where the finished LoRA is tried to be written where the run's own folder cannot take it.
+    queued: what run.json says of the prompt.
 
     Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
@@ -127,15 +170,15 @@ def train_lora(
             observer.note("It was trained without previews; change output_name or seed to train it again with them.")
         return result
 
-    recorder = _Recorder(observer, (*checked.data.notes, *checked.notes, *start_notes))
     folder.check_writable()
     check_disk_space(folder, required_space(checked, settings, begun))
     context = make_context(checked, begun, settings, compile_settings, workflow or {})
-    for note in context.notes:
-        recorder.note(note)
+    record = RunRecord(folder.path, {**run_facts(begun, context), **(queued or {})})
+    recorder = _Recorder(observer, record, (*checked.data.notes, *checked.notes, *start_notes, *context.notes))
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
-    with torch.enable_grad():
+    with recorder.errors(), torch.enable_grad():
+        recorder.began(folder.path)
         trainer = Trainer(context, recorder, watchers)
         outcome = "failed"
         try:
@@ -144,13 +187,15 @@ def train_lora(
             elif checked.start is not None:
                 for note in trainer.apply_warm_start(checked.start):
                     recorder.note(note)
+            recorder.begin(trainer.progress)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
             recorder.phase(trainer.doing())
             trainer.run()
             final = trainer.save_final(spare_folder)
             outcome = "finished" if final.saved else "unsaved"
         except InterruptProcessingException:
-            outcome = "cancelled"
+            outcome, at, saver = "cancelled", trainer.progress, trainer.saver
+            recorder.cancelled = cancelled_message(at.step, at.saved_step, saver.last_state, settings.resume)
             raise
         finally:
             summary: dict[str, Any] = {
@@ -179,7 +224,20 @@ def train_lora(
             finally:
                 trainer.close()
                 _write_summary(folder, summary, recorder)
+    recorder.end(outcome)
     return TrainResult(final.lora, summary["loss"], folder.lora_path, summary, final.copy)
+
+
+def run_facts(begun: RunStart, context: RunContext) -> dict[str, Any]:
+    """Return what run.json says of a run at its start."""
+    settings, patcher = context.settings, context.patcher
+    return {
+        "key": begun.key,
+        "output_name": settings.output_name,
+        "model": Path(loaded_from(patcher)).name or context.family.variant(patcher.model),
+        "steps": settings.steps,
+        "started": context.started,
+    }
 
 
 def _write_summary(folder: RunFolder, summary: dict[str, Any], observer: Observer) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import folder_paths
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
+from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...train.observer import StepReport
+from . import training_now
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,17 @@ class ServerObserver:
         if server := client_server():
             server.send_sync(EVENT, {"node": self.node_id, "kind": kind, **values}, server.client_id)
 
+    def began(self, folder: Path) -> None:
+        context = get_executing_context()
+        training_now.begin(folder, self.node_id or "", context.prompt_id if context else "")
+        self._send("begin")
+
+    def ended(self, status: str, text: str) -> None:
+        training_now.end()
+        self._send("end", status=status, text=text)
+
     def phase(self, text: str) -> None:
+        training_now.phase(text)
         log.info(text)
         show_progress_text(self.node_id, text)
         self._send("phase", text=text)
@@ -49,6 +61,7 @@ class ServerObserver:
         self._send("note", text=text)
 
     def step(self, report: StepReport) -> None:
+        training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
         show_progress_text(self.node_id, report.text())
         self._send(

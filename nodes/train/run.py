@@ -8,6 +8,7 @@ from typing import Any
 import folder_paths
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph_utils import ExecutionBlocker
+from comfy_execution.utils import get_executing_context
 from PIL import Image
 from torch import Tensor
 
@@ -50,7 +51,14 @@ def run(
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
     spare = Path(folder_paths.get_temp_directory())
-    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare)
+    queued = prompt_facts()
+    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare, queued)
+
+
+def prompt_facts() -> dict[str, str]:
+    """Return what run.json says of the prompt that is executed now; empty without one."""
+    context = get_executing_context()
+    return {} if context is None else {"prompt_id": context.prompt_id, "node": context.node_id}
 
 
 def settings_of_run(expert: Expert) -> TrainSettings:

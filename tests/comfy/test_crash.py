@@ -9,27 +9,15 @@ import time
 import comfy.lora
 import pytest
 import torch
-from comfy_server import PATIENCE, ServerFailure, error_of
+from comfy_server import ServerFailure, error_of
 from safetensors.torch import load_file
 from tiny.prompt import ksampler, node
-from tiny.server_runs import STEPS, held, put_pictures, training_graph
+from tiny.server_runs import STEPS, held, newest_step, put_pictures, training_graph, wait_for_step
 
 
 def folder_of(server, name):
     (folder,) = (server.base / "output" / "loras").glob(f"{name}-*")
     return folder
-
-
-def newest_step(server, name):
-    states = (server.base / "output" / "loras").glob(f"{name}-*/state-*.tessera")
-    return max((int(path.stem.removeprefix("state-")) for path in states), default=0)
-
-
-def wait_for_step(server, name, step, prompt_id):
-    end = time.monotonic() + PATIENCE
-    while newest_step(server, name) < step:
-        assert time.monotonic() < end and server.history(prompt_id) is None, server.log_tail()
-        time.sleep(0.01)
 
 
 def final_lora(server, name):

@@ -71,7 +71,14 @@ class Watcher:
         self.files: list[str] = []
         self.sheets: list[tuple[int, Path]] = []
         self.validations: list[tuple[int, float]] = []
+        self.ends: list[tuple[str, str]] = []
         self.done = 0
+
+    def began(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ended(self, status: str, text: str) -> None:
+        self.ends.append((status, text))
 
     def phase(self, text: str) -> None:
         self.phases.append(text)

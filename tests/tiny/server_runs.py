@@ -1,10 +1,12 @@
 """Runs of Train LoRA on two pictures, as a server's prompt, and a run held at a step."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from comfy_server import PATIENCE
 from PIL import Image
 
 from .prompt import node
@@ -46,3 +48,15 @@ def held(server: Any, step: int) -> Iterator[None]:
         yield
     finally:
         hold.unlink()
+
+
+def newest_step(server: Any, name: str) -> int:
+    states = (server.base / "output" / "loras").glob(f"{name}-*/state-*.tessera")
+    return max((int(path.stem.removeprefix("state-")) for path in states), default=0)
+
+
+def wait_for_step(server: Any, name: str, step: int, prompt_id: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while newest_step(server, name) < step:
+        assert time.monotonic() < end and server.history(prompt_id) is None, server.log_tail()
+        time.sleep(0.01)

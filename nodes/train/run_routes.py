@@ -1,0 +1,145 @@
+"""Routes by which a page reads the runs of this server: `/tessera/runs?name=` and `/tessera/runs/{id}?since=`.
+
+They read only. A run is named by an id that the first route gave, never by a path.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from server import PromptServer
+
+from ...common.file_names import plain_name
+from ...train.checkpoint.run_folder import run_folders
+from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, own_file, thinned
+from ...train.expert_pair import HIGH, LOW
+from ..common import training_now
+from .run import runs_folder
+
+MOST_LISTED = 20
+MOST_READERS = 8  # whose curves stay in memory
+
+
+class Runs:
+    """Runs below a folder, as the routes give them."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+        self._readers: OrderedDict[Path, RunReader] = OrderedDict()
+        self._lock = threading.Lock()  # requests are answered by several threads
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """List the newest runs of an output name, the newest first, with those of a pair of experts.
+
+        Raises ValueError where it is no output name.
+        """
+        root, name = runs_folder(), plain_name(name)
+        found = [
+            (changed, folder.path)
+            for ending in ("", f"_{HIGH}", f"_{LOW}")
+            for folder in run_folders(root, f"{name}{ending}")
+            if _lies_in(folder.path, root) and (changed := _changed(folder.path))
+        ]
+        newest = [path for _, path in sorted(found, reverse=True)[:MOST_LISTED]]
+        with self._lock:
+            self._folders |= {_id(path, root): path for path in newest}
+        return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in newest]
+
+    def read(self, id: str, since: int) -> dict[str, Any] | None:
+        """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id."""
+        with self._lock:
+            folder = self._folders.get(id)
+            if folder is None or not (_lies_in(folder, runs_folder()) and _changed(folder)):
+                return None
+            reader = self._readers.pop(folder, None) or RunReader(folder)
+            self._readers[folder] = reader
+            while len(self._readers) > MOST_READERS:
+                self._readers.popitem(last=False)
+            try:
+                facts, curve = reader.facts(), reader.read()
+            except OSError:  # deleted meanwhile
+                return None
+            text = {name: _text(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
+            return {
+                "id": id,
+                "folder": folder.name,
+                **text,
+                "steps": facts["steps"] if type(facts.get("steps")) is int else 0,
+                "step": curve.step,
+                "loss": thinned([point for point in curve.loss.values() if point[0] > since]),
+                "validation": thinned(list(curve.validation.values())),
+                "saves": [step for step, _ in thinned(list(curve.saves.values()))],
+                "previews": list(curve.previews)[-MOST_POINTS:],
+                "notes": curve.notes,
+                "status": curve.status,
+                "text": curve.text,
+                **_state_of(folder),
+            }
+
+
+def _id(folder: Path, root: Path) -> str:
+    return hashlib.blake2b(folder.relative_to(root).as_posix().encode(), digest_size=8).hexdigest()
+
+
+def _lies_in(folder: Path, root: Path) -> bool:
+    return folder.resolve().is_relative_to(root.resolve()) and not folder.is_symlink()
+
+
+def _changed(folder: Path) -> float:
+    """Time of the last change of a run's record; 0 where a folder is no run's."""
+    files = (own_file(folder, name) for name in (PROGRESS, RUN, SUMMARY))
+    return max((path.stat().st_mtime for path in files if path is not None), default=0.0)
+
+
+def _state_of(folder: Path) -> dict[str, Any]:
+    """Tell whether a run trains now, on which node, and how far it is."""
+    run = training_now.now(folder)
+    if run is None:
+        return {"running": False}
+    report = run.report
+    return {
+        "running": True,
+        "node": run.node_id,
+        "phase": run.phase,
+        "seconds_per_step": report and report.seconds_per_step,
+        "seconds_left": report and report.seconds_left,
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_runs = Runs()
+
+
+async def list_runs(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs?name=my_lora`."""
+    try:
+        found = await asyncio.to_thread(_runs.named, request.query.get("name", ""))
+    except ValueError as error:
+        return web.json_response({"error": str(error)}, status=400)
+    return web.json_response({"runs": found})
+
+
+async def read_run(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}?since=0`."""
+    since = request.query.get("since", "0")
+    if not (since.isascii() and since.isdigit() and len(since) < 9):
+        return web.json_response({"error": "since is not a step; give a number from 0 on."}, status=400)
+    found = await asyncio.to_thread(_runs.read, request.match_info["id"], int(since))
+    if found is None:
+        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+    return web.json_response(found)
+
+
+def add_routes() -> None:
+    """Add the routes to ComfyUI's server, where there is one."""
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        server.routes.get("/tessera/runs")(list_runs)
+        server.routes.get("/tessera/runs/{id}")(read_run)

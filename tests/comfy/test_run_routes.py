@@ -1,0 +1,98 @@
+"""The routes of a run on a real server: what a page that was not there, or a later server, finds of it."""
+
+import json
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+from urllib.parse import quote
+
+from comfy_server import DIRECT, PATIENCE
+from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
+
+
+def listed(server, name):
+    return server.get(f"/tessera/runs?name={quote(name)}")["runs"]
+
+
+def run_of(server, name, since=0):
+    return server.get(f"/tessera/runs/{listed(server, name)[0]['id']}?since={since}")
+
+
+def wait_for(server, name, is_there):
+    end = time.monotonic() + 60
+    while not is_there(found := run_of(server, name)):
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    return found
+
+
+def status_of(server, path, method="GET", **headers):
+    request = urllib.request.Request(server.url + path, method=method, headers=headers)
+    try:
+        with DIRECT.open(request, timeout=PATIENCE) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_server, tiny_loaders):
+    put_pictures(own_server.base)
+    own_server.start()
+    with held(own_server, 20):
+        prompt_id = own_server.queue(training_graph(tiny_loaders, "seen"))
+        wait_for_step(own_server, "seen", 18, prompt_id)
+        found = wait_for(own_server, "seen", lambda run: run["step"] >= 19)
+        (one,) = listed(own_server, "seen")
+        assert found["running"] and one["running"] and found["node"] == "train" and found["prompt_id"] == prompt_id
+        assert (found["output_name"], found["steps"], found["status"]) == ("seen", 40, "")
+        assert [step for step, _, _ in found["loss"]] == list(range(1, found["step"] + 1))
+        assert [step for step, _, _ in run_of(own_server, "seen", 15)["loss"]] == list(range(16, found["step"] + 1))
+        assert found["saves"][:3] == [2, 4, 6] and found["seconds_per_step"] > 0
+        own_server.kill()
+    own_server.start()
+    killed = run_of(own_server, "seen")  # its curve is there, and that it trains no more
+    assert not killed["running"] and killed["status"] == "" and killed["loss"] == found["loss"]
+    summary = own_server.run(training_graph(tiny_loaders, "seen"))["outputs"]["train"]["tessera"][0]
+    whole = run_of(own_server, "seen")
+    assert [loss for _, loss, _ in whole["loss"]] == summary["loss"] and len(summary["loss"]) == 40
+    assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
+
+
+def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
+    put_pictures(server.base)
+    with held(server, 10):
+        prompt_id = server.queue(training_graph(tiny_loaders, "stopped"))
+        wait_for_step(server, "stopped", 4, prompt_id)
+        server.interrupt()
+    server.wait(prompt_id)
+    found = run_of(server, "stopped")
+    assert found["status"] == "cancelled" and not found["running"]
+    assert found["text"] == f"Stopped at step {newest_step(server, 'stopped')} and saved; Run goes on from there."
+
+
+def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
+    loras = server.base / "output" / "loras"
+    (outside := server.base / "outside-1234abcd").mkdir()
+    (outside / "run.json").write_text(json.dumps({"output_name": "outside"}))
+    loras.mkdir(exist_ok=True)
+    (loras / "hostile-1234abcd").mkdir()
+    (loras / "hostile-1234abcd" / "run.json").write_text('{"output_name": ["<b>"], "steps": "many", "model": NaN}')
+    if os.name != "nt":
+        (loras / "outside-1234abcd").symlink_to(outside, target_is_directory=True)
+        assert listed(server, "outside") == []
+    for name in ("../outside", "/etc", "..", "a\x00b", "", "C:\\x"):
+        assert status_of(server, f"/tessera/runs?name={quote(name)}") == 400, name
+    assert listed(server, "absent") == []
+    (one,) = listed(server, "hostile")
+    found = server.get(f"/tessera/runs/{one['id']}")
+    assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
+    for id in ("0" * 16, "hostile-1234abcd", "..%2Foutside-1234abcd", "%2e%2e"):
+        assert status_of(server, f"/tessera/runs/{id}") == 404, id
+    for since in ("-1", "x", "1e9", "9" * 30, "٣"):
+        assert status_of(server, f"/tessera/runs/{one['id']}?since={quote(since)}") == 400, since
+    assert status_of(server, "/tessera/runs?name=hostile", **{"Sec-Fetch-Site": "cross-site"}) == 403
+    assert status_of(server, "/tessera/runs?name=hostile", "POST") == 405
+    shutil.rmtree(loras / "hostile-1234abcd")
+    assert status_of(server, f"/tessera/runs/{one['id']}") == 404

@@ -1,0 +1,140 @@
+"""The record of a run: what a reader finds, whatever the disk, a killed process or a stranger left in it."""
+
+import json
+import os
+import time
+
+import pytest
+from tessera.train.checkpoint import run_record
+from tessera.train.checkpoint.run_record import MOST_POINTS, PROGRESS, RunReader, RunRecord, thinned
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Every line is written at once."""
+    monkeypatch.setattr(run_record, "SECONDS_BETWEEN_WRITES", 0.0)
+
+
+def trained(record, steps, rate=1e-4):
+    for step in steps:
+        record.add("step", step=step, loss=1 / step, rate=rate)
+
+
+def test_a_reader_finds_what_was_told_and_then_only_what_came_since(tmp_path, at_once):
+    record = RunRecord(tmp_path, {"key": "k", "steps": 9})
+    record.begin(0, [], [])
+    trained(record, range(1, 4))
+    record.add("validation", step=3, loss=0.5)
+    reader = RunReader(tmp_path)
+    assert reader.facts() == {"key": "k", "steps": 9}
+    assert list(reader.read().loss.values()) == [(1, 1.0, 1e-4), (2, 0.5, 1e-4), (3, pytest.approx(1 / 3), 1e-4)]
+    record.add("saved", step=3, file="a-step000003.safetensors")
+    trained(record, [4])
+    record.add("end", status="cancelled", step=4, text="Stopped at step 4 and saved; Run goes on from there.")
+    curve = reader.read()
+    assert (curve.step, curve.status) == (4, "cancelled") and curve.text.startswith("Stopped at step 4")
+    assert list(curve.saves.values()) == [(3, "a-step000003.safetensors")]
+    assert list(curve.validation.values()) == [(3, 0.5)]
+
+
+def test_lines_are_written_at_most_once_a_second(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: clock[0])
+    record = RunRecord(tmp_path, {})
+    sizes = set()
+    for step in range(1, 101):  # ten steps a second
+        clock[0] += 0.1
+        trained(record, [step])
+        sizes.add((tmp_path / PROGRESS).stat().st_size)
+    assert 9 <= len(sizes) <= 11
+    record.write()
+    assert RunReader(tmp_path).read().step == 100
+
+
+def test_the_last_lines_before_a_long_wait_are_written_too(tmp_path):
+    record = RunRecord(tmp_path, {})
+    trained(record, range(1, 4))
+    end = time.monotonic() + 30
+    while RunReader(tmp_path).read().step < 3:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_goes_on(tmp_path, at_once):
+    first = RunRecord(tmp_path, {})
+    first.begin(0, [], [])
+    trained(first, range(1, 8))
+    for step in (5, 7):
+        first.add("saved", step=step, file="x")
+    first.add("end", status="failed", step=7, text="no")
+    with open(tmp_path / PROGRESS, "a", encoding="utf-8") as file:
+        file.write('{"kind":"step","step":8,"lo')  # a line that was cut off
+    second = RunRecord(tmp_path, {})
+    assert RunReader(tmp_path).read().status == ""  # it is loading: the error was the other session's
+    second.begin(5, [0.5] * 5, [{"step": 4, "loss": 0.25, "losses": []}])
+    trained(second, [6], rate=1.0)
+    curve = RunReader(tmp_path).read()
+    assert [point[:2] for point in curve.loss.values()] == [*((at, 0.5) for at in range(1, 6)), (6, 1 / 6)]
+    assert [rate for _, _, rate in curve.loss.values()] == [1e-4] * 5 + [1.0]
+    assert list(curve.saves) == [5] and list(curve.validation) == [4]
+
+
+def test_a_disk_that_refuses_ends_nothing_and_gets_the_lines_later(tmp_path, at_once):
+    (tmp_path / "run").write_text("")  # where the folder would be
+    record = RunRecord(tmp_path / "run", {"key": "k"})
+    record.begin(0, [], [])
+    trained(record, [1, 2])
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    trained(record, [3])
+    assert list(RunReader(tmp_path / "run").read().loss) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]", "7", "{}", "nonsense", '{"kind":"step","step":1e99,"loss":1,"rate":1}', '{"kind":"end"}',
+        '{"kind":"step","step":-1,"loss":1,"rate":1}', '{"kind":"step","step":1,"loss":NaN,"rate":1}',
+        '{"kind":"begin","step":0,"loss":"12","validation":[]}', "[" * 100000, "\x00\xff",
+        '{"kind":"begin","step":0,"loss":[1],"validation":[1]}', '{"kind":"saved","step":true,"file":"a"}',
+        '{"kind":"validation","step":1,"loss":[1]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_line_changes_nothing(tmp_path, line):
+    good = '\n{"kind":"step","step":1,"loss":0.5,"rate":0.1}\n'
+    (tmp_path / PROGRESS).write_text(good + line + "\n", encoding="utf-8")
+    curve = RunReader(tmp_path).read()
+    assert curve == run_record.RunCurve(loss={1: (1, 0.5, 0.1)})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights")
+@pytest.mark.parametrize("name", [PROGRESS, "run.json", "summary.json"])
+def test_a_link_out_of_the_folder_and_a_pipe_are_not_read(tmp_path, name):
+    (run := tmp_path / "run").mkdir()
+    secret = {"kind": "step", "step": 1, "loss": 0.5, "rate": 0.1, "key": "secret", "status": "x"}
+    (tmp_path / "other").write_text(json.dumps(secret) + "\n")
+    (run / name).symlink_to(tmp_path / "other")
+    reader = RunReader(run)
+    assert reader.facts() == {} and reader.read() == run_record.RunCurve()
+    (run / name).unlink()
+    os.mkfifo(run / name)  # to open it would wait for ever
+    assert reader.facts() == {} and reader.read() == run_record.RunCurve()
+
+
+def test_a_run_of_an_older_version_has_the_curve_of_its_summary(tmp_path):
+    summary = {"status": "finished", "loss": [3.0, 2.0], "validation": {"points": [{"step": 2, "loss": 1.0}]}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    curve = RunReader(tmp_path).read()
+    assert list(curve.loss.values()) == [(1, 3.0, None), (2, 2.0, None)] and list(curve.validation.values()) == [
+        (2, 1.0)
+    ]
+    assert curve.status == "finished"
+
+
+def test_thinning_keeps_lows_peaks_and_the_last_point():
+    points = [(step, 1.0) for step in range(1, 100_001)]
+    points[777], points[77_777] = (778, 9.0), (77_778, -9.0)
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS and kept == sorted(kept)
+    assert {points[777], points[77_777], points[-1]} <= set(kept)
+    assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]

@@ -1,0 +1,248 @@
+"""Record of a run on disk, written while it trains: `run.json` says what it is, `progress.jsonl` how it goes.
+
+A run that is killed has its curve so. Each line of `progress.jsonl` is an object with a `kind`, see `RunRecord`.
+"""
+
+import json
+import logging
+import math
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
+SECONDS_BETWEEN_WRITES = 1.0
+MOST_BYTES = 128 << 20  # of a file that is read: a million steps write half of that
+MOST_POINTS = 2000
+
+
+class RunRecord:
+    """Writer of a run's record. A write that fails is tried again with the next one, and never ends training.
+
+    Lines: `start` of a session, `begin` of its steps (step, loss and validation so far), `step` (step, loss, rate),
+    `saved` (step, file), `preview` (step), `validation` (step, loss), `note` (text), `end` (status, step, text).
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any]):
+        """facts: contents of run.json."""
+        self._path = folder / PROGRESS
+        self._lines: list[str] = []
+        self._written = -math.inf
+        self._told = False
+        self._lock = threading.Lock()  # the timer writes from a thread of its own
+        self._timer: threading.Timer | None = None
+        try:
+            text = json.dumps(facts, indent=1)
+            write_atomically(folder / RUN, lambda beside: _write_text(beside, text))
+        except OSError as error:
+            self._tell(error)
+        self.add("start")
+
+    def begin(self, step: int, loss: Sequence[float], validation: Sequence[dict[str, Any]]) -> None:
+        """Begin a session after `step` steps, whose losses take the place of those on record."""
+        points = [[point["step"], point["loss"]] for point in validation]
+        self.add("begin", step=step, loss=list(loss), validation=points)
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Add a line. It is written at once, or a second after the last write."""
+        line = json.dumps({"kind": kind, **values}, separators=(",", ":"))
+        with self._lock:
+            self._lines.append(line)
+            wait = self._written + SECONDS_BETWEEN_WRITES - time.monotonic()
+            if wait > 0 and self._timer is None:
+                self._timer = threading.Timer(wait, self.write)
+                self._timer.daemon = True
+                self._timer.start()
+        if wait <= 0:
+            self.write()
+
+    def write(self) -> None:
+        """Append the lines that are not written yet."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._written = time.monotonic()
+            if not self._lines:
+                return
+            try:
+                # The first line break ends what a killed process or a full disk left of a line.
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write("\n" + "\n".join(self._lines) + "\n")
+            except OSError as error:
+                self._tell(error)
+                return
+            self._lines.clear()
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("The record of the run can't be written, so its curve has a gap: %s", error.strerror)
+
+
+@dataclass
+class RunCurve:
+    """Curve and end of a run, as its record tells them.
+
+    loss: (step, loss, learning rate) by ascending step; the rate is None where it is not known.
+    validation: (step, loss) by ascending step.
+    saves: (step, file name) by ascending step.
+    previews: steps of previews, ascending.
+    status: `finished`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
+    text: the sentence that it ended with.
+    """
+
+    loss: dict[int, tuple[int, float, float | None]] = field(default_factory=dict)
+    validation: dict[int, tuple[int, float]] = field(default_factory=dict)
+    saves: dict[int, tuple[int, str]] = field(default_factory=dict)
+    previews: dict[int, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    status: str = ""
+    text: str = ""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return max(self.loss, default=0)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take in one line of the record. Raises KeyError, TypeError or ValueError where it is none."""
+        kind = line["kind"]
+        if kind == "start":
+            self.notes, self.status, self.text = [], "", ""
+        elif kind == "begin":
+            self._begin(_step(line["step"]), line["loss"], line["validation"])
+        elif kind == "step":
+            step = _step(line["step"])
+            self.loss[step] = step, _number(line["loss"]), _number(line["rate"])
+        elif kind == "saved":
+            self.saves[_step(line["step"])] = line["step"], str(line["file"])
+        elif kind == "preview":
+            self.previews[_step(line["step"])] = line["step"]
+        elif kind == "validation":
+            self.validation[_step(line["step"])] = line["step"], _number(line["loss"])
+        elif kind == "note":
+            self.notes += [text for text in (str(line["text"]),) if text not in self.notes]
+        elif kind == "end":
+            self.status, self.text = str(line["status"]), str(line["text"])
+
+    def _begin(self, step: int, loss: Sequence[float], validation: Sequence[Sequence[Any]]) -> None:
+        rates = {at: rate for at, _, rate in self.loss.values()}
+        points = {at: (at, _number(value), rates.get(at)) for at, value in enumerate(loss, start=1)}
+        validated = {_step(at): (at, _number(value)) for at, value in validation}
+        self.loss, self.validation = points, validated
+        self.saves = {at: saved for at, saved in self.saves.items() if at <= step}
+        self.previews = {at: at for at in self.previews if at <= step}
+
+
+class RunReader:
+    """Reader of a run's record. Each call of `read` reads what was added since."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
+        self._curve, self._offset, self._file = RunCurve(), 0, (0, 0)
+
+    def facts(self) -> dict[str, Any]:
+        """Read run.json, or what summary.json says where there is none; empty without either."""
+        return _read_object(self.folder, RUN) or _read_object(self.folder, SUMMARY)
+
+    def read(self) -> RunCurve:
+        """Read the record. Lines that are damaged are left out."""
+        path = own_file(self.folder, PROGRESS)
+        if path is None:
+            return self._of_summary()
+        found = path.stat()
+        if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
+            self._forget()
+            self._file = found.st_dev, found.st_ino
+        with open(path, "rb") as file:
+            file.seek(self._offset)
+            added = file.read(max(0, MOST_BYTES - self._offset))
+        whole = added[: added.rfind(b"\n") + 1]  # the last line may be written just now
+        self._offset += len(whole)
+        for line in whole.split(b"\n"):
+            if line.strip():
+                try:
+                    self._curve.take(json.loads(line))
+                except (KeyError, TypeError, ValueError, RecursionError):
+                    continue
+        return self._curve
+
+    def _of_summary(self) -> RunCurve:
+        """Make the curve of a run that an older version trained."""
+        summary, curve = _read_object(self.folder, SUMMARY), RunCurve()
+        points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []
+        try:
+            for line in (
+                {"kind": "begin", "step": 0, "loss": summary.get("loss", []), "validation": []},
+                *({"kind": "validation", "step": point["step"], "loss": point["loss"]} for point in points),
+                {"kind": "end", "status": summary.get("status", ""), "text": ""},
+            ):
+                curve.take(line)
+        except (KeyError, TypeError, ValueError):
+            return RunCurve()
+        return curve
+
+
+def own_file(folder: Path, name: str) -> Path | None:
+    """Path of a plain file of a folder; None where there is none, or a link that leads out of the folder."""
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        plain = stat.S_ISREG(real.stat().st_mode)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        return None
+    return path if plain and real.parent == folder.resolve() else None
+
+
+def thinned(points: Sequence[tuple[Any, ...]], most: int = MOST_POINTS) -> list[tuple[Any, ...]]:
+    """Thin points (step, value, …) to at most `most`: of each stretch the least and the greatest, and the last of all.
+
+    Lows and peaks of a curve stay in view so.
+    """
+    if len(points) <= most:
+        return list(points)
+    stretches = (most - 1) // 2
+    kept = {len(points) - 1}
+    for number in range(stretches):
+        stretch = range(number * len(points) // stretches, (number + 1) * len(points) // stretches)
+        kept |= {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
+    return [points[at] for at in sorted(kept)]
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    path = own_file(folder, name)
+    try:
+        if path is None or path.stat().st_size > MOST_BYTES:
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _step(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= 10_000_000:
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
