@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+from torch import Tensor
 
+from ...common.core import quantised_layout
 from ..cuda_graphs import memory_allocator, no_cuda_graphs
 from ..settings import CompileSettings
 from .inputs import StepInputs
@@ -168,7 +171,7 @@ def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
     """Return the conditions of a result: model class, number formats, GPU, torch, size. No weight is read."""
     base: Any = patcher.model
     model = base.diffusion_model
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    dtypes = ", ".join(sorted({_number_format(p) for p in model.parameters()}))
     device = patcher.load_device
     return {
         "class": type(base).__name__,
@@ -184,6 +187,12 @@ def result_key(patcher: ModelPatcher, inputs: StepInputs) -> dict[str, str]:
         # Only where some settings can't be had for it, so that results of other machines are found again.
         **({} if no_cuda_graphs(device) is None else {"allocator": str(memory_allocator(device))}),
     }
+
+
+def _number_format(weight: Tensor) -> str:
+    """The layout of a quantised weight, whose dtype is that of its values: another one takes other kernels."""
+    quantised = isinstance(weight, QuantizedTensor)
+    return quantised_layout(weight) if quantised else str(weight.dtype).removeprefix("torch.")
 
 
 def _processor(device: torch.device) -> str:

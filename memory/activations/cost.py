@@ -23,7 +23,7 @@ AGAIN_BYTES = 0.8
 class KernelWork:
     """Work of some kernels.
 
-    products: FLOP of large matrix products.
+    products: FLOP of large matrix products; of those in 8 bit, of full ones that take as long.
     attention, attention_backward: FLOP of attention, forward and back.
     bytes: read and written by all other kernels, thin products of adapters among them.
     """

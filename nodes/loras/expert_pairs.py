@@ -20,7 +20,7 @@ from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, loras_
 _SEPARATOR = " + "
 _RUN = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(-\d+)?")
 # Metadata fields, and prefixes of option fields, that differ between the two runs of one pair.
-_OF_ONE_RUN = {"output_name", "base_model", "started", "finished", "final_loss"}
+_OF_ONE_RUN = {"output_name", "base_model", "loaded_base", "started", "finished", "final_loss"}
 _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength", "training_adapter")
 
 

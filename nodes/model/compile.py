@@ -21,6 +21,7 @@ from ...compile.settings import (
     dynamic_named,
     parse_overrides,
 )
+from ...memory.weights.requantise import AS_STORED, base_of
 from ..common.progress import client_server
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,8 @@ class TesseraCompileReport(io.ComfyNode):
             report = CompileReport(text, [])
         else:
             report = compiled_model.report()
+            if (base := base_of(model)) != AS_STORED:
+                report.heading += f", base {base}"
             text = report.text()
         return io.NodeOutput(text, ui={"tessera": [report.facts() | {"text": text}]})
 

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from tessera.memory.weights import frozen_linear
+from tessera.memory.weights.cards import RATES
 from tessera.train.placement.products import BlockProducts
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
@@ -118,6 +119,30 @@ def trainer_run_in_full(path: Path, folder: Path) -> list[float]:
     trainer.run()
     loss: list[float] = trainer.progress.loss
     return loss
+
+
+def test_the_report_names_base_and_products_of_a_region(files: Any, tmp_path: Path) -> None:
+    def labels(how: str, **memory: Any) -> list[str]:
+        runner = trainer_on(files[how], tmp_path, "aot_eager", **memory).placed.runner
+        return [region["region"] for region in runner.report.facts()["regions"]][:2]
+
+    low = labels("int8 turned", products="int8", base="fp8")
+    assert low == ["double, LoRA 1, base fp8, int8 products", "single, LoRA 2, base fp8, int8 products"]
+    assert labels("fp8") == ["double, LoRA 1", "single, LoRA 2"]
+
+
+@every_file
+def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: Any, tmp_path: Path) -> None:
+    """Of a single block of 36 + 40 tokens: two Linears that all of them go through, and one of a single row."""
+    products, work = FILES[how], []
+    for asked in ("full", products):
+        memory = {"products": asked, "checkpointing": "auto", "blocks_to_swap": 1}
+        costs = trainer_on(files[how], tmp_path, **memory).placed.automatic.measured.blocks
+        (one,) = {block.work for block in costs if block.name == "single_blocks.0"}
+        work.append((one.forward.products, one.backward.products))
+    linears = 128 * (3 * 128 + 512) + 128 * (128 + 512)
+    saved = 2 * 76 * linears * (1 - 1 / RATES[products])
+    assert [full - low for full, low in zip(*work, strict=True)] == pytest.approx([saved, saved], rel=1e-9)
 
 
 def test_a_card_without_the_product_is_named() -> None:

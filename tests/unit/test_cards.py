@@ -1,9 +1,13 @@
 """Which products a card can do and which are the fastest there, asked of faked cards: a CPU takes anything."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from tessera.memory.activations.cost import H100_RATES
 from tessera.memory.weights import cards
-from tessera.memory.weights.cards import Card, card_of, fits, obstacle, preferred
+from tessera.memory.weights.cards import RATES, Card, card_of, fits, obstacle, preferred
 from tessera.memory.weights.products import FP8, INT8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -81,3 +85,19 @@ def test_a_card_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_sides_of_a_weight_are_multiples_of_16() -> None:
     assert fits((144, 192)) and not fits((150, 192)) and not fits((144, 200))
+
+
+@pytest.mark.parametrize(("product", "gain"), [(INT8, 1.41), (FP8, 1.20)])
+def test_the_rates_give_the_gain_of_a_flux_block_that_the_roofline_has(product: str, gain: float) -> None:
+    counts = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "counted.json"
+    products = rest = 0.0
+    for block in json.loads(counts.read_text(encoding="utf-8"))["rows"]["flux 1024\N{SUPERSCRIPT TWO}"]:
+        for side in ("forward", "backward"):
+            for kind, _, _, moved, flop in block["graphs"]["none"][side]["kernels"]:
+                if kind == "product":
+                    products += block["count"] * flop / H100_RATES.products
+                elif kind.startswith("attention"):
+                    rest += block["count"] * flop / getattr(H100_RATES, kind)
+                else:
+                    rest += block["count"] * moved / H100_RATES.bandwidth
+    assert (products + rest) / (products / RATES[product] + rest) == pytest.approx(gain, abs=0.02)

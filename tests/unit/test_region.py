@@ -48,6 +48,9 @@ def test_an_older_torch_takes_as_many_graphs_as_are_planned(older_torch, graphs)
 class Named(Block):
     shapes, shapes_known = 1, True
 
+    def linears(self) -> dict[str, nn.Module]:
+        return {}
+
     def structure(self) -> str:
         return "block:"
 

@@ -451,6 +451,15 @@ def test_a_prompt_that_is_connected_is_what_is_sampled(tiny_flux: Any) -> None:
     assert file_name(result_key(tiny_flux, inputs)) != file_name(result_key(tiny_flux, other))
 
 
+def test_what_is_stored_otherwise_has_results_of_its_own(tmp_path: Path) -> None:
+    """The dtype of a quantised weight is that of its values, and int8 takes the memory of fp8."""
+    formats = []
+    for how in ("int8", "fp8"):
+        model = tiny.load_flux(tiny.write_flux(tmp_path / f"{how}.safetensors", quantised=how))
+        formats.append(result_key(model, step_inputs(model, SIZE))["dtypes"].partition(",")[0])
+    assert formats == ["TensorWiseINT8Layout", "TensorCoreFP8E4M3Layout"]
+
+
 @pytest.mark.parametrize(
     ("size", "sentence"),
     [

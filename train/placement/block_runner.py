@@ -22,7 +22,10 @@ from ...compile.report.report import CompileReport, RegionReport
 from ...compile.settings import CompileSettings, HowToCompile
 from ...memory.activations import checkpointing
 from ...memory.activations.offload import ActivationOffload
+from ...memory.weights.products import FULL
+from ...memory.weights.requantise import AS_STORED
 from ...models.family import Block
+from ...models.layers.lora_linear import LoraLinear
 from ..settings import MemoryOptions
 from .block_clock import BlockClock
 
@@ -33,12 +36,21 @@ RegionKey = tuple[str, HowToCompile | None]
 
 
 class _Blocks:
-    """Blocks of one region: how they are run, and the report of it where that is compiled."""
+    """Blocks of one region: how they are run, and the report of it where that is compiled.
 
-    def __init__(self, region: RegionKey, run: Callable[..., Any]):
+    low_bit: base and products in words, those that are set.
+    """
+
+    def __init__(self, region: RegionKey, run: Callable[..., Any], low_bit: list[str]):
         self.structure, self.how = region
-        self.run = run
+        self.run, self.low_bit = run, low_bit
         self.report: RegionReport | None = None
+
+
+def _low_bit(block: Block, base: str) -> list[str]:
+    linears = (layer for layer in block.linears().values() if isinstance(layer, LoraLinear))
+    products = {product for linear in linears for product in (linear.products or ())[:2]} - {FULL}
+    return [f"base {base}"] * (base != AS_STORED) + [f"{product} products" for product in sorted(products)]
 
 
 class BlockRunner:
@@ -60,11 +72,14 @@ class BlockRunner:
         device: torch.device,
     ):
         self.memory, self.compile_settings, self.device, self.graphs = memory, compile_settings, device, graphs
-        self.regions = list(dict.fromkeys(self._region(name, block) for name, block in blocks))
+        first: dict[RegionKey, Block] = {}
+        for name, block in blocks:
+            first.setdefault(self._region(name, block), block)
+        self.regions = list(first)
         self.offload: ActivationOffload | None = None
         if memory.offload_activations and memory.checkpointing == "full":
             self.offload = ActivationOffload(device)
-        self._blocks = {region: _Blocks(region, self._eager()) for region in self.regions}
+        self._blocks = {key: _Blocks(key, self._eager(), _low_bit(block, memory.base)) for key, block in first.items()}
         self.set_blocks(blocks)
         self.not_compiled: str | None = None
         self.failed: dict[str, str] = {}
@@ -101,7 +116,8 @@ class BlockRunner:
         if among.how is None:
             return
         kind = among.structure.partition(":")[0]
-        report = RegionReport(f"run_{kind}_{number}", f"{kind}, LoRA {number + 1}", among.how)
+        label = ", ".join((kind, f"LoRA {number + 1}", *among.low_bit))
+        report = RegionReport(f"run_{kind}_{number}", label, among.how)
         # Whole graphs whatever is asked: a compile fails before anything has run, so the call can be made eager.
         compiled = compiled_function(run_block, report.name, replace(among.how, fullgraph=True))
         self.report.regions.append(report)

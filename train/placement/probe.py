@@ -18,6 +18,8 @@ from ...memory.activations.cost import COMPILED_SAVES, EagerBlockWork, block_wor
 from ...memory.activations.results import ResultBytes
 from ...memory.swap.block_cost import BlockCost
 from ...memory.swap.training import BlockSwap, frozen_modules
+from ...memory.weights.cards import RATES
+from ...memory.weights.products import FP8, INT8
 from ...models.family import Block, ModelInputs
 from ..settings import TrainSettings
 
@@ -126,7 +128,7 @@ class Probe:
 
 def _flop_counter() -> FlopCounterMode:
     """Return torch's counter, with the CPU's attention, which it leaves out: two products of B·H·T·S·D forward, and
-    five back."""
+    five back. FLOP of products in 8 bit count as the full ones that take as long."""
 
     def forward(q: Any, k: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return 4 * math.prod(q) * k[-2]
@@ -134,8 +136,17 @@ def _flop_counter() -> FlopCounterMode:
     def backward(grad: Any, q: Any, k: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return 10 * math.prod(q) * k[-2]
 
+    def low(x: Any, codes: Any, steps: Any, weight: Any, *rest: Any, **_: Any) -> float:
+        return 2 * math.prod(x[:-1]) * math.prod(weight) / RATES[rest[3]]
+
+    def low_back(rate: float) -> Callable[..., float]:
+        return lambda grad, weight, *_, **__: 2 * math.prod(grad[:-1]) * math.prod(weight) / rate
+
     name = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    ours = torch.ops.tessera
+    formulas |= {ours.low_linear: low, ours.int8_matmul_back: low_back(RATES[INT8])}
+    formulas |= {ours.fp8_matmul_back: low_back(RATES[FP8])}
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
