@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ...common.core import PartialPatcher, replaced_keys
+from ...common.gguf_tensor import is_gguf
 from ..host.flat_weights import restore_inference_mode
 from .inference import SwappedBlocks
 from .oom_retry import RETRIED, bytes_to_free
@@ -269,6 +270,14 @@ def swap_model(
     """
     if not blocks:
         raise ValueError("blocks_to_swap: there is no block to swap in this model; set it to 0.")
+    if any(is_gguf(weight) for weight in patcher.model.parameters()):
+        # The loader of GGUF files takes each module to the device and back when it first loads the MODEL, the blocks
+        # among them, and lays LoRAs on tensors that a slot would stand in for.
+        raise ValueError(
+            "model is of a GGUF file, whose loader moves weights in a way of its own; leave Block Swap out, as ComfyUI "
+            "itself streams what does not fit, and to train set blocks_to_swap on Training Memory. Or load a "
+            "safetensors file by Load Diffusion Model (Block Swap) with base int8."
+        )
     if type(patcher) not in (ModelPatcher, SwapPatcher):
         raise ValueError(
             f"model: its loader moves weights in a way of its own ({type(patcher).__name__}), which block swap does "

@@ -1,5 +1,7 @@
 """MODELs of GGUF files train as they are stored: the forward is their loader's own, with the LoRAs that are on them."""
 
+import re
+
 import pytest
 import tiny
 import torch
@@ -168,5 +170,10 @@ def test_a_format_that_nothing_reads_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_block_swap_for_sampling_leaves_it_to_its_loader():
-    with pytest.raises(ValueError, match="moves weights in a way of its own .* leave Block Swap out"):
+    wanted = (
+        "model is of a GGUF file, whose loader moves weights in a way of its own; leave Block Swap out, as ComfyUI "
+        "itself streams what does not fit, and to train set blocks_to_swap on Training Memory. Or load a safetensors "
+        "file by Load Diffusion Model (Block Swap) with base int8."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
         TesseraBlockSwap.execute(model_of(flux_state("Q4_0")), 2, 1, "auto")
