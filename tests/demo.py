@@ -58,10 +58,15 @@ async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict
             else:
                 break
         printed.end()
-    entry = server.wait(prompt_id, 60)
+    entry = server.wait(prompt_id)
     if entry["status"]["status_str"] != "success":
         raise SystemExit(f"{error_of(entry)}\n{server.log_tail()}")
     return entry
+
+
+def tell(line: str) -> None:
+    """Prints what ComfyUI does while it starts."""
+    print(f"  {line}", flush=True)
 
 
 class Printer:
@@ -158,7 +163,7 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     prompt = fit_workflow(json.loads(WORKFLOW.read_text(encoding="utf-8")), names, "input/tessera_demo", **settings)
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
-    with ComfyServer(base, comfyui, cpu=cpu) as server:
+    with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
         print(f"Training on {len(photos)} photographs, {settings['steps']} steps, compile {settings['compile']}:")
         trained = asyncio.run(run_with_progress(server, prompt))
         train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
@@ -169,7 +174,7 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
         rows = {}
         for title, name in (("without the LoRA", None), ("with the LoRA", lora.relative_to(loras))):
             sampling = sampling_prompt(names, photos, None if name is None else str(name))
-            rows[title] = pictures_of(server, server.run(sampling, 600))
+            rows[title] = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
         if "lora key not loaded" in server.log.read_text(errors="replace"):
             raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
         plots = [
@@ -216,7 +221,7 @@ def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: 
     prompt = fitted(workflow, folder, **settings, compile="off" if cpu else "auto")
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
-    with ComfyServer(base, comfyui, cpu=cpu) as server:
+    with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
         print(f"Training a tiny {model} on {contents}, {settings['steps']} steps:")
         entry = asyncio.run(run_with_progress(server, prompt))
         train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")

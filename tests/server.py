@@ -4,6 +4,7 @@ Standard library only: the tests, `dev.py serve` and the demo all use it.
 """
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 PACK = TESTS.parent
 PATIENCE = 300.0  # seconds until something is given up: a busy machine takes many times what an idle one does
+TELLING = 5.0  # seconds between the lines of a long start
 # The server is on this machine: a proxy that the environment names can't reach it.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -81,7 +83,16 @@ class ComfyServer:
         entry = server.run(prompt)
     """
 
-    def __init__(self, base: Path, comfyui: Path, cpu: bool = True, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        base: Path,
+        comfyui: Path,
+        cpu: bool = True,
+        env: Mapping[str, str] | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """tell: gets a line every few seconds of a long start; then the start is waited for as long as it lives."""
+        self.tell = tell
         self.base = Path(base).resolve()
         self.comfyui = comfyui
         self.cpu = cpu
@@ -100,7 +111,7 @@ class ComfyServer:
 
     def start(self, timeout: float = PATIENCE) -> None:
         """Starts the server and returns when it answers."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (timeout if self.tell is None else math.inf)
         while not self._start_at(free_port(), end):
             pass
 
@@ -117,7 +128,11 @@ class ComfyServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        told = time.monotonic()
         while not self._answers():
+            if self.tell is not None and time.monotonic() > told + TELLING:
+                told = time.monotonic()
+                self.tell(self.log_tail(1).splitlines()[-1])
             try:
                 self._check_alive()
             except ServerFailure as failure:
