@@ -41,6 +41,7 @@ from .media.integrity import check_images
 from .media.masks import TOKENS, mask_notes, token_weights
 from .samples import (
     FIRST_VARIANT,
+    GraphKey,
     Prompt,
     Sample,
     SampleTensors,
@@ -231,18 +232,31 @@ def _fingerprint(
 def summary(prepared: PreparedData) -> str:
     """Summarise the preparation in a few lines: number of samples, crop loss, graphs to be compiled, and notes."""
     samples, keys = prepared.data.samples, prepared.data.graph_keys()
-    shapes = " and ".join(" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
     clips = sum(sample.grid[0] > 1 for sample in samples)
     counted = {"Pictures": len(samples) - clips, "Clips": clips}
     contents = ", ".join(f"{noun}: {count}" for noun, count in counted.items() if count)
-    parts = " + control pictures" if any(sample.references for sample in samples) else ""
     return "\n".join(
         [
             f"{contents}, seen per epoch with repeats: {shown_per_epoch(samples)}.",
             describe_plan(prepared.plan),
-            f"Each kind of block is compiled for {len(keys)} of (picture{parts} + caption) tokens: {shapes}.",
+            _shapes(keys, "clips" if clips == len(samples) else "clips and pictures" if clips else "pictures"),
             *prepared.notes,
         ]
+    )
+
+
+def _shapes(keys: Sequence[GraphKey], what: str) -> str:
+    """Say how often a model is compiled for these token counts, (latent, references, caption) each."""
+    names = "image" if what == "pictures" else "video"
+    if len(keys) == 1:
+        ((tokens, references, length),) = keys
+        control = f" + {sum(references)} control" if references else ""
+        shape = f"{tokens} {names}{control} + {length} text tokens"
+        return f"All {what} share one shape ({shape}), so the model is compiled once."
+    counts = (" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
+    parts = f"{names} + control + text" if any(references for _, references, _ in keys) else f"{names} + text"
+    return (
+        f"The {what} have {len(keys)} shapes (tokens of {parts}: {', '.join(counts)}); the model is compiled for each."
     )
 
 

@@ -94,6 +94,8 @@ def test_samples_hold_what_core_encodes_of_the_cropped_picture_and_of_the_captio
     assert prepared.data.graph_keys() == [(sample.tokens, (), 256), (sample.tokens, (), 512)]
     text = summary(prepared)
     assert "d.png" not in text and f"{sample.tokens} tokens" in text
+    shapes = f"{sample.tokens} + 256, {sample.tokens} + 512"
+    assert f"The pictures have 2 shapes (tokens of image + text: {shapes}); the model is compiled for each." in text
 
 
 def test_each_picture_and_each_distinct_caption_is_encoded_once_and_an_unchanged_data_set_not_again(

@@ -125,6 +125,8 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
     )
     text = summary(prepared)
     assert text.startswith("Pictures: 5, Clips: 4, seen per epoch with repeats: 17.") and "3 latent frames of" in text
+    shapes = f"tokens of video + text: {one} + 512, {three} + 512"
+    assert f"The clips and pictures have 2 shapes ({shapes}); the model is compiled for each." in text
 
 
 def _caption(name):

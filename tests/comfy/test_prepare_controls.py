@@ -98,7 +98,11 @@ def test_control_pictures_are_reference_latents_of_whole_grids_as_core_encodes_t
     text = prepared.data.samples[0].text_length
     one = prepared.data.samples[0].tokens
     assert prepared.data.graph_keys()[0] == (one, (tokens,), text)
-    assert "(picture + control pictures + caption) tokens" in summary(prepared)
+    counts = ", ".join(
+        f"{n} + {' + '.join(map(str, references))} + {length}"
+        for n, references, length in sorted({(s.tokens, s.references, s.text_length) for s in prepared.data.samples})
+    )
+    assert f"(tokens of image + control + text: {counts})" in summary(prepared)
 
 
 @pytest.mark.parametrize("fit", ["ragged edge", "whole grids"])

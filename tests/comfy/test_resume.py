@@ -354,7 +354,9 @@ def test_a_run_that_finds_only_states_of_other_settings_says_how_to_go_on_from_o
 
     for steps, state in ((6, "state-000004"), (3, "state-000002")):
         (note,) = told(optimizer={"learning_rate": 1e-3}, steps=steps)
-        assert "are of runs with other" in note and f"choose {folder.name}/{state}.tessera in resume" in note
+        assert (
+            "settings changed since the last run of" in note and f"choose {folder.name}/{state}.tessera under" in note
+        )
     assert not told(optimizer={"learning_rate": 1e-3}, steps=1)
     (note,) = told(steps=1)
     assert "of this run are past steps = 1" in note and "raise steps to 2 or more" in note

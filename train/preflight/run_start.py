@@ -110,6 +110,6 @@ def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Ite
         )
     elif other := state_of_other_settings(root, settings):
         yield (
-            f"The states of {settings.output_name} are of runs with other data or settings, all the way or in part, so "
-            f"this run starts at step 0; choose {other} in resume to go on from one."
+            f"Your data or settings changed since the last run of {settings.output_name!r}, so this one starts from "
+            f"step 0 in a new folder. To continue the old one, choose {other} under resume."
         )
