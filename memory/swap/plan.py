@@ -263,31 +263,31 @@ def _pass_seconds(
 
 
 def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
+    sizes = f"{_size(chosen.device)} of {_size(machine.free)} free"
     spare = machine.free - chosen.device
     if fits:
-        verdict = f"Fits with {_size(spare)} to spare"
+        verdict = f"Fits ({sizes})" if chosen.swapped else f"Everything fits ({sizes})"
     elif spare < 0:
-        verdict = f"Needs {_size(-spare)} more than is free, even so"
+        verdict = f"Needs {_size(-spare)} more than is free, even so ({sizes})"
     else:
-        verdict = f"Needs {_size(chosen.host)} of RAM and {_size(machine.host)} are free, even so"
+        verdict = f"Needs {_size(chosen.host)} of RAM and {_size(machine.host)} are free, even so ({sizes})"
+    how: list[str] = []
     if chosen.from_file:
-        what = f"{len(chosen.swapped)} of {total} blocks come from the file at {chosen.speed / 1e9:.1f} GB/s, "
-        what += f"{chosen.prefetch} ahead"
+        how.append(f"{len(chosen.swapped)} of {total} blocks come from the file at {chosen.speed / 1e9:.1f} GB/s")
+        how.append(f"{chosen.prefetch} ahead")
     elif chosen.swapped:
-        what = f"{len(chosen.swapped)} of {total} blocks stream, {chosen.prefetch} ahead"
-        what += f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
-    else:
-        what = "all blocks stay on the device"
+        link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
+        how += [f"{len(chosen.swapped)} of {total} blocks stream", f"{chosen.prefetch} ahead{link}"]
     if chosen.way.checkpointing is not None:
-        what += f", checkpointing {chosen.way.checkpointing}"
+        how.append(f"checkpointing {chosen.way.checkpointing}")
     if chosen.way.budget == LEAST_BUDGET:
-        what += ", which keeps attention's results and computes the rest again"
+        how.append("which keeps attention's results and computes the rest again")
+    text = f"{verdict}: {', '.join(how)}." if how else f"{verdict}."
     if chosen.computing > 0:
-        what += f"; about {chosen.seconds:.2f} s in the blocks of each step"
         waiting = chosen.seconds - chosen.computing
-        if waiting > 0.02 * chosen.seconds:
-            what += f", {waiting:.2f} s of them waiting for copies"
-    return f"{verdict} ({_size(chosen.device)} needed, {_size(machine.free)} free): {what}."
+        waits = f", {waiting:.2f} s of them waiting for copies" if waiting > 0.02 * chosen.seconds else ""
+        text += f" About {chosen.seconds:.2f} s per step{waits}."
+    return text
 
 
 def _size(bytes_: int) -> str:
