@@ -12,7 +12,7 @@ from .buckets.planner import BucketPlan
 from .encode.clip_vision import check_vision
 from .encode.text import ItemCaptions
 from .folders.items import Item
-from .samples import Sample, shown_per_epoch
+from .samples import GraphKey, Sample, shown_per_epoch
 
 FEW_LENGTHS = 8  # of captions, which a note lists one by one and which do not take long to compile
 
@@ -199,4 +199,19 @@ def regularisation_notes(samples: Sequence[Sample]) -> Iterator[str]:
     yield (
         f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "
         f"{learnt / shown:.3g} times all of them with their repeats."
+    )
+
+
+def shapes_text(keys: Sequence[GraphKey], what: str) -> str:
+    """Say how often a model is compiled for these token counts, (latent, references, caption) each."""
+    names = "image" if what == "pictures" else "video"
+    if len(keys) == 1:
+        ((tokens, references, length),) = keys
+        control = f" + {sum(references)} control" if references else ""
+        shape = f"{tokens} {names}{control} + {length} text tokens"
+        return f"All {what} share one shape ({shape}), so the model is compiled once."
+    counts = (" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
+    parts = f"{names} + control + text" if any(references for _, references, _ in keys) else f"{names} + text"
+    return (
+        f"The {what} have {len(keys)} shapes (tokens of {parts}: {', '.join(counts)}); the model is compiled for each."
     )

@@ -26,6 +26,7 @@ from .checks import (
     length_notes,
     plan_notes,
     regularisation_notes,
+    shapes_text,
     start_notes,
 )
 from .encode.augmentation import view_notes
@@ -41,7 +42,6 @@ from .media.integrity import check_images
 from .media.masks import TOKENS, mask_notes, token_weights
 from .samples import (
     FIRST_VARIANT,
-    GraphKey,
     Prompt,
     Sample,
     SampleTensors,
@@ -239,24 +239,9 @@ def summary(prepared: PreparedData) -> str:
         [
             f"{contents}, seen per epoch with repeats: {shown_per_epoch(samples)}.",
             describe_plan(prepared.plan),
-            _shapes(keys, "clips" if clips == len(samples) else "clips and pictures" if clips else "pictures"),
+            shapes_text(keys, "clips" if clips == len(samples) else "clips and pictures" if clips else "pictures"),
             *prepared.notes,
         ]
-    )
-
-
-def _shapes(keys: Sequence[GraphKey], what: str) -> str:
-    """Say how often a model is compiled for these token counts, (latent, references, caption) each."""
-    names = "image" if what == "pictures" else "video"
-    if len(keys) == 1:
-        ((tokens, references, length),) = keys
-        control = f" + {sum(references)} control" if references else ""
-        shape = f"{tokens} {names}{control} + {length} text tokens"
-        return f"All {what} share one shape ({shape}), so the model is compiled once."
-    counts = (" + ".join(map(str, (tokens, *references, length))) for tokens, references, length in keys)
-    parts = f"{names} + control + text" if any(references for _, references, _ in keys) else f"{names} + text"
-    return (
-        f"The {what} have {len(keys)} shapes (tokens of {parts}: {', '.join(counts)}); the model is compiled for each."
     )
 
 
