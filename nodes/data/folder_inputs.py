@@ -1,8 +1,19 @@
 """Inputs that every folder of training data has, and the chaining of folders."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from comfy_api.latest import io
 
 from ..common.types import DatasetType
+
+
+def choices(folders: Sequence[str], placeholder: str) -> dict[str, Any]:
+    """Arguments of a Combo of folders; where there is none, a placeholder says where to put the files.
+
+    The browser marks the placeholder as absent.
+    """
+    return {"options": folders} if folders else {"options": [placeholder], "extra_dict": {"placeholder": placeholder}}
 
 
 def caption_extension(file: str) -> io.Input:

@@ -33,7 +33,7 @@ class TesseraImageFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list_image_folders() or ["input/my_pictures"],  # says where to put them
+                    **folder_inputs.choices(list_image_folders(), "input/my_pictures"),
                     tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
@@ -123,7 +123,7 @@ class TesseraVideoFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list_video_folders() or ["input/my_clips"],
+                    **folder_inputs.choices(list_video_folders(), "input/my_clips"),
                     tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders included. "
                     "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
                     "to be allowed in the file tessera.json in ComfyUI's user folder.",

@@ -15,7 +15,7 @@ from server import PromptServer
 
 from ...common.file_names import plain_name
 from ...train.checkpoint.run_folder import run_folders
-from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, own_file, thinned
+from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
 from ...train.expert_pair import HIGH, LOW
 from ..common import training_now
 from .run import runs_folder
@@ -63,14 +63,16 @@ class Runs:
                 facts, curve = reader.facts(), reader.read()
             except OSError:  # deleted meanwhile
                 return None
+            steps = facts["steps"] if type(facts.get("steps")) is int else 0
+            points = averaged(list(curve.loss.values()), max(10, steps // 20))
             text = {name: _text(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
             return {
                 "id": id,
                 "folder": folder.name,
                 **text,
-                "steps": facts["steps"] if type(facts.get("steps")) is int else 0,
+                "steps": steps,
                 "step": curve.step,
-                "loss": thinned([point for point in curve.loss.values() if point[0] > since]),
+                "loss": thinned([point for point in points if point[0] > since]),
                 "validation": thinned(list(curve.validation.values())),
                 "saves": [step for step, _ in thinned(list(curve.saves.values()))],
                 "previews": list(curve.previews)[-MOST_POINTS:],

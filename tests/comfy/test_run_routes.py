@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import quote
 
+import pytest
 from comfy_server import DIRECT, PATIENCE
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
@@ -47,8 +48,8 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
         (one,) = listed(own_server, "seen")
         assert found["running"] and one["running"] and found["node"] == "train" and found["prompt_id"] == prompt_id
         assert (found["output_name"], found["steps"], found["status"]) == ("seen", 40, "")
-        assert [step for step, _, _ in found["loss"]] == list(range(1, found["step"] + 1))
-        assert [step for step, _, _ in run_of(own_server, "seen", 15)["loss"]] == list(range(16, found["step"] + 1))
+        assert [point[0] for point in found["loss"]] == list(range(1, found["step"] + 1))
+        assert [point[0] for point in run_of(own_server, "seen", 15)["loss"]] == list(range(16, found["step"] + 1))
         assert found["saves"][:3] == [2, 4, 6] and found["seconds_per_step"] > 0
         own_server.kill()
     own_server.start()
@@ -56,7 +57,9 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     assert not killed["running"] and killed["status"] == "" and killed["loss"] == found["loss"]
     summary = own_server.run(training_graph(tiny_loaders, "seen"))["outputs"]["train"]["tessera"][0]
     whole = run_of(own_server, "seen")
-    assert [loss for _, loss, _ in whole["loss"]] == summary["loss"] and len(summary["loss"]) == 40
+    assert [point[1] for point in whole["loss"]] == summary["loss"] and len(summary["loss"]) == 40
+    means = [sum(last) / len(last) for at in range(40) if (last := summary["loss"][max(0, at - 9) : at + 1])]
+    assert [point[3] for point in whole["loss"]] == pytest.approx(means)
     assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
 
 

@@ -206,6 +206,15 @@ def own_file(folder: Path, name: str) -> Path | None:
     return path if plain and real.parent == folder.resolve() else None
 
 
+def averaged(points: Sequence[tuple[int, float, Any]], window: int) -> list[tuple[int, float, Any, float]]:
+    """Add to each point (step, loss, rate) the mean loss of the last `window` points up to it."""
+    found, total = [], 0.0
+    for at, (step, loss, rate) in enumerate(points):
+        total += loss - (points[at - window][1] if at >= window else 0.0)
+        found.append((step, loss, rate, total / min(at + 1, window)))
+    return found
+
+
 def thinned(points: Sequence[tuple[Any, ...]], most: int = MOST_POINTS) -> list[tuple[Any, ...]]:
     """Thin points (step, value, …) to at most `most`: of each stretch the least and the greatest, and the last of all.
 

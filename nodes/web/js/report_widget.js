@@ -7,6 +7,7 @@ const MARGIN = 10 // the frontend's own, around every DOM widget
 const MOST_LINES = 12
 const MOST_LINES_OF_A_TABLE = 30
 const MOST_PIXELS_OF_A_PICTURE = 360
+const PANEL_WIDTH = 360
 
 function reportOf(node) {
   const found = node.widgets?.find((widget) => widget.name === WIDGET)
@@ -57,17 +58,57 @@ function height(node, element) {
   const letters = Math.max(20, Math.floor((node.size[0] - 40) / 6))
   const folded = (text) => text.split('\n').reduce((sum, line) => sum + Math.ceil((line.length || 1) / letters), 0)
   const pictures = [...element.querySelectorAll(':scope > img')]
-  const shown = pictures.reduce((sum, image) => sum + pictureHeight(node, image), 0)
-  const most = element.children.length > pictures.length ? MOST_LINES_OF_A_TABLE : MOST_LINES
-  const texts = [...element.childNodes].filter((part) => !pictures.includes(part))
+  const fixed = [...element.children].filter((part) => part.dataset.height)
+  const shown = pictures.reduce((sum, image) => sum + pictureHeight(node, image), 0) +
+    fixed.reduce((sum, part) => sum + Number(part.dataset.height), 0)
+  const texts = [...element.childNodes].filter((part) => !pictures.includes(part) && !fixed.includes(part))
+  const most = texts.some((part) => part.rows || part.style?.fontFamily) ? MOST_LINES_OF_A_TABLE : MOST_LINES
   const lines = texts.reduce((sum, part) => sum + (part.rows?.length ?? folded(part.textContent)), 0)
   return Math.min(lines, most) * LINE_HEIGHT + shown + 2 * (PADDING + MARGIN)
 }
 
+/** The sentence of an error, in red above all else; none takes it away. */
+export function setError(node, text) {
+  if ((text ?? '') === (node.tesseraError ?? '')) return
+  node.tesseraError = text
+  show(node, node.tesseraContent ?? [])
+}
+
+/** The panel of a run, above the lines; none takes it away. */
+export function setPanel(node, panel) {
+  node.tesseraPanel = panel
+  show(node, node.tesseraContent ?? [], panel && PANEL_WIDTH)
+}
+
+function errorLine(text) {
+  const element = document.createElement('div')
+  element.className = 'tessera-error'
+  element.setAttribute('role', 'alert')
+  element.textContent = text
+  Object.assign(element.style, {
+    color: 'var(--error-text)', fontWeight: '600', borderLeft: '3px solid var(--error-text)', paddingLeft: '6px',
+  })
+  return element
+}
+
+function remove(node) {
+  const at = node.widgets?.findIndex((widget) => widget.name === WIDGET) ?? -1
+  if (at < 0) return
+  const widget = node.widgets[at]
+  const room = widget.computedHeight ?? 0
+  node.removeWidget(widget)
+  node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - room)])
+}
+
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
 export function show(node, content, leastWidth = 0) {
-  const said = content.filter(Boolean)
-  if (!said.length && !node.widgets?.some((widget) => widget.name === WIDGET)) return
+  node.tesseraContent = content
+  const head = [node.tesseraError && errorLine(node.tesseraError), node.tesseraPanel]
+  const said = [...head, ...content].filter(Boolean)
+  if (!said.length) {
+    remove(node)
+    return
+  }
   const { element } = reportOf(node)
   const isText = (part) => typeof part === 'string'
   element.replaceChildren(

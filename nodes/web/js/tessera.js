@@ -3,6 +3,7 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
+import { nodeAt } from './nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
 
 const describe = {
@@ -52,18 +53,6 @@ function describeRun(run) {
 function backend(run) {
   const how = run.compile_report?.regions?.[0]?.how
   return how ? ` by ${how.backend}` : ''
-}
-
-/** The node of ours that the server names: ids of nodes in subgraphs are paths such as 12:5. In another workflow that
- * was opened meanwhile the same id may be any node's. */
-function nodeAt(path) {
-  let graph = app.rootGraph ?? app.graph
-  let node
-  for (const id of String(path).split(':')) {
-    node = graph?.getNodeById(id)
-    graph = node?.subgraph
-  }
-  return node?.type in describe ? node : undefined
 }
 
 /** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until

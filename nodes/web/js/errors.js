@@ -1,0 +1,80 @@
+// What is wrong stands on the node that it is about: errors of a run, inputs that the server refused, folders that are
+// not there.
+import { app } from '../../../scripts/app.js'
+import { api } from '../../../scripts/api.js'
+import { nodeAt, ourNodes } from './nodes.js'
+import { setError } from './report_widget.js'
+
+const FOLDERS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
+
+/** One of the server's errors of a node, as a sentence. Ours stand behind the name of the input and a dash. */
+function refusal({ type, message, details, extra_info }) {
+  const input = extra_info?.input_name
+  if (type === 'custom_validation_failed') return details?.slice(details.startsWith(`${input} - `) ? input.length + 3 : 0)
+  return details ? `${message}: ${details}` : message
+}
+
+function showRefused() {
+  for (const [path, { errors }] of Object.entries(app.extensionManager.lastNodeErrors ?? {})) {
+    const node = nodeAt(path)
+    const sentences = [...new Set((errors ?? []).map(refusal).filter(Boolean))]
+    if (node && sentences.length) setError(node, sentences.join('\n'))
+  }
+}
+
+/** Marks a folder that is not in the list, or that stands there only to say where to put the files. */
+function checkFolder(node, folder) {
+  const listed = folder.options?.values
+  const values = typeof listed === 'function' ? listed() : listed
+  const linked = node.inputs?.find((input) => input.widget?.name === 'folder')?.link != null
+  if (!Array.isArray(values) || linked) return
+  const placeholder = node.constructor.nodeData?.input?.required?.folder?.[1]?.placeholder
+  const absent = folder.value === placeholder || !values.includes(folder.value)
+  const fix = 'Put them there and press R, or choose another folder.'
+  setError(node, absent ? `${folder.value} is not among the folders that hold ${FOLDERS[node.type]}. ${fix}` : '')
+}
+
+const folderOf = (node) => node.type in FOLDERS && node.widgets?.find((widget) => widget.name === 'folder')
+
+function checkFolders() {
+  for (const [node] of ourNodes()) if (folderOf(node)) forget(node)
+}
+
+/** Takes away the last error; an absent folder is marked again. */
+function forget(node) {
+  const folder = folderOf(node)
+  if (folder) checkFolder(node, folder)
+  else setError(node, '')
+}
+
+app.registerExtension({
+  name: 'tessera.errors',
+  setup() {
+    api.addEventListener('execution_error', ({ detail }) => {
+      const node = nodeAt(detail.node_id)
+      if (node) setError(node, detail.exception_message?.trim())
+    })
+    const { queuePrompt } = app
+    // The server tells a refusal to nobody but the one that asked.
+    app.queuePrompt = async function (...rest) {
+      for (const [node] of ourNodes()) forget(node)
+      try {
+        return await queuePrompt.apply(this, rest)
+      } finally {
+        showRefused()
+      }
+    }
+  },
+  nodeCreated(node) {
+    const folder = folderOf(node)
+    if (!folder) return
+    const { callback } = folder
+    folder.callback = function (...rest) {
+      const result = callback?.apply(this, rest)
+      checkFolder(node, folder)
+      return result
+    }
+  },
+  afterConfigureGraph: checkFolders,
+  refreshComboInNodes: () => setTimeout(checkFolders), // the lists are renewed by then
+})

@@ -1,0 +1,121 @@
+// The panel of a run on Train LoRA: how far it is, and its loss as a curve. All in it came from the server, so it is
+// set as text, never as HTML.
+
+const SVG = 'http://www.w3.org/2000/svg'
+const HEIGHT = 214 // of the whole panel, in pixels; the report gives it that much room
+const WIDTH = 1000 // of the drawing, in units that are stretched to the node
+const DEPTH = 100
+const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
+const ENDED = { finished: 'Finished', cancelled: 'Stopped', failed: 'Ended by an error', unsaved: 'Not saved' }
+
+function part(parent, style, tag = 'div') {
+  const element = document.createElement(tag)
+  Object.assign(element.style, style)
+  parent.append(element)
+  return element
+}
+
+function line(svg, stroke, width) {
+  const path = document.createElementNS(SVG, 'path')
+  for (const [name, value] of Object.entries({
+    fill: 'none', 'stroke-width': width, 'stroke-linecap': 'round', 'stroke-linejoin': 'round',
+    'vector-effect': 'non-scaling-stroke',
+  })) path.setAttribute(name, value)
+  path.style.stroke = stroke
+  svg.append(path)
+  return path
+}
+
+/** Makes an empty panel; `draw` fills it. */
+export function makePanel() {
+  const element = document.createElement('div')
+  element.className = 'tessera-run'
+  element.dataset.height = HEIGHT
+  Object.assign(element.style, {
+    height: `${HEIGHT}px`, boxSizing: 'border-box', overflow: 'hidden', whiteSpace: 'nowrap', paddingBottom: '6px',
+    fontVariantNumeric: 'tabular-nums',
+  })
+  const head = part(element, { display: 'flex', justifyContent: 'space-between', gap: '12px', font: '600 20px/28px sans-serif' })
+  const [step, left] = [part(head, {}), part(head, { textAlign: 'right' })]
+  const facts = part(element, { lineHeight: '18px', overflow: 'hidden', textOverflow: 'ellipsis' })
+  const plot = part(element, { height: '112px', margin: '4px 0' })
+  const svg = document.createElementNS(SVG, 'svg')
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${DEPTH}`)
+  svg.setAttribute('preserveAspectRatio', 'none')
+  svg.setAttribute('role', 'img')
+  Object.assign(svg.style, {
+    width: '100%', height: '100%', display: 'block', overflow: 'visible', boxSizing: 'border-box',
+    borderBottom: '1px solid var(--border-color)',
+  })
+  plot.append(svg)
+  const paths = {
+    saves: line(svg, COLOURS.saves, 2), loss: line(svg, COLOURS.loss, 1), mean: line(svg, COLOURS.mean, 2),
+    validation: line(svg, COLOURS.validation, 7),
+  }
+  paths.loss.style.opacity = 0.6
+  const legend = part(element, { lineHeight: '15px', display: 'flex', gap: '10px' })
+  const keys = {}
+  for (const [name, text] of Object.entries({ loss: 'loss', mean: 'mean', validation: 'validation', saves: 'saves' })) {
+    keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
+    keys[name].textContent = text
+  }
+  const said = part(element, { lineHeight: '15px', height: '30px', whiteSpace: 'normal', overflow: 'hidden' })
+  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, said } })
+  return element
+}
+
+const digits = (value) => value.toPrecision(3)
+
+/** Seconds as h:mm:ss. */
+function clock(seconds) {
+  const whole = Math.round(seconds)
+  const two = (value) => String(value).padStart(2, '0')
+  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`
+}
+
+/** Shows a run as the server's route tells it; `points` are all its points so far: step, loss, rate, mean. */
+export function draw(panel, run, points) {
+  const { step, left, facts, svg, paths, keys, said } = panel.parts
+  const last = points.at(-1)
+  step.textContent = run.steps ? `Step ${run.step} / ${run.steps}` : `Step ${run.step}`
+  if (run.running) left.textContent = run.seconds_left == null ? '' : `${clock(run.seconds_left)} left`
+  else left.textContent = ENDED[run.status] ?? 'Broke off'
+  facts.textContent = [
+    last && `loss ${digits(last[3])}`,
+    last?.[2] != null && `rate ${Number(last[2].toPrecision(3))}`,
+    run.seconds_per_step != null && `${digits(run.seconds_per_step)} s per step`,
+    run.folder,
+  ].filter(Boolean).join('  ·  ')
+  facts.title = `${run.folder} ${run.model}`.trim()
+  said.textContent = sentence(run)
+  said.title = said.textContent
+  keys.validation.style.display = run.validation.length ? '' : 'none'
+  keys.saves.style.display = run.saves.length ? '' : 'none'
+
+  const values = [...points.map((point) => point[1])].sort((a, b) => a - b)
+  const at = (share) => values[Math.round(share * (values.length - 1))]
+  // A few outliers would press the rest of the curve flat.
+  const shown = [...(values.length ? [at(0.01), at(0.99)] : []), ...points.map((p) => p[3]), ...run.validation.map((p) => p[1])]
+  const low = shown.reduce((a, b) => Math.min(a, b), Infinity)
+  const high = shown.reduce((a, b) => Math.max(a, b), -Infinity)
+  const ends = Math.max(run.steps, last?.[0] ?? 0, 2)
+  const x = (value) => (((value - 1) / (ends - 1)) * WIDTH).toFixed(1)
+  const y = (value) => {
+    const share = high > low ? (value - low) / (high - low) : 0.5
+    return (DEPTH * (1 - 0.06 - 0.88 * Math.min(1, Math.max(0, share)))).toFixed(1)
+  }
+  const curve = (column) => points.map((p, n) => `${n ? 'L' : 'M'}${x(p[0])} ${y(p[column])}`).join('')
+  paths.loss.setAttribute('d', curve(1))
+  paths.mean.setAttribute('d', curve(3))
+  paths.validation.setAttribute('d', run.validation.map(([at, value]) => `M${x(Math.max(at, 1))} ${y(value)}h0`).join(''))
+  paths.saves.setAttribute('d', run.saves.map((at) => `M${x(Math.max(at, 1))} ${DEPTH}v-8`).join(''))
+  keys.loss.textContent = points.length ? `loss ${digits(low)} to ${digits(high)}` : 'loss'
+  svg.setAttribute('aria-label', `Loss of ${points.length} points up to step ${run.step}`)
+}
+
+function sentence(run) {
+  if (run.running) return run.phase ?? ''
+  if (run.status === 'finished') return ''
+  if (run.status === 'failed') return '' // its sentence stands on the node in red
+  return run.text || 'The run was ended from outside; Run goes on from its last saved state.'
+}

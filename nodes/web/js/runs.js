@@ -1,0 +1,97 @@
+// Asks the server for the runs of Train LoRA and keeps their panels: a page that was reloaded, or one that did not
+// queue the run, sees it as the one that did.
+import { app } from '../../../scripts/app.js'
+import { api } from '../../../scripts/api.js'
+import { ourNodes } from './nodes.js'
+import { draw, makePanel } from './run_panel.js'
+import { setError, setPanel } from './report_widget.js'
+
+const EVERY = 2000 // milliseconds between two questions
+const SOON = 1000 // after an event; the server writes once a second
+const MOST_POINTS = 4000 // then the curve is asked for again, thinned
+const KIND = 'TesseraTrainLora'
+
+let queued = 0 // prompts of this server that wait or run
+
+async function ask(path) {
+  const answer = await api.fetchApi(path, { cache: 'no-store' })
+  return answer.ok ? answer.json() : undefined
+}
+
+/** Brings a node's panel up to date. One question at a time; what comes meanwhile asks again after it. */
+export async function refresh(node) {
+  const live = (node.tesseraLive ??= { points: [] })
+  if (live.asking) {
+    live.again = true
+    return
+  }
+  live.asking = true
+  try {
+    do {
+      live.again = false
+      await update(node, live)
+    } while (live.again)
+  } catch (error) {
+    console.warn('Tessera: the run could not be asked for', error) // the server is away; the next question may be answered
+  } finally {
+    live.asking = false
+  }
+}
+
+async function update(node, live) {
+  const name = node.widgets?.find((widget) => widget.name === 'output_name')?.value
+  const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
+  if (!newest) {
+    Object.assign(live, { id: undefined, run: undefined, points: [] })
+    if (node.tesseraPanel) setPanel(node, undefined)
+    return
+  }
+  const last = () => live.points.at(-1)?.[0] ?? 0
+  if (newest.id !== live.id || live.points.length > MOST_POINTS) Object.assign(live, { id: newest.id, points: [] })
+  let run = await ask(`/tessera/runs/${newest.id}?since=${last()}`)
+  if (run && live.points.length && (run.started !== live.run?.started || run.step < last())) {
+    live.points = []
+    run = await ask(`/tessera/runs/${newest.id}?since=0`)
+  }
+  if (!run) return
+  live.run = run
+  live.points.push(...run.loss)
+  const panel = node.tesseraPanel ?? makePanel()
+  draw(panel, run, live.points)
+  if (!node.tesseraPanel) setPanel(node, panel)
+  const failure = run.status === 'failed' ? run.text : ''
+  if (failure && live.failed !== run.started) setError(node, failure)
+  else if (!failure && live.failed) setError(node, '')
+  live.failed = failure && run.started // told once: queueing again takes the sentence away before the next run begins
+}
+
+function refreshAll(isDue) {
+  for (const [node] of ourNodes()) if (node.type === KIND && isDue(node)) refresh(node)
+}
+
+const isDue = ({ tesseraLive }) => queued || !tesseraLive || tesseraLive.run?.running
+const visible = () => document.visibilityState === 'visible'
+let soon
+
+app.registerExtension({
+  name: 'tessera.runs',
+  async setup() {
+    api.addEventListener('status', ({ detail }) => {
+      const before = queued
+      queued = detail?.exec_info?.queue_remaining ?? 0
+      if (before && !queued && visible()) refreshAll(() => true) // the end of what ran last
+    })
+    api.addEventListener('tessera.train', () => {
+      soon ??= setTimeout(() => {
+        soon = undefined
+        if (visible()) refreshAll(() => true)
+      }, SOON)
+    })
+    document.addEventListener('visibilitychange', () => visible() && refreshAll(() => true))
+    setInterval(() => visible() && refreshAll(isDue), EVERY)
+    queued = (await ask('/prompt'))?.exec_info?.queue_remaining ?? 0 // its first message came before this
+  },
+  afterConfigureGraph() {
+    refreshAll(() => true)
+  },
+})

@@ -1,0 +1,148 @@
+"""Train LoRA while it trains, in ComfyUI's own frontend: the panel with its curve, and errors on their nodes."""
+
+import json
+
+import pytest
+from tiny.prompt import node
+from tiny.server_runs import held
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+
+
+def graph(encoders, name, **changes):
+    train = {"output_name": name, "steps": 60, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
+    train |= {"gradient_accumulation": 1, "compile": "off", "save_every": 5, "resume": "latest"}
+    return {
+        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
+        "2": node("TesseraTinyClipLoader", **encoders),
+        "3": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
+        "4": node("CLIPTextEncode", clip=["2", 0], text="a fox"),
+        "5": node("TesseraLatentsToDataset", latents=["3", 0], positive=["4", 0], max_graphs=1),
+        "6": node("TesseraTrainLora", model=["1", 0], data=["5", 0], **{**train, **changes}),
+    }
+
+
+def open_graph(frontend, prompt):
+    frontend.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
+    frontend.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(prompt))
+
+
+def press_run(frontend):
+    posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
+    with frontend.page.expect_response(posts) as answer:
+        frontend.page.get_by_test_id("queue-button").first.click()
+    return answer.value.json().get("prompt_id")
+
+
+def panel_says(frontend, text):
+    playwright.expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
+
+
+def points(frontend):
+    """How many points the curve has, and at which step it is."""
+    return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
+
+
+VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
+
+
+@RENDERERS
+def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
+    name = f"live_{new_renderer}"
+    frontend.use_new_renderer(new_renderer)
+    prompt = graph(frontend.ENCODERS, name)
+    open_graph(frontend, prompt)
+    page, before, values = frontend.page, frontend.prompt(), frontend.page.evaluate(VALUES)
+    with held(comfyui, 23):
+        prompt_id = press_run(frontend)
+        panel_says(frontend, "Step 23 / 60")
+        assert points(frontend) == "Loss of 23 points up to step 23"
+        drawn = page.evaluate("[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))")
+        saves, loss, mean, _ = drawn
+        assert saves.count("M") == 4 and loss.count("L") == mean.count("L") == 22
+        page.reload()
+        frontend.open()
+        open_graph(frontend, prompt)
+        panel_says(frontend, "Step 23 / 60")
+        again = page.evaluate("[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))")
+        assert again == drawn
+        assert frontend.prompt() == before and page.evaluate(VALUES) == values  # the panel is no value of the workflow
+        comfyui.interrupt()
+    comfyui.wait(prompt_id)
+    panel_says(frontend, "and saved; Run goes on from there.")
+    press_run(frontend)
+    panel_says(frontend, "Finished")
+    assert points(frontend) == "Loss of 60 points up to step 60"
+    assert frontend.faults() == {} and frontend.crashes == []
+
+
+ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tesseraError)
+  .map((n) => [n.type, n.widgets.find((w) => w.name === 'tessera_report').element.querySelector('[role=alert]')
+  .textContent]))"""
+
+
+@RENDERERS
+def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, comfyui, new_renderer):
+    frontend.use_new_renderer(new_renderer)
+    page = frontend.page
+    prompt = graph(frontend.ENCODERS, "..")
+    prompt["7"] = node("TesseraImageFolder", folder="input/absent")
+    open_graph(frontend, prompt)
+    page.evaluate("async () => { await app.loadGraphData(app.graph.serialize()) }")
+    absent = "input/absent is not among the folders that hold pictures. "
+    absent += "Put them there and press R, or choose another folder."
+    page.wait_for_function(f"Object.keys(({ON_NODES})()).length === 1")
+    assert page.evaluate(ON_NODES) == {"TesseraImageFolder": absent}  # marked when it is opened
+
+    comfyui.wait(press_run(frontend))
+    page.wait_for_function(f"'TesseraTrainLora' in ({ON_NODES})()")
+    sentence = page.evaluate(ON_NODES)["TesseraTrainLora"]
+    assert sentence.startswith("output_name is '..'; use a plain name")
+    alert = page.locator(".tessera-error", has_text="output_name is")
+    playwright.expect(alert).to_be_visible()
+    red, green, blue = map(int, alert.evaluate("e => getComputedStyle(e).color.match(/\\d+/g).slice(0, 3)"))
+    assert red > 2 * green and red > 2 * blue
+
+    state = "mended-1234abcd/state-000005.tessera"
+    page.keyboard.press("Escape")
+    frontend.set_widgets({"TesseraTrainLora": {"output_name": "mended", "resume": state, "steps": 1}})
+    assert press_run(frontend) is None  # the server refuses it
+    page.wait_for_function("app.graph.nodes.some((n) => n.tesseraError?.startsWith('resume: there is no state'))")
+    assert page.evaluate(ON_NODES)["TesseraTrainLora"] == (
+        f"resume: there is no state '{state}' any more; choose another, 'latest' or 'off'."
+    )
+
+    (comfyui.base / "input" / "there").mkdir(exist_ok=True)
+    frontend.set_widgets({"TesseraTrainLora": {"resume": "latest"}})
+    listed = page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraImageFolder').widgets[0].options.values")
+    folder = next(iter(listed))
+    frontend.set_widgets({"TesseraImageFolder": {"folder": folder}})
+    assert ("TesseraImageFolder" in page.evaluate(ON_NODES)) == (folder == "input/my_pictures" and len(listed) == 1)
+    comfyui.wait(press_run(frontend))
+    page.wait_for_function(f"!('TesseraTrainLora' in ({ON_NODES})())")
+    assert frontend.crashes == []
+
+
+def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui):
+    hostile = "<img src=x onerror='window.hostile = 1'>"
+    folder = comfyui.base / "output" / "loras" / "hostile-1234abcd"
+    folder.mkdir(parents=True)
+    lines = [
+        {"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4},
+        {"kind": "end", "status": "failed", "text": hostile},
+    ]
+    (folder / "run.json").write_text(json.dumps({"output_name": hostile, "model": hostile, "steps": 1}))
+    (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    open_graph(frontend, graph(frontend.ENCODERS, "hostile"))
+    panel_says(frontend, "Ended by an error")
+    page = frontend.page
+    page.evaluate(TELL, {"kind": "note", "node": "6", "text": hostile})
+    report = page.locator(".tessera-report", has_text=hostile)
+    playwright.expect(report.locator(".tessera-error")).to_have_text(hostile)
+    assert report.inner_text().count(hostile) == 2 and report.locator("img").count() == 0
+    assert page.evaluate("window.hostile") is None and frontend.crashes == []
+
+
+TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"
