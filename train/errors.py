@@ -34,8 +34,8 @@ def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str
     return saved_state_message(saved, state)
 
 
-def cancelled_message(step: int, saved: int, state: str, resume: str) -> str:
-    """Describe where a cancelled run stopped and how it goes on.
+def stopped_message(step: int, saved: int, state: str, resume: str) -> str:
+    """Describe where the user stopped a run and how it goes on.
 
     step: last complete step.
     saved: step of the last save, 0 without one.

@@ -150,7 +150,7 @@ class ExpertObserver:
         self.began: Callable[[Path], None] = observer.began
         self.saved: Callable[[Path], None] = observer.saved
         self.previewed: Callable[[Path, int], None] = observer.previewed
-        self.check_interrupted = observer.check_interrupted
+        self.asked, self.check_interrupted = observer.asked, observer.check_interrupted
 
     def ended(self, status: str, text: str) -> None:
         self._observer.ended(status, text and f"{self._title}: {text}")

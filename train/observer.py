@@ -1,5 +1,6 @@
 """Observer interface: progress, notes and files that a run reports."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,9 @@ class StepReport:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
         return ", ".join(parts)
+
+
+SAVE, STOP = "save", "stop"
 
 
 class Observer(Protocol):
@@ -79,6 +83,10 @@ class Observer(Protocol):
     def validated(self, step: int, loss: float) -> None:
         """Report the mean validation loss after `step` steps."""
 
+    def asked(self) -> AbstractSet[str]:
+        """Return, once, what the user asks for after this step: SAVE to save now, STOP to end the run here."""
+        ...
+
     def check_interrupted(self) -> None:
         """Raise to cancel the run. The trainer saves before it ends."""
 
@@ -109,6 +117,9 @@ class SilentObserver:
 
     def validated(self, step: int, loss: float) -> None:
         return
+
+    def asked(self) -> AbstractSet[str]:
+        return frozenset()
 
     def check_interrupted(self) -> None:
         return

@@ -18,7 +18,7 @@ from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
-from .errors import cancelled_message
+from .errors import stopped_message
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
 from .preflight.context import RunContext, make_context
@@ -31,10 +31,12 @@ from .settings import TrainSettings
 from .trainer import Trainer, Watcher
 from .validation import Validation
 
+STOPPED = "stopped"  # status of a run that the user ended before its last step, to keep what was trained
+
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a finished run.
+    """Result of a run that was finished, or stopped to be kept.
 
     lora: the LoRA, fp32, with kohya keys.
     loss: loss of each step.
@@ -52,7 +54,12 @@ class TrainResult:
     @property
     def saved(self) -> bool:
         """True where the LoRA lies at `path`."""
-        return self.summary["status"] == "finished"
+        return self.summary["status"] in ("finished", STOPPED)
+
+    @property
+    def stopped(self) -> bool:
+        """True where the user stopped the run before its last step; it goes on when it is queued again."""
+        return bool(self.summary["status"] == STOPPED)
 
     @property
     def sheet(self) -> Path | None:
@@ -76,9 +83,9 @@ class _Recorder:
         self._observer, self._record, self._step = observer, record, 0
         self.notes: list[str] = []
         self.files: list[str] = []
-        self.cancelled = cancelled_message(0, 0, "", "")
+        self.cancelled = stopped_message(0, 0, "", "")
         self.began, self.ended, self.phase = observer.began, observer.ended, observer.phase
-        self.check_interrupted = observer.check_interrupted
+        self.asked, self.check_interrupted = observer.asked, observer.check_interrupted
         for text in notes:
             self.note(text)
 
@@ -180,7 +187,7 @@ def train_lora(
     with recorder.errors(), torch.enable_grad():
         recorder.began(folder.path)
         trainer = Trainer(context, recorder, watchers)
-        outcome = "failed"
+        outcome, ended = "failed", ""
         try:
             if state is not None:
                 trainer.resume(state)
@@ -189,13 +196,16 @@ def train_lora(
                     recorder.note(note)
             recorder.begin(trainer.progress)
             checked = replace(checked, start=None)  # free the warm start's tensors: they can be as large as the LoRA
-            recorder.phase(trainer.doing())
+            recorder.phase(trainer.placed.runner.doing())
             trainer.run()
             final = trainer.save_final(spare_folder)
-            outcome = "finished" if final.saved else "unsaved"
+            outcome = "unsaved"
+            if final.saved:
+                outcome = "finished" if trainer.progress.step == settings.steps else STOPPED
+                if outcome == STOPPED:
+                    recorder.note(ended := stop_message(trainer, settings))
         except InterruptProcessingException:
-            outcome, at, saver = "cancelled", trainer.progress, trainer.saver
-            recorder.cancelled = cancelled_message(at.step, at.saved_step, saver.last_state, settings.resume)
+            outcome, recorder.cancelled = "cancelled", stop_message(trainer, settings)
             raise
         finally:
             summary: dict[str, Any] = {
@@ -224,8 +234,14 @@ def train_lora(
             finally:
                 trainer.close()
                 _write_summary(folder, summary, recorder)
-    recorder.end(outcome)
+    recorder.end(outcome, ended)
     return TrainResult(final.lora, summary["loss"], folder.lora_path, summary, final.copy)
+
+
+def stop_message(trainer: Trainer, settings: TrainSettings) -> str:
+    """Describe where the user stopped the run and how it goes on."""
+    progress = trainer.progress
+    return stopped_message(progress.step, progress.saved_step, trainer.saver.last_state, settings.resume)
 
 
 def run_facts(begun: RunStart, context: RunContext) -> dict[str, Any]:

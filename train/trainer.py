@@ -24,7 +24,7 @@ from .learner import Learner
 from .objective.guidance_loss import guided_target
 from .objective.loss import training_loss
 from .objective.preservation import preservation_facts, preservation_loss
-from .observer import Observer, StepReport
+from .observer import SAVE, STOP, Observer, StepReport
 from .placement import auto
 from .placement.environment import environment_facts, memory_peak, reset_memory_peak
 from .placement.placed_model import PlacedModel
@@ -121,7 +121,7 @@ class Trainer:
         return self.saver.save_final(spare_folder)
 
     def run(self) -> None:
-        """Train to the last step.
+        """Train to the last step, or to the one after which the user stops the run.
 
         Raises TrainingStopped for known errors (OOM, NaN, too many graphs), else the error itself; saves before.
         """
@@ -151,9 +151,12 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                if self.saver.is_due():
+                asked = self.observer.asked()
+                if self.saver.is_due() or (SAVE in asked and progress.step < settings.steps):
                     self.saver.save()
                 self.between_steps()
+                if STOP in asked:
+                    break
         except BaseException as error:
             self.saver.save_unsaved_progress()
             last_save = self.saver.describe_last_save()
@@ -325,12 +328,6 @@ class Trainer:
         self.placed.close()
         del self.placed, self.network, self.learner, self.saver.learner
         comfy.model_management.soft_empty_cache()
-
-    def doing(self) -> str:
-        """Describe the next step for a progress display."""
-        runner = self.placed.runner
-        compiles = runner.planned_graphs and not runner.report.counts().graphs
-        return "Training; the first step compiles and takes longer" if compiles else "Training"
 
     def report(self, loss: float, learning_rate: float) -> StepReport:
         """Make the progress report of the step just done."""

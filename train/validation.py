@@ -45,7 +45,7 @@ class Validation:
         trainer.observer.phase(f"Validating at step {progress.step}")
         losses = trainer.attempt(lambda: self.losses(trainer))
         if progress.step < trainer.settings.steps:
-            trainer.observer.phase(trainer.doing())
+            trainer.observer.phase(trainer.placed.runner.doing())
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
             trainer.observer.note(f"The validation loss at step {progress.step} is not finite and is left out.")

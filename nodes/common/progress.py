@@ -87,5 +87,8 @@ class ServerObserver:
         log.info("Validation loss %.5f at step %d", loss, step)
         self._send("validation", step=step, loss=loss)
 
+    def asked(self) -> frozenset[str]:
+        return training_now.take_asked()
+
     def check_interrupted(self) -> None:
         throw_exception_if_processing_interrupted()

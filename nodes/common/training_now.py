@@ -25,6 +25,7 @@ class TrainingNow:
 
 
 _now: list[TrainingNow] = []  # one at most: ComfyUI executes one node at a time
+_asked: set[str] = set()  # of it, by its user
 
 
 def now(folder: Path) -> TrainingNow | None:
@@ -34,12 +35,29 @@ def now(folder: Path) -> TrainingNow | None:
 
 def begin(folder: Path, node_id: str, prompt_id: str) -> None:
     """Note a run that begins."""
+    _asked.clear()
     _now[:] = [TrainingNow(folder, node_id, prompt_id)]
 
 
 def end() -> None:
     """Note that the run has ended."""
     _now.clear()
+
+
+def ask(folder: Path, prompt_id: str, what: str) -> bool:
+    """Ask something of the run after its next step (`train.observer.SAVE`, `STOP`). False where another run trains."""
+    run = now(folder)
+    if run is None or not prompt_id or run.prompt_id != prompt_id:
+        return False
+    _asked.add(what)
+    return True
+
+
+def take_asked() -> frozenset[str]:
+    """Return, once, what the run was asked for."""
+    taken = frozenset(_asked)
+    _asked.difference_update(taken)
+    return taken
 
 
 def phase(text: str) -> None:

@@ -1,6 +1,7 @@
-"""Routes by which a page reads the runs of this server: `/tessera/runs?name=` and `/tessera/runs/{id}?since=`.
+"""Routes by which a page reads the runs of this server, and asks something of the one that trains.
 
-They read only. A run is named by an id that the first route gave, never by a path.
+GET `/tessera/runs?name=` and `/tessera/runs/{id}?since=` only read. POST `/tessera/runs/{id}/save` and `/stop` take
+effect between two steps. A run is named by an id that the first route gave, never by a path.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from server import PromptServer
@@ -17,6 +19,7 @@ from ...common.file_names import plain_name
 from ...train.checkpoint.run_folder import run_folders
 from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
 from ...train.expert_pair import HIGH, LOW
+from ...train.observer import SAVE, STOP
 from ..common import training_now
 from .run import runs_folder
 
@@ -48,6 +51,12 @@ class Runs:
         with self._lock:
             self._folders |= {_id(path, root): path for path in newest}
         return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in newest]
+
+    def ask(self, id: str, prompt_id: str, what: str) -> bool | None:
+        """Ask something of a run, see `training_now.ask`. None for an unknown id."""
+        with self._lock:
+            folder = self._folders.get(id)
+        return None if folder is None else training_now.ask(folder, prompt_id, what)
 
     def read(self, id: str, since: int) -> dict[str, Any] | None:
         """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id."""
@@ -139,9 +148,40 @@ async def read_run(request: web.Request) -> web.Response:
     return web.json_response(found)
 
 
+async def ask_run(request: web.Request) -> web.Response:
+    """Answer POST `/tessera/runs/{id}/save` and `/stop` with `{"prompt_id": …}`, the one that the run belongs to."""
+    if not _is_own_page(request):
+        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
+    if request.content_type != "application/json":
+        return web.json_response({"error": "Send application/json."}, status=415)
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        body = None
+    prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
+    if not isinstance(prompt_id, str):
+        return web.json_response({"error": "Say the prompt_id of the run."}, status=400)
+    what = request.match_info["what"]
+    found = _runs.ask(request.match_info["id"], prompt_id, what)
+    if found is None:
+        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+    if not found:
+        return web.json_response({"error": "This run does not train now."}, status=409)
+    return web.json_response({"asked": what})
+
+
+def _is_own_page(request: web.Request) -> bool:
+    """Tell whether a page of this server asks, or no browser; ComfyUI's own check is off under --enable-cors-header."""
+    if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
+        return False
+    origin = request.headers.get("Origin")
+    return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+
+
 def add_routes() -> None:
     """Add the routes to ComfyUI's server, where there is one."""
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.routes.get("/tessera/runs")(list_runs)
         server.routes.get("/tessera/runs/{id}")(read_run)
+        server.routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}}}")(ask_run)

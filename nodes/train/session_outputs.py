@@ -18,8 +18,15 @@ def record_outputs(output_name: str, loras: Iterable[Path]) -> None:
     _returned.setdefault(output_name, set()).update(loras)
 
 
+def record_stopped(output_name: str) -> None:
+    """Record that a run was stopped before its last step, so that queued again it is executed and goes on."""
+    _times_lost[output_name] += 1
+
+
 def times_lost(output_name: str | None) -> int:
-    """Count how often a returned LoRA, or the summary of its run, was found deleted. Each loss counts once.
+    """Count how often a returned LoRA, or the summary of its run, was found deleted, or is of a stopped run.
+
+    Each loss counts once.
 
     output_name: None, as for a linked input, counts all names.
     """

@@ -37,7 +37,7 @@ from ..common.types import (
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
 from .saved_workflow import workflow_files
-from .session_outputs import record_outputs, times_lost
+from .session_outputs import record_outputs, record_stopped, times_lost
 
 
 class TesseraTrainLora(io.ComfyNode):
@@ -281,6 +281,8 @@ class TesseraTrainLora(io.ComfyNode):
                     "without that name."
                 )
                 record_outputs(output_name, [result.path] if result.saved else [])
+                if result.stopped:
+                    record_stopped(output_name)
                 values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
                 return io.NodeOutput(*values, ui=node_ui(result))
             check_one_model(preview)
@@ -298,6 +300,8 @@ class TesseraTrainLora(io.ComfyNode):
                 partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
                 results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
         record_outputs(output_name, [result.path for result in results if result.saved])
+        if any(result.stopped for result in results):
+            record_stopped(output_name)
         high, low = results
         return io.NodeOutput(
             *outputs(high), *outputs(low), preview_sheet(high), preview_sheet(low), ui=node_ui(high, low)

@@ -40,6 +40,10 @@ def panel_says(frontend, text):
     playwright.expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
 
 
+def center(page):
+    page.evaluate("app.canvas.centerOnNode(app.graph.nodes.find((n) => n.type === 'TesseraTrainLora'))")
+
+
 def points(frontend):
     """How many points the curve has, and at which step it is."""
     return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
@@ -71,6 +75,17 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         assert frontend.prompt() == before and page.evaluate(VALUES) == values  # the panel is no value of the workflow
         comfyui.interrupt()
     comfyui.wait(prompt_id)
+    panel_says(frontend, "and saved; Run goes on from there.")
+    button = page.get_by_role("button", name="Stop and keep")
+    playwright.expect(button).to_be_hidden()  # nothing trains
+    with held(comfyui, 40):
+        press_run(frontend)
+        panel_says(frontend, "Step 40 / 60")
+        center(page)
+        button.click()
+        panel_says(frontend, "Stop and keep: after this step.")
+        playwright.expect(button).to_be_disabled()
+    panel_says(frontend, "Stopped and kept")
     panel_says(frontend, "and saved; Run goes on from there.")
     press_run(frontend)
     panel_says(frontend, "Finished")

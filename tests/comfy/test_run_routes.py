@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import pytest
 from comfy_server import DIRECT, PATIENCE
+from tiny.prompt import node
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
 
@@ -27,6 +28,13 @@ def wait_for(server, name, is_there):
         assert time.monotonic() < end, found
         time.sleep(0.05)
     return found
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def status_of(server, path, method="GET", **headers):
@@ -61,6 +69,57 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     means = [sum(last) / len(last) for at in range(40) if (last := summary["loss"][max(0, at - 9) : at + 1])]
     assert [point[3] for point in whole["loss"]] == pytest.approx(means)
     assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
+
+
+def asked(server, path, body, **headers):
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with DIRECT.open(request, timeout=PATIENCE) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_it_goes_on(server, tiny_loaders):
+    put_pictures(server.base)
+    graph = training_graph(tiny_loaders, "kept", save_every=0)
+    graph["saved"] = node("TesseraSaveLora", lora=["train", 0], filename_prefix="kept", format="kohya", dtype="fp16")
+    with held(server, 9):
+        prompt_id = server.queue(graph)
+        wait_until(lambda: listed(server, "kept"))
+        wait_for(server, "kept", lambda run: run["step"] >= 8)
+        at, body = f"/tessera/runs/{listed(server, 'kept')[0]['id']}", {"prompt_id": prompt_id}
+        host = server.url.removeprefix("http://")
+        for headers, given, answer in [
+            (JSON | {"Sec-Fetch-Site": "cross-site"}, body, 403),
+            (JSON | {"Sec-Fetch-Site": "same-site"}, body, 403),
+            (JSON | {"Origin": "http://evil.example"}, body, 403),
+            (JSON | {"Origin": "null"}, body, 403),
+            ({"Content-Type": "text/plain"}, body, 415),
+            ({"Content-Type": "application/x-www-form-urlencoded"}, body, 415),
+            (JSON, {"prompt_id": "another"}, 409),
+            (JSON, {"prompt_id": ""}, 409),
+            (JSON, {"prompt_id": ["x"]}, 400),
+            (JSON, [], 400),
+        ]:
+            assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
+        assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
+        assert asked(server, f"{at}/delete", body, **JSON) in (404, 405)
+        assert status_of(server, f"{at}/stop") in (404, 405)  # a link or a picture can't ask
+        assert asked(server, f"{at}/save", body, **JSON, Origin=f"http://{host}") == 200
+        assert asked(server, f"{at}/stop", body, **JSON, **{"Sec-Fetch-Site": "same-origin"}) == 200
+    outputs = server.wait(prompt_id)["outputs"]
+    (summary,) = outputs["train"]["tessera"]
+    assert summary["status"] == "stopped" and 8 <= summary["steps_done"] < 12
+    assert summary["path"].endswith("kept.safetensors") and "saved" in outputs  # the graph went on
+    assert run_of(server, "kept")["status"] == "stopped"
+    assert asked(server, f"{at}/stop", body, **JSON) == 409  # it trains no more
+    again = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
+    assert f"Resumed at step {summary['steps_done']}." in again["notes"]
+    assert again["status"] == "finished" and again["loss"][: summary["steps_done"]] == summary["loss"]
 
 
 def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):

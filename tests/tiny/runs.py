@@ -71,8 +71,12 @@ class Watcher:
         self.files: list[str] = []
         self.sheets: list[tuple[int, Path]] = []
         self.validations: list[tuple[int, float]] = []
+        self.asks: dict[int, frozenset[str]] = {}  # by the step after which the user asks
         self.ends: list[tuple[str, str]] = []
         self.done = 0
+
+    def asked(self) -> frozenset[str]:
+        return self.asks.pop(self.done, frozenset())
 
     def began(self, folder: Path) -> None:
         self.folder = folder

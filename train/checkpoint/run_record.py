@@ -96,7 +96,7 @@ class RunCurve:
     validation: (step, loss) by ascending step.
     saves: (step, file name) by ascending step.
     previews: steps of previews, ascending.
-    status: `finished`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
+    status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
     text: the sentence that it ended with.
     """
 

@@ -159,6 +159,11 @@ class BlockRunner:
         for among in self._blocks.values():
             among.report, among.run = None, self._eager()
 
+    def doing(self) -> str:
+        """Describe the next step for a progress display."""
+        compiles = self.planned_graphs and not self.report.counts().graphs
+        return "Training; the first step compiles and takes longer" if compiles else "Training"
+
     def watch_backward(self) -> AbstractContextManager[Any]:
         """Return a context for each backward, which reports the graphs that it compiles."""
         return nullcontext() if self.backward is None else self.backward.watch()

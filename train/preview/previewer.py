@@ -188,7 +188,7 @@ class Previewer:
             self.failures += 1
             trainer.observer.note(self._failed(step, error))
         if step < steps:
-            trainer.observer.phase(trainer.doing())
+            trainer.observer.phase(trainer.placed.runner.doing())
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return True where a preview is to be made after `step` of `steps` steps."""

@@ -2,11 +2,11 @@
 // set as text, never as HTML.
 
 const SVG = 'http://www.w3.org/2000/svg'
-const HEIGHT = 214 // of the whole panel, in pixels; the report gives it that much room
+const HEIGHT = 222 // of the whole panel, in pixels; the report gives it that much room
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
-const ENDED = { finished: 'Finished', cancelled: 'Stopped', failed: 'Ended by an error', unsaved: 'Not saved' }
+const ENDED = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
 
 function part(parent, style, tag = 'div') {
   const element = document.createElement(tag)
@@ -26,8 +26,11 @@ function line(svg, stroke, width) {
   return path
 }
 
-/** Makes an empty panel; `draw` fills it. */
-export function makePanel() {
+const ASKS = { stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
+  save: ['Save now', 'Save the LoRA and the state after this step, and train on.'] }
+
+/** Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. */
+export function makePanel(ask) {
   const element = document.createElement('div')
   element.className = 'tessera-run'
   element.dataset.height = HEIGHT
@@ -53,14 +56,29 @@ export function makePanel() {
     validation: line(svg, COLOURS.validation, 7),
   }
   paths.loss.style.opacity = 0.6
-  const legend = part(element, { lineHeight: '15px', display: 'flex', gap: '10px' })
+  const legend = part(element, { lineHeight: '15px', height: '24px', display: 'flex', gap: '10px', alignItems: 'center' })
   const keys = {}
   for (const [name, text] of Object.entries({ loss: 'loss', mean: 'mean', validation: 'validation', saves: 'saves' })) {
     keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
     keys[name].textContent = text
   }
+  const buttons = part(legend, { marginLeft: 'auto', display: 'flex', gap: '6px' })
+  for (const [what, [text, title]] of Object.entries(ASKS)) {
+    const button = part(buttons, {
+      font: 'inherit', lineHeight: '18px', padding: '1px 8px', cursor: 'pointer', borderRadius: '4px',
+      color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
+    }, 'button')
+    Object.assign(button, { type: 'button', textContent: text, title })
+    button.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
+    button.addEventListener('click', async () => {
+      for (const other of buttons.children) other.disabled = true
+      const told = { step: element.parts.at, text: (await ask(what)) ?? `${text}: after this step.` }
+      element.parts.told = told
+      element.parts.said.textContent = told.text
+    })
+  }
   const said = part(element, { lineHeight: '15px', height: '30px', whiteSpace: 'normal', overflow: 'hidden' })
-  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, said } })
+  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, buttons, said } })
   return element
 }
 
@@ -75,8 +93,9 @@ function clock(seconds) {
 
 /** Shows a run as the server's route tells it; `points` are all its points so far: step, loss, rate, mean. */
 export function draw(panel, run, points) {
-  const { step, left, facts, svg, paths, keys, said } = panel.parts
+  const { step, left, facts, svg, paths, keys, buttons, said } = panel.parts
   const last = points.at(-1)
+  panel.parts.at = run.step
   step.textContent = run.steps ? `Step ${run.step} / ${run.steps}` : `Step ${run.step}`
   if (run.running) left.textContent = run.seconds_left == null ? '' : `${clock(run.seconds_left)} left`
   else left.textContent = ENDED[run.status] ?? 'Broke off'
@@ -87,7 +106,11 @@ export function draw(panel, run, points) {
     run.folder,
   ].filter(Boolean).join('  ·  ')
   facts.title = `${run.folder} ${run.model}`.trim()
-  said.textContent = sentence(run)
+  const { told } = panel.parts // an answer stays until the next step is done
+  if (told && (!run.running || told.step !== run.step)) panel.parts.told = undefined
+  buttons.style.display = run.running ? 'flex' : 'none'
+  for (const button of buttons.children) button.disabled = Boolean(panel.parts.told)
+  said.textContent = panel.parts.told?.text ?? sentence(run)
   said.title = said.textContent
   keys.validation.style.display = run.validation.length ? '' : 'none'
   keys.saves.style.display = run.saves.length ? '' : 'none'

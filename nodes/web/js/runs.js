@@ -18,6 +18,20 @@ async function ask(path) {
   return answer.ok ? answer.json() : undefined
 }
 
+/** Asks something of the run that trains. Returns why it can't be met, undefined where it will be. */
+async function askFor({ run }, what) {
+  try {
+    const answer = await api.fetchApi(`/tessera/runs/${run.id}/${what}`, {
+      method: 'POST',
+      headers: { 'Content-Type': 'application/json' },
+      body: JSON.stringify({ prompt_id: run.prompt_id }),
+    })
+    return answer.ok ? undefined : (await answer.json()).error
+  } catch {
+    return 'The server does not answer.'
+  }
+}
+
 /** Brings a node's panel up to date. One question at a time; what comes meanwhile asks again after it. */
 export async function refresh(node) {
   const live = (node.tesseraLive ??= { points: [] })
@@ -56,7 +70,7 @@ async function update(node, live) {
   if (!run) return
   live.run = run
   live.points.push(...run.loss)
-  const panel = node.tesseraPanel ?? makePanel()
+  const panel = node.tesseraPanel ?? makePanel((what) => askFor(live, what))
   draw(panel, run, live.points)
   if (!node.tesseraPanel) setPanel(node, panel)
   const failure = run.status === 'failed' ? run.text : ''

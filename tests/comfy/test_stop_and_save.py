@@ -1,0 +1,55 @@
+"""Stop and keep, and Save now: they take effect between two steps and change nothing of what is trained."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tessera.train.observer import SAVE, STOP
+from tiny.runs import Watcher, mixed_data, train
+
+OPTIONS = {"steps": 8, "batch_size": 2, "network": {"rank": 8, "alpha": 4.0, "dropout": 0.2}, "save_every": 3}
+OPTIMIZERS = [
+    {"learning_rate": 1e-2, "lr_scheduler": "cosine", "warmup_steps": 2},
+    {"optimizer": "adamw_schedulefree", "learning_rate": 1e-2, "warmup_steps": 2},
+]
+
+
+def asking(**at):
+    watcher = Watcher()
+    watcher.asks = {int(step.removeprefix("step")): frozenset(asked) for step, asked in at.items()}
+    return watcher
+
+
+def same(first, second):
+    assert first.loss == second.loss
+    assert first.lora.keys() == second.lora.keys()
+    assert not [name for name in first.lora if not torch.equal(first.lora[name], second.lora[name])]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "schedule-free"])
+def test_a_stopped_run_is_kept_and_goes_on_to_what_an_uninterrupted_one_gives(optimizer, tiny_flux, tmp_path):
+    options, data = OPTIONS | {"optimizer": optimizer}, mixed_data()
+    whole = train(tiny_flux, data, tmp_path / "whole", **options)
+    stopped = train(tiny_flux, data, tmp_path / "stopped", asking(step2={SAVE}, step5={STOP}), **options)
+    folder = stopped.path.parent
+    assert (stopped.summary["status"], stopped.summary["steps_done"]) == ("stopped", 5)
+    assert stopped.saved and stopped.stopped and stopped.loss == whole.loss[:5]
+    sentence = "Stopped at step 5 and saved; Run goes on from there."
+    assert sentence in stopped.summary["notes"]
+    assert json.loads((folder / "progress.jsonl").read_text().splitlines()[-1])["text"] == sentence
+    written = load_file(stopped.path)
+    assert all(torch.equal(written[name], tensor) for name, tensor in stopped.lora.items())
+    assert (folder / f"{stopped.path.stem}-step000002.safetensors").is_file()  # saved when it was asked
+    assert (folder / "state-000005.tessera").is_file()
+
+    again = train(tiny_flux, data, tmp_path / "stopped", watcher := Watcher(), **options)
+    assert "Resumed at step 5." in watcher.notes and again.path == stopped.path
+    assert again.summary["status"] == "finished"
+    same(again, whole)
+
+
+def test_asked_at_the_last_step_they_change_nothing(tiny_flux, tmp_path):
+    result = train(tiny_flux, mixed_data(), tmp_path, asking(step8={SAVE, STOP}), **OPTIONS)
+    assert result.summary["status"] == "finished" and not result.stopped
+    assert not (result.path.parent / f"{result.path.stem}-step000008.safetensors").exists()
