@@ -97,7 +97,7 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
     result: dict[str, Any] = count_calls(trainer, batch)
     gc.collect()  # what others left in cycles is not to be freed, and counted off, within this forward
     with memory_profiler() as profiler:
-        loss = trainer.loss(batch, (0, 0))
+        loss = trainer.losses.of_batch(batch, (0, 0))
     del loss
     result["held_mib"] = peak_and_rest(allocations(profiler))[1] / MIB
     if trainer.placed.runner.planned_graphs:
@@ -115,7 +115,7 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = trainer.loss(batch, (0, 0))  # held until here, so that no two storages share an address
+        loss = trainer.losses.of_batch(batch, (0, 0))  # held until here, so that no two storages share an address
     del loss
     result["saved_mib"] = sum(size for place, size in kept.items() if place not in own) / MIB
     result["weights_mib"] = sum(size for place, size in kept.items() if place in own) / MIB

@@ -16,8 +16,12 @@ def sample_masks(
     seed: int,
     key: tuple[int | str, ...],
     dtype: torch.dtype,
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, DropMask]:
     """Sample the masks of one block by the names of its Linears, from the random key `key`; empty without dropout.
+
+    part: (number, count) where the samples are one of `count` equal parts of a batch: the masks of the whole batch are
+        sampled, so that those of a sample do not depend on how many devices there are.
 
     dropout: elements of the rank activations. rank_dropout: for each sample whole ranks (for LoHa and LoKr rows of
     delta W, for OFT blocks). Both scale what stays by 1 / (1 − p), OFT's apart. module_dropout: for each sample the
@@ -32,19 +36,22 @@ def sample_masks(
     masks = {}
     for name, linear in block.linears().items():
         if linear.adapter is not None and name in shapes:
-            sampler = _MaskSampler(seed, (*key, name), linear.weight.device, dtype)
+            sampler = _MaskSampler(seed, (*key, name), linear.weight.device, dtype, part)
             masks[name] = _mask(options, linear.adapter, sampler, *shapes[name])
     return masks
 
 
 class _MaskSampler:
-    def __init__(self, seed: int, key: tuple[int | str, ...], device: torch.device, dtype: torch.dtype):
-        self.seed, self.key, self.device, self.dtype = seed, key, device, dtype
+    def __init__(
+        self, seed: int, key: tuple[int | str, ...], device: torch.device, dtype: torch.dtype, part: tuple[int, int]
+    ):
+        self.seed, self.key, self.device, self.dtype, self.part = seed, key, device, dtype, part
 
     def sample(self, p: float, shape: tuple[int, ...], scaled: bool, *kind: str) -> Tensor:
         """0 with the probability p, else 1 or 1 / (1 − p)."""
         source = generator(self.seed, *self.key, *kind, device=self.device)
-        draw = torch.rand(shape, generator=source, device=self.device)
+        (own, *rest), (number, count) = shape, self.part
+        draw = torch.rand((own * count, *rest), generator=source, device=self.device)[number * own :][:own]
         return ((draw >= p) / (1 - p if scaled else 1)).to(self.dtype)
 
 

@@ -65,6 +65,15 @@ class FlatGroup:
         if self.cast is not None:
             self.cast.copy_(self.master)
 
+    def move_gradient(self, to: Tensor) -> None:
+        """Let `gradient` lie in this tensor (n,), part of a larger one. Called while no weight has a gradient.
+
+        Raises AssertionError where one has.
+        """
+        assert to.shape == self.gradient.shape and all(weight.grad is None for weight in self.weights)
+        self.gradient = to.zero_()
+        self.gradients = self.parts(self.gradient)
+
     @property
     def is_complete(self) -> bool:
         """True where every weight has a gradient."""

@@ -162,9 +162,13 @@ class LoraNetwork:
         seed: int,
         key: tuple[int | str, ...],
         dtype: torch.dtype,
+        part: tuple[int, int] = (0, 1),
     ) -> dict[str, DropMask]:
-        """Sample the dropout masks of one block, from the random key `key`; empty without dropout."""
-        return sample_masks(self.options, block, inputs, seed, key, dtype)
+        """Sample the dropout masks of one block, from the random key `key`; empty without dropout.
+
+        part: as of `sample_masks`.
+        """
+        return sample_masks(self.options, block, inputs, seed, key, dtype, part)
 
 
 def build_network(

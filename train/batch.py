@@ -75,20 +75,22 @@ def make_batch(
     seed: int,
     rng_key: tuple[int, int],
     strata: Strata | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Batch:
     """Make the training batch of one micro-batch.
 
     rng_key: (step, micro-batch). With `seed` and a sample's index in the batch it determines every random number.
     strata: stratum counts of a step and of an epoch; None samples each sigma independently.
+    part: (number, count) where `samples` are one of `count` equal parts of the micro-batch.
 
     The batch is assembled on the host, where reading a value costs no device synchronisation, and then copied.
     """
     noised: list[_NoisedSample] = []
-    for place, (sample, tensors) in enumerate(samples):
+    for place, (sample, tensors) in enumerate(samples, start=part[0] * len(samples)):
         size = sample.tokens // sample.grid[0]  # tokens of one frame: resolution-dependent shifts are defined on these
         latent = _model_space(patcher, tensors)
         shift = family.shift(patcher.model, size)
-        number = rng_key[1] * len(samples) + place
+        number = rng_key[1] * len(samples) * part[1] + place
         stratum = sample_stratum(objective, seed, rng_key[0], number, strata) if strata else None
         sigma = sample_sigma(objective, generator(seed, "sigma", *rng_key, place), size, shift, stratum)
         noise = sample_noise(latent.shape, generator(seed, "noise", *rng_key, place), objective.noise_offset)

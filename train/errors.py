@@ -65,6 +65,13 @@ class CannotContinue(RuntimeError):
     """Known reason to end a run. The message is the reason only: `explain_error` adds the saved state to it."""
 
 
+def error_sentence(error: BaseException) -> str:
+    """Put an error into one sentence, for another process."""
+    if isinstance(error, Exception) and comfy.model_management.is_oom(error):
+        return "it is out of memory."
+    return str(error).strip().partition("\n")[0] or f"{type(error).__name__}."
+
+
 def not_finite(what: str, step: int) -> CannotContinue:
     """Make the error of a NaN or infinite value.
 

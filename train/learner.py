@@ -23,14 +23,23 @@ from .optim.param_groups import parameter_groups
 class Learner:
     """LoRA network together with the optimizer, scheduler, gradient scaler, norm limit and EMA that update it."""
 
-    def __init__(self, network: LoraNetwork, options: OptimizerOptions, steps: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self,
+        network: LoraNetwork,
+        options: OptimizerOptions,
+        steps: int,
+        dtype: torch.dtype,
+        device: str,
+        flat_gradients: bool = False,
+    ):
+        """flat_gradients: join the gradients even where neither the optimizer nor the forward asks for it."""
         self.network, self.options = network, options
         plus = network.options.lora_plus_ratio
         self.weights = network.parameters()
         named = dict(zip(network.master_weights(), self.weights, strict=True))
         self.optimizer = build_optimizer(options, parameter_groups(named, options.learning_rate, plus))
         self.flat: FlatStep | None = None
-        if options.is_elementwise or network.casts_in(dtype):
+        if flat_gradients or options.is_elementwise or network.casts_in(dtype):
             groups = network.flatten([group["params"] for group in self.optimizer.param_groups], dtype)
             self.flat = FlatStep(self.optimizer, groups) if options.is_elementwise else None
         self.scheduler = build_scheduler(options, self.optimizer, steps)

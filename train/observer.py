@@ -123,3 +123,13 @@ class SilentObserver:
 
     def check_interrupted(self) -> None:
         return
+
+
+class QuietObserver(SilentObserver):
+    """Observer of a device whose run another one reports: it hands on nothing but Cancel."""
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+
+    def check_interrupted(self) -> None:
+        self._observer.check_interrupted()

@@ -94,6 +94,7 @@ class Saver:
 
     environment: hardware and software that the last bits of a result may depend on.
     strata: samples of a step and of an epoch.
+    writes: false on all devices of a run but the first: they go on as if they had written.
     products: of the run's layers, whose decision states keep.
     """
 
@@ -108,7 +109,7 @@ class Saver:
     ):
         self.learner, self.context, self.settings, self.folder = learner, context, context.settings, context.folder
         self.environment, self.observer, self.strata, self.products = environment, observer, strata, products
-        self.validation_key = context.validation_key
+        self.validation_key, self.writes = context.validation_key, context.world.is_first
         self.progress = Progress()
         self.last_state = ""  # as the `resume` input names it
         self.resumed_from: Path | None = None  # state that `resume` names
@@ -182,6 +183,8 @@ class Saver:
         spare_folder: where a copy of the LoRA is tried where the run's own folder cannot take it; None without one.
         """
         path, lora = self.folder.lora_path, self.snapshot()
+        if not self.writes:
+            return FinalLora(lora, True)
         try:
             self._write_lora(path, lora)
         except OSError as error:
@@ -252,7 +255,8 @@ class Saver:
             self.observer.note("The state was validated on other pictures or noise, so its validation losses are left.")
             return
         self.progress.validation = list(state.validation["points"])
-        self._resume_best(path, state)
+        if self.writes:
+            self._resume_best(path, state)
         best, options = self.best, self.settings.validation
         least = min((p for p in self.progress.validation if p["step"]), key=lambda p: p["loss"], default=None)
         if options is None or not options.keep_best or least is None or (best and best.loss <= least["loss"]):
@@ -283,6 +287,9 @@ class Saver:
         self.best = found
 
     def _write(self) -> None:
+        if not self.writes:
+            self.progress.saved_step, self.last_state = self.progress.step, self.state_name(self.progress.step)
+            return
         path = self.folder.step_lora_path(self.progress.step)
         self._write_lora(path, self.snapshot())
         self._write_state()

@@ -18,8 +18,11 @@ from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
+from .distributed.ranks import check_alike, others_told, rank_facts
+from .distributed.share import share_of
+from .distributed.world import LONE, World
 from .errors import stopped_message
-from .observer import Observer, StepReport
+from .observer import Observer, QuietObserver, StepReport
 from .preflight.checks import check_run
 from .preflight.context import RunContext, make_context
 from .preflight.disk_space import check_disk_space, required_space
@@ -149,6 +152,7 @@ def train_lora(
     workflow: Mapping[str, str] | None = None,
     spare_folder: Path | None = None,
     queued: Mapping[str, str] | None = None,
+    world: World = LONE,
 ) -> TrainResult:
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
@@ -158,15 +162,38 @@ def train_lora(
     workflow: texts of companion files of the LoRA, by the ending that follows its name.
     spare_folder: where the finished LoRA is tried to be written where the run's own folder cannot take it.
     queued: what run.json says of the prompt.
+    world: the processes that train it together, each of which calls this; only rank 0 writes and reports.
 
     Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
     """
     # Tensors made in inference mode cannot be saved for backward.
     assert not torch.is_inference_mode_enabled()
+    world.begin_run(observer.check_interrupted)
+    given = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
+    with others_told(world):
+        return _train(*given, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world)
+
+
+def _train(
+    model: ModelPatcher,
+    data: TrainingData,
+    settings: TrainSettings,
+    root: Path,
+    observer: Observer,
+    compile_settings: CompileSettings | None,
+    watchers: Sequence[Watcher],
+    workflow: Mapping[str, str],
+    spare_folder: Path | None,
+    queued: Mapping[str, str],
+    world: World,
+) -> TrainResult:
     checked = check_run(model, data, settings)
+    share_of(world.rank, world.size, settings.batch_size, settings.gradient_accumulation)
     observer.phase("Reading the model's fingerprint")
     begun = find_run_start(model, checked, settings, root)
+    state_name = "finished" if begun.finished else begun.state.name if begun.state else ""
+    check_alike(world, "facts", rank_facts(begun.weights, checked.data.fingerprint, begun.key, state_name))
     folder, state, start_notes = begun.folder, begun.state, tuple(run_start_notes(begun, settings, root))
     if begun.finished:
         for note in start_notes:
@@ -177,10 +204,11 @@ def train_lora(
             observer.note("It was trained without previews; change output_name or seed to train it again with them.")
         return result
 
-    folder.check_writable()
-    check_disk_space(folder, required_space(checked, settings, begun))
-    context = make_context(checked, begun, settings, compile_settings, workflow or {})
-    record = RunRecord(folder.path, {**run_facts(begun, context), **(queued or {})})
+    if world.is_first:
+        folder.check_writable()
+        check_disk_space(folder, required_space(checked, settings, begun))
+    context = make_context(checked, begun, settings, compile_settings, workflow, world)
+    record = RunRecord(folder.path, {**run_facts(begun, context), **queued}, world.is_first)
     recorder = _Recorder(observer, record, (*checked.data.notes, *checked.notes, *start_notes, *context.notes))
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
@@ -199,6 +227,7 @@ def train_lora(
             recorder.phase(trainer.placed.runner.doing())
             trainer.run()
             final = trainer.save_final(spare_folder)
+            world.agreed("saved", final.saved)  # what comes next in the graph may read the file
             outcome = "unsaved"
             if final.saved:
                 outcome = "finished" if trainer.progress.step == settings.steps else STOPPED
@@ -229,11 +258,12 @@ def train_lora(
             # Facts come before close, which drops the model; close and the summary run even if facts raise.
             try:
                 summary |= trainer.facts()
-                for watcher in trainer.watchers:
+                for watcher in trainer.watchers if world.is_first else ():
                     summary |= watcher.facts(trainer)
             finally:
                 trainer.close()
-                _write_summary(folder, summary, recorder)
+                if world.is_first:
+                    _write_summary(folder, summary, recorder)
     recorder.end(outcome, ended)
     return TrainResult(final.lora, summary["loss"], folder.lora_path, summary, final.copy)
 

@@ -3,9 +3,7 @@
 import logging
 import math
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..common.core import end_of_node
+from ..common.fingerprint import fingerprint
 from ..compile.region import CompileFailed, cannot_compile
 from ..lora.warm_start import WarmStart
 from ..memory.host.sysmem_fallback import SysmemMonitor
 from ..memory.weights.frozen import unload
 from . import errors
-from .batch import Batch
+from .distributed.gradient_sync import GradientSync
+from .distributed.ranks import check_alike
 from .learner import Learner
-from .objective.guidance_loss import guided_target
-from .objective.loss import training_loss
-from .objective.preservation import preservation_facts, preservation_loss
 from .observer import SAVE, STOP, Observer, StepReport
 from .placement import auto
 from .placement.environment import environment_facts, memory_peak, reset_memory_peak
@@ -32,6 +29,7 @@ from .preflight.context import RunContext
 from .saver import FinalLora, Progress, Saver
 from .step.batches import MicroBatch, StepBatches
 from .step.clock import StepClock
+from .step.losses import StepLosses
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Trainer:
     def __init__(self, context: RunContext, observer: Observer, watchers: Sequence[Watcher] = ()):
         self.patcher, self.family, self.data = context.patcher, context.family, context.data
         self.settings, self.observer, self.watchers = context.settings, observer, list(watchers)
-        self.preservation_losses: deque[Tensor] = deque(maxlen=50)  # on the device: reading them would wait
+        self.world = context.world
 
         observer.phase("Loading the model")
         self.device = self.patcher.load_device
@@ -81,8 +79,8 @@ class Trainer:
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
-            options, steps = self.settings.optimizer, self.settings.steps
-            learner = Learner(placed.network, options, steps, placed.dtype, self.device.type)
+            given = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
+            learner = Learner(*given, flat_gradients=not self.world.is_lone)
         except BaseException as error:
             if placed is not None:
                 placed.unload()
@@ -90,6 +88,9 @@ class Trainer:
                 raise
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
+        self.losses = StepLosses(placed, self.settings.objective)
+        self.world.connect(self.device)
+        self.sync = GradientSync(self.world, learner)
         self.compile_settings = context.compile_settings
         self.clock = StepClock(self.device)
         self.batches = StepBatches(context, self.device, self.clock)
@@ -109,15 +110,22 @@ class Trainer:
 
     def environment(self) -> dict[str, str]:
         """Return what the last bits of a result depend on, for states."""
-        return environment_facts(self.device, self.compile_settings) | self.placed.chosen()
+        devices = {} if self.world.is_lone else {"devices": str(self.world.size)}
+        return environment_facts(self.device, self.compile_settings) | self.placed.chosen() | devices
 
     def apply_warm_start(self, start: WarmStart) -> list[str]:
         """Initialise the weights from another LoRA. Returns a note for each part that could not be taken."""
         linears = self.placed.transformer.linears()
         return self.learner.apply_warm_start(start, lambda name: linears[name].read_on_device().full())
 
+    def check_ranks(self, meeting: str) -> None:
+        """Compare the whole trained state with that of the other ranks. Raises CannotContinue where it differs."""
+        if not self.world.is_lone:
+            check_alike(self.world, f"{meeting} {self.progress.step}", {"LoRA": fingerprint(self.learner.state())})
+
     def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state, see `Saver.save_final`."""
+        self.check_ranks("final")
         return self.saver.save_final(spare_folder)
 
     def run(self) -> None:
@@ -127,6 +135,8 @@ class Trainer:
         """
         settings, progress = self.settings, self.progress
         self.batches.start(progress.step, progress.batches, self.observer.check_interrupted)
+        self.check_ranks("start")
+        self.sync.begin(settings.steps - progress.step)
         try:
             if self.placed.products.undecided:  # before validation, which multiplies so too
                 self.attempt(self.measure_products)
@@ -139,7 +149,7 @@ class Trainer:
                 learning_rate = self.learner.learning_rate
                 mean_loss = self.finite(self.forward_backward(micro_batches))
                 self.optimizer_step()
-                progress.batches += len(micro_batches)
+                progress.batches += settings.gradient_accumulation
                 progress.step += 1
                 progress.loss.append(mean_loss)
                 # A step that compiled is not part of the pace.
@@ -151,13 +161,16 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                asked = self.observer.asked()
+                # Nobody can ask for either where several devices train: run.py listens to no browser.
+                asked = self.observer.asked() if self.world.is_lone else ()
                 if self.saver.is_due() or (SAVE in asked and progress.step < settings.steps):
+                    self.check_ranks("save")
                     self.saver.save()
                 self.between_steps()
                 if STOP in asked:
                     break
         except BaseException as error:
+            self.sync.leave(error, progress.step + 1)
             self.saver.save_unsaved_progress()
             last_save = self.saver.describe_last_save()
             if (
@@ -173,13 +186,15 @@ class Trainer:
                 self.observer.check_interrupted()
                 self.micro_batch(requests, key, count, torch.zeros((), device=self.device))
         self.learner.zero_grad()
-        self.preservation_losses.clear()
+        self.losses.preserved.clear()
         reset_memory_peak(self.device)
 
     def between_steps(self) -> None:
-        """Call the watchers."""
-        for watcher in self.watchers:
+        """Call the watchers on rank 0; the others wait where something is due, as long as it takes."""
+        for watcher in self.watchers if self.world.is_first else ():
             watcher.between_steps(self)
+        due = any(watcher.is_due(self.progress.step, self.settings.steps) for watcher in self.watchers)
+        self.world.wait_for_first(self.progress.step, due)
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
@@ -248,17 +263,21 @@ class Trainer:
         copies = self.placed.copies()
         self.learner.zero_grad()
         total = torch.zeros((), device=self.device)
-        for micro, requests in enumerate(micro_batches):
+        count = len(micro_batches) * self.world.size
+        for micro, requests in self.batches.share.numbered(micro_batches):
             # A cancelled step is left without an update: the run goes on from the one before, and draws it again alike.
             self.observer.check_interrupted()
-            self.micro_batch(requests, (self.progress.step, micro), len(micro_batches), total)
+            self.micro_batch(requests, (self.progress.step, micro), count, total)
         self.make_ahead()  # before the room is made, so that an OOM of the optimizer can't be its doing
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec)
         self.copies = self.placed.copies() - copies
         return total
 
     def micro_batch(self, requests: MicroBatch, rng_key: tuple[int, int], count: int, total: Tensor) -> None:
-        """Run one of a step's `count` micro-batches forward and backward; adds its part of the mean loss to `total`."""
+        """Run one of a step's micro-batches forward and backward; adds its part of the mean loss to `total`.
+
+        count: micro-batches of the step, those of the other ranks too.
+        """
         batch = self.batches.make(requests, rng_key)
         self.placed.check_forward(batch.inputs)
         with self.placed.training():
@@ -276,30 +295,6 @@ class Trainer:
         if step < steps and not any(watcher.is_due(step, steps) for watcher in self.watchers):
             self.batches.make_ahead(step)
 
-    def losses(self, batch: Batch, rng_key: tuple[int, int]) -> Iterator[Tensor]:
-        """Yield the terms of a batch's loss, each a scalar on the device.
-
-        Call backward on each before asking for the next: then only one forward's activations are in memory.
-        """
-        preserved, scale = batch.preserved, self.settings.objective.guidance_loss_scale
-        if batch.unconditional is not None:
-            sides = batch.inputs, batch.unconditional
-            batch = replace(batch, target=guided_target(batch.target, *sides, self.placed.velocity_without, scale))
-        without = None if preserved is None else self.placed.velocity_without(preserved.inputs)
-        yield self.loss(batch, rng_key)
-        if preserved is not None and without is not None:
-            velocity = self.placed.velocity(preserved.inputs, (*rng_key, "class"))
-            loss = self.settings.objective.preservation_weight * preservation_loss(velocity, without, preserved)
-            self.preservation_losses.append(loss.detach())
-            yield loss
-
-    def loss(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
-        """Return the mean training loss of a batch, a scalar on the device."""
-        velocity = self.placed.velocity(batch.inputs, rng_key)
-        objective = self.settings.objective
-        losses = training_loss(objective, velocity, batch.target, batch.sigma, batch.weights, batch.signal)
-        return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
-
     def finite(self, total: Tensor) -> float:
         """Clip the gradients and return the loss as a number.
 
@@ -307,9 +302,11 @@ class Trainer:
         """
         # The only device synchronisation of a step. The device idles from here until the optimizer's kernels are
         # queued, so both numbers are read in one transfer.
-        numbers = torch.stack((total, self.learner.clip()))
+        told = self.sync.sum(total, self.progress.step + 1)
+        numbers = torch.cat((self.learner.clip()[None], told))
         with self.clock.spend("wait"):
-            loss, norm = numbers.tolist()
+            norm, loss, *told_by_ranks = numbers.tolist()
+        self.sync.check(told_by_ranks)
         for what, is_finite in (("loss", math.isfinite(loss)), ("gradient", self.learner.may_step(norm))):
             if not is_finite:
                 raise errors.not_finite(what, self.progress.step)
@@ -342,6 +339,7 @@ class Trainer:
             "block_copies_per_step": self.copies,
             **self.learner.facts(),
             **self.clock.facts(),
-            **preservation_facts(self.preservation_losses),
+            **self.losses.facts(),
+            **self.world.facts(),
             **memory_peak(self.device),
         }

@@ -75,7 +75,7 @@ class Validation:
         read: dict[int, SampleTensors] = {}
         trainer.placed.ensure()
         with trainer.learner.as_saved():
-            for rows in self._batches(trainer.settings.batch_size):
+            for rows in self._batches(trainer.placed.settings.batch_size):
                 trainer.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
                 for (_, place), loss in zip(rows, self._batch_losses(trainer, rows, read), strict=False):
@@ -95,7 +95,7 @@ class Validation:
 
         A compiled graph has a fixed batch size, so a short batch is padded with its last row.
         """
-        rows = rows + rows[-1:] * (trainer.settings.batch_size - len(rows))
+        rows = rows + rows[-1:] * (trainer.placed.settings.batch_size - len(rows))
         given = [(self.samples[n], read[n], self.sigmas[place]) for n, place in rows]
         guidance, seed = trainer.settings.objective.guidance, self.options.seed
         with torch.no_grad():

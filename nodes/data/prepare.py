@@ -12,6 +12,7 @@ from ...data.folders.dataset import Dataset
 from ...data.from_latents import latents_to_data
 from ...data.prepare import prepare, summary
 from ...models.text import EDIT_PROMPTS, PLUS
+from ...train.distributed.world import current_world
 from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
 from ..common.progress import show_progress_text
@@ -157,23 +158,25 @@ class TesseraPrepareDataset(io.ComfyNode):
         edit_prompt=PLUS,
         encode_empty_caption=False,
     ) -> io.NodeOutput:
-        prepared = prepare(
-            dataset,
-            vae,
-            clip,
-            megapixels=megapixels,
-            max_graphs=max_graphs,
-            fit=fit,
-            max_text_length=int(max_text_length),
-            cache_dir=cache_folder(),
-            clip_vision=clip_vision,
-            image_to_video=image_to_video,
-            control_megapixels=control_megapixels,
-            edit_prompt=edit_prompt,
-            encode_empty_caption=encode_empty_caption,
-            progress=_show_progress(cls.hidden.unique_id),
-            interrupted=throw_exception_if_processing_interrupted,
-        )
+        check = throw_exception_if_processing_interrupted
+        with current_world().after_first(f"prepared {cls.hidden.unique_id}", check):
+            prepared = prepare(
+                dataset,
+                vae,
+                clip,
+                megapixels=megapixels,
+                max_graphs=max_graphs,
+                fit=fit,
+                max_text_length=int(max_text_length),
+                cache_dir=cache_folder(),
+                clip_vision=clip_vision,
+                image_to_video=image_to_video,
+                control_megapixels=control_megapixels,
+                edit_prompt=edit_prompt,
+                encode_empty_caption=encode_empty_caption,
+                progress=_show_progress(cls.hidden.unique_id),
+                interrupted=check,
+            )
         plan = image_tensor(plot_plan(prepared.plan, prepared.sizes))
         text = summary(prepared)
         shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
+from ...train.distributed.world import current_world
 from ...train.experts import Expert
 from ...train.observer import Observer
 from ...train.preview.other_model import on_other_models
@@ -51,8 +52,8 @@ def run(
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
     spare = Path(folder_paths.get_temp_directory())
-    queued = prompt_facts()
-    return train_lora(model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare, queued)
+    given = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
+    return train_lora(*given, prompt_facts(), current_world())
 
 
 def prompt_facts() -> dict[str, str]:

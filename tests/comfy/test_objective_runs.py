@@ -1,7 +1,5 @@
 """The objective within a run: what the model is shown and what it is held to, by its options; and after a resume."""
 
-from dataclasses import replace
-
 import pytest
 import tiny
 import torch
@@ -124,8 +122,8 @@ def test_a_batch_of_a_noise_schedule_holds_its_noise_its_timestep_and_its_weight
     assert made.signal.noise_ratio.tolist() == made.signal.output_scale.tolist() == pytest.approx([sigma])
 
     monkeypatch.setattr(trainer.placed, "velocity", lambda inputs, rng_key: made.target + 1)
-    monkeypatch.setattr(trainer, "settings", replace(trainer.settings, objective=objective))
-    assert float(trainer.loss(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
+    monkeypatch.setattr(trainer.losses, "objective", objective)
+    assert float(trainer.losses.of_batch(made, (0, 0))) == pytest.approx(min(1.0, 5 * sigma**2), rel=1e-5)
     trainer.close()
 
 
@@ -164,7 +162,7 @@ def test_weights_of_tokens_and_of_noise_levels_go_together(tiny_flux, tmp_path):
         e = (trainer.placed.velocity(made.inputs, (0, 0)) - made.target).double().abs()
         each = torch.where(e <= 0.5, e**2, e - 0.25).mean(dim=2)
         expected = float((each * weights).sum() / weights.sum()) / float(made.sigma) ** 2
-        assert float(trainer.loss(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
+        assert float(trainer.losses.of_batch(masked, (0, 0))) == pytest.approx(expected, rel=1e-5)
     trainer.close()
 
 
@@ -205,7 +203,7 @@ def test_every_loss_learns(loss, tiny_flux, tmp_path):
 
     def error():
         with torch.no_grad():
-            return sum(float(trainer.loss(made, (0, 0))) for made in fixed)
+            return sum(float(trainer.losses.of_batch(made, (0, 0))) for made in fixed)
 
     before = error()
     trainer.run()

@@ -31,14 +31,17 @@ class RunRecord:
     `saved` (step, file), `preview` (step), `validation` (step, loss), `note` (text), `end` (status, step, text).
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any]):
-        """facts: contents of run.json."""
+    def __init__(self, folder: Path, facts: dict[str, Any], writes: bool = True):
+        """facts: contents of run.json. writes: false where another process writes the record."""
+        self._writes = writes
         self._path = folder / PROGRESS
         self._lines: list[str] = []
         self._written = -math.inf
         self._told = False
         self._lock = threading.Lock()  # the timer writes from a thread of its own
         self._timer: threading.Timer | None = None
+        if not writes:
+            return
         try:
             text = json.dumps(facts, indent=1)
             write_atomically(folder / RUN, lambda beside: _write_text(beside, text))
@@ -53,6 +56,8 @@ class RunRecord:
 
     def add(self, kind: str, **values: Any) -> None:
         """Add a line. It is written at once, or a second after the last write."""
+        if not self._writes:
+            return
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"))
         with self._lock:
             self._lines.append(line)

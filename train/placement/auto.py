@@ -233,14 +233,16 @@ def measure(
     targets: list[str],
     settings: TrainSettings,
     compile_settings: CompileSettings | None = None,
+    processes: int = 1,
 ) -> StepCost:
     """Measure a training step: run one block of each structure forward and backward on the largest batch.
 
     compile_settings: those of the run, whose blocks are reckoned as compiled; None runs eagerly.
+    processes: as many share the memory of this host.
     Frees everything that it has allocated.
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available // processes
     machine = Hardware(free_memory(patcher), link_bandwidth(device), available)
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))

@@ -39,12 +39,8 @@ class PlacedModel:
     """
 
     def __init__(self, context: RunContext, observer: Observer):
-        self.patcher, self.family, self.settings, self.observer = (
-            context.patcher,
-            context.family,
-            context.settings,
-            observer,
-        )
+        self.patcher, self.family, self.observer = context.patcher, context.family, observer
+        self.settings, self.world, self.share = context.device_settings, context.world, context.share
         data, targets = context.all_data, context.targets
         self.compile_settings, self.graphs = context.compile_settings, _count_graphs(data, self.family, self.settings)
         self.device = self.patcher.load_device
@@ -72,7 +68,8 @@ class PlacedModel:
     def _choose_memory(self, data: TrainingData, targets: list[str]) -> None:
         """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
-        measured = auto.measure(self.patcher, self.family, data, targets, self.settings, self.compile_settings)
+        given = self.patcher, self.family, data, targets, self.settings, self.compile_settings
+        measured = auto.measure(*given, self.world.local_size)
         before = auto.chosen_before(self.before, self.settings.memory)
         self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, before)
         self.memory = self.automatic.options()
@@ -113,7 +110,7 @@ class PlacedModel:
             return transformer, None
         blocks = [block for name, block in transformer.blocks() if name in swapped]
         needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
-        available = psutil.virtual_memory().available
+        available = psutil.virtual_memory().available // self.world.local_size
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
         host = place_on_host(memory.pin_memory, self.device.type, HostWeights(needed, inside), available)
         self.host = host
@@ -187,6 +184,7 @@ class PlacedModel:
         try:
             with self.products.measured(blocks):
                 yield self.products.micro_batches
+            self.products.adopt(self.world.agreed("products", self.products.kept()))
         finally:
             self.runner.discard_offloaded()
             self.runner = runner
@@ -282,7 +280,8 @@ class PlacedModel:
 
         def sampled(block: Block) -> dict[str, DropMask]:
             key = ("dropout", *(rng_key or (0, 0)), self.place[id(block)])
-            masks = self.network.sample_masks(block, inputs, self.settings.seed, key, self.dtype)
+            part = self.share.part, self.share.parts
+            masks = self.network.sample_masks(block, inputs, self.settings.seed, key, self.dtype, part)
             return masks if rng_key is not None else {name: mask.without_drops() for name, mask in masks.items()}
 
         def run(block: Block, *args: torch.Tensor) -> object:

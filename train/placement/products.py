@@ -70,7 +70,7 @@ class BlockProducts:
             self.missing = obstacle(asked, card_of(device), dtype) or ""
             self.tried = () if self.missing else (asked,)
         if kept and kept["asked"] == asked:
-            self.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
+            self.adopt(kept)
 
     @property
     def undecided(self) -> bool:
@@ -82,6 +82,10 @@ class BlockProducts:
         if self.full is None:
             return {}
         return {"asked": self.asked, "full": [[*place, *sides] for place, sides in self.full.items()]}
+
+    def adopt(self, kept: Mapping[str, Any]) -> None:
+        """Take the decision of another run or device, as `kept` gives it."""
+        self.full = {(block, layer): tuple(sides) for block, layer, *sides in kept["full"]}
 
     def set(self, blocks: Blocks) -> None:
         """Let the Linears multiply by what is chosen for each."""

@@ -14,6 +14,8 @@ from ..checkpoint.history import continued_from, run_segments, segment_settings
 from ..checkpoint.metadata import Describe, collect_facts, metadata_writer, now
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.state import read_header
+from ..distributed.share import Share, share_of
+from ..distributed.world import LONE, World
 from ..settings import TrainSettings
 from ..validation_split import held_out_note
 from .checks import CheckedRun
@@ -41,6 +43,7 @@ class RunContext:
     notes: sentences for the user.
     environment: facts of the state to resume from, and what its plan chose (`placement.auto.choice_facts`).
     products: which layers of that state's run multiply in full (`placement.products.BlockProducts.kept`).
+    world: the processes that train it together.
     """
 
     patcher: ModelPatcher
@@ -60,6 +63,18 @@ class RunContext:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, Any] = field(default_factory=dict)
+    world: World = LONE
+
+    @property
+    def share(self) -> Share:
+        """Samples of a step that this device takes. Raises ValueError where the devices can't share them evenly."""
+        settings = self.settings
+        return share_of(self.world.rank, self.world.size, settings.batch_size, settings.gradient_accumulation)
+
+    @property
+    def device_settings(self) -> TrainSettings:
+        """The settings with the samples of a micro-batch that this device takes as batch_size."""
+        return replace(self.settings, batch_size=self.share.rows)
 
     @property
     def all_data(self) -> TrainingData:
@@ -86,6 +101,7 @@ def make_context(
     settings: TrainSettings,
     compile_settings: CompileSettings | None,
     companion_files: Mapping[str, str],
+    world: World = LONE,
 ) -> RunContext:
     """Make the context of a run from its checks and its start.
 
@@ -120,4 +136,5 @@ def make_context(
         environment={} if header is None else header.environment,
         # Of other settings, weights or data it was decided for another run.
         products={} if header is None or header.lineage != begun.lineage else header.products,
+        world=world,
     )

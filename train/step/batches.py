@@ -26,14 +26,16 @@ class StepBatches:
 
     A step depends on its number and on its place in the data alone, so a batch that was made ahead is the one that its
     step would make. What a state holds of the data is the number of batches that were trained on: a batch that was made
-    ahead and dropped is made again.
+    made ahead and dropped is made again.
 
+    share: what this device takes of each step; everything that is sampled goes by a sample's place in the whole step.
     reader: reads the samples of this step and the next.
     """
 
     def __init__(self, context: RunContext, device: torch.device, clock: StepClock):
         self.patcher, self.settings, self.device, self.clock = context.patcher, context.settings, device, clock
         self.family: Family = context.family
+        self.share = context.share
         self.samples = context.data.samples
         self.strata = strata_sizes(self.settings, self.samples)
         self.reader = SampleReader(self.samples)
@@ -56,17 +58,23 @@ class StepBatches:
         return micro_batches
 
     def first_of(self, step: int, batches: int, count: int) -> list[tuple[RngKey, MicroBatch]]:
-        """Return the first `count` micro-batches of a run that begins behind the `batches` of `step` steps."""
+        """Return the first `count` micro-batches of a run that begins behind the `batches` of `step` steps.
+
+        On several devices, the first that this one takes.
+        """
         order = batch_order(self.samples, self.settings.batch_size, self.settings.seed)
         skip_batches(order, batches, lambda: None)
         found: list[tuple[RngKey, MicroBatch]] = []
         while len(found) < count:
-            found += [((step, micro), one) for micro, one in enumerate(self.next_micro_batches(order, step))]
+            found += [((step, micro), one) for micro, one in self.share.numbered(self.next_micro_batches(order, step))]
             step += 1
         return found[:count]
 
     def next_micro_batches(self, batches: Iterator[tuple[int, ...]], step: int) -> list[MicroBatch]:
-        """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample."""
+        """Take the micro-batches of one step and choose a crop, flip and caption variant for each sample.
+
+        Returns those that this device takes, and of each its part.
+        """
         indices_by_micro = [next(batches) for _ in range(self.settings.gradient_accumulation)]
         samples, seed = self.samples, self.settings.seed
 
@@ -76,8 +84,9 @@ class StepBatches:
             return index, with_empty_caption(with_class_caption(choice, samples[index], objective), objective)
 
         return [
-            [requested(index, micro, place) for place, index in enumerate(indices)]
+            [requested(index, micro, place) for place, index in enumerate(indices) if place in self.share.places]
             for micro, indices in enumerate(indices_by_micro)
+            if micro in self.share.micro_batches
         ]
 
     def make(self, requests: MicroBatch, rng_key: RngKey) -> Batch:
@@ -88,8 +97,10 @@ class StepBatches:
         del ahead  # before its place in memory is needed
         with self.clock.spend("data"), torch.no_grad():
             samples = [(self.samples[one[0]], self.reader.read(one)) for one in requests]
-            options, seed = self.settings.objective, self.settings.seed
-            return make_batch(self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata)
+            options, seed, part = self.settings.objective, self.settings.seed, (self.share.part, self.share.parts)
+            return make_batch(
+                self.patcher, self.family, samples, options, self.device, seed, rng_key, self.strata, part
+            )
 
     def make_ahead(self, step: int) -> None:
         """Make the first batch of the next step, number `step`, and keep it for `make`.
@@ -99,7 +110,7 @@ class StepBatches:
         """
         if not self._makes_ahead or not self._upcoming:
             return
-        requests, rng_key = self._upcoming[0], (step, 0)
+        requests, rng_key = self._upcoming[0], (step, self.share.first_micro)
         try:
             self._ahead = rng_key, requests, self.make(requests, rng_key)
         except Exception as error:

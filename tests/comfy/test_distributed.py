@@ -1,0 +1,167 @@
+"""Several processes train the LoRA that one trains: on any number of them, and whatever goes wrong on one."""
+
+import json
+
+import pytest
+import torch
+from tessera.train.distributed.world import LONE, SWITCH, current_world
+from tiny.ranks import Ranks
+from tiny.runs import mixed_data, train
+
+STEPS = 4
+# 12 samples a step, which 2, 3 and 4 ranks can share.
+STEP = {"steps": STEPS, "batch_size": 4, "gradient_accumulation": 3, "save_every": 0}
+# Adam enlarges the last bits of gradients that are all but zero, unless eps is of their size.
+STEP |= {"optimizer": {"eps": 1e-4}}
+DROPS = {"dropout": 0.3, "rank_dropout": 0.2, "module_dropout": 0.2}
+CASES = {
+    "plain": STEP,
+    "single": STEP | {"batch_size": 1, "gradient_accumulation": 12},
+    "dropout": STEP | {"network": DROPS},
+    "came": STEP | {"optimizer": {"optimizer": "came", "learning_rate": 1e-2}},
+    "average": STEP | {"optimizer": {"eps": 1e-4, "ema_decay": 0.3}, "objective": {"stratified": "batch"}},
+    "epoch": STEP | {"objective": {"stratified": "epoch"}, "network": {"algorithm": "dora"}},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, tiny_files):
+    started = Ranks(tmp_path_factory.mktemp("ranks"), tiny_files["flux"])
+    yield started
+    started.close()
+
+
+def near(found, wanted, part=1e-5):
+    """Equal to a part of each tensor's norm."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).norm() <= part * tensor.norm(), (name, (found[name] - tensor).norm())
+
+
+def same(first, second):
+    assert first.keys() == second.keys() and not [n for n in first if not torch.equal(first[n], second[n])]
+
+
+def told(answers):
+    return [answer.get("error", "") for answer in answers]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_processes_trains_the_same_lora(case, ranks, tiny_flux, tmp_path):
+    alone = train(tiny_flux, mixed_data(), tmp_path / "1", **CASES[case])
+    for size in (2, 3, 4) if case in ("plain", "dropout") else (4,):
+        answers = ranks.train(size, tmp_path / str(size), CASES[case])
+        assert not any(told(answers)), answers
+        assert all(answer["loss"] == answers[0]["loss"] for answer in answers)
+        assert answers[0]["loss"] == pytest.approx(alone.loss, rel=1e-5)
+        near(ranks.lora(), dict(alone.lora))
+        for rank in range(1, size):
+            same(ranks.lora(rank), ranks.lora())
+
+
+def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_flux, tmp_path):
+    from tiny.training import make_trainer
+
+    trainer = make_trainer(tiny_flux, mixed_data(), tmp_path / "alone")
+    weights = trainer.network.parameters()
+    # Each begins at a multiple of 128 numbers; behind them the loss, who leaves, and which have a gradient.
+    size = 4 * (sum(-(-w.numel() // 128) * 128 for w in weights) + 2 + len(weights))
+    trainer.close()
+    answers = ranks.train(2, tmp_path / "2", STEP | {"network": {"rank": 4}, "save_every": 2})
+    assert [answer["sent"] for answer in answers] == [[size] * STEPS] * 2
+    assert [answer["others"] for answer in answers] == [[], []]
+
+
+def test_only_the_first_writes_and_reports(ranks, tiny_flux, tmp_path):
+    settings = STEP | {"save_every": 2, "validation": {"part": 0.4, "every_n_steps": 2, "sigmas": "0.5"}}
+    first, second = ranks.train(2, tmp_path / "2", settings, slow_watcher=3.0, step_limit=1.5)
+    assert not any(told((first, second))), (first, second)
+    assert first["files"] and first["notes"] and not second["files"] and not second["notes"]
+    (folder,) = (tmp_path / "2").iterdir()
+    alone = train(tiny_flux, mixed_data(), tmp_path / "1", **settings)
+    (folder_alone,) = (tmp_path / "1").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in folder_alone.iterdir())
+    points, wanted = (one["validation"]["points"] for one in (first["summary"], alone.summary))
+    assert [p["step"] for p in points] == [0, 2, 4]
+    assert [p["loss"] for p in points] == pytest.approx([p["loss"] for p in wanted], rel=1e-5)
+    assert first["summary"]["slow_calls"] == 1 and second["waited"] > 2.5
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["seconds_waiting"] >= 0
+    assert "world_size" not in alone.summary
+
+
+def test_a_slow_process_changes_no_bit(ranks, tmp_path):
+    ranks.train(2, tmp_path / "even", STEP)
+    even = ranks.lora()
+    answers = ranks.train(2, tmp_path / "slow", STEP, act={"rank": 1, "do": "slow", "seconds": 0.1})
+    same(ranks.lora(), even)
+    assert answers[0]["waited"] > answers[1]["waited"]
+
+
+def test_a_state_saved_on_4_goes_on_on_2_and_on_1(ranks, tiny_flux, tmp_path):
+    settings = STEP | {"save_every": 2, "network": DROPS}
+    whole = train(tiny_flux, mixed_data(), tmp_path / "whole", **settings)
+    for size in (2, 1):
+        root = tmp_path / f"to {size}"
+        cancelled = ranks.train(4, root, settings, act={"rank": 3, "do": "cancel", "step": 2})
+        assert all(error.startswith("InterruptProcessingException") for error in told(cancelled)), cancelled
+        if size == 1:
+            lora = dict(train(tiny_flux, mixed_data(), root, **settings).lora)
+        else:
+            answers = ranks.train(2, root, settings)
+            assert "Resumed at step 2." in answers[0]["notes"] and not any(told(answers)), answers
+            assert any("devices = 4 and goes on with 2" in note for note in answers[0]["notes"])
+            lora = ranks.lora()
+        near(lora, dict(whole.lora))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_nan_on_one_process_ends_all_at_the_same_step(rank, ranks, tmp_path):
+    answers = ranks.train(3, tmp_path, STEP, act={"rank": rank, "do": "nan", "step": 2})
+    for answer in answers:
+        assert "became NaN or infinite at step 3" in answer["error"]
+    assert len({answer["sums"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_process_ends_all_and_saves_what_was_trained(rank, ranks, tiny_flux, tmp_path):
+    answers = ranks.train(3, tmp_path, STEP, act={"rank": rank, "do": "error", "step": 2})
+    first, *_ = told(answers)
+    assert "the cable was pulled" in first
+    if rank:
+        assert first.startswith("TrainingStopped: Device 1 on ") and "What was trained up to step 2 is kept" in first
+        assert told(answers)[2].startswith("InterruptProcessingException")
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "state-000002.tessera").is_file()
+    assert len(train(tiny_flux, mixed_data(), tmp_path, **STEP).loss) == STEPS
+
+
+def test_a_killed_process_ends_the_run_and_its_last_state_goes_on(ranks, tiny_flux, tmp_path):
+    answers = ranks.train(3, tmp_path / "killed", STEP, act={"rank": 1, "do": "kill", "step": 2})
+    assert answers[1] == {} and "did not come to the end of step 3" in answers[0]["error"], answers
+    assert "What was trained up to step 2 is kept" in answers[0]["error"]
+    (folder,) = (tmp_path / "killed").iterdir()
+    assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
+    resumed = train(tiny_flux, mixed_data(), tmp_path / "killed", **STEP)
+    near(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **STEP).lora))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"seed": 4}, "Device 1 has another run than device 0; give all of them the same workflow"),
+        ({"batch_size": 3, "gradient_accumulation": 1}, "batch_size is 3 and gradient_accumulation 1, which 2 devices"),
+    ],
+)
+def test_a_process_that_differs_is_told_before_the_first_step(own, said, ranks, tmp_path):
+    first, second = ranks.train(2, tmp_path, STEP, own={"1": own})
+    assert said in (first["error"] + second["error"]) and first["sums"] == second["sums"] == 0, (first, second)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_torchrun_has_started_waits_for_nobody(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert current_world.__wrapped__() is LONE
+    monkeypatch.setenv(SWITCH, "1")  # of run.py's own process, which starts others
+    assert current_world.__wrapped__() is LONE

@@ -1,0 +1,58 @@
+"""Processes that train together on this machine, over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+PROCESS = Path(__file__).with_name("rank_process.py")
+
+
+class Ranks:
+    """Processes that are started when they are first needed, and again after one was killed."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model, self.number = folder, model, 0
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[Any] = []
+
+    def start(self, size: int) -> None:
+        self.processes = [process for process in self.processes if process.poll() is None]
+        begun = []
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        while len(self.processes) < size:
+            log = open(self.folder / f"rank {self.number} {len(self.processes)}.log", "w")  # noqa: SIM115
+            command = [sys.executable, str(PROCESS), str(self.store.port)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            self.processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+            begun.append(self.processes[-1])
+        for process in begun:
+            assert process.stdout.readline() == "ready\n"
+
+    def train(self, size: int, root: Path, settings: dict[str, Any] | None = None, **job: Any) -> list[dict[str, Any]]:
+        """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed."""
+        self.start(size)
+        self.number += 1
+        job |= {"number": self.number, "size": size, "model": str(self.model), "root": str(root)}
+        job |= {"settings": settings or {}, "out": str(self.folder / f"lora {self.number}")}
+        used = self.processes[:size]
+        for rank, process in enumerate(used):
+            process.stdin.write(json.dumps(job | {"rank": rank}) + "\n")
+            process.stdin.flush()
+        answers = [process.stdout.readline() for process in used]
+        return [json.loads(answer) if answer else {} for answer in answers]
+
+    def lora(self, rank: int = 0) -> dict[str, torch.Tensor]:
+        """The LoRA that a rank gave back last."""
+        return load_file(f"{self.folder / f'lora {self.number}'}.{rank}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,228 @@
+"""World of a run: its processes, one for each device, and what they tell each other."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comfy.model_management import InterruptProcessingException
+from torch import Tensor
+
+from ..errors import CannotContinue, error_sentence
+
+SWITCH = "TESSERA_WORLD_OF"  # run.py puts the number of its process here
+STEP_LIMIT = timedelta(minutes=30)  # longest that a device waits for the others within a step, compiling included
+WAIT_LIMIT = 6 * 3600.0  # seconds that a device waits for the first one: longer than any preview or encoding
+GRACE = 5.0  # seconds in which a process that ends can still say why
+_FAULT = "fault"
+
+
+class World:
+    """Processes that train one LoRA together; alone, nothing here costs anything.
+
+    Each has a rank, and rank 0 writes all files, makes the previews and reports. They tell each other by keys of a
+    store, which may be waited on without end, and sum gradients by a collective, in which one process without the
+    others would be stuck.
+
+    store: torch's key-value store that all ranks reach; None alone.
+    local_size: ranks on this host.
+    waited: seconds that this rank has waited for others, in sums and on keys.
+    sums: collectives that it took part in.
+    sent: bytes that it gave to them.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None, local_size: int = 1):
+        self.rank, self.size, self.store, self.local_size = rank, size, store, local_size
+        self.step_limit, self.wait_limit = STEP_LIMIT, WAIT_LIMIT
+        self.waited, self.sums, self.sent = 0.0, 0, 0
+        self._runs, self._scope = 0, ""
+        self.check_interrupted: Callable[[], None] = lambda: None
+        self._on_host: Tensor | None = None
+
+    @property
+    def is_lone(self) -> bool:
+        """True where this process trains alone."""
+        return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that writes and reports."""
+        return self.rank == 0
+
+    def begin_run(self, check_interrupted: Callable[[], None]) -> None:
+        """Begin a run: keys of the runs before it are not read any more.
+
+        check_interrupted: is called while this rank waits, and may raise.
+        """
+        self._runs, self.check_interrupted = self._runs + 1, check_interrupted
+        self._scope = f"run{self._runs}/"
+        self.waited, self.sums, self.sent = 0.0, 0, 0
+
+    def post(self, key: str, value: Any) -> None:
+        """Write a key for the others. value: plain JSON."""
+        self.store.set(self._scope + key, json.dumps(value))
+
+    def read(self, key: str) -> Any:
+        """Return a key's value; None where nobody has written it."""
+        return self._read(self._scope + key)
+
+    def _read(self, name: str) -> Any:
+        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+
+    def wait(self, key: str, is_it: Callable[[Any], bool] = lambda value: True) -> Any:
+        """Return a key's value as soon as it is written and is what is waited for.
+
+        Raises what `stopped` makes where another rank ends the run meanwhile, and CannotContinue past the limit.
+        """
+        begun, pause = time.monotonic(), 0.005
+        try:
+            while True:
+                value = self.read(key)
+                if value is not None and is_it(value):
+                    return value
+                if (fault := self.fault()) is not None:
+                    raise self.stopped(fault)
+                self.check_interrupted()
+                if time.monotonic() - begun > self.wait_limit:
+                    raise CannotContinue(f"Another device has not answered for {self.wait_limit:.0f} s.")
+                time.sleep(pause)
+                pause = min(0.1, 1.5 * pause)
+        finally:
+            self.waited += time.monotonic() - begun
+
+    def agreed(self, key: str, value: Any) -> Any:
+        """Return rank 0's value on every rank. value: plain JSON."""
+        if self.is_lone:
+            return value
+        if self.is_first:
+            self.post(key, value)
+            return value
+        return self.wait(key)
+
+    def wait_for_first(self, step: int, due: bool) -> None:
+        """Wait, where something is `due` after `step` steps, until rank 0 has done it, as long as that takes."""
+        if not self.is_lone and self.is_first:
+            self.post("between", step)
+        elif due and not self.is_first:
+            self.wait("between", lambda at: bool(at >= step))
+
+    @contextmanager
+    def after_first(self, name: str, check_interrupted: Callable[[], None]) -> Iterator[None]:
+        """Let rank 0 do within what the others do when it has, such as filling a cache that they read.
+
+        name: once in the life of this process.
+        """
+        if self.is_lone:
+            yield
+            return
+        self._scope, self.check_interrupted = "", check_interrupted
+        try:
+            if not self.is_first:
+                self.wait(name)
+            yield
+        except BaseException as error:
+            self.tell(error, error_sentence(error))
+            raise
+        if self.is_first:
+            self.store.set(name, json.dumps(True))
+
+    def tell(self, error: BaseException, sentence: str) -> None:
+        """Tell the others that this rank ends the run, unless one has done so before."""
+        if self.is_lone or self.fault() is not None:
+            return
+        cancelled = isinstance(error, InterruptProcessingException | KeyboardInterrupt)
+        fault = {"rank": self.rank, "host": socket.gethostname(), "cancelled": cancelled, "why": sentence}
+        self.store.set(_FAULT, json.dumps(fault))
+
+    def fault(self) -> dict[str, Any] | None:
+        """Return who ended the run and why; None while nobody has."""
+        found: dict[str, Any] | None = self._read(_FAULT)
+        return found
+
+    def stopped(self, fault: dict[str, Any] | None = None) -> BaseException:
+        """Make the exception that ends this rank where another one ended the run: a cancel, or, on rank 0, the cause.
+
+        Only rank 0 has somebody to tell the cause to, whom the others would tell the same.
+        """
+        if not self.is_first or fault is None or fault["cancelled"]:
+            return InterruptProcessingException()
+        return CannotContinue(f"Device {fault['rank']} on {fault['host']} ended the run: {fault['why']}")
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the ranks for sums; the second call does nothing.
+
+        NCCL where it is there, else gloo, which sums in host memory.
+        """
+        if self.is_lone or dist.is_initialized():
+            return
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        store = dist.PrefixStore("sums", self.store)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.step_limit)
+
+    def sum(self, buffer: Tensor, step: int) -> None:
+        """Add up the ranks' buffers, (n,), in place; each gets the same bits.
+
+        Raises CannotContinue, or what `stopped` makes, where a rank is gone or does not come.
+        """
+        self.post(f"at/{self.rank}", step)
+        begun = time.monotonic()
+        try:
+            if dist.get_backend() == "nccl" or buffer.device.type == "cpu":
+                dist.all_reduce(buffer)
+            else:
+                if self._on_host is None or self._on_host.shape != buffer.shape:
+                    self._on_host = torch.empty(buffer.shape, dtype=buffer.dtype)
+                self._on_host.copy_(buffer)
+                dist.all_reduce(self._on_host)
+                buffer.copy_(self._on_host)
+        except Exception as error:
+            raise self._lost(step) from error
+        self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
+        self.waited += time.monotonic() - begun
+
+    def _lost(self, step: int) -> BaseException:
+        """Say who is missing from a sum, by what each has told of its place."""
+        try:
+            end = time.monotonic() + GRACE
+            while (fault := self.fault()) is None and time.monotonic() < end:
+                time.sleep(0.05)
+            if fault is not None:
+                return self.stopped(fault)
+            missing = [rank for rank in range(self.size) if (self.read(f"at/{rank}") or 0) < step]
+        except Exception:  # the store went with the launcher
+            missing = []
+        who = f"Device {missing[0]}" if missing else "Another device"
+        return CannotContinue(
+            f"{who} did not come to the end of step {step}: its process was killed, ran out of host memory, or hangs."
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return entries for the summary: the number of devices, and the seconds that rank 0 has waited for others."""
+        return {} if self.is_lone else {"world_size": self.size, "seconds_waiting": round(self.waited, 3)}
+
+
+LONE = World()
+
+
+def is_switched_on() -> bool:
+    """True where run.py has started this process as one of several."""
+    return os.environ.get(SWITCH) == str(os.getpid())
+
+
+@cache
+def current_world() -> World:
+    """Return the world of this process: that of torchrun's environment under run.py, a lone one everywhere else.
+
+    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them.
+    """
+    if not is_switched_on():
+        return LONE
+    store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
+    return World(rank, size, dist.PrefixStore("tessera", store), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,53 @@
+"""Losses of a step: of a batch the terms on which backward is called, one by one."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..batch import Batch
+from ..objective.guidance_loss import guided_target
+from ..objective.loss import training_loss
+from ..objective.options import ObjectiveOptions
+from ..objective.preservation import preservation_facts, preservation_loss
+from ..placement.placed_model import PlacedModel
+
+
+class StepLosses:
+    """Terms of a run's loss.
+
+    preserved: the last preservation losses, on the device: reading them would wait.
+    """
+
+    def __init__(self, placed: PlacedModel, objective: ObjectiveOptions):
+        self.placed, self.objective = placed, objective
+        self.preserved: deque[Tensor] = deque(maxlen=50)
+
+    def __call__(self, batch: Batch, rng_key: tuple[int, int]) -> Iterator[Tensor]:
+        """Yield the terms of a batch's loss, each a scalar on the device.
+
+        Call backward on each before asking for the next: then only one forward's activations are in memory.
+        """
+        preserved, scale = batch.preserved, self.objective.guidance_loss_scale
+        if batch.unconditional is not None:
+            sides = batch.inputs, batch.unconditional
+            batch = replace(batch, target=guided_target(batch.target, *sides, self.placed.velocity_without, scale))
+        without = None if preserved is None else self.placed.velocity_without(preserved.inputs)
+        yield self.of_batch(batch, rng_key)
+        if preserved is not None and without is not None:
+            velocity = self.placed.velocity(preserved.inputs, (*rng_key, "class"))
+            loss = self.objective.preservation_weight * preservation_loss(velocity, without, preserved)
+            self.preserved.append(loss.detach())
+            yield loss
+
+    def of_batch(self, batch: Batch, rng_key: tuple[int, int]) -> Tensor:
+        """Return the mean training loss of a batch, a scalar on the device."""
+        velocity = self.placed.velocity(batch.inputs, rng_key)
+        losses = training_loss(self.objective, velocity, batch.target, batch.sigma, batch.weights, batch.signal)
+        return (losses if batch.loss_weights is None else losses * batch.loss_weights).mean()
+
+    def facts(self) -> dict[str, Any]:
+        """Return entries for the summary."""
+        return preservation_facts(self.preserved)
