@@ -1,10 +1,14 @@
 """Run a workflow from a terminal, without a browser and without a server.
 
-  python run.py WORKFLOW.api.json [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [-- COMFYUI OPTIONS]
+  python run.py WORKFLOW.api.json [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [--launch DEVICES]
+                [--result FILE] [-- COMFYUI OPTIONS]
 
 The file is one that ComfyUI exports by Workflow > Export (API); those of this pack lie in workflows/api. ComfyUI is the
 one whose custom_nodes this pack lies in, or the one that COMFYUI_PATH names. What comes behind -- goes to ComfyUI, such
 as --cuda-device 1 or --lowvram.
+
+With --launch 2, two devices of this machine train together, a process for each; over several machines, torchrun starts
+this file in the same way: torchrun --nproc-per-node 2 run.py WORKFLOW.api.json. See docs/many_cards.md.
 
 Exit codes: 0 done; 1 an error; 2 the workflow or an option is wrong, nothing ran; 75 ended by SIGTERM or an error, with
 a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 143 ended by SIGTERM, with nothing saved.
@@ -15,39 +19,55 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
 Prompt = dict[str, dict[str, Any]]
+TRAIN = "TesseraTrainLora"
 
 
 class Wrong(Exception):
     """A mistake in what was given, in a sentence."""
 
+    of_this_device = False  # true where the other devices may not have it
+
 
 def main(arguments: Sequence[str]) -> int:
+    rank = Rank.of_environment()
+    result = Result(None)
     try:
         options, comfyui_options = parse(arguments)
+        result = Result(options.result if rank.rank == 0 else None)
         prompt = read_prompt(Path(options.workflow))
         for change in options.set:
             set_input(prompt, change)
         comfyui = find_comfyui()
-        with open_log(options.log) as log:
+        if options.launch is not None:
+            check_launch(options.launch, prompt, comfyui_options)
+            return launch(options.launch, arguments, options.result)
+        with (
+            rank.prepared(prompt, comfyui_options) as comfyui_options,
+            open_log(options.log if not rank.rank else None) as log,
+        ):
             if options.output:
                 comfyui_options = ["--output-directory", os.path.abspath(options.output), *comfyui_options]
-            return Run(prompt, Told(log)).execute(comfyui, comfyui_options)
+            return result.ended(Run(prompt, Told(log, rank.rank), rank, result).execute(comfyui, comfyui_options))
     except Wrong as mistake:
-        print(mistake, file=sys.stderr)
-        return WRONG
+        if rank.rank == 0 or mistake.of_this_device:
+            print(rank.named(str(mistake)), file=sys.stderr)
+        return result.ended(WRONG)
     except KeyboardInterrupt:  # while ComfyUI starts
-        return CANCELLED
+        return result.ended(CANCELLED)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -61,7 +81,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=described.splitlines()[0],
         epilog=f"Exit codes: {codes}",
-        usage="%(prog)s WORKFLOW [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [-- COMFYUI OPTIONS]",
+        usage="%(prog)s WORKFLOW [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [--launch DEVICES] "
+        "[--result FILE] [-- COMFYUI OPTIONS]",
     )
     parser.add_argument("workflow", help="a workflow in API format, a JSON file")
     parser.add_argument(
@@ -73,6 +94,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--output", help="folder in place of ComfyUI's output folder")
     parser.add_argument("--log", help="file to which each event is added as a line of JSON")
+    parser.add_argument("--launch", type=int, metavar="DEVICES", help="train on as many devices of this machine")
+    parser.add_argument("--result", help="file to which the exit code is written as JSON")
     return parser.parse_args(own), comfyui
 
 
@@ -176,10 +199,10 @@ def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
 
 
 class Told:
-    """Tells what happens: on the terminal, and as lines of JSON in a log."""
+    """Tells what happens: on the terminal, and as lines of JSON in a log. Of several devices only the first does."""
 
-    def __init__(self, log: TextIO | None) -> None:
-        self.log, self.on_terminal = log, sys.stdout.isatty()
+    def __init__(self, log: TextIO | None, rank: int = 0) -> None:
+        self.log, self.on_terminal, self.silent = log, sys.stdout.isatty(), rank > 0
         self.open, self.last = False, 0.0
 
     def event(self, event: str, **facts: Any) -> None:
@@ -188,6 +211,8 @@ class Told:
             self.log.flush()
 
     def line(self, text: str, to: TextIO | None = None) -> None:
+        if self.silent:
+            return
         if self.open:
             print()
             self.open = False
@@ -195,6 +220,8 @@ class Told:
 
     def progress(self, text: str) -> None:
         """Show in one line on a terminal, and every few seconds elsewhere."""
+        if self.silent:
+            return
         if self.on_terminal:
             print(f"\r    {text[:110]:<110}", end="", flush=True)
             self.open = True
@@ -222,8 +249,8 @@ def open_log(path: str | None) -> Iterator[TextIO | None]:
 class Run:
     """One execution of a prompt. The main thread watches, while ComfyUI's worker executes in its own."""
 
-    def __init__(self, prompt: Prompt, told: Told) -> None:
-        self.prompt, self.told = prompt, told
+    def __init__(self, prompt: Prompt, told: Told, rank: "Rank", result: "Result") -> None:
+        self.prompt, self.told, self.rank, self.result = prompt, told, rank, result
         self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
         self.started = time.time()
         self.signal: int | None = None
@@ -234,8 +261,12 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.end_by_signal)
         main = importlib.import_module("main")
+        self.result.begun(importlib.import_module("folder_paths").get_output_directory(), self.started)
         try:
             return int(server.loop.run_until_complete(self._execute(server)))
+        except Wrong as mistake:
+            mistake.of_this_device = self.rank.tell_others(str(mistake))
+            raise
         finally:
             main.asset_seeder.shutdown()
             main.cleanup_temp()
@@ -258,6 +289,8 @@ class Run:
             raise Wrong("\n".join(self.explain(error, node_errors)))
         if node_errors:
             raise Wrong("\n".join(self.explain({}, node_errors)))  # a server would leave these nodes out
+        if self.rank.rank > 0:  # nothing but training and what it needs: the first device saves, shows and compares
+            outputs = [number for number in outputs if self.prompt[number]["class_type"] == TRAIN]
         data = {"client_id": self.client, "create_time": int(time.time() * 1000)}
         self.told.event("started", prompt_id=self.id)
         server.prompt_queue.put((0, self.id, prompt, data, outputs, {}))
@@ -329,7 +362,9 @@ class Run:
             text = str(failed["exception_message"]).strip()
             self.told.line(f"{failed['node_type']} ({failed['node_id']}): {text}", sys.stderr)
             self.told.event("error", node=failed["node_id"], message=text)
-        again = self.saved_a_state()
+            if self.rank.tell_others(text) and self.rank.rank > 0:
+                print(self.rank.named(text), file=sys.stderr, flush=True)
+        again = saved_a_state(importlib.import_module("folder_paths").get_output_directory(), self.started)
         if again:
             self.told.line("What was trained is saved; run the same line again to go on.", sys.stderr)
         if failed is not None:
@@ -341,14 +376,6 @@ class Run:
         self.told.event("ended", code=code)
         return code
 
-    def saved_a_state(self) -> bool:
-        """Return True if a run that this prompt made has a state to go on from."""
-        output = importlib.import_module("folder_paths").get_output_directory()
-        for summary in Path(output, "loras").rglob("summary.json"):
-            if summary.stat().st_mtime >= self.started and any(summary.parent.glob("state-*")):
-                return True
-        return False
-
     @staticmethod
     def files(outputs: dict[str, Any]) -> Iterator[str]:
         """Yield the files that the nodes tell of, below the output folder."""
@@ -358,6 +385,194 @@ class Run:
                     yield str(entry["path"])
                 elif isinstance(entry, dict) and entry.get("type") == "output":
                     yield "/".join(filter(None, (entry.get("subfolder"), entry.get("filename"))))
+
+
+def saved_a_state(output: str, started: float) -> bool:
+    """Return True if a run that was told of since `started` has a state to go on from."""
+    for summary in Path(output, "loras").rglob("summary.json"):
+        if summary.stat().st_mtime >= started and any(summary.parent.glob("state-*")):
+            return True
+    return any(state.stat().st_mtime >= started for state in Path(output, "loras").rglob("state-*.tessera"))
+
+
+# Several devices
+
+
+class Rank(NamedTuple):
+    """This process among those that torchrun has started, one for each device; alone where it has not.
+
+    rank: number among all of them. Rank 0 writes and tells.
+    size: how many there are.
+    local: number on this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @classmethod
+    def of_environment(cls) -> "Rank":
+        """Read what torchrun has set."""
+        values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+        if None in values or int(values[1] or 1) < 2:
+            return cls()
+        return cls(*(int(value or 0) for value in values[:3]))
+
+    def named(self, text: str) -> str:
+        return f"Device {self.rank}: {text}" if self.rank else text
+
+    @contextlib.contextmanager
+    def prepared(self, prompt: Prompt, options: Sequence[str]) -> Iterator[list[str]]:
+        """Choose this process's device, and give ComfyUI's options for it."""
+        if self.size == 1:
+            yield list(options)
+            return
+        check_many(prompt, options)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = None if visible is None else [one for one in visible.split(",") if one.strip()]
+        if devices is not None and "--cpu" not in options:
+            if self.local >= len(devices):
+                raise Wrong(f"CUDA_VISIBLE_DEVICES is {visible}, and {self.local + 1} devices or more are to train.")
+            _see_devices(devices[self.local])
+        else:
+            _see_devices(str(self.local))
+        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/world.py waits for the others then
+        if self.rank == 0:
+            yield list(options)
+            return
+        temporary = tempfile.mkdtemp(prefix="tessera-device-")  # ComfyUI empties the one that it has
+        quiet = [] if "--verbose" in options else ["--verbose", "ERROR"]
+        try:
+            own = [*options, "--database-url", "sqlite:///:memory:", "--temp-directory", temporary, *quiet]
+            yield own
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def tell_others(self, text: str) -> bool:
+        """Tell the other devices why this one ends. Returns True unless one has done so before."""
+        if self.size == 1:
+            return True
+        names = [name for name in sys.modules if name.endswith(".train.distributed.world")]
+        if not names:
+            return True
+        world = sys.modules[names[0]].current_world()
+        if world.fault() is not None:
+            return False
+        world.tell(RuntimeError(text), text.partition("\n")[0])
+        return True
+
+
+class Result:
+    """File with the exit code: torchrun makes 1 of every other code than 0."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path, self.facts = path, dict[str, Any]()
+        if path is not None:
+            self.write()
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        try:
+            Path(self.path).write_text(json.dumps(self.facts), encoding="utf-8")
+        except OSError as error:
+            raise Wrong(f"--result {self.path} can't be written: {error.strerror}.") from error
+
+    def begun(self, output: str, started: float) -> None:
+        """Tell where a state would lie, for a process that can't tell any more at its end."""
+        self.facts |= {"output": output, "started": started}
+        self.write()
+
+    def ended(self, code: int) -> int:
+        self.facts["code"] = code
+        with contextlib.suppress(Wrong):
+            self.write()
+        return code
+
+
+def check_many(prompt: Prompt, options: Sequence[str]) -> None:
+    """Raise Wrong for what several devices can't run."""
+    if not any(node["class_type"] == TRAIN for node in prompt.values()):
+        raise Wrong(
+            "The workflow has no Train LoRA, and nothing else is shared by several devices; leave --launch out."
+        )
+    for option in ("--cuda-device", "--default-device"):
+        if any(one.partition("=")[0] == option for one in options):
+            raise Wrong(f"{option} can't be used with several devices; let CUDA_VISIBLE_DEVICES name those to use.")
+
+
+def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
+    """Raise Wrong where as many devices can't be launched."""
+    if devices < 1:
+        raise Wrong(f"--launch is {devices}; give the number of devices to train on.")
+    check_many(prompt, options)
+    if "--cpu" in options:
+        return
+    there = importlib.import_module("torch").cuda.device_count()
+    if there < devices:
+        raise Wrong(
+            f"--launch is {devices}, and torch sees {there} CUDA devices here; give {there or '--cpu'} or fewer."
+        )
+
+
+def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
+    """Start this file once for each device by torchrun. Returns the exit code of the first, and tells who failed."""
+    own = list(arguments)
+    end = own.index("--") if "--" in own else len(own)
+    behind, own = own[end:], own[:end]
+    kept: list[str] = []
+    while own:
+        one = own.pop(0)
+        name, equals, _ = one.partition("=")
+        if name in ("--launch", "--result"):
+            own = own if equals else own[1:]
+        else:
+            kept.append(one)
+    with tempfile.TemporaryDirectory(prefix="tessera-launch-") as folder:
+        path = result or str(Path(folder, "result.json"))
+        torchrun = [
+            "--standalone",
+            f"--nproc-per-node={devices}",
+            "--",
+            os.path.abspath(__file__),
+            *kept,
+            "--result",
+            path,
+        ]
+        failed = torchrun_failure([*torchrun, *behind])
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = {}
+    code = found.get("code")
+    if failed is None:
+        return FAILED if code is None else int(code)
+    rank, exit_code = failed
+    if exit_code < 0:
+        print(f"Device {rank}: its process was ended by {signal.Signals(-exit_code).name}.", file=sys.stderr)
+    if rank > 0 and exit_code == WRONG:
+        return WRONG
+    if code is None or code == TERMINATED:
+        again = "output" in found and saved_a_state(found["output"], found["started"])
+        return TRY_AGAIN if again else FAILED if code is None else int(code)
+    return int(code)
+
+
+def torchrun_failure(arguments: Sequence[str]) -> tuple[int, int] | None:
+    """Run torchrun. Returns rank and exit code of the process that failed first; None where none has of itself."""
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    api = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):  # what is worth telling is told in a sentence
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        importlib.import_module("torch.distributed.run").main(list(arguments))
+    except errors.ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return rank, failure.exitcode
+    except (api.SignalException, KeyboardInterrupt):
+        return None
+    return None
 
 
 def exit_now(code: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """run.py: a workflow from a terminal, in a process of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from comfy_server import PATIENCE
@@ -80,3 +82,60 @@ def test_a_workflow_that_cannot_run_is_told_before_anything_is_loaded(server, wo
     *_, first, second = done.stderr.splitlines()
     assert {first.split(":")[0], second.split(":")[0]} == {"TesseraTrainLora (train)", "LoadImage (image0)"}
     assert "steps" in done.stderr and "x.png" in done.stderr
+
+
+def processes_of(launcher):
+    """The processes that train, by their rank."""
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if (rank := process.environ().get("RANK")) and str(RUN) in process.cmdline():
+                found[int(rank)] = process
+    return found
+
+
+def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_killed(server, workflow, tmp_path):
+    output, log = tmp_path / "output", tmp_path / "log.jsonl"
+    many = ["--set", "train.output_name=many", "--set", "train.save_every=2", "--launch", "2"]
+    environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
+    with held(server, 7):
+        command = line(server, workflow, output, log, *many)
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + PATIENCE
+        while not any(event.get("kind") == "step" and event["step"] >= 5 for event in events_of(log)):
+            assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()
+            time.sleep(0.05)
+        trained = processes_of(launcher)
+        assert sorted(trained) == [0, 1]
+        trained[1].kill()
+        _, told = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 75, told
+    assert "Device 1: its process was ended by SIGKILL." in told.splitlines()
+    assert not any(process.is_running() for process in trained.values())
+    assert not list(output.rglob("many.safetensors")) and list(output.rglob("state-*.tessera"))
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = output.rglob("many.safetensors")
+    assert done.stdout.splitlines().count(f"  {found.relative_to(output).as_posix()}") == 1
+    (summary,) = events_of(log)[-1]["outputs"]["train"]["tessera"]
+    assert summary["world_size"] == 2 and any("Resumed at step" in note for note in summary["notes"])
+    assert json.loads((found.parent / "summary.json").read_text())["seconds_waiting"] >= 0
+
+    prompt = json.loads(workflow.read_text())
+    prompt["train"]["inputs"] |= {"output_name": "of one"}
+    served = server.run(prompt)["outputs"]["train"]["tessera"][0]
+    assert summary["loss"] == pytest.approx(served["loss"], rel=1e-4) and len(served["loss"]) == STEPS
+    ours, theirs = load_file(found), load_file(server.base / "output" / served["path"])
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+
+
+def test_what_two_processes_cannot_share_is_told(server, workflow, tmp_path):
+    environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
+    odd = ["--set", "train.gradient_accumulation=3", "--launch", "2"]
+    command = line(server, workflow, tmp_path / "output", tmp_path / "log.jsonl", *odd)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "set batch_size to 2, or gradient_accumulation to 4" in done.stderr
+    assert not list((tmp_path / "output").rglob("*.safetensors"))
