@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
             set_input(prompt, change)
         comfyui = find_comfyui()
         if options.launch is not None:
+            if rank.size > 1:
+                raise Wrong("--launch starts torchrun itself; leave it out where torchrun has started run.py.")
             check_launch(options.launch, prompt, comfyui_options)
             return launch(options.launch, arguments, options.result)
         with (

@@ -96,10 +96,10 @@ def processes_of(launcher):
 
 def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_killed(server, workflow, tmp_path):
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
-    many = ["--set", "train.output_name=many", "--set", "train.save_every=2", "--launch", "2"]
+    many = ["--set", "train.output_name=many", "--set", "train.save_every=2"]
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     with held(server, 7):
-        command = line(server, workflow, output, log, *many)
+        command = line(server, workflow, output, log, *many, "--launch", "2")
         launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         end = time.monotonic() + PATIENCE
         while not any(event.get("kind") == "step" and event["step"] >= 5 for event in events_of(log)):
@@ -114,8 +114,11 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     assert not any(process.is_running() for process in trained.values())
     assert not list(output.rglob("many.safetensors")) and list(output.rglob("state-*.tessera"))
 
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    command = torchrun + line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result").read_text())["code"] == 0
     (found,) = output.rglob("many.safetensors")
     assert done.stdout.splitlines().count(f"  {found.relative_to(output).as_posix()}") == 1
     (summary,) = events_of(log)[-1]["outputs"]["train"]["tessera"]

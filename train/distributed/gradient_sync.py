@@ -66,6 +66,7 @@ class GradientSync:
         """
         if self.world.is_lone:
             return
+        self.world.count_sum()
         leaving, *present = told
         if leaving:
             self.sums_left = 0

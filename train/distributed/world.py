@@ -45,6 +45,7 @@ class World:
         self._runs, self._scope = 0, ""
         self.check_interrupted: Callable[[], None] = lambda: None
         self._on_host: Tensor | None = None
+        self._sum_events: tuple[Any, Any] | None = None
 
     @property
     def is_lone(self) -> bool:
@@ -174,7 +175,13 @@ class World:
         self.post(f"at/{self.rank}", step)
         begun = time.monotonic()
         try:
-            if dist.get_backend() == "nccl" or buffer.device.type == "cpu":
+            if dist.get_backend() == "nccl":
+                # Queued only: how long it took on the device is known behind the step's one read.
+                self._sum_events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self._sum_events[0].record()
+                dist.all_reduce(buffer)
+                self._sum_events[1].record()
+            elif buffer.device.type == "cpu":
                 dist.all_reduce(buffer)
             else:
                 if self._on_host is None or self._on_host.shape != buffer.shape:
@@ -186,6 +193,12 @@ class World:
             raise self._lost(step) from error
         self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
         self.waited += time.monotonic() - begun
+
+    def count_sum(self) -> None:
+        """Count the time of the last sum on the device, which is over: the host has read what it gave."""
+        if self._sum_events is not None:
+            begun, ended = self._sum_events
+            self.waited, self._sum_events = self.waited + begun.elapsed_time(ended) / 1000, None
 
     def _lost(self, step: int) -> BaseException:
         """Say who is missing from a sum, by what each has told of its place."""
