@@ -52,6 +52,15 @@ def points(frontend):
 VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
 
 
+CUT_OFF = """() => {
+  const panel = document.querySelector('.tessera-run').getBoundingClientRect()
+  const inside = (r) =>
+    !r.width || (r.left >= panel.left && r.right <= panel.right + 1 && r.bottom <= panel.bottom + 1)
+  return [...document.querySelectorAll('.tessera-run button, .tessera-run span')]
+    .filter((e) => !inside(e.getBoundingClientRect())).map((e) => e.textContent)
+}"""
+
+
 @RENDERERS
 def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
     name = f"live_{new_renderer}"
@@ -82,6 +91,7 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         press_run(frontend)
         panel_says(frontend, "Step 40 / 60")
         center(page)
+        assert page.evaluate(CUT_OFF) == []
         button.click()
         panel_says(frontend, "Stop and keep: after this step.")
         playwright.expect(button).to_be_disabled()

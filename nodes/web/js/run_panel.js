@@ -2,7 +2,7 @@
 // set as text, never as HTML.
 
 const SVG = 'http://www.w3.org/2000/svg'
-const HEIGHT = 222 // of the whole panel, in pixels; the report gives it that much room
+const HEIGHT = 232 // of the whole panel, in pixels; the report gives it that much room
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
@@ -26,8 +26,10 @@ function line(svg, stroke, width) {
   return path
 }
 
-const ASKS = { stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
-  save: ['Save now', 'Save the LoRA and the state after this step, and train on.'] }
+const ASKS = {
+  stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
+  save: ['Save now', 'Save the LoRA and the state after this step, and train on.'],
+}
 
 /** Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. */
 export function makePanel(ask) {
@@ -41,7 +43,7 @@ export function makePanel(ask) {
   const head = part(element, { display: 'flex', justifyContent: 'space-between', gap: '12px', font: '600 20px/28px sans-serif' })
   const [step, left] = [part(head, {}), part(head, { textAlign: 'right' })]
   const facts = part(element, { lineHeight: '18px', overflow: 'hidden', textOverflow: 'ellipsis' })
-  const plot = part(element, { height: '112px', margin: '4px 0' })
+  const plot = part(element, { height: '112px', margin: '4px' })
   const svg = document.createElementNS(SVG, 'svg')
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${DEPTH}`)
   svg.setAttribute('preserveAspectRatio', 'none')
@@ -56,13 +58,15 @@ export function makePanel(ask) {
     validation: line(svg, COLOURS.validation, 7),
   }
   paths.loss.style.opacity = 0.6
-  const legend = part(element, { lineHeight: '15px', height: '24px', display: 'flex', gap: '10px', alignItems: 'center' })
+  const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })
   const keys = {}
   for (const [name, text] of Object.entries({ loss: 'loss', mean: 'mean', validation: 'validation', saves: 'saves' })) {
     keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
     keys[name].textContent = text
   }
-  const buttons = part(legend, { marginLeft: 'auto', display: 'flex', gap: '6px' })
+  const foot = part(element, { display: 'flex', flexDirection: 'column', height: '43px' })
+  const said = part(foot, { flex: '1', lineHeight: '15px', whiteSpace: 'normal', overflow: 'hidden' })
+  const buttons = part(foot, { display: 'flex', gap: '6px' })
   for (const [what, [text, title]] of Object.entries(ASKS)) {
     const button = part(buttons, {
       font: 'inherit', lineHeight: '18px', padding: '1px 8px', cursor: 'pointer', borderRadius: '4px',
@@ -71,15 +75,19 @@ export function makePanel(ask) {
     Object.assign(button, { type: 'button', textContent: text, title })
     button.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
     button.addEventListener('click', async () => {
-      for (const other of buttons.children) other.disabled = true
+      wait(buttons, true)
       const told = { step: element.parts.at, text: (await ask(what)) ?? `${text}: after this step.` }
       element.parts.told = told
       element.parts.said.textContent = told.text
     })
   }
-  const said = part(element, { lineHeight: '15px', height: '30px', whiteSpace: 'normal', overflow: 'hidden' })
   Object.assign(element, { parts: { step, left, facts, svg, paths, keys, buttons, said } })
   return element
+}
+
+function wait(buttons, on) {
+  for (const button of buttons.children) button.disabled = on
+  buttons.style.opacity = on ? 0.5 : 1
 }
 
 const digits = (value) => value.toPrecision(3)
@@ -109,7 +117,7 @@ export function draw(panel, run, points) {
   const { told } = panel.parts // an answer stays until the next step is done
   if (told && (!run.running || told.step !== run.step)) panel.parts.told = undefined
   buttons.style.display = run.running ? 'flex' : 'none'
-  for (const button of buttons.children) button.disabled = Boolean(panel.parts.told)
+  wait(buttons, Boolean(panel.parts.told))
   said.textContent = panel.parts.told?.text ?? sentence(run)
   said.title = said.textContent
   keys.validation.style.display = run.validation.length ? '' : 'none'
