@@ -297,7 +297,8 @@ def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, 
     folder = run_folder(tmp_path / "five")
     names = sorted(path.name for path in folder.iterdir())
     loras = [f"tiny-step00000{step}.safetensors" for step in (2, 4, 5)]
-    assert names == [*["state-000004.tessera", "state-000005.tessera"], "summary.json", *loras]
+    states = ["state-000004.tessera", "state-000005.tessera"]
+    assert names == ["progress.jsonl", "run.json", *states, "summary.json", *loras]
     five = train(tiny_flux, data, tmp_path / "run of five", steps=5)
     saved = safetensors.torch.load_file(folder / loras[-1])
     assert saved.keys() == five.lora.keys() and all(torch.equal(saved[name], five.lora[name]) for name in saved)
