@@ -45,7 +45,7 @@ def stopped_message(step: int, saved: int, state: str, resume: str) -> str:
     if step == 0:
         return "Stopped before the first step; nothing was trained yet."
     if saved == 0:
-        return f"Stopped at step {step}, which could not be saved."
+        return f"Stopped at step {step}; no state could be saved to go on from."
     at = f"Stopped at step {step} and saved" if saved == step else f"Stopped at step {step}, saved up to step {saved}"
     if resume == "latest":
         return f"{at}; Run goes on from there."

@@ -7,6 +7,7 @@ effect between two steps. A run is named by an id that the first route gave, nev
 import asyncio
 import hashlib
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,18 @@ class Runs:
         self._lock = threading.Lock()  # requests are answered by several threads
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """List the newest runs of an output name, the newest first, with those of a pair of experts.
+        """List the runs of an output name, with those of a pair of experts: the one that trains, then the newest.
 
         Raises ValueError where it is no output name.
         """
         root, name = runs_folder(), plain_name(name)
         found = [
-            (changed, folder.path)
+            (training_now.now(folder.path) is not None, changed, folder.path)
             for ending in ("", f"_{HIGH}", f"_{LOW}")
             for folder in run_folders(root, f"{name}{ending}")
             if _lies_in(folder.path, root) and (changed := _changed(folder.path))
         ]
-        newest = [path for _, path in sorted(found, reverse=True)[:MOST_LISTED]]
+        newest = [path for *_, path in sorted(found, reverse=True)[:MOST_LISTED]]
         with self._lock:
             self._folders |= {_id(path, root): path for path in newest}
         return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in newest]
@@ -73,7 +74,10 @@ class Runs:
             except OSError:  # deleted meanwhile
                 return None
             steps = facts["steps"] if type(facts.get("steps")) is int else 0
-            points = averaged(list(curve.loss.values()), max(10, steps // 20))
+            window = max(10, steps // 20)
+            # Those before `since` count in the first means after it, and no further back than one window.
+            begin = max(0, bisect_right(list(curve.loss), since) - window)
+            points = averaged(list(curve.loss.values())[begin:], window)
             text = {name: _text(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
             return {
                 "id": id,
@@ -115,6 +119,7 @@ def _state_of(folder: Path) -> dict[str, Any]:
     return {
         "running": True,
         "node": run.node_id,
+        "prompt_id": run.prompt_id,
         "phase": run.phase,
         "seconds_per_step": report and report.seconds_per_step,
         "seconds_left": report and report.seconds_left,
@@ -162,7 +167,7 @@ async def ask_run(request: web.Request) -> web.Response:
     if not isinstance(prompt_id, str):
         return web.json_response({"error": "Say the prompt_id of the run."}, status=400)
     what = request.match_info["what"]
-    found = _runs.ask(request.match_info["id"], prompt_id, what)
+    found = await asyncio.to_thread(_runs.ask, request.match_info["id"], prompt_id, what)
     if found is None:
         return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
     if not found:

@@ -169,5 +169,23 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
     assert report.inner_text().count(hostile) == 2 and report.locator("img").count() == 0
     assert page.evaluate("window.hostile") is None and frontend.crashes == []
 
+    said = "An error of another workflow's node 6."
+    for kind in ("TesseraPrepareDataset", "TesseraTrainLora"):
+        detail = {"node_id": "6", "node_type": kind, "exception_message": said}
+        page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))", detail)
+        shown = page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraError")
+        assert (shown == said) == (kind == "TesseraTrainLora")
+
+    linked = graph(frontend.ENCODERS, ["8", 0])
+    linked["8"] = node("PrimitiveString", value="hostile")
+    open_graph(frontend, linked)
+    page.evaluate(
+        "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').widgets"
+        ".find((w) => w.name === 'output_name').value = 'hostile'"
+    )
+    asked = "app.graph.nodes.some((n) => n.tesseraLive && !n.tesseraLive.asking)"
+    page.wait_for_function(asked)
+    assert page.locator(".tessera-run").count() == 0
+
 
 TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"

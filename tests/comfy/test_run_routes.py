@@ -69,6 +69,7 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     means = [sum(last) / len(last) for at in range(40) if (last := summary["loss"][max(0, at - 9) : at + 1])]
     assert [point[3] for point in whole["loss"]] == pytest.approx(means)
     assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
+    assert run_of(own_server, "seen", 25)["loss"] == whole["loss"][25:]
 
 
 def asked(server, path, body, **headers):
@@ -127,6 +128,11 @@ def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
     with held(server, 10):
         prompt_id = server.queue(training_graph(tiny_loaders, "stopped"))
         wait_for_step(server, "stopped", 4, prompt_id)
+        (newer := server.base / "output" / "loras" / "stopped-1234abcd").mkdir()
+        (newer / "run.json").write_text("{}")
+        os.utime(newer / "run.json", (2e9, 2e9))
+        assert [run["running"] for run in listed(server, "stopped")] == [True, False]
+        shutil.rmtree(newer)
         server.interrupt()
     server.wait(prompt_id)
     found = run_of(server, "stopped")

@@ -37,6 +37,17 @@ def test_a_reader_finds_what_was_told_and_then_only_what_came_since(tmp_path, at
     assert list(curve.validation.values()) == [(3, 0.5)]
 
 
+def test_what_the_run_is_is_written_as_soon_as_that_is_possible(tmp_path, at_once):
+    (tmp_path / "run.json").mkdir()
+    record = RunRecord(tmp_path, {"key": "k"})
+    trained(record, [1])
+    reader = RunReader(tmp_path)
+    assert reader.facts() == {} and reader.read().step == 1
+    (tmp_path / "run.json").rmdir()
+    trained(record, [2])
+    assert reader.facts() == {"key": "k"} and reader.read().step == 2
+
+
 def test_lines_are_written_at_most_once_a_second(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(run_record.time, "monotonic", lambda: clock[0])

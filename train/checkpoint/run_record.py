@@ -34,7 +34,8 @@ class RunRecord:
     def __init__(self, folder: Path, facts: dict[str, Any], writes: bool = True):
         """facts: contents of run.json. writes: false where another process writes the record."""
         self._writes = writes
-        self._path = folder / PROGRESS
+        self._folder = folder
+        self._facts: str | None = json.dumps(facts, indent=1)
         self._lines: list[str] = []
         self._written = -math.inf
         self._told = False
@@ -42,11 +43,6 @@ class RunRecord:
         self._timer: threading.Timer | None = None
         if not writes:
             return
-        try:
-            text = json.dumps(facts, indent=1)
-            write_atomically(folder / RUN, lambda beside: _write_text(beside, text))
-        except OSError as error:
-            self._tell(error)
         self.add("start")
 
     def begin(self, step: int, loss: Sequence[float], validation: Sequence[dict[str, Any]]) -> None:
@@ -70,17 +66,24 @@ class RunRecord:
             self.write()
 
     def write(self) -> None:
-        """Append the lines that are not written yet."""
+        """Append the lines that are not written yet, and write run.json where that has not been done."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             self._written = time.monotonic()
+            try:
+                if self._facts is not None:
+                    text = self._facts
+                    write_atomically(self._folder / RUN, lambda beside: _write_text(beside, text))
+                    self._facts = None
+            except OSError as error:
+                self._tell(error)
             if not self._lines:
                 return
             try:
                 # The first line break ends what a killed process or a full disk left of a line.
-                with open(self._path, "a", encoding="utf-8") as file:
+                with open(self._folder / PROGRESS, "a", encoding="utf-8") as file:
                     file.write("\n" + "\n".join(self._lines) + "\n")
             except OSError as error:
                 self._tell(error)

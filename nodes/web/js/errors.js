@@ -5,6 +5,7 @@ import { api } from '../../../scripts/api.js'
 import { nodeAt, ourNodes } from './nodes.js'
 import { setError } from './report_widget.js'
 
+let renewed // definitions after R; nodes that stand there keep the class of the old ones
 const FOLDERS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 
 /** One of the server's errors of a node, as a sentence. Ours stand behind the name of the input and a dash. */
@@ -28,7 +29,8 @@ function checkFolder(node, folder) {
   const values = typeof listed === 'function' ? listed() : listed
   const linked = node.inputs?.find((input) => input.widget?.name === 'folder')?.link != null
   if (!Array.isArray(values) || linked) return
-  const placeholder = node.constructor.nodeData?.input?.required?.folder?.[1]?.placeholder
+  const definition = renewed?.[node.type] ?? node.constructor.nodeData
+  const placeholder = definition?.input?.required?.folder?.[1]?.placeholder
   const absent = folder.value === placeholder || !values.includes(folder.value)
   const fix = 'Put them there and press R, or choose another folder.'
   setError(node, absent ? `${folder.value} is not among the folders that hold ${FOLDERS[node.type]}. ${fix}` : '')
@@ -52,7 +54,8 @@ app.registerExtension({
   setup() {
     api.addEventListener('execution_error', ({ detail }) => {
       const node = nodeAt(detail.node_id)
-      if (node) setError(node, detail.exception_message?.trim())
+      // Of another workflow that was queued, a node of the same number may be of another kind.
+      if (node?.type === detail.node_type) setError(node, detail.exception_message?.trim())
     })
     const { queuePrompt } = app
     // The server tells a refusal to nobody but the one that asked.
@@ -76,5 +79,8 @@ app.registerExtension({
     }
   },
   afterConfigureGraph: checkFolders,
-  refreshComboInNodes: () => setTimeout(checkFolders), // the lists are renewed by then
+  refreshComboInNodes(definitions) {
+    renewed = definitions
+    setTimeout(checkFolders) // the lists are renewed by then
+  },
 })

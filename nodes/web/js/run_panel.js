@@ -148,5 +148,5 @@ function sentence(run) {
   if (run.running) return run.phase ?? ''
   if (run.status === 'finished') return ''
   if (run.status === 'failed') return '' // its sentence stands on the node in red
-  return run.text || 'The run was ended from outside; Run goes on from its last saved state.'
+  return run.text || (run.status ? '' : 'No end is on record: it was killed, or another program still trains it.')
 }

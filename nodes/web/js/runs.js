@@ -53,7 +53,8 @@ export async function refresh(node) {
 }
 
 async function update(node, live) {
-  const name = node.widgets?.find((widget) => widget.name === 'output_name')?.value
+  const linked = node.inputs?.find((input) => input.widget?.name === 'output_name')?.link != null
+  const name = linked ? '' : node.widgets?.find((widget) => widget.name === 'output_name')?.value
   const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [] })
