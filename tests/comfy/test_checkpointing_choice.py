@@ -159,7 +159,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
     free(monkeypatch, 2**40)
     trainer = tiny.make_trainer(tiny_flux, mixed_data(), tmp_path, steps=2, memory=MemoryOptions())
     assert trainer.saver.environment["checkpointing"] == "none"
-    loss, failing = trainer.loss, [True]
+    loss, failing = trainer.losses.of_batch, [True]
 
     def runs_out(*args: Any) -> Any:
         if failing:
@@ -167,7 +167,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_th
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss(*args)
 
-    trainer.loss = runs_out
+    trainer.losses.of_batch = runs_out
     trainer.run()
     chosen = trainer.placed.memory.checkpointing
     assert chosen in ("selective", "full") and trainer.saver.environment["checkpointing"] == chosen

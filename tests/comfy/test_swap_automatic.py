@@ -144,7 +144,7 @@ def test_a_smaller_device_streams_what_it_has_to_and_trains_the_same(deep_flux, 
 
 def out_of_memory_at(trainer: Any, *steps: int) -> None:
     """Each of these steps breaks off once in the middle of its backward."""
-    failing, loss, hooks = list(steps), trainer.loss, []
+    failing, loss, hooks = list(steps), trainer.losses.of_batch, []
 
     def fail(grad: torch.Tensor) -> None:
         hooks.pop().remove()
@@ -158,7 +158,7 @@ def out_of_memory_at(trainer: Any, *steps: int) -> None:
             hooks.append(block.linears()["linear1"].adapter.up.register_hook(fail))
         return value
 
-    trainer.loss = watched
+    trainer.losses.of_batch = watched
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
