@@ -371,7 +371,7 @@ class Run:
             self.told.line("What was trained is saved; run the same line again to go on.", sys.stderr)
         if failed is not None:
             code = TRY_AGAIN if again else FAILED
-        elif self.signal == signal.SIGTERM:
+        elif self.signal == signal.SIGTERM or (self.signal is None and self.rank.size > 1):  # it came to another device
             code = TRY_AGAIN if again else TERMINATED
         else:
             code = CANCELLED
@@ -430,7 +430,7 @@ class Rank(NamedTuple):
             yield list(options)
             return
         check_many(prompt, options)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
         devices = None if visible is None else [one for one in visible.split(",") if one.strip()]
         if devices is not None and "--cpu" not in options:
             if self.local >= len(devices):
@@ -458,8 +458,9 @@ class Rank(NamedTuple):
         if not names:
             return True
         world = sys.modules[names[0]].current_world()
-        if world.fault() is not None:
-            return False
+        with contextlib.suppress(RuntimeError):  # of the store, which may be gone
+            if world.fault() is not None:
+                return False
         world.tell(RuntimeError(text), text.partition("\n")[0])
         return True
 
@@ -505,6 +506,8 @@ def check_many(prompt: Prompt, options: Sequence[str]) -> None:
 
 def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
     """Raise Wrong where as many devices can't be launched."""
+    if sys.platform == "win32":
+        raise Wrong("--launch needs torchrun, which torch for Windows does not start; use WSL, or leave --launch out.")
     if devices < 1:
         raise Wrong(f"--launch is {devices}; give the number of devices to train on.")
     check_many(prompt, options)
@@ -565,6 +568,8 @@ def torchrun_failure(arguments: Sequence[str]) -> tuple[int, int] | None:
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     api = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Seconds until torchrun kills a process that it has asked to end: a long micro-batch comes before the save.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     for name in ("torch.distributed.elastic", "torch.distributed.run"):  # what is worth telling is told in a sentence
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -76,6 +76,7 @@ class Trainer:
         reset_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step
+        self.world.connect(self.device)  # before the model takes its memory, of which sums need some
         placed: PlacedModel | None = None
         try:
             placed = PlacedModel(context, observer)
@@ -89,7 +90,6 @@ class Trainer:
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
         self.losses = StepLosses(placed, self.settings.objective)
-        self.world.connect(self.device)
         self.sync = GradientSync(self.world, learner)
         self.compile_settings = context.compile_settings
         self.clock = StepClock(self.device)
@@ -125,7 +125,6 @@ class Trainer:
 
     def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state, see `Saver.save_final`."""
-        self.check_ranks("final")
         return self.saver.save_final(spare_folder)
 
     def run(self) -> None:
@@ -138,6 +137,7 @@ class Trainer:
         self.check_ranks("start")
         self.sync.begin(settings.steps - progress.step)
         try:
+            check_alike(self.world, "products", {"kind of product": ",".join(self.placed.products.tried)})
             if self.placed.products.undecided:  # before validation, which multiplies so too
                 self.attempt(self.measure_products)
             self.between_steps()
@@ -169,6 +169,7 @@ class Trainer:
                 self.between_steps()
                 if STOP in asked:
                     break
+            self.check_ranks("final")  # an error in it saves, as any other here
         except BaseException as error:
             self.sync.leave(error, progress.step + 1)
             self.saver.save_unsaved_progress()

@@ -136,8 +136,27 @@ def test_an_error_on_one_process_ends_all_and_saves_what_was_trained(rank, ranks
     assert len(train(tiny_flux, mixed_data(), tmp_path, **STEP).loss) == STEPS
 
 
-def test_a_killed_process_ends_the_run_and_its_last_state_goes_on(ranks, tiny_flux, tmp_path):
-    answers = ranks.train(3, tmp_path / "killed", STEP, act={"rank": 1, "do": "kill", "step": 2})
+def test_devices_that_meet_before_a_sum_train_the_same_and_leave_together(ranks, tiny_flux, tmp_path):
+    """As NCCL needs it, whose sums are queued only."""
+    answers = ranks.train(3, tmp_path / "all", STEP, meets=True)
+    assert told(answers) == [""] * 3
+    assert answers[0]["loss"] == pytest.approx(train(tiny_flux, mixed_data(), tmp_path / "one", **STEP).loss, rel=1e-5)
+    answers = ranks.train(3, tmp_path / "left", STEP, meets=True, act={"rank": 1, "do": "error", "step": 2})
+    assert "the cable was pulled" in told(answers)[0] and len({answer["sums"] for answer in answers}) == 1
+
+
+def test_a_cancel_while_others_are_waited_for_is_raised_behind_the_sum(ranks, tmp_path):
+    answers = ranks.train(3, tmp_path, STEP, meets=True, act={"rank": 0, "do": "cancel waiting", "step": 2})
+    assert all(answer["error"].startswith("InterruptProcessingException") for answer in answers)
+    assert len({answer["sums"] for answer in answers}) == 1
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_killed_process_ends_the_run_and_its_last_state_goes_on(meets, ranks, tiny_flux, tmp_path):
+    act = {"rank": 1, "do": "kill", "step": 2}
+    answers = ranks.train(3, tmp_path / "killed", STEP, meets=meets, step_limit=10, act=act)
     assert answers[1] == {} and "did not come to the end of step 3" in answers[0]["error"], answers
     assert "What was trained up to step 2 is kept" in answers[0]["error"]
     (folder,) = (tmp_path / "killed").iterdir()
@@ -157,6 +176,19 @@ def test_a_process_that_differs_is_told_before_the_first_step(own, said, ranks, 
     first, second = ranks.train(2, tmp_path, STEP, own={"1": own})
     assert said in (first["error"] + second["error"]) and first["sums"] == second["sums"] == 0, (first, second)
     assert not list(tmp_path.iterdir())
+
+
+def test_devices_that_multiply_otherwise_are_told_before_the_first_step(ranks, tmp_path):
+    answers = ranks.train(2, tmp_path, STEP, products={"1": "fp8"})
+    assert "Device 1 has another kind of product than device 0" in answers[0]["error"]
+    assert "set products on Training Memory to full" in answers[0]["error"] and not list(tmp_path.rglob("*.tessera"))
+
+
+def test_devices_that_went_apart_end_the_run_with_what_was_trained(ranks, tmp_path):
+    answers = ranks.train(2, tmp_path, STEP, act={"rank": 1, "do": "drift", "step": STEPS - 1})
+    assert "Device 1 and device 0 have computed another LoRA" in answers[0]["error"]
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.glob("*.tessera")] == [f"state-{STEPS:06d}.tessera"]
 
 
 def test_a_server_that_torchrun_has_started_waits_for_nobody(monkeypatch):

@@ -83,6 +83,24 @@ def test_options_behind_the_dashes_are_comfyui_s():
     assert (own.workflow, own.set, comfyui) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
 
 
+def test_windows_is_told_that_torchrun_does_not_start_there(monkeypatch):
+    monkeypatch.setattr(headless.sys, "platform", "win32")
+    with pytest.raises(headless.Wrong, match="use WSL, or leave --launch out"):
+        headless.check_launch(2, {"1": {"class_type": headless.TRAIN, "inputs": {}}}, ["--cpu"])
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_each_process_takes_one_of_the_devices_that_are_named(name, monkeypatch):
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TESSERA_WORLD_OF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "2,3")
+    seen = []
+    monkeypatch.setattr(headless, "_see_devices", seen.append)
+    with headless.Rank(1, 2, 1).prepared({"1": {"class_type": headless.TRAIN, "inputs": {}}}, []):
+        monkeypatch.delenv("TESSERA_WORLD_OF")
+    assert seen == ["3"]
+
+
 def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     with pytest.raises(headless.Wrong, match="COMFYUI_PATH is .*, which holds no ComfyUI"):

@@ -29,6 +29,10 @@ def act_at(job: dict[str, Any], world: Any) -> None:
 
     of_batch, act = StepLosses.of_batch, job["act"]
 
+    def interrupted() -> None:
+        world.check_interrupted = lambda: None
+        raise InterruptProcessingException
+
     def acting(losses: Any, batch: Any, rng_key: tuple[int, int]) -> torch.Tensor:
         loss = of_batch(losses, batch, rng_key)
         if act["do"] == "slow":
@@ -38,15 +42,21 @@ def act_at(job: dict[str, Any], world: Any) -> None:
                 os.kill(os.getpid(), 9)
             if act["do"] == "hang":
                 time.sleep(3600)
+            if act["do"] == "cancel waiting" and world.rank == act["rank"]:
+                world.check_interrupted = interrupted
+            elif act["do"] == "cancel waiting":
+                time.sleep(1)
             if act["do"] == "cancel":
                 raise InterruptProcessingException
             if act["do"] == "error":
                 raise RuntimeError("the cable was pulled")
+            if act["do"] == "drift":
+                next(iter(losses.placed.network.parameters())).data.add_(0.01)
             if act["do"] == "nan":
                 loss = loss * float("nan")
         return loss
 
-    if world.rank == act["rank"]:
+    if world.rank == act["rank"] or act["do"] == "cancel waiting":
         StepLosses.of_batch = acting  # type: ignore[method-assign]
 
 
@@ -70,6 +80,7 @@ class Slow:
 
 def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.distributed import world as worlds
+    from tessera.train.placement.products import BlockProducts
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import train_lora
 
@@ -78,13 +89,21 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
     world.wait_limit = 60.0
+    world.meets = job.get("meets", False)
     if "step_limit" in job:
         world.step_limit = worlds.timedelta(seconds=job["step_limit"])
     sent: list[int] = []
     others: list[str] = []
     all_reduce = dist.all_reduce
     kept = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
-    of_batch = StepLosses.of_batch
+    of_batch, begin = StepLosses.of_batch, BlockProducts.__init__
+
+    def having(products: str) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            begin(self, *args)
+            self.tried = (products,)
+
+        return init
 
     def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent.append(tensor.numel() * tensor.element_size())
@@ -95,6 +114,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         setattr(dist, name, lambda *args, name=name, **options: others.append(name))
     if job.get("act"):
         act_at(job, world)
+    if products := job.get("products", {}).get(str(world.rank)):
+        BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
     watcher = Watcher()
     watchers = [Slow(job["slow_watcher"])] if "slow_watcher" in job else []
     answer: dict[str, Any] = {}
@@ -112,6 +133,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         answer["trace"] = traceback.format_exc()
     finally:
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
+        BlockProducts.__init__ = begin  # type: ignore[method-assign]
         for name, function in kept.items():
             setattr(dist, name, function)
         if dist.is_initialized():

@@ -1,5 +1,6 @@
 """World of a run: its processes, one for each device, and what they tell each other."""
 
+import contextlib
 import json
 import os
 import socket
@@ -41,9 +42,11 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None, local_size: int = 1):
         self.rank, self.size, self.store, self.local_size = rank, size, store, local_size
         self.step_limit, self.wait_limit = STEP_LIMIT, WAIT_LIMIT
+        self.meets = False  # before each sum, as NCCL needs
         self.waited, self.sums, self.sent = 0.0, 0, 0
         self._runs, self._scope = 0, ""
         self.check_interrupted: Callable[[], None] = lambda: None
+        self.interrupted: BaseException | None = None
         self._on_host: Tensor | None = None
         self._sum_events: tuple[Any, Any] | None = None
 
@@ -64,7 +67,7 @@ class World:
         """
         self._runs, self.check_interrupted = self._runs + 1, check_interrupted
         self._scope = f"run{self._runs}/"
-        self.waited, self.sums, self.sent = 0.0, 0, 0
+        self.waited, self.sums, self.sent, self.interrupted = 0.0, 0, 0, None
 
     def post(self, key: str, value: Any) -> None:
         """Write a key for the others. value: plain JSON."""
@@ -136,11 +139,12 @@ class World:
 
     def tell(self, error: BaseException, sentence: str) -> None:
         """Tell the others that this rank ends the run, unless one has done so before."""
-        if self.is_lone or self.fault() is not None:
-            return
-        cancelled = isinstance(error, InterruptProcessingException | KeyboardInterrupt)
-        fault = {"rank": self.rank, "host": socket.gethostname(), "cancelled": cancelled, "why": sentence}
-        self.store.set(_FAULT, json.dumps(fault))
+        with contextlib.suppress(RuntimeError):  # the store went with the launcher, and the error has to come through
+            if self.is_lone or self.fault() is not None:
+                return
+            cancelled = isinstance(error, InterruptProcessingException | KeyboardInterrupt)
+            fault = {"rank": self.rank, "host": socket.gethostname(), "cancelled": cancelled, "why": sentence}
+            self.store.set(_FAULT, json.dumps(fault))
 
     def fault(self) -> dict[str, Any] | None:
         """Return who ended the run and why; None while nobody has."""
@@ -157,15 +161,24 @@ class World:
         return CannotContinue(f"Device {fault['rank']} on {fault['host']} ended the run: {fault['why']}")
 
     def connect(self, device: torch.device) -> None:
-        """Connect the ranks for sums; the second call does nothing.
+        """Connect the ranks for sums, when all of them are there; the second call does nothing.
 
         NCCL where it is there, else gloo, which sums in host memory.
         """
         if self.is_lone or dist.is_initialized():
             return
+        self.post(f"here/{self.rank}", True)
+        for rank in range(self.size):
+            self.wait(f"here/{rank}")
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        store = dist.PrefixStore("sums", self.store)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.step_limit)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("sums", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.step_limit,
+            device_id=device if backend == "nccl" else None,
+        )
 
     def sum(self, buffer: Tensor, step: int) -> None:
         """Add up the ranks' buffers, (n,), in place; each gets the same bits.
@@ -175,6 +188,8 @@ class World:
         self.post(f"at/{self.rank}", step)
         begun = time.monotonic()
         try:
+            if self.meets or dist.get_backend() == "nccl":
+                self._meet(buffer.device)
             if dist.get_backend() == "nccl":
                 # Queued only: how long it took on the device is known behind the step's one read.
                 self._sum_events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -194,11 +209,37 @@ class World:
         self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
         self.waited += time.monotonic() - begun
 
+    def _meet(self, device: torch.device) -> None:
+        """Wait until all ranks have come to the next sum.
+
+        NCCL only queues a sum, and a rank that does not come would be noticed where nothing can be said or saved any
+        more. An error of another rank is no reason to leave: that rank comes to this sum too, to say so in it.
+        Raises TimeoutError past the limit, or soon after an interrupt, which else is raised behind the sum.
+        """
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # a rank has come when its gradients are there
+        number, end, missing = self.sums + 1, time.monotonic() + self.step_limit.total_seconds(), set(range(self.size))
+        self.post(f"met/{self.rank}", number)
+        while missing := {rank for rank in missing if (self.read(f"met/{rank}") or 0) < number}:
+            try:
+                self.check_interrupted()
+            except BaseException as error:
+                self.interrupted, end = error, min(end, time.monotonic() + 2 * GRACE)
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.001)
+
     def count_sum(self) -> None:
-        """Count the time of the last sum on the device, which is over: the host has read what it gave."""
+        """Count the time of the last sum on the device, which is over: the host has read what it gave.
+
+        Raises what interrupted this rank while it waited for the others.
+        """
         if self._sum_events is not None:
             begun, ended = self._sum_events
             self.waited, self._sum_events = self.waited + begun.elapsed_time(ended) / 1000, None
+        if self.interrupted is not None:
+            error, self.interrupted = self.interrupted, None
+            raise error
 
     def _lost(self, step: int) -> BaseException:
         """Say who is missing from a sum, by what each has told of its place."""
