@@ -1,7 +1,7 @@
 """Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .distributed.share import share_of
 from .distributed.world import LONE, World
 from .errors import stopped_message
 from .observer import Observer, QuietObserver, StepReport
-from .preflight.checks import check_run
+from .preflight.checks import CheckedRun, check_run
 from .preflight.context import RunContext, make_context
 from .preflight.disk_space import check_disk_space, required_space
 from .preflight.run_start import RunStart, find_run_start, run_start_notes
@@ -194,7 +194,7 @@ def _train(
     begun = find_run_start(model, checked, settings, root)
     state_name = "finished" if begun.finished else begun.state.name if begun.state else ""
     check_alike(world, "facts", rank_facts(begun.weights, checked.data.fingerprint, begun.key, state_name))
-    folder, state, start_notes = begun.folder, begun.state, tuple(run_start_notes(begun, settings, root))
+    folder, start_notes = begun.folder, tuple(run_start_notes(begun, settings, root))
     if begun.finished:
         for note in start_notes:
             observer.note(note)
@@ -208,6 +208,22 @@ def _train(
         folder.check_writable()
         check_disk_space(folder, required_space(checked, settings, begun))
     context = make_context(checked, begun, settings, compile_settings, workflow, world)
+    with folder.claimed() if world.is_first else nullcontext():
+        return _run(context, checked, begun, observer, watchers, start_notes, spare_folder, queued)
+
+
+def _run(
+    context: RunContext,
+    checked: CheckedRun,
+    begun: RunStart,
+    observer: Observer,
+    watchers: Sequence[Watcher],
+    start_notes: Sequence[str],
+    spare_folder: Path | None,
+    queued: Mapping[str, str],
+) -> TrainResult:
+    """Train a run that is checked, into its folder."""
+    settings, world, folder, state = context.settings, context.world, begun.folder, begun.state
     record = RunRecord(folder.path, {**run_facts(begun, context), **queued}, world.is_first)
     recorder = _Recorder(observer, record, (*checked.data.notes, *checked.notes, *start_notes, *context.notes))
     if context.validation is not None and settings.validation is not None:

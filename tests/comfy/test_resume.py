@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from comfy.model_management import InterruptProcessingException
+from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.checkpoint.state import load_state
 from tessera.train.errors import TrainingStopped
 from tessera.train.learner import Learner
@@ -306,6 +307,21 @@ def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, 
     assert [(s.step, s.batches, len(s.loss)) for s in states] == [(4, 4, 4), (5, 5, 5)]
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps_done"], summary["loss"]) == ("cancelled", 5, five.loss)
+
+
+def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 3)
+    folder = run_folder(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    other = RunFolder(folder, "tiny")
+    said = f"another ComfyUI on this machine trains tiny into {folder.name} now; wait for it"
+    with other.claimed(), pytest.raises(ValueError, match=said):
+        train(tiny_flux, data, tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert len(train(tiny_flux, data, tmp_path).loss) == 6
+    with other.claimed():  # it has let go of it
+        pass
 
 
 def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):

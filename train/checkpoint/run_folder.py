@@ -7,12 +7,16 @@ It lies in ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any L
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
 from unicodedata import normalize
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from ...common.files import sweep_unfinished, write_atomically
@@ -114,6 +118,29 @@ class RunFolder:
                 self.path.rmdir()
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes of this machine from training into the folder meanwhile, however this one ends.
+
+        Raises ValueError where one does.
+        """
+        name = blake2b(str(self.path.resolve()).encode(), digest_size=8).hexdigest()
+        lock = FileLock(Path(tempfile.gettempdir()) / f"tessera-{name}.lock", timeout=0, mode=0o666)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"output_name: another ComfyUI on this machine trains {self.name} into {self.path.name} now; wait for "
+                "it, or choose another output_name."
+            ) from None
+        except OSError:  # no lock is to be had here, such as another user's: it trains all the same
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
 
     def write_companion_file(self, ending: str, text: str) -> None:
         """Write a companion text file of the LoRA: `<name>.<ending>`."""
