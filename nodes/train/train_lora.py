@@ -47,12 +47,12 @@ class TesseraTrainLora(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="TesseraTrainLora",
-            display_name="Train LoRA",
+            display_name="Train LoRA (Tessera)",
             category="Tessera/training",
             description=f"Trains a LoRA on {joined(titles())}, and on every other model of pictures or video that "
             "ComfyUI samples. Everything a run makes lies in output/loras/<name>-<key>; a run that was finished before "
             "with the same settings is returned at once.",
-            search_aliases=["lora training", "fine-tune", "trainer"],
+            search_aliases=["lora training", "lora train", "train lora", "train flux", "fine-tune", "trainer"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[

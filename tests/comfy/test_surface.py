@@ -305,7 +305,7 @@ SURFACE = {
         ["TESSERA_PREVIEW preview"],
     ),
     "TesseraTrainLora": (
-        "Train LoRA",
+        "Train LoRA (Tessera)",
         True,
         [
             "model MODEL",
