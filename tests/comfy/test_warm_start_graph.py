@@ -1,14 +1,9 @@
 """In a real ComfyUI: one training goes on from another's LORA_MODEL, and from its file, on top of it too."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 from comfy_server import ServerFailure
 from tiny.prompt import node
-
-CRASH = runpy.run_path(str(Path(__file__).with_name("test_crash.py")))
-training_graph, pictures = CRASH["training_graph"], CRASH["pictures"]
+from tiny.server_runs import put_pictures, training_graph
 
 
 def network(**inputs):
@@ -16,8 +11,8 @@ def network(**inputs):
     return node("TesseraLoraNetwork", **plain, **inputs)
 
 
-def test_a_lora_of_the_graph_and_a_file_of_it_begin_the_same_run(server, tiny_loaders, pictures):
-    pictures(server.base)
+def test_a_lora_of_the_graph_and_a_file_of_it_begin_the_same_run(server, tiny_loaders):
+    put_pictures(server.base)
     graph = training_graph(tiny_loaders, name="first", steps=2, save_every=0)
     graph["own"] = network()
     graph["train"]["inputs"]["network"] = ["own", 0]
