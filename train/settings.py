@@ -215,6 +215,11 @@ class TrainSettings:
         """True where `resume` is the path of a state."""
         return self.resume not in ("off", "latest")
 
+    @property
+    def can_go_on(self) -> bool:
+        """True where a run goes on when `steps` is raised: its learning rate does not depend on its length."""
+        return self.optimizer.lr_scheduler in ENDLESS_SCHEDULERS
+
     def lineage(self, data: str, model: str) -> str:
         """Fingerprint of everything that determines the steps of a run.
 
@@ -237,7 +242,7 @@ class TrainSettings:
             # The boundary is already in min_sigma and max_sigma of each expert.
             "objective": {k: v for k, v in changed_fields(self.objective).items() if k != "expert_boundary"},
         }
-        if self.optimizer.lr_scheduler not in ENDLESS_SCHEDULERS:
+        if not self.can_go_on:
             same["steps"] = self.steps
         if self.memory.products != FULL:
             same["products"] = self.memory.products

@@ -99,8 +99,7 @@ class _Recorder:
 
     def end(self, status: str, text: str = "") -> None:
         """Record and report the end of the run. `status` is as in the summary."""
-        self._record.add("end", status=status, step=self._step, text=text)
-        self._record.write()
+        self._record.end(status, self._step, text)
         self._observer.ended(status, text)
 
     @contextmanager
@@ -299,6 +298,7 @@ def run_facts(begun: RunStart, context: RunContext) -> dict[str, Any]:
         "model": Path(loaded_from(patcher)).name or context.family.variant(patcher.model),
         "steps": settings.steps,
         "started": context.started,
+        "can_go_on": settings.can_go_on,
     }
 
 

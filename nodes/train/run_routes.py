@@ -9,7 +9,10 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +20,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...common.file_names import plain_name
-from ...train.checkpoint.run_folder import run_folders
+from ...train.checkpoint.run_folder import RunFolder, run_folders
 from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
 from ...train.expert_pair import HIGH, LOW
 from ...train.observer import SAVE, STOP
@@ -32,7 +35,7 @@ class Runs:
     """Runs below a folder, as the routes give them."""
 
     def __init__(self) -> None:
-        self._folders: dict[str, Path] = {}
+        self._folders: dict[str, RunFolder] = {}
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._lock = threading.Lock()  # requests are answered by several threads
 
@@ -43,28 +46,30 @@ class Runs:
         """
         root, name = runs_folder(), plain_name(name)
         found = [
-            (training_now.now(folder.path) is not None, changed, folder.path)
+            (training_now.now(folder.path) is not None, changed, str(folder.path), folder)
             for ending in ("", f"_{HIGH}", f"_{LOW}")
             for folder in run_folders(root, f"{name}{ending}")
             if _lies_in(folder.path, root) and (changed := _changed(folder.path))
         ]
-        newest = [path for *_, path in sorted(found, reverse=True)[:MOST_LISTED]]
+        newest = [folder for *_, folder in sorted(found, key=itemgetter(0, 1, 2), reverse=True)[:MOST_LISTED]]
         with self._lock:
-            self._folders |= {_id(path, root): path for path in newest}
-        return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in newest]
+            self._folders |= {_id(folder.path, root): folder for folder in newest}
+        paths = [folder.path for folder in newest]
+        return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in paths]
 
     def ask(self, id: str, prompt_id: str, what: str) -> bool | None:
         """Ask something of a run, see `training_now.ask`. None for an unknown id."""
         with self._lock:
             folder = self._folders.get(id)
-        return None if folder is None else training_now.ask(folder, prompt_id, what)
+        return None if folder is None else training_now.ask(folder.path, prompt_id, what)
 
     def read(self, id: str, since: int) -> dict[str, Any] | None:
         """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id."""
         with self._lock:
-            folder = self._folders.get(id)
-            if folder is None or not (_lies_in(folder, runs_folder()) and _changed(folder)):
+            found = self._folders.get(id)
+            if found is None or not (_lies_in(found.path, root := runs_folder()) and _changed(found.path)):
                 return None
+            folder = found.path
             reader = self._readers.pop(folder, None) or RunReader(folder)
             self._readers[folder] = reader
             while len(self._readers) > MOST_READERS:
@@ -92,6 +97,11 @@ class Runs:
                 "notes": curve.notes,
                 "status": curve.status,
                 "text": curve.text,
+                "can_go_on": facts.get("can_go_on") is True,
+                "lora": _lora_name(found, root),
+                "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
+                "seconds": curve.seconds,
+                "timed_from": curve.timed_from,
                 **_state_of(folder),
             }
 
@@ -108,6 +118,18 @@ def _changed(folder: Path) -> float:
     """Time of the last change of a run's record; 0 where a folder is no run's."""
     files = (own_file(folder, name) for name in (PROGRESS, RUN, SUMMARY))
     return max((path.stat().st_mtime for path in files if path is not None), default=0.0)
+
+
+def _lora_name(folder: RunFolder, root: Path) -> str:
+    """Name of a run's LoRA as ComfyUI's LoRA loaders list it; empty where there is none."""
+    lora = folder.lora_path
+    return "" if own_file(folder.path, lora.name) is None else str(lora.relative_to(root))
+
+
+def _ends(losses: Sequence[float]) -> list[float] | None:
+    """Mean loss of the first and of the last twentieth of the steps; None without steps."""
+    count = max(1, len(losses) // 20)
+    return [fmean(losses[:count]), fmean(losses[-count:])] if losses else None
 
 
 def _state_of(folder: Path) -> dict[str, Any]:

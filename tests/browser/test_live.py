@@ -1,6 +1,7 @@
 """Train LoRA while it trains, in ComfyUI's own frontend: the panel with its curve, and errors on their nodes."""
 
 import json
+import re
 
 import pytest
 from tiny.prompt import node
@@ -47,6 +48,14 @@ def center(page):
 def points(frontend):
     """How many points the curve has, and at which step it is."""
     return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
+
+
+def shown(page, loss):
+    return page.evaluate("loss => loss.toPrecision(3)", loss)
+
+
+def redraw(page):
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
@@ -100,6 +109,35 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     press_run(frontend)
     panel_says(frontend, "Finished")
     assert points(frontend) == "Loss of 60 points up to step 60"
+
+    run = comfyui.get(f"/tessera/runs/{comfyui.get(f'/tessera/runs?name={name}')['runs'][0]['id']}")
+    first, last = (sum(p[1] for p in part) / 3 for part in (run["loss"][:3], run["loss"][-3:]))
+    card = page.locator(".tessera-run", has_text=re.compile(r"Done in 0:\d\d:\d\d, loss from "))
+    playwright.expect(card).to_contain_text(f"loss from {shown(page, first)} to {shown(page, last)}")
+    playwright.expect(button).to_be_hidden()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy LoRA name").click()
+    panel_says(frontend, f"Copied: {run['lora']}")
+    assert page.evaluate("navigator.clipboard.readText()") == run["lora"]
+    more = page.get_by_role("button", name="Continue + 60")
+    playwright.expect(more).to_be_visible()
+    assert page.evaluate(CUT_OFF) == []
+    frontend.set_widgets({"TesseraTrainLora": {"resume": "off"}})  # it would begin anew
+    redraw(page)
+    playwright.expect(more).to_be_hidden()
+    frontend.set_widgets({"TesseraTrainLora": {"resume": "latest"}})
+    redraw(page)
+    more.click()
+    panel_says(frontend, "Done, steps 61 to 120 in 0:")
+    assert points(frontend) == "Loss of 120 points up to step 120"
+    assert frontend.prompt()["6"]["inputs"]["steps"] == 120
+    more = page.get_by_role("button", name="Continue + 120")
+    playwright.expect(more).to_be_visible()
+    linked = graph(frontend.ENCODERS, name, steps=["8", 0])
+    linked["8"] = node("PrimitiveInt", value=120)
+    open_graph(frontend, linked)
+    panel_says(frontend, "Done, steps 61 to 120 in 0:")
+    playwright.expect(more).to_be_hidden()
     assert frontend.faults() == {} and frontend.crashes == []
 
 

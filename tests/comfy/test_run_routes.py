@@ -70,6 +70,19 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
     assert [point[3] for point in whole["loss"]] == pytest.approx(means)
     assert whole["status"] == "finished" and whole["notes"] == summary["notes"]
     assert run_of(own_server, "seen", 25)["loss"] == whole["loss"][25:]
+    assert whole["loss_ends"] == [pytest.approx(sum(part) / 2) for part in (summary["loss"][:2], summary["loss"][-2:])]
+    assert whole["timed_from"] in found["saves"] and 0 < whole["seconds"] < 600  # from the state that was gone on from
+    assert whole["can_go_on"] and found["lora"] == ""
+    loaders = own_server.get("/object_info/LoraLoaderModelOnly")["LoraLoaderModelOnly"]
+    assert whole["lora"] in loaders["input"]["required"]["lora_name"][0]
+    assert whole["lora"].endswith("seen.safetensors")
+    falls = {"optimizer": "adamw", "learning_rate": 1e-3, "lr_scheduler": "cosine"}
+    falls |= {"warmup_steps": 0, "max_grad_norm": 1.0}
+    graph = training_graph(tiny_loaders, "falling", steps=2, save_every=0, optimizer=["falls", 0])
+    own_server.run(graph | {"falls": node("TesseraOptimizer", **falls)})
+    falling = run_of(own_server, "falling")
+    assert falling["status"] == "finished" and not falling["can_go_on"]  # its rate has come to its end
+    assert falling["timed_from"] == 0
 
 
 def asked(server, path, body, **headers):
@@ -146,7 +159,8 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     (outside / "run.json").write_text(json.dumps({"output_name": "outside"}))
     loras.mkdir(exist_ok=True)
     (loras / "hostile-1234abcd").mkdir()
-    (loras / "hostile-1234abcd" / "run.json").write_text('{"output_name": ["<b>"], "steps": "many", "model": NaN}')
+    facts = '{"output_name": ["<b>"], "steps": "many", "model": NaN, "can_go_on": 1}'
+    (loras / "hostile-1234abcd" / "run.json").write_text(facts)
     if os.name != "nt":
         (loras / "outside-1234abcd").symlink_to(outside, target_is_directory=True)
         assert listed(server, "outside") == []
@@ -156,6 +170,7 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     (one,) = listed(server, "hostile")
     found = server.get(f"/tessera/runs/{one['id']}")
     assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
+    assert (found["lora"], found["loss_ends"], found["seconds"], found["can_go_on"]) == ("", None, None, False)
     for id in ("0" * 16, "hostile-1234abcd", "..%2Foutside-1234abcd", "%2e%2e"):
         assert status_of(server, f"/tessera/runs/{id}") == 404, id
     for since in ("-1", "x", "1e9", "9" * 30, "٣"):

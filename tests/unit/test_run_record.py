@@ -90,6 +90,30 @@ def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_
     assert list(curve.saves) == [5] and list(curve.validation) == [4]
 
 
+def test_the_time_of_a_run_is_that_of_its_sessions_as_far_as_it_is_known(tmp_path, monkeypatch, at_once):
+    clock = [100.0]
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: clock[0])
+
+    def session(begin, seconds, ends=True):
+        record = RunRecord(tmp_path, {})
+        record.begin(begin, [0.5] * begin, [])
+        clock[0] += seconds
+        if ends:
+            record.end("cancelled", begin + 1, "")
+        curve = RunReader(tmp_path).read()
+        return curve.seconds, curve.timed_from
+
+    assert session(0, 60) == (60, 0)
+    assert session(1, 5) == (65, 0)
+    session(2, 7, ends=False)  # killed
+    assert session(2, 10) == (10, 2)
+    assert session(3, 1) == (11, 2)
+    assert session(0, 8) == (8, 0)  # it begins anew
+    with open(tmp_path / PROGRESS, "a", encoding="utf-8") as file:
+        file.write('{"kind":"start"}\n{"kind":"end","status":"failed","text":"","seconds":NaN}\n')
+    assert RunReader(tmp_path).read().seconds is None
+
+
 def test_a_disk_that_refuses_ends_nothing_and_gets_the_lines_later(tmp_path, at_once):
     (tmp_path / "run").write_text("")  # where the folder would be
     record = RunRecord(tmp_path / "run", {"key": "k"})

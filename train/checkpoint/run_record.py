@@ -28,7 +28,8 @@ class RunRecord:
     """Writer of a run's record. A write that fails is tried again with the next one, and never ends training.
 
     Lines: `start` of a session, `begin` of its steps (step, loss and validation so far), `step` (step, loss, rate),
-    `saved` (step, file), `preview` (step), `validation` (step, loss), `note` (text), `end` (status, step, text).
+    `saved` (step, file), `preview` (step), `validation` (step, loss), `note` (text), `end` (status, step, text, and the
+    seconds that the session took).
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], writes: bool = True):
@@ -39,6 +40,7 @@ class RunRecord:
         self._lines: list[str] = []
         self._written = -math.inf
         self._told = False
+        self._started = time.monotonic()
         self._lock = threading.Lock()  # the timer writes from a thread of its own
         self._timer: threading.Timer | None = None
         if not writes:
@@ -49,6 +51,11 @@ class RunRecord:
         """Begin a session after `step` steps, whose losses take the place of those on record."""
         points = [[point["step"], point["loss"]] for point in validation]
         self.add("begin", step=step, loss=list(loss), validation=points)
+
+    def end(self, status: str, step: int, text: str) -> None:
+        """End the session after `step` steps in all, and write what is not written yet."""
+        self.add("end", status=status, step=step, text=text, seconds=round(time.monotonic() - self._started, 3))
+        self.write()
 
     def add(self, kind: str, **values: Any) -> None:
         """Add a line. It is written at once, or a second after the last write."""
@@ -106,6 +113,7 @@ class RunCurve:
     previews: steps of previews, ascending.
     status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
     text: the sentence that it ended with.
+    seconds: what the sessions after step `timed_from` took, loading included; None where that is not known.
     """
 
     loss: dict[int, tuple[int, float, float | None]] = field(default_factory=dict)
@@ -115,6 +123,8 @@ class RunCurve:
     notes: list[str] = field(default_factory=list)
     status: str = ""
     text: str = ""
+    seconds: float | None = None
+    timed_from: int = 0
 
     @property
     def step(self) -> int:
@@ -125,6 +135,8 @@ class RunCurve:
         """Take in one line of the record. Raises KeyError, TypeError or ValueError where it is none."""
         kind = line["kind"]
         if kind == "start":
+            if not self.status:  # the session before was killed, and nobody knows when
+                self.seconds = None
             self.notes, self.status, self.text = [], "", ""
         elif kind == "begin":
             self._begin(_step(line["step"]), line["loss"], line["validation"])
@@ -141,12 +153,19 @@ class RunCurve:
             self.notes += [text for text in (str(line["text"]),) if text not in self.notes]
         elif kind == "end":
             self.status, self.text = str(line["status"]), str(line["text"])
+            seconds = line.get("seconds")
+            if self.seconds is not None and isinstance(seconds, int | float) and 0 <= seconds < math.inf:
+                self.seconds += seconds
+            else:
+                self.seconds = None
 
     def _begin(self, step: int, loss: Sequence[float], validation: Sequence[Sequence[Any]]) -> None:
         rates = {at: rate for at, _, rate in self.loss.values()}
         points = {at: (at, _number(value), rates.get(at)) for at, value in enumerate(loss, start=1)}
         validated = {_step(at): (at, _number(value)) for at, value in validation}
         self.loss, self.validation = points, validated
+        if self.seconds is None or not step:
+            self.seconds, self.timed_from = 0.0, step
         self.saves = {at: saved for at, saved in self.saves.items() if at <= step}
         self.previews = {at: at for at in self.previews if at <= step}
 

@@ -31,8 +31,22 @@ const ASKS = {
   save: ['Save now', 'Save the LoRA and the state after this step, and train on.'],
 }
 
-/** Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. */
-export function makePanel(ask) {
+function button(row, text, title, press) {
+  const element = part(row, {
+    font: 'inherit', lineHeight: '18px', padding: '1px 8px', cursor: 'pointer', borderRadius: '4px',
+    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
+  }, 'button')
+  Object.assign(element, { type: 'button', textContent: text, title })
+  element.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
+  element.addEventListener('click', press)
+  return element
+}
+
+/**
+ * Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. `copy`
+ * and `goOn`, of a run that is over, return what to tell.
+ */
+export function makePanel(ask, { copy, goOn }) {
   const element = document.createElement('div')
   element.className = 'tessera-run'
   element.dataset.height = HEIGHT
@@ -68,20 +82,28 @@ export function makePanel(ask) {
   const said = part(foot, { flex: '1', lineHeight: '15px', whiteSpace: 'normal', overflow: 'hidden' })
   const buttons = part(foot, { display: 'flex', gap: '6px' })
   for (const [what, [text, title]] of Object.entries(ASKS)) {
-    const button = part(buttons, {
-      font: 'inherit', lineHeight: '18px', padding: '1px 8px', cursor: 'pointer', borderRadius: '4px',
-      color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
-    }, 'button')
-    Object.assign(button, { type: 'button', textContent: text, title })
-    button.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
-    button.addEventListener('click', async () => {
+    button(buttons, text, title, async () => {
       wait(buttons, true)
-      const told = { step: element.parts.at, text: (await ask(what)) ?? `${text}: after this step.` }
-      element.parts.told = told
-      element.parts.said.textContent = told.text
+      tell((await ask(what)) ?? `${text}: after this step.`)
     })
   }
-  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, buttons, said } })
+  const tell = (text) => {
+    element.parts.told = { at: element.parts.at, text }
+    said.textContent = said.title = text
+  }
+  const over = part(foot, { display: 'none', gap: '6px' })
+  const once = (does) => async () => {
+    wait(over, true)
+    try {
+      tell(await does())
+    } finally {
+      wait(over, false)
+    }
+  }
+  const onward = 'Raise steps and queue the workflow on this page; training goes on from the last step.'
+  const copied = button(over, 'Copy LoRA name', "Copy the name that ComfyUI's LoRA loaders list it by (press R there).", once(copy))
+  const more = button(over, '', onward, once(goOn))
+  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, buttons, said, over, copied, more } })
   return element
 }
 
@@ -99,11 +121,14 @@ function clock(seconds) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`
 }
 
-/** Shows a run as the server's route tells it; `points` are all its points so far: step, loss, rate, mean. */
-export function draw(panel, run, points) {
-  const { step, left, facts, svg, paths, keys, buttons, said } = panel.parts
+/**
+ * Shows a run as the server's route tells it; `points` are all its points so far: step, loss, rate, mean. `further`:
+ * steps that Continue would raise `steps` to, none to hide it.
+ */
+export function draw(panel, run, points, further) {
+  const { step, left, facts, svg, paths, keys, buttons, said, over, copied, more } = panel.parts
   const last = points.at(-1)
-  panel.parts.at = run.step
+  panel.parts.at = `${run.running} ${run.status} ${run.step}`
   step.textContent = run.steps ? `Step ${run.step} / ${run.steps}` : `Step ${run.step}`
   if (run.running) left.textContent = run.seconds_left == null ? '' : `${clock(run.seconds_left)} left`
   else left.textContent = ENDED[run.status] ?? 'Broke off'
@@ -115,9 +140,13 @@ export function draw(panel, run, points) {
   ].filter(Boolean).join('  ·  ')
   facts.title = `${run.folder} ${run.model}`.trim()
   const { told } = panel.parts // an answer stays until the next step is done
-  if (told && (!run.running || told.step !== run.step)) panel.parts.told = undefined
+  if (told && told.at !== panel.parts.at) panel.parts.told = undefined
   buttons.style.display = run.running ? 'flex' : 'none'
   wait(buttons, Boolean(panel.parts.told))
+  over.style.display = !run.running && (run.lora || further) ? 'flex' : 'none'
+  copied.style.display = run.lora ? '' : 'none'
+  more.style.display = further ? '' : 'none'
+  more.textContent = `Continue + ${further - run.steps}`
   said.textContent = panel.parts.told?.text ?? sentence(run)
   said.title = said.textContent
   keys.validation.style.display = run.validation.length ? '' : 'none'
@@ -144,9 +173,16 @@ export function draw(panel, run, points) {
   svg.setAttribute('aria-label', `Loss of ${points.length} points up to step ${run.step}`)
 }
 
+/** How a finished run went: its time, where that is known, and the loss of its first and last twentieth. */
+function ending({ seconds, timed_from: from, steps, loss_ends: [first, last] }) {
+  const loss = `loss from ${digits(first)} to ${digits(last)}`
+  if (seconds == null) return `Done, ${loss}`
+  return from ? `Done, steps ${from + 1} to ${steps} in ${clock(seconds)}, ${loss}` : `Done in ${clock(seconds)}, ${loss}`
+}
+
 function sentence(run) {
   if (run.running) return run.phase ?? ''
-  if (run.status === 'finished') return ''
+  if (run.status === 'finished') return run.loss_ends ? ending(run) : ''
   if (run.status === 'failed') return '' // its sentence stands on the node in red
   return run.text || (run.status ? '' : 'No end is on record: it was killed, or another program still trains it.')
 }

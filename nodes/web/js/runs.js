@@ -52,9 +52,43 @@ export async function refresh(node) {
   }
 }
 
+/** A widget of the node; none where its value comes from another node. */
+function ownWidget(node, name) {
+  const linked = node.inputs?.find((input) => input.widget?.name === name)?.link != null
+  return linked ? undefined : node.widgets?.find((widget) => widget.name === name)
+}
+
+/** The steps that Continue raises `steps` to; none where the graph would not go on with this run. */
+function furtherSteps(node, run) {
+  const [steps, resume] = [ownWidget(node, 'steps'), ownWidget(node, 'resume')]
+  const isOver = run.status === 'finished' && !run.running && run.can_go_on
+  const goesOn = isOver && resume?.value === 'latest' && steps && steps.value <= run.steps
+  return goesOn && 2 * run.steps <= (steps.options?.max ?? Infinity) ? 2 * run.steps : undefined
+}
+
+/** Queues the workflow on the page with more steps. Returns what to tell of it. */
+async function goOn(node, { run }) {
+  const to = furtherSteps(node, run)
+  if (!to) return 'The inputs of this node have changed; press Run.'
+  const steps = ownWidget(node, 'steps')
+  steps.value = to
+  steps.callback?.(to)
+  node.graph?.setDirtyCanvas(true, true)
+  const whole = await app.queuePrompt(0)
+  return whole ? `Queued, up to step ${to}.` : `steps is ${to} now, but not all of the workflow was queued; press Run.`
+}
+
+async function copyName({ run }) {
+  try {
+    await navigator.clipboard.writeText(run.lora)
+    return `Copied: ${run.lora}`
+  } catch {
+    return `The browser lets a page copy under https and on its own machine only. The name is ${run.lora}`
+  }
+}
+
 async function update(node, live) {
-  const linked = node.inputs?.find((input) => input.widget?.name === 'output_name')?.link != null
-  const name = linked ? '' : node.widgets?.find((widget) => widget.name === 'output_name')?.value
+  const name = ownWidget(node, 'output_name')?.value
   const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [] })
@@ -71,8 +105,11 @@ async function update(node, live) {
   if (!run) return
   live.run = run
   live.points.push(...run.loss)
-  const panel = node.tesseraPanel ?? makePanel((what) => askFor(live, what))
-  draw(panel, run, live.points)
+  const panel = node.tesseraPanel ?? makePanel((what) => askFor(live, what), {
+    copy: () => copyName(live),
+    goOn: () => goOn(node, live),
+  })
+  draw(panel, run, live.points, furtherSteps(node, run))
   if (!node.tesseraPanel) setPanel(node, panel)
   const failure = run.status === 'failed' ? run.text : ''
   if (failure && live.failed !== run.started) setError(node, failure)
