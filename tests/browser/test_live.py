@@ -1,6 +1,7 @@
 """Train LoRA while it trains, in ComfyUI's own frontend: the panel with its curve, and errors on their nodes."""
 
 import json
+import os
 import re
 
 import pytest
@@ -72,7 +73,7 @@ CUT_OFF = """() => {
 
 @RENDERERS
 def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
-    name = f"live_{new_renderer}"
+    name = "red_fox" if new_renderer else "grey_fox"
     frontend.use_new_renderer(new_renderer)
     prompt = graph(frontend.ENCODERS, name)
     open_graph(frontend, prompt)
@@ -101,6 +102,8 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         panel_says(frontend, "Step 40 / 60")
         center(page)
         assert page.evaluate(CUT_OFF) == []
+        if (folder := os.environ.get("TESSERA_PICTURES")) and new_renderer:  # the README's
+            page.locator("[data-node-id='6']").screenshot(path=f"{folder}/train_lora.png")
         button.click()
         panel_says(frontend, "Stop and keep: after this step.")
         playwright.expect(button).to_be_disabled()
