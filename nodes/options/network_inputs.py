@@ -8,6 +8,30 @@ from ..common.types import LoraModelType
 from .lora_files import lora_files
 
 
+def _strength(name: str, tooltip: str) -> io.Input:
+    """Strength at which a LoRA lies beneath the trained one."""
+    default = getattr(NetworkOptions, name)
+    return io.Float.Input(
+        name,
+        default=default,
+        min=-10.0,
+        max=10.0,
+        step=0.05,
+        round=False,
+        optional=True,
+        advanced=True,
+        tooltip=tooltip,
+    )
+
+
+def _probability(name: str, tooltip: str) -> io.Input:
+    """Probability of a dropout that few use."""
+    default = getattr(NetworkOptions, name)
+    return io.Float.Input(
+        name, default=default, min=0.0, max=0.99, step=0.01, round=False, optional=True, advanced=True, tooltip=tooltip
+    )
+
+
 def network_inputs() -> list[io.Input]:
     """All inputs, in the order in which saved workflows have them."""
     return [
@@ -109,40 +133,18 @@ def network_inputs() -> list[io.Input]:
             "one learns what is left to learn, and the file holds only that. Use both together afterwards. A "
             "LoRA that is on the MODEL already does the same.",
         ),
-        io.Float.Input(
+        _strength(
             "base_strength",
-            default=NetworkOptions.base_strength,
-            min=-10.0,
-            max=10.0,
-            step=0.05,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="How strongly base_lora is applied while training, as in a LoRA loader; use the same there "
-            "afterwards.",
+            "How strongly base_lora is applied while training, as in a LoRA loader; use the same there afterwards.",
         ),
-        io.Float.Input(
+        _probability(
             "rank_dropout",
-            default=NetworkOptions.rank_dropout,
-            min=0.0,
-            max=0.99,
-            step=0.01,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="The probability that a rank is left out for one sample in one step, 0 to 1 (for loha and "
+            "The probability that a rank is left out for one sample in one step, 0 to 1 (for loha and "
             "lokr a row of the update, for oft a block). 0.1 spreads what is learnt over all ranks; 0 is off.",
         ),
-        io.Float.Input(
+        _probability(
             "module_dropout",
-            default=NetworkOptions.module_dropout,
-            min=0.0,
-            max=0.99,
-            step=0.01,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="The probability that a layer goes without its adapter for one sample in one step, 0 to "
+            "The probability that a layer goes without its adapter for one sample in one step, 0 to "
             "1. 0.1 to 0.3 can help against learning few pictures by heart; 0 is off.",
         ),
         io.String.Input(
@@ -220,16 +222,9 @@ def network_inputs() -> list[io.Input]:
             "noise expert's new one, as base_lora does beneath the high noise expert's. same takes base_lora "
             "and base_strength for both.",
         ),
-        io.Float.Input(
+        _strength(
             "base_strength_low_noise",
-            default=NetworkOptions.base_strength_low_noise,
-            min=-10.0,
-            max=10.0,
-            step=0.05,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="How strongly base_lora_low_noise is applied while training, as in a LoRA loader. Not used "
+            "How strongly base_lora_low_noise is applied while training, as in a LoRA loader. Not used "
             "while that is same or none.",
         ),
         io.Combo.Input(
@@ -241,16 +236,9 @@ def network_inputs() -> list[io.Input]:
             "without it. For a distilled model, such as Z-Image-Turbo, its training adapter: it takes the distillation "
             "out meanwhile, so that your LoRA does not. Use your LoRA without it afterwards.",
         ),
-        io.Float.Input(
+        _strength(
             "training_adapter_strength",
-            default=NetworkOptions.training_adapter_strength,
-            min=-10.0,
-            max=10.0,
-            step=0.05,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="How strongly training_adapter is applied while training, as in a LoRA loader. 1 is what adapters "
+            "How strongly training_adapter is applied while training, as in a LoRA loader. 1 is what adapters "
             "are made for.",
         ),
         io.Combo.Input(
@@ -262,16 +250,8 @@ def network_inputs() -> list[io.Input]:
             tooltip="For Wan 2.2 with model_low_noise connected: the training adapter of the low noise expert. same "
             "takes training_adapter and its strength for both.",
         ),
-        io.Float.Input(
+        _strength(
             "training_adapter_strength_low_noise",
-            default=NetworkOptions.training_adapter_strength_low_noise,
-            min=-10.0,
-            max=10.0,
-            step=0.05,
-            round=False,
-            optional=True,
-            advanced=True,
-            tooltip="How strongly training_adapter_low_noise is applied while training. Not used while that is same or "
-            "none.",
+            "How strongly training_adapter_low_noise is applied while training. Not used while that is same or none.",
         ),
     ]
