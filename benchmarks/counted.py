@@ -148,7 +148,7 @@ def summed(kernels: Sequence[Any]) -> list[list[Any]]:
 
 
 def eager(block: torch.nn.Module, given: Sequence[Any]) -> dict[str, Any]:
-    """What the eager block launches, forward and backward, and the bytes that it saves."""
+    """Launches of the eager block, forward and backward, and the bytes that it saves."""
     from gpu_norm import eager_norm
     from lower import Launches
     from torch.autograd.graph import saved_tensors_hooks

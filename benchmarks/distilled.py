@@ -250,7 +250,7 @@ def with_lora(weights: Tensors, lora: Lora) -> Tensors:
 
 
 def errors(toy: ToySet, sizes: Sizes, seed: int, field: Field, steps: int) -> tuple[float, float]:
-    """How far pictures of the new caption, and of the known ones, are from those of exact guidance from the same noise:
+    """Distance of pictures of the new caption, and of the known ones, from those of exact guidance at the same noise:
     |x − exact| / SPREAD along the four directions, root mean square."""
     draw = torch.Generator().manual_seed(10_000 + seed)
     found = []

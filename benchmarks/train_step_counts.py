@@ -1,4 +1,4 @@
-"""What a forward calls, counted: Python functions and torch's operations, in all and inside the blocks."""
+"""Calls of a forward, counted: Python functions and torch's operations, in all and inside the blocks."""
 
 import sys
 from collections.abc import Callable

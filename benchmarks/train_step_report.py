@@ -134,7 +134,7 @@ def held_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
 
 
 def counts_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """What a forward calls, of the contestants that counted it."""
+    """Calls of a forward, of the contestants that counted it."""
     header = ["a forward", "Python calls", "of a block", "operations", "of a block", "tensors kept", "kernels"]
     keys = ("python_calls", "block_python_calls", "operations", "block_operations", "saved_tensors", "kernels")
     rows = []

@@ -11,7 +11,7 @@ OK, FAILED, SKIPPED, CUT = "ok", "failed", "skipped", "cut off"
 
 
 class Report:
-    """What a part has found so far.
+    """Findings of a part so far.
 
     base: path of its files without a suffix: .json, .md and .log.
     planned: number of cases.

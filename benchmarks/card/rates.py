@@ -1,4 +1,4 @@
-"""What the machine reaches: link, memory, matrix products, attention's kernels, what a rank-16 LoRA and fp8 add."""
+"""Rates of the machine: link, memory, matrix products, attention's kernels, what a rank-16 LoRA and fp8 add."""
 
 import time
 from collections.abc import Callable

@@ -184,5 +184,5 @@ def _wait(cuda: bool) -> None:
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """What JSON holds."""
+    """Value as JSON holds it."""
     return {name: value for name, value in facts.items() if isinstance(value, str | int | float | None)}

@@ -62,7 +62,7 @@ def said(error: Exception) -> str:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """What the machine is. card: empty where there is no CUDA device and one was asked for."""
+    """Facts of the machine. card: empty where there is no CUDA device and one was asked for."""
     import psutil
     import torch
 

@@ -47,7 +47,7 @@ def center(page):
 
 
 def points(frontend):
-    """How many points the curve has, and at which step it is."""
+    """Number of points of the curve, and the step that it is at."""
     return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
 
 

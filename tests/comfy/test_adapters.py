@@ -212,7 +212,7 @@ def test_a_lora_keeps_its_input_its_weights_and_the_rank_activations():
 
 
 def test_a_compiled_backward_adds_gradients_of_the_input_as_matrices():
-    """Where a view stands between a product and the sum, inductor can't make them one."""
+    """A view between a product and the sum keeps inductor from making them one."""
     torch._dynamo.reset()
     frozen, added = frozen_layer(), []
     adapter = made(NetworkOptions(**ALGORITHMS["lora"]), frozen)

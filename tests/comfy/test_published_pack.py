@@ -1,4 +1,4 @@
-"""What the registry publishes starts by itself, in a folder of another name."""
+"""The pack as the registry publishes it starts by itself, in a folder of another name."""
 
 import fnmatch
 import os

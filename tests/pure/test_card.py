@@ -49,7 +49,7 @@ def test_every_part_runs_unless_one_is_named():
 
 @pytest.fixture
 def runs(monkeypatch) -> list[tuple[str, Path]]:
-    """What `dev.py card` would run with: interpreter and ComfyUI."""
+    """Interpreter and ComfyUI that `dev.py card` would run with."""
     found: list[tuple[str, Path]] = []
     monkeypatch.setattr(command, "run", lambda args, python, comfyui: found.append((python, comfyui)))
     monkeypatch.setattr(dev, "setup", lambda: ("its own python", Path("its own ComfyUI")))

@@ -1,4 +1,4 @@
-"""What run.py reads before ComfyUI is started."""
+"""Options and workflow as run.py reads them before ComfyUI is started."""
 
 import importlib.util
 import json

@@ -8,8 +8,9 @@ from typing import Any
 
 
 def awaited(given: Any) -> Any:
-    """What a node gives, at once or as a coroutine. A browser test of this process keeps a loop running on its thread,
-    on which no other can: then the coroutine is awaited on a thread of its own, in this one's context and grad mode."""
+    """Result of a node, given at once or as a coroutine. A browser test of this process keeps a loop running on its
+    thread, on which no other can: then the coroutine is awaited on a thread of its own, in this one's context and grad
+    mode."""
     import torch
 
     if not inspect.iscoroutine(given):
@@ -27,7 +28,7 @@ def awaited(given: Any) -> Any:
 
 
 def executed(kind: Any, *args: Any, **inputs: Any) -> Any:
-    """What a node gives when it is executed."""
+    """Result of a node that is executed."""
     return awaited(kind.execute(*args, **inputs))
 
 

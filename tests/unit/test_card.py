@@ -1,4 +1,4 @@
-"""What `dev.py card` does on a device, tried on the CPU with small models; one case through the whole command."""
+"""Parts of `dev.py card`, tried on the CPU with small models; one case through the whole command."""
 
 import json
 import sys

@@ -192,7 +192,7 @@ def test_a_run_is_named_by_what_is_set():
 
 
 def test_a_run_with_other_products_learns_otherwise():
-    """Where other memory options change the key alone, so that a state of one serves the other."""
+    """Other memory options change the key alone: a state of one serves the other."""
     made = run_settings()
 
     def lineage(**memory):

@@ -21,7 +21,7 @@ ROUNDS = {"int8": 0.06, "int8 by rows": 0.06, "int8 turned": 0.06, "int4 turned"
 
 
 def of_core(row, trainer, how):
-    """What ComfyUI's own forward gives with weights that are stored so, as tokens."""
+    """Velocity of ComfyUI's own forward with weights that are stored so, as tokens."""
     (group,) = batch_of(trainer).inputs.groups
     model, sample = plain_output(build_stored(row, how)), trainer.data.samples[0]
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What goes with training works for models of ComfyUI's own forward too: resume, Block Swap, Compile Model, Compare."""
+"""Models of ComfyUI's own forward take all that goes with training: resume, Block Swap, Compile Model, Compare."""
 
 from typing import Any
 
