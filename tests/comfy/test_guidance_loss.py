@@ -1,29 +1,24 @@
 """Guidance-preserving loss: gradients against an fp64 reference, its graphs, its place in a run, its refusals."""
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.common.rng import generator
 from tessera.data.empty_caption import with_empty_caption
 from tessera.data.from_latents import latents_to_data
 from tessera.data.samples import Prompt, SampleVariant
 from tessera.train.batch import make_batch
 from tessera.train.objective.guidance_loss import check_guidance_loss
-from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.objective.timestep_sampling import sample_sigma
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
 from tiny.native import ROWS, build, sample_of
+from tiny.reference_row import ReferenceRow
 from tiny.runs import Watcher, cancel_at, run_settings, sample, train, training_data
 
-flux_forward = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))["flux_forward"]
 SCALE, WEIGHT, EMPTY = 1.75, 0.7, 8
 OBJECTIVE = ObjectiveOptions(guidance_loss_scale=SCALE, guidance=3.5)
 FP32 = 1e-4
@@ -73,36 +68,16 @@ def reference(trainer, tensors, micro_batches):
         for place, index in enumerate(indices):
             one = trainer.data.samples[index]
             read = one.load(SampleVariant(class_caption=True, empty_caption=True))
-            x0 = (read.latent.double() - 0.1159) * 0.3611
-            sigma = sample_sigma(settings.objective, generator(settings.seed, "sigma", 0, micro, place), one.tokens)
-            sigma = float(torch.tensor(sigma, dtype=torch.float32))
-            noise = sample_noise(x0.shape, generator(settings.seed, "noise", 0, micro, place)).double()
-            height, width = one.grid[1:]
-
-            def tokens(latent, height=height, width=width):
-                cut = latent.reshape(16, height, 2, width, 2).permute(1, 3, 0, 2, 4)
-                return cut.reshape(1, height * width, 64)
-
-            rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-            ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(1, -1, 3)
-            noisy = tokens((1 - sigma) * x0 + sigma * noise)
-
-            def velocity(prompt, lora, noisy=noisy, ids=ids, sigma=sigma):
-                pooled, level = prompt.conditioning["pooled_output"].double(), torch.tensor([sigma]).double()
-                guidance = torch.tensor([settings.objective.guidance]).double()
-                return flux_forward(
-                    weights, noisy, ids, prompt.text.double(), pooled, level, guidance, num_heads=1, lora=lora
-                )
-
+            row = ReferenceRow(settings, weights, one, read, micro, place)
             with torch.no_grad():
-                held = velocity(read, {}) - velocity(read.empty_prompt, {})
-            error = velocity(read, lora) - (tokens(noise - x0) + (SCALE - 1) * held)
+                held = row.velocity(read, {}) - row.velocity(read.empty_prompt, {})
+            error = row.velocity(read, lora) - (row.target + (SCALE - 1) * held)
             counted = torch.ones(one.tokens) if read.weights is None else read.weights
             loss = (error.square().mean(dim=2)[0] * counted.double()).sum() / counted.double().sum()
             if read.class_prompt and settings.objective.preservation_weight:
                 with torch.no_grad():
-                    without = velocity(read.class_prompt, {})
-                loss = loss + WEIGHT * (velocity(read.class_prompt, lora) - without).square().mean()
+                    without = row.velocity(read.class_prompt, {})
+                loss = loss + WEIGHT * (row.velocity(read.class_prompt, lora) - without).square().mean()
             total = total + loss / (len(indices) * len(micro_batches))
     total.backward()
     return float(total.detach()), {name: p.grad for name, p in masters.items()}

@@ -1,27 +1,22 @@
 """Differential output preservation: its gradients against an fp64 reference, its graphs, its draws, its refusals."""
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file
-from tessera.common.rng import generator
 from tessera.data.samples import Prompt, SampleVariant
 from tessera.lora.options import NetworkOptions
 from tessera.models.adapters.registry import ADAPTERS
-from tessera.train.objective.noise import sample_noise
 from tessera.train.objective.options import ObjectiveOptions
-from tessera.train.objective.timestep_sampling import sample_sigma
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import Graphs
+from tiny.reference_row import ReferenceRow
 from tiny.runs import Watcher, cancel_at, sample, train, training_data
 
-flux_forward = runpy.run_path(str(Path(__file__).parents[1] / "reference" / "flux.py"))["flux_forward"]
 WEIGHT = 0.7
 OBJECTIVE = ObjectiveOptions(preservation_weight=WEIGHT)
 FP32 = 1e-4
@@ -54,33 +49,12 @@ def reference(trainer, tensors, indices):
     for place, index in enumerate(indices):
         one = trainer.data.samples[index]
         read = one.load(SampleVariant(class_caption=True))
-        x0 = (read.latent.double() - 0.1159) * 0.3611
-        sigma = sample_sigma(settings.objective, generator(settings.seed, "sigma", 0, 0, place), one.tokens)
-        sigma = float(torch.tensor(sigma, dtype=torch.float32))
-        noise = sample_noise(x0.shape, generator(settings.seed, "noise", 0, 0, place)).double()
-        height, width = one.grid[1:]
-
-        def tokens(latent, height=height, width=width):
-            cut = latent.reshape(16, height, 2, width, 2).permute(1, 3, 0, 2, 4)
-            return cut.reshape(1, height * width, 64)
-
-        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(1, -1, 3)
-        noisy = tokens((1 - sigma) * x0 + sigma * noise)
-
-        def velocity(prompt, lora, noisy=noisy, ids=ids, sigma=sigma):
-            pooled = prompt.conditioning["pooled_output"].double()
-            level = torch.tensor([sigma], dtype=torch.float64)
-            guidance = torch.tensor([settings.objective.guidance], dtype=torch.float64)
-            return flux_forward(
-                weights, noisy, ids, prompt.text.double(), pooled, level, guidance, num_heads=1, lora=lora
-            )
-
-        total = total + (velocity(read, lora) - tokens(noise - x0)).square().mean()
+        row = ReferenceRow(settings, weights, one, read, 0, place)
+        total = total + (row.velocity(read, lora) - row.target).square().mean()
         if read.class_prompt:
             with torch.no_grad():
-                without = velocity(read.class_prompt, {})
-            total = total + WEIGHT * (velocity(read.class_prompt, lora) - without).square().mean()
+                without = row.velocity(read.class_prompt, {})
+            total = total + WEIGHT * (row.velocity(read.class_prompt, lora) - without).square().mean()
     (total / len(indices)).backward()
     return float(total.detach()) / len(indices), {name: p.grad for name, p in masters.items()}
 
