@@ -25,6 +25,7 @@ def caption_inputs() -> list[Any]:
             "shuffle_tags",
             default=CaptionOptions.shuffle_tags,
             optional=True,
+            advanced=True,
             tooltip="On: the tags of a caption, which commas separate, come in changing orders, so that none is learnt "
             "by its place. For captions of tags (booru style); leave it off for sentences.",
         ),
@@ -34,6 +35,7 @@ def caption_inputs() -> list[Any]:
             min=0,
             max=255,
             optional=True,
+            advanced=True,
             tooltip="For shuffle_tags and tag_dropout: how many tags at the start of each caption stay where they are. "
             "Trigger words always stay and are not counted.",
         ),

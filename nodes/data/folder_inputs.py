@@ -22,6 +22,7 @@ def caption_extension(file: str) -> io.Input:
         "caption_extension",
         default=".txt",
         optional=True,
+        advanced=True,
         tooltip=f"The ending of the caption files: {file} takes a.txt. Change it if yours end otherwise, such as "
         ".caption.",
     )

@@ -47,6 +47,7 @@ class TesseraImageFolder(io.ComfyNode):
                     options=[NONE, *list_image_folders()],
                     default=NONE,
                     optional=True,
+                    advanced=True,
                     tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
                     "before the edit. a.jpg takes a.png there, or a_0.png, a_1.png, … for several.",
                 ),

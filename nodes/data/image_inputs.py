@@ -16,6 +16,7 @@ def mask_folder(noun: str) -> io.Input:
         options=[NONE, *list_image_folders()],
         default=NONE,
         optional=True,
+        advanced=noun != "pictures",
         tooltip=f"The folder with the masks of these {noun}: a.{'jpg' if noun == 'pictures' else 'mp4'} takes a.png "
         f"there. White is learnt, black is not, grey in part.{frames} Set it to keep backgrounds or other people out "
         f"of the LoRA.",
@@ -27,6 +28,7 @@ def alpha_mask() -> io.Input:
         "alpha_mask",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="On: the pictures' own alpha channel is their mask; what is transparent is shown with the colours that "
         "the file holds there and is not learnt. Off: transparent parts show white.",
     )
@@ -54,6 +56,7 @@ def views(noun: str) -> list[io.Input]:
             options=list(FLIPS),
             default=OFF,
             optional=True,
+            advanced=True,
             tooltip=f"horizontal: each {noun} is shown mirrored in half of its draws. Choose it for few pictures of "
             f"what has no left and right; a face, text and a logo have.",
         ),
@@ -101,6 +104,7 @@ def weight(noun: str) -> list[io.Input]:
             "regularisation",
             default=False,
             optional=True,
+            advanced=True,
             tooltip=f"On: these {noun} show what the model is to keep, such as people in general while one face is "
             f"learnt. They take every second showing, whatever their number. Caption them with the class and without "
             f"trigger words; the model's own pictures of it serve best.",
@@ -114,6 +118,7 @@ def preservation() -> list[io.Input]:
             "class_word",
             default="",
             optional=True,
+            advanced=True,
             tooltip="What the trigger words call one of, such as man, dog or style: it stands in their place in the "
             "class captions, which preservation_weight of Training Objective holds to what the model makes of them "
             "now. Where the captions themselves hold the word that is learnt, write word=class: ohwx=man.",

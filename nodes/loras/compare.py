@@ -76,6 +76,7 @@ class TesseraCompareLoras(io.ComfyNode):
                 io.Boolean.Input(
                     "without_lora",
                     default=True,
+                    advanced=True,
                     tooltip="The first column is the model without a LoRA, to compare with.",
                 ),
                 *sampler_inputs(),
@@ -130,6 +131,7 @@ class TesseraCompareLoras(io.ComfyNode):
                     options=list(CLIPS),
                     default="middle frame",
                     optional=True,
+                    advanced=True,
                     tooltip="What the grid shows of a clip: its middle frame, some frames from the first (top) to the "
                     "last, or, as animation, the clips themselves side by side. Of a picture it is the picture.",
                 ),

@@ -92,6 +92,7 @@ class TesseraCompileModel(io.ComfyNode):
                     "fullgraph",
                     default=CompileSettings.fullgraph,
                     optional=True,
+                    advanced=True,
                     tooltip="On: what can't be compiled as one graph is an error that names the line. Off: it is "
                     "compiled in pieces, or runs eager. Switch on only to find out what breaks a graph.",
                 ),
@@ -101,6 +102,7 @@ class TesseraCompileModel(io.ComfyNode):
                     min=1,
                     max=4096,
                     optional=True,
+                    advanced=True,
                     tooltip="The most graphs that each kind of block may hold; sizes beyond that run eager. Raise it "
                     "if a sentence on this node says that the limit is reached.",
                 ),
@@ -123,7 +125,6 @@ class TesseraCompileModel(io.ComfyNode):
                     "maximum speed also compiles whole runs of blocks. custom takes mode and scope as they stand. "
                     "Use one if you don't want to choose.",
                     extra_dict={"presets": {name: {"mode": m, "scope": s} for name, (m, s) in PRESETS.items()}},
-                    advanced=True,
                 ),
                 io.String.Input(
                     "overrides",

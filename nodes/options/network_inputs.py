@@ -129,6 +129,7 @@ def network_inputs() -> list[io.Input]:
             options=[NONE, *lora_files()],
             default=NONE,
             optional=True,
+            advanced=True,
             tooltip="A LoRA that stays frozen beneath the new one, as if it were part of the model: the new "
             "one learns what is left to learn, and the file holds only that. Use both together afterwards. A "
             "LoRA that is on the MODEL already does the same.",
@@ -232,6 +233,7 @@ def network_inputs() -> list[io.Input]:
             options=[NONE, *lora_files()],
             default=NONE,
             optional=True,
+            advanced=True,
             tooltip="A LoRA that is in force only while it trains: previews, Compare LoRAs and the saved file are "
             "without it. For a distilled model, such as Z-Image-Turbo, its training adapter: it takes the distillation "
             "out meanwhile, so that your LoRA does not. Use your LoRA without it afterwards.",

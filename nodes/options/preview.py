@@ -53,12 +53,14 @@ def sampler_inputs() -> list[io.Input]:
             "sampler_name",
             options=list(comfy.samplers.KSampler.SAMPLERS),
             default="euler",
+            advanced=True,
             tooltip="As on your KSampler.",
         ),
         io.Combo.Input(
             "scheduler",
             options=list(comfy.samplers.KSampler.SCHEDULERS),
             default="simple",
+            advanced=True,
             tooltip="As on your KSampler.",
         ),
         io.Int.Input(
@@ -67,6 +69,7 @@ def sampler_inputs() -> list[io.Input]:
             min=0,
             max=MOST_SEED,
             control_after_generate=io.ControlAfterGenerate.fixed,
+            advanced=True,
             tooltip="Of the noise that a picture starts from. The same in each preview, so that only the LoRA differs.",
         ),
         io.Int.Input(
@@ -74,6 +77,7 @@ def sampler_inputs() -> list[io.Input]:
             default=1,
             min=1,
             max=16,
+            advanced=True,
             tooltip="How many pictures of the prompt: seed, seed + 1 and so on, each in a row of its own.",
         ),
         io.Conditioning.Input(

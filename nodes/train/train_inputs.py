@@ -80,12 +80,14 @@ def train_inputs() -> list[io.Input]:
             min=0,
             max=0xFFFFFFFFFFFFFFFF,
             control_after_generate=io.ControlAfterGenerate.fixed,
+            advanced=True,
             tooltip="Fixes the LoRA's start, the order of the pictures, the noise and the noise levels.",
         ),
         io.Combo.Input(
             "compile",
             options=["auto", "off"],
             default="auto",
+            advanced=True,
             tooltip="auto compiles each kind of block once, in the first step, and trains faster from then on, "
             "with the settings of a Compile Model node in front if there is one; where no compiler "
             "works it says so and trains eager. off is for short trials.",

@@ -534,6 +534,12 @@ def test_the_inputs_that_the_design_promises_are_there(node_id):
     assert not missing
 
 
+@every_node
+def test_a_node_shows_at_most_seven_widgets_at_first(node_id):
+    widgets = [i for i in SCHEMAS[node_id].inputs if isinstance(i, io.WidgetInput)]
+    assert len([i.id for i in widgets if not i.advanced]) <= 7
+
+
 @pytest.mark.parametrize(("node_id", "name"), CHOICES)
 def test_choices_that_workflows_hold_are_still_there(node_id, name):
     (options,) = [i.as_dict()["options"] for i in SCHEMAS[node_id].inputs if i.id == name]
