@@ -90,7 +90,7 @@ class Trainer:
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
         self.losses = StepLosses(placed, self.settings.objective)
-        self.sync = GradientSync(self.world, learner)
+        self.sync = GradientSync(self.world, learner, observer)
         self.compile_settings = context.compile_settings
         self.clock = StepClock(self.device)
         self.batches = StepBatches(context, self.device, self.clock)
@@ -161,8 +161,7 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                # Nobody can ask for either where several devices train: run.py listens to no browser.
-                asked = self.observer.asked() if self.world.is_lone else ()
+                asked = self.sync.asked()
                 if self.saver.is_due() or (SAVE in asked and progress.step < settings.steps):
                     self.check_ranks("save")
                     self.saver.save()

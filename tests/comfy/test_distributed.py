@@ -64,8 +64,8 @@ def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_f
 
     trainer = make_trainer(tiny_flux, mixed_data(), tmp_path / "alone")
     weights = trainer.network.parameters()
-    # Each begins at a multiple of 128 numbers; behind them the loss, who leaves, and which have a gradient.
-    size = 4 * (sum(-(-w.numel() // 128) * 128 for w in weights) + 2 + len(weights))
+    # Each begins at a multiple of 128 numbers; behind them the loss, who leaves, what is asked, and whose gradient is.
+    size = 4 * (sum(-(-w.numel() // 128) * 128 for w in weights) + 3 + len(weights))
     trainer.close()
     answers = ranks.train(2, tmp_path / "2", STEP | {"network": {"rank": 4}, "save_every": 2})
     assert [answer["sent"] for answer in answers] == [[size] * STEPS] * 2
@@ -88,6 +88,19 @@ def test_only_the_first_writes_and_reports(ranks, tiny_flux, tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["seconds_waiting"] >= 0
     assert "world_size" not in alone.summary
+
+
+def test_what_the_user_asks_of_the_first_is_done_by_all_after_the_same_step(ranks, tiny_flux, tmp_path):
+    asks = {"1": ["save"], "3": ["stop"]}
+    first, second = ranks.train(2, tmp_path / "2", STEP, asks=asks)
+    assert not any(told((first, second))), (first, second)
+    assert (first["summary"]["status"], second["summary"]["status"]) == ("stopped", "stopped")
+    assert first["sums"] == second["sums"] == 3 == len(first["loss"])
+    assert "Stopped at step 3 and saved; Run goes on from there." in first["notes"]
+    (folder,) = (tmp_path / "2").iterdir()
+    assert [path.name for path in folder.glob("*-step*.safetensors")] == ["tiny-step000001.safetensors"]
+    resumed = train(tiny_flux, mixed_data(), tmp_path / "2", **STEP)
+    near(dict(resumed.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "1", **STEP).lora))
 
 
 def test_a_slow_process_changes_no_bit(ranks, tmp_path):

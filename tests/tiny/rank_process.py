@@ -117,6 +117,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     if products := job.get("products", {}).get(str(world.rank)):
         BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
     watcher = Watcher()
+    # At the sum of a step its report is not there yet.
+    watcher.asks = {int(step) - 1: frozenset(asked) for step, asked in job.get("asks", {}).items()}
     watchers = [Slow(job["slow_watcher"])] if "slow_watcher" in job else []
     answer: dict[str, Any] = {}
     try:

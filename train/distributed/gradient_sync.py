@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from comfy.model_management import InterruptProcessingException
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from ..errors import error_sentence
 from ..learner import Learner
+from ..observer import SAVE, STOP, Observer
 from .world import World
 
-# Behind the gradients: the loss, the number of ranks that leave, and for each weight whether it has a gradient.
-_LOSS, _LEAVING, _FLAGS = 0, 1, 2
+# Behind the gradients: the loss, the number of ranks that leave, what rank 0's user asks for, and for each weight
+# whether it has a gradient.
+_LOSS, _LEAVING, _ASKED, _FLAGS = 0, 1, 2, 3
+_ASKS = {SAVE: 1, STOP: 2}  # added up
 
 
 class GradientSync:
@@ -22,9 +26,9 @@ class GradientSync:
     steps left, or leaves by one in which it says so: then all end at the same step, and none waits for another.
     """
 
-    def __init__(self, world: World, learner: Learner):
-        self.world, self.learner, groups = world, learner, learner.network.flat
-        self.sums_left = 0
+    def __init__(self, world: World, learner: Learner, observer: Observer):
+        self.world, self.learner, self.observer, groups = world, learner, observer, learner.network.flat
+        self.sums_left, self._asked = 0, 0
         if world.is_lone:
             return
         self.weights = [(group, number) for group in groups for number in range(len(group.weights))]
@@ -48,7 +52,8 @@ class GradientSync:
             return loss[None]
         present = [float(group.weights[number].grad is not None) for group, number in self.weights]
         self.told[_FLAGS:] = torch.tensor(present)
-        self.told[_LOSS], self.told[_LEAVING] = loss, 0.0
+        asked = sum(_ASKS[what] for what in self.observer.asked()) if self.world.is_first else 0
+        self.told[_LOSS], self.told[_LEAVING], self.told[_ASKED] = loss, 0.0, float(asked)
         self.sums_left -= 1
         try:
             self.world.sum(self.buffer, step)
@@ -67,7 +72,8 @@ class GradientSync:
         if self.world.is_lone:
             return
         self.world.count_sum()
-        leaving, *present = told
+        leaving, asked, *present = told
+        self._asked = int(asked)
         if leaving:
             self.sums_left = 0
             raise self.world.stopped(self.world.fault())
@@ -76,6 +82,12 @@ class GradientSync:
             group.weights[number].grad = None
         if absent and self.learner.flat is not None:
             self.learner.flat.prepare()
+
+    def asked(self) -> AbstractSet[str]:
+        """Return what the user asks for after the step that was checked last, the same on every rank."""
+        if self.world.is_lone:
+            return self.observer.asked()
+        return {what for what, number in _ASKS.items() if self._asked & number}
 
     def leave(self, error: BaseException, step: int) -> None:
         """Leave the run with the others, for an error of this rank: all end at the step that it did not finish.
