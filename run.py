@@ -17,6 +17,7 @@ a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 1
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
@@ -25,6 +26,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
 Prompt = dict[str, dict[str, Any]]
 TRAIN = "TesseraTrainLora"
+PARENT = "TESSERA_PARENT"  # id of the process without which this one is not to run
 
 
 class Wrong(Exception):
@@ -47,8 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     result = Result(None)
     try:
         options, comfyui_options = parse(arguments)
+        watch_parent(rank, launches=options.launch is not None)
         result = Result(options.result if rank.rank == 0 else None)
-        prompt = read_prompt(Path(options.workflow))
+        prompt, extra_data = read_workflow(Path(options.workflow))
         for change in options.set:
             set_input(prompt, change)
         comfyui = find_comfyui()
@@ -63,7 +67,8 @@ def main(arguments: Sequence[str]) -> int:
         ):
             if options.output:
                 comfyui_options = ["--output-directory", os.path.abspath(options.output), *comfyui_options]
-            return result.ended(Run(prompt, Told(log, rank.rank), rank, result).execute(comfyui, comfyui_options))
+            run = Run(prompt, extra_data, Told(log, rank.rank), rank, result)
+            return result.ended(run.execute(comfyui, comfyui_options))
     except Wrong as mistake:
         if rank.rank == 0 or mistake.of_this_device:
             print(rank.named(str(mistake)), file=sys.stderr)
@@ -104,8 +109,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 # The workflow
 
 
-def read_prompt(path: Path) -> Prompt:
-    """Read a workflow in API format. Raises Wrong for anything else."""
+def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
+    """Read a workflow in API format, and what came with it if it is as it was posted to a server.
+
+    Raises Wrong for anything else.
+    """
     try:
         prompt = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -114,11 +122,12 @@ def read_prompt(path: Path) -> Prompt:
         raise Wrong(f"{path} is no JSON file: {error}.") from error
     if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
         raise Wrong(f"{path} is a workflow for the browser; open it there and take Workflow > Export (API).")
+    extra_data: Any = {}
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), dict):
-        prompt = prompt["prompt"]  # as it is posted to a server
+        prompt, extra_data = prompt["prompt"], prompt.get("extra_data")
     if not isinstance(prompt, dict) or not prompt or not all(_is_node(node) for node in prompt.values()):
         raise Wrong(f"{path} is no workflow in API format; take Workflow > Export (API) in ComfyUI.")
-    return prompt
+    return prompt, extra_data if isinstance(extra_data, dict) else {}
 
 
 def _is_node(node: Any) -> bool:
@@ -251,8 +260,8 @@ def open_log(path: str | None) -> Iterator[TextIO | None]:
 class Run:
     """One execution of a prompt. The main thread watches, while ComfyUI's worker executes in its own."""
 
-    def __init__(self, prompt: Prompt, told: Told, rank: "Rank", result: "Result") -> None:
-        self.prompt, self.told, self.rank, self.result = prompt, told, rank, result
+    def __init__(self, prompt: Prompt, extra_data: dict[str, Any], told: Told, rank: "Rank", result: "Result") -> None:
+        self.prompt, self.extra_data, self.told, self.rank, self.result = prompt, extra_data, told, rank, result
         self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
         self.started = time.time()
         self.signal: int | None = None
@@ -267,6 +276,7 @@ class Run:
         try:
             return int(server.loop.run_until_complete(self._execute(server)))
         except Wrong as mistake:
+            self.told.event("error", node=None, message=str(mistake))
             mistake.of_this_device = self.rank.tell_others(str(mistake))
             raise
         finally:
@@ -293,7 +303,7 @@ class Run:
             raise Wrong("\n".join(self.explain({}, node_errors)))  # a server would leave these nodes out
         if self.rank.rank > 0:  # nothing but training and what it needs: the first device saves, shows and compares
             outputs = [number for number in outputs if self.prompt[number]["class_type"] == TRAIN]
-        data = {"client_id": self.client, "create_time": int(time.time() * 1000)}
+        data = {**self.extra_data, "client_id": self.client, "create_time": int(time.time() * 1000)}
         self.told.event("started", prompt_id=self.id)
         server.prompt_queue.put((0, self.id, prompt, data, outputs, {}))
         await self.watch(server)
@@ -465,6 +475,29 @@ class Rank(NamedTuple):
         return True
 
 
+def watch_parent(rank: Rank, launches: bool) -> None:
+    """End with the process that started this one, however that ends: who launches asks the devices to save and end.
+
+    A device that torchrun has started ends at once, since the others are gone as well.
+    """
+    given = os.environ.get(PARENT)
+    parent = int(given) if given else os.getppid()
+    if sys.platform == "win32" or not (given or (rank.size > 1 and not launches)):
+        return
+    number = signal.SIGTERM if launches else signal.SIGKILL
+    if given and not launches and sys.platform == "linux":
+        # Also while this process hangs in a call that lets no other thread run. 1 is PR_SET_PDEATHSIG; the launcher
+        # starts its devices in its main thread, whose end it is.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="tessera-parent", daemon=True).start()
+
+
 class Result:
     """File with the exit code: torchrun makes 1 of every other code than 0."""
 
@@ -567,6 +600,7 @@ def torchrun_failure(arguments: Sequence[str]) -> tuple[int, int] | None:
     """Run torchrun. Returns rank and exit code of the process that failed first; None where none has of itself."""
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     api = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    os.environ[PARENT] = str(os.getpid())  # for the devices
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Seconds until torchrun kills a process that it has asked to end: a long micro-batch comes before the save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")

@@ -18,6 +18,7 @@ import comfy.cli_args
 import comfy.memory_management
 import comfy.model_management
 import comfy.ops
+import comfy.options
 import comfy.sd
 import comfy.utils
 import comfyui_version
@@ -318,6 +319,11 @@ def quantised_layout(weight: Any) -> str:
 
 
 # Features
+
+
+def command_line() -> list[str]:
+    """Return the options that ComfyUI was started with; none where a program that uses it has options of its own."""
+    return sys.argv[1:] if comfy.options.args_parsing else []
 
 
 def features() -> dict[str, Any]:

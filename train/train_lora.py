@@ -1,6 +1,6 @@
 """Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +152,7 @@ def train_lora(
     spare_folder: Path | None = None,
     queued: Mapping[str, str] | None = None,
     world: World = LONE,
+    elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
 ) -> TrainResult:
     """Train a LoRA on `model` and leave `model` unchanged. A finished run of the same key is returned from disk.
 
@@ -162,6 +163,7 @@ def train_lora(
     spare_folder: where the finished LoRA is tried to be written where the run's own folder cannot take it.
     queued: what run.json says of the prompt.
     world: the processes that train it together, each of which calls this; only rank 0 writes and reports.
+    elsewhere: trains a checked run that is not finished in other processes; None from it trains it here.
 
     Raises ValueError for bad input, before anything is loaded. Raises TrainingStopped where the run cannot continue.
     Whatever ends the run, progress since the last save is saved first.
@@ -171,7 +173,7 @@ def train_lora(
     world.begin_run(observer.check_interrupted)
     given = model, data, settings, root, observer if world.is_first else QuietObserver(observer)
     with others_told(world):
-        return _train(*given, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world)
+        return _train(*given, compile_settings, watchers, workflow or {}, spare_folder, queued or {}, world, elsewhere)
 
 
 def _train(
@@ -186,6 +188,7 @@ def _train(
     spare_folder: Path | None,
     queued: Mapping[str, str],
     world: World,
+    elsewhere: Callable[[RunStart], TrainResult | None] | None,
 ) -> TrainResult:
     checked = check_run(model, data, settings)
     share_of(world.rank, world.size, settings.batch_size, settings.gradient_accumulation)
@@ -206,6 +209,8 @@ def _train(
     if world.is_first:
         folder.check_writable()
         check_disk_space(folder, required_space(checked, settings, begun))
+    if elsewhere is not None and (made := elsewhere(begun)) is not None:
+        return made
     context = make_context(checked, begun, settings, compile_settings, workflow, world)
     with folder.claimed() if world.is_first else nullcontext():
         return _run(context, checked, begun, observer, watchers, start_notes, spare_folder, queued)

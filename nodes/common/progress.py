@@ -10,6 +10,7 @@ from comfy.utils import ProgressBar
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from ...train.distributed.launcher import Job
 from ...train.observer import StepReport
 from . import training_now
 
@@ -30,6 +31,11 @@ def show_progress_text(node_id: str | None, text: str) -> None:
         server.send_progress_text(text, node_id, server.client_id)
 
 
+def place_in_output(path: Path) -> Path:
+    """Return the place of a file of a run below ComfyUI's output folder."""
+    return path.relative_to(folder_paths.get_output_directory())
+
+
 class ServerObserver:
     """Observer that sends events `{"node": id, "kind": …, …}` to the client that queued the run."""
 
@@ -44,7 +50,7 @@ class ServerObserver:
     def began(self, folder: Path) -> None:
         context = get_executing_context()
         training_now.begin(folder, self.node_id or "", context.prompt_id if context else "")
-        self._send("begin")
+        self._send("begin", folder=place_in_output(folder).as_posix())
 
     def ended(self, status: str, text: str) -> None:
         training_now.end()
@@ -80,7 +86,7 @@ class ServerObserver:
 
     def previewed(self, sheet: Path, step: int) -> None:
         """Send the sheet's place below ComfyUI's output folder, from which the browser reads it."""
-        place = sheet.relative_to(folder_paths.get_output_directory())
+        place = place_in_output(sheet)
         self._send("preview", step=step, filename=place.name, subfolder=place.parent.as_posix(), type="output")
 
     def validated(self, step: int, loss: float) -> None:
@@ -88,7 +94,8 @@ class ServerObserver:
         self._send("validation", step=step, loss=loss)
 
     def asked(self) -> frozenset[str]:
-        return training_now.take_asked()
+        job = Job.current()
+        return training_now.take_asked() | (job.take_asked() if job is not None else frozenset())
 
     def check_interrupted(self) -> None:
         throw_exception_if_processing_interrupted()

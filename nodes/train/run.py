@@ -1,6 +1,6 @@
 """One run of Train LoRA: from node inputs to node outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from torch import Tensor
 from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.files.lora_model import LoraModel
+from ...train.distributed.launcher import Job
 from ...train.distributed.world import current_world
 from ...train.experts import Expert
 from ...train.observer import Observer
+from ...train.preflight.run_start import RunStart
 from ...train.preview.other_model import on_other_models
 from ...train.preview.previewer import Partner, Preview, Previewer, preview_notes
 from ...train.settings import TrainSettings
@@ -39,11 +41,13 @@ def run(
     files: Mapping[str, str],
     previews: Sequence[Preview] = (),
     partner: Partner | None = None,
+    elsewhere: Callable[[RunStart], TrainResult | None] | None = None,
 ) -> TrainResult:
     """Train one LoRA on one MODEL, with the settings that travel on it.
 
     files: the graph, as `workflow_files` returns it.
     partner: the other one of a pair of experts.
+    elsewhere: see `train_lora`.
     """
     previews = on_other_models(previews, model, settings.network)
     watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
@@ -51,9 +55,11 @@ def run(
     compile_settings, compile_notes = inherited_compile(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))
     settings = replace(settings, memory=memory)
-    spare = Path(folder_paths.get_temp_directory())
+    job = Job.current()
+    spare = Path(folder_paths.get_temp_directory() if job is None else job.facts.spare)
+    queued = prompt_facts() if job is None else job.facts.queued
     given = model, data, settings, runs_folder(), observer, compile_settings, watchers, files, spare
-    return train_lora(*given, prompt_facts(), current_world())
+    return train_lora(*given, queued, current_world(), elsewhere)
 
 
 def prompt_facts() -> dict[str, str]:

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ...common.text import joined
 from ...models.registry import titles
 from ...train.checkpoint.resume import list_states
+from ...train.distributed.device_list import THIS_ONE
 from ...train.settings import TrainSettings
 from ..common.types import (
     MemoryType,
@@ -158,6 +159,14 @@ def train_inputs() -> list[io.Input]:
             optional=True,
             tooltip="How many of the LoRAs that are saved on the way stay on disk, the newest; 0 keeps all. "
             "The finished and the best LoRA always stay. Average States needs all that it is to average.",
+            advanced=True,
+        ),
+        io.String.Input(
+            "devices",
+            default=THIS_ONE,
+            optional=True,
+            tooltip="The GPUs to train on together: 'this one', 'all', or their numbers, such as 0,1. The LoRA is the "
+            "same, in less time: batch_size stays the whole batch, which they share. See docs/many_cards.md.",
             advanced=True,
         ),
     ]

@@ -1,6 +1,6 @@
 """Train LoRA."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,19 @@ from ...lora.base import with_base
 from ...lora.options import NetworkOptions
 from ...models.registry import family_of, titles
 from ...train.checkpoint.resume import list_states
+from ...train.distributed.device_list import THIS_ONE
+from ...train.distributed.launcher import Job
 from ...train.experts import ExpertObserver, plan_experts
 from ...train.objective.options import ObjectiveOptions
 from ...train.optim.options import OptimizerOptions
+from ...train.preflight.run_start import RunStart
 from ...train.preview.other_model import check_one_model
 from ...train.preview.previewer import Partner, Preview, check_previews
 from ...train.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.train_lora import TrainResult
 from ..common.progress import ServerObserver
 from ..common.types import LoraModelType, LossMapType
+from .devices import OnDevices, SameRun, chosen_devices
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
 from .saved_workflow import workflow_files
@@ -71,7 +75,11 @@ class TesseraTrainLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, resume: str | None = None) -> bool | str:  # None where it is linked
+    def validate_inputs(cls, resume: str | None = None, devices: str | None = None) -> bool | str:  # None: linked
+        try:
+            chosen_devices(THIS_ONE if devices is None else devices)
+        except ValueError as error:
+            return str(error)
         if resume not in (None, "latest", "off") and resume not in list_states(runs_folder()):
             return f"resume: there is no state {shown(resume)} any more; choose another, 'latest' or 'off'."
         return True
@@ -104,6 +112,7 @@ class TesseraTrainLora(io.ComfyNode):
         validation: ValidationOptions | None = None,
         save_every_epochs: int = TrainSettings.save_every_epochs,
         keep_last: int = TrainSettings.keep_last,
+        devices: str = THIS_ONE,
     ) -> io.NodeOutput:
         settings = TrainSettings(
             output_name=output_name,
@@ -123,10 +132,17 @@ class TesseraTrainLora(io.ComfyNode):
             validation=validation,
         )
         data = replace(data, notes=(*data.notes, *overridden_notes(settings, rank, learning_rate)))
-        files = workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        prompt, extra, job = cls.hidden.prompt, cls.hidden.extra_pnginfo, Job.current()
+        files = workflow_files(prompt, extra) if job is None else job.facts.files
+        observer = ServerObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps)
+        elsewhere: Callable[[RunStart], TrainResult | None] | None = None
+        if chosen := chosen_devices(devices):
+            elsewhere = OnDevices(chosen, prompt, extra, settings, files, observer)
+        elif job is not None:
+            elsewhere = SameRun(job.facts.key)
         with torch.inference_mode(False):
             if model_low_noise is None:
-                result = run(model, data, settings, ServerObserver(cls.hidden.unique_id, steps), files, preview)
+                result = run(model, data, settings, observer, files, preview, elsewhere=elsewhere)
                 blocked = ExecutionBlocker(
                     "This output of Train LoRA is the low noise expert's; connect model_low_noise, or use the output "
                     "without that name."
@@ -137,7 +153,6 @@ class TesseraTrainLora(io.ComfyNode):
                 values = (*outputs(result), blocked, blocked, blocked, preview_sheet(result), blocked)
                 return io.NodeOutput(*values, ui=node_ui(result))
             check_one_model(preview)
-            observer = ServerObserver(cls.hidden.unique_id, 2 * steps)
             experts = plan_experts(model, model_low_noise, data, settings, runs_folder(), settings_of_run)
             data = replace(data, notes=(*data.notes, *shared_lora_notes(settings)))
             for expert in experts:
@@ -149,7 +164,8 @@ class TesseraTrainLora(io.ComfyNode):
                 under = with_base(other.model, other.settings.network)
                 before = results[0].lora if results else None
                 partner = Partner(under, other.side, before, settings.objective.expert_boundary or None)
-                results.append(run(expert.model, data, expert.settings, watching, files, preview, partner))
+                given = expert.model, data, expert.settings, watching, files, preview, partner
+                results.append(run(*given, elsewhere))
         record_outputs(output_name, [result.path for result in results if result.saved])
         if any(result.stopped for result in results):
             record_stopped(output_name)

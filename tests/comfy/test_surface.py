@@ -329,6 +329,7 @@ SURFACE = {
             "validation? TESSERA_VALIDATION",
             "save_every_epochs? INT = 0",
             "keep_last? INT = 0",
+            'devices? STRING = "this one"',
         ],
         [
             "LORA_MODEL lora",

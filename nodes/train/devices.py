@@ -1,0 +1,211 @@
+"""Train LoRA on several devices: which ones, and the graph in processes of its own in place of a run here."""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import folder_paths
+import torch
+from comfy_execution.graph_utils import is_link
+
+from ...common.core import command_line, end_of_node
+from ...common.files import read_tensors
+from ...lora.files.lora_model import LoraModel
+from ...memory.weights.frozen import unload
+from ...train.checkpoint.run_folder import RunFolder
+from ...train.distributed.device_list import THIS_ONE, listed_devices
+from ...train.distributed.launcher import Facts, Job, Launched, child_options
+from ...train.distributed.share import share_of
+from ...train.distributed.world import is_switched_on
+from ...train.errors import TrainingStopped
+from ...train.observer import StepReport
+from ...train.preflight.run_start import RunStart
+from ...train.settings import TrainSettings
+from ...train.train_lora import STOPPED, TrainResult, read_finished
+from ..common.progress import ServerObserver
+from .run import prompt_facts, runs_folder
+
+log = logging.getLogger(__name__)
+
+_OTHER_RUN = (
+    "devices: in a process of its own the workflow gives another run than here, so an input of Train LoRA does not "
+    "come out alike twice, such as latents of core's VAE Encode or of a node that draws or remembers something; take "
+    f"Prepare Dataset for the data, save the rest to files and load those, or set devices to '{THIS_ONE}'."
+)
+
+
+def chosen_devices(text: str) -> list[int]:
+    """Return the devices to train on in processes of their own; none to train here.
+
+    text: the `devices` input.
+
+    Raises ValueError where it names none, twice the same, or more than there are.
+    """
+    if is_switched_on():  # run.py has dealt out the devices
+        return []
+    device = comfy.model_management.get_torch_device()
+    there = torch.cuda.device_count() if device.type == "cuda" else 1
+    current = device.index if device.index is not None else torch.cuda.current_device() if there > 1 else 0
+    chosen = listed_devices(text, there, current, on_cpu=device.type == "cpu")
+    if chosen == [current] or (device.type == "cpu" and len(chosen) == 1):
+        return []
+    if sys.platform == "win32":
+        raise ValueError(
+            f"devices is {text[:40]!r}, which needs torchrun, and torch for Windows does not start it; run ComfyUI in "
+            f"WSL, or write '{THIS_ONE}'."
+        )
+    return chosen
+
+
+def needed_prompt(prompt: Mapping[str, Any] | None, node_id: str | None) -> dict[str, Any]:
+    """Return the nodes of a prompt that Train LoRA needs, with itself, which trains on the device that it is given.
+
+    Raises ValueError where the prompt does not hold all that its inputs are made of.
+    """
+    found, left = set[str](), [node_id]
+    while left:
+        number = left.pop()
+        if number in found:
+            continue
+        if prompt is None or number is None or number not in prompt:
+            raise ValueError(
+                "devices: Train LoRA or an input of it was made while the workflow ran, as by a loop, and is not in "
+                f"the workflow that other processes could run; set devices to '{THIS_ONE}'."
+            )
+        found.add(number)
+        node = prompt[number]
+        for name, value in node["inputs"].items():
+            if is_link(value):
+                left.append(value[0])
+            elif isinstance(value, str) and value.endswith(" [temp]"):
+                raise ValueError(
+                    f"devices: {name} of {node['class_type']} ({number}) is in ComfyUI's temporary folder, which other "
+                    "processes do not have; put the file into the input folder and choose it there."
+                )
+    assert prompt is not None and node_id is not None
+    # What core found out about changed files it writes into the prompt, and believes it when that is queued again.
+    kept = {number: {k: v for k, v in node.items() if k != "is_changed"} for number, node in prompt.items()}
+    train = {**kept[node_id], "inputs": {**kept[node_id]["inputs"], "devices": THIS_ONE}}
+    return {number: train if number == node_id else node for number, node in kept.items() if number in found}
+
+
+class OnDevices:
+    """Trains the runs of a node on several devices when the first one of them is asked for."""
+
+    def __init__(
+        self,
+        devices: list[int],
+        prompt: Mapping[str, Any] | None,
+        extra_pnginfo: Any,
+        settings: TrainSettings,
+        files: Mapping[str, str],
+        observer: ServerObserver,
+    ) -> None:
+        """prompt: the one that is executed now. files: as `workflow_files` returns them.
+
+        Raises ValueError where other processes can't make the inputs of the node, or can't share its steps.
+        """
+        self.devices, self.observer, self.files, self.extra = devices, observer, files, extra_pnginfo
+        self.prompt = needed_prompt(prompt, observer.node_id)
+        self.said, self.is_done, self.is_running, self.folders = "", False, False, list[Path]()
+        share_of(0, len(devices), settings.batch_size, settings.gradient_accumulation)
+
+    def __call__(self, begun: RunStart) -> TrainResult:
+        """Return the result of a run, trained with all others of the node if they are not yet."""
+        if not self.is_done:
+            self.train(begun.key)
+            self.is_done = True
+        for folder in (RunFolder(path, begun.folder.name) for path in (*self.folders, begun.folder.path)):
+            summary = folder.read_summary()
+            if summary is None or summary["key"] != begun.key:
+                continue
+            if summary["status"] in ("finished", STOPPED):
+                return read_finished(folder)
+            copy = Path(folder_paths.get_temp_directory(), f"{folder.path.name}.safetensors")
+            if copy.is_file():  # the run's folder could not take it
+                lora = LoraModel(*read_tensors(copy))
+                return TrainResult(lora, summary["loss"], folder.lora_path, summary, copy)
+        raise TrainingStopped(_OTHER_RUN)
+
+    def train(self, key: str) -> None:
+        """Run the graph in processes of its own, to its end. key: that of the first run."""
+        observer, count = self.observer, len(self.devices)
+        observer.phase(f"Starting {'a process' if count == 1 else f'{count} processes, one for each device'}")
+        on_cpu = comfy.model_management.get_torch_device().type == "cpu"
+        with tempfile.TemporaryDirectory(prefix="tessera-devices-", ignore_cleanup_errors=True) as folder:
+            job = Job(Path(folder))
+            spare = folder_paths.get_temp_directory()
+            extra = {} if self.extra is None else {"extra_pnginfo": self.extra}
+            job.write(self.prompt, extra, Facts(key, self.files, prompt_facts(), spare))
+            unload()
+            end_of_node()
+            folders = {
+                "--output-directory": folder_paths.get_output_directory(),
+                "--input-directory": folder_paths.get_input_directory(),
+                "--user-directory": folder_paths.get_user_directory(),
+                "--temp-directory": folder,
+                "--database-url": "sqlite:///:memory:",  # the file of this server is locked
+            }
+            options = child_options(command_line(), folders)
+            launched = Launched(job, self.devices, on_cpu, Path(folder_paths.__file__).parent, options)
+            try:
+                code = launched.follow(self.tell, observer.check_interrupted, observer.asked)
+                if code != 0:
+                    words = self.said or job.last_words() or "The processes that train were ended from outside."
+                    log.error("run.py ended with %d; it wrote:\n%s", code, "\n".join(job.output_tail()))
+                    raise TrainingStopped(words)
+            except BaseException as error:
+                if self.is_running:  # they could not say so themselves
+                    observer.ended("failed", str(error) or type(error).__name__)
+                raise
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Report an event of the log of run.py as a run here would."""
+        observer, kind = self.observer, event.get("kind")
+        if event["event"] == "error":
+            node = None if event["node"] == observer.node_id else self.prompt.get(event["node"] or "")
+            self.said = ("" if node is None else f"{node['class_type']} ({event['node']}): ") + event["message"]
+        elif event["event"] == "node" and event["node"] != observer.node_id:
+            observer.phase(f"In {len(self.devices)} processes: {event['class_type']}")
+        elif event["event"] == "text" and event["node"] != observer.node_id:
+            observer.phase(event["text"])
+        elif event["event"] != "train":
+            return
+        elif kind == "begin":
+            self.is_running = True
+            self.folders.append(Path(folder_paths.get_output_directory(), event["folder"]))
+            observer.began(self.folders[-1])
+        elif kind == "end":
+            self.is_running = False
+            observer.ended(event["status"], event["text"])
+        elif kind in ("phase", "note"):
+            getattr(observer, kind)(event["text"])
+        elif kind == "step":
+            names = ("step", "steps", "loss", "learning_rate", "seconds_per_step", "seconds_left")
+            observer.step(StepReport(*(event[name] for name in names)))
+        elif kind == "saved":
+            observer.saved(runs_folder() / event["file"])
+        elif kind == "preview":
+            sheet = Path(folder_paths.get_output_directory(), event["subfolder"], event["filename"])
+            observer.previewed(sheet, event["step"])
+        elif kind == "validation":
+            observer.validated(event["step"], event["loss"])
+
+
+class SameRun:
+    """Check, in a process that trains for the node of a server, that its first run is the one that the node asks for.
+
+    Raises ValueError where it is not.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key: str | None = key
+
+    def __call__(self, begun: RunStart) -> None:
+        key, self.key = self.key, None
+        if key not in (None, begun.key):
+            raise ValueError(_OTHER_RUN)
