@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 
 import psutil
@@ -10,7 +9,7 @@ import pytest
 from comfy_server import PATIENCE, ServerFailure, error_of
 from safetensors.torch import load_file
 from tiny.prompt import node
-from tiny.server_runs import held, put_pictures, training_graph, wait_for_step
+from tiny.server_runs import held, put_pictures, training_graph
 
 STEPS = 120
 

@@ -75,7 +75,9 @@ def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
 def test_what_is_posted_to_a_server_is_taken_too(tmp_path):
     path = tmp_path / "w.json"
     path.write_text(json.dumps({"prompt": PROMPT}))
-    assert headless.read_prompt(path) == PROMPT
+    assert headless.read_workflow(path) == (PROMPT, {})
+    path.write_text(json.dumps({"prompt": PROMPT, "extra_data": {"extra_pnginfo": {"workflow": {}}}}))
+    assert headless.read_workflow(path) == (PROMPT, {"extra_pnginfo": {"workflow": {}}})
 
 
 def test_options_behind_the_dashes_are_comfyui_s():

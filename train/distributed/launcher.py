@@ -37,7 +37,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the processes have to know of the node that they train for.
+    """Facts of the node that the processes train for.
 
     key: key of the first run that they train, by which they see that they have made the same inputs of the prompt.
     files: companion files of the LoRA, as the node's own graph gives them.
