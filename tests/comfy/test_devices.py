@@ -39,13 +39,15 @@ def wait_for(is_there, wanted):
     return found
 
 
-def processes():
-    """The processes that train for a node of a server, by their ids."""
+def processes(server):
+    """The processes that train for a node of the server, by their rank; that of the launcher is None."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "TESSERA_JOB" in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
+            variables = process.environ()
+            if "TESSERA_JOB" in variables and str(server.base) in process.cmdline():
+                assert variables.get("RANK") not in found
+                found[variables.get("RANK")] = process
     return found
 
 
@@ -59,12 +61,12 @@ def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_button
     with held(server, 7):
         prompt_id = server.queue(prompt)
         run = wait_for(lambda: run_of(server, "of%20two"), lambda run: run["running"] and run["step"] == 7)
-        assert len(processes()) == 3  # the launcher, and one for each device
+        assert processes(server).keys() == {None, "0", "1"}
         assert run["node"] == "train" and run["prompt_id"] == prompt_id and len(run["loss"]) == 7
         for what in ("save", "stop"):
             assert server.post(f"/tessera/runs/{run['id']}/{what}", {"prompt_id": prompt_id}) == {"asked": what}
     entry = server.wait(prompt_id)
-    assert error_of(entry) == "" and processes() == {}
+    assert error_of(entry) == "" and processes(server) == {}
     (stopped,) = entry["outputs"]["train"]["tessera"]
     at = stopped["steps_done"]
     assert stopped["status"] == "stopped" and 7 < at < STEPS
@@ -75,7 +77,7 @@ def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_button
 
     done = trained(server, prompt)
     assert f"Resumed at step {at}." in done["notes"] and done["world_size"] == 2 and done["status"] == "finished"
-    assert not run_of(server, "of%20two")["running"] and processes() == {}
+    assert not run_of(server, "of%20two")["running"] and processes(server) == {}
     here = trained(server, graph(tiny_loaders, "of one", devices="this one"))
     assert done["loss"] == pytest.approx(here["loss"], rel=1e-5) and "world_size" not in here
     ours, theirs = (load_file(server.base / "output" / one["path"]) for one in (done, here))
@@ -87,7 +89,7 @@ def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_button
     assert saved["train"]["inputs"]["devices"] == "0,1" and "save" in saved  # the graph of the user, not that of run.py
 
 
-def test_cancel_saves_and_a_killed_server_leaves_no_process(own_server, tiny_loaders):
+def test_cancel_saves_a_killed_device_is_named_and_a_killed_server_leaves_no_process(own_server, tiny_loaders):
     put_pictures(own_server.base)
     own_server.start()
     prompt = graph(tiny_loaders, "broken off")
@@ -96,20 +98,29 @@ def test_cancel_saves_and_a_killed_server_leaves_no_process(own_server, tiny_loa
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["step"] == 7)
         own_server.interrupt()
     entry = own_server.wait(prompt_id)
-    assert error_of(entry) == "TesseraTrainLora train was interrupted." and processes() == {}
+    assert error_of(entry) == "TesseraTrainLora train was interrupted." and processes(own_server) == {}
     run = run_of(own_server, "broken%20off")
     assert run["status"] == "cancelled" and "and saved; Run goes on from there." in run["text"]
     at = run["step"]
     assert 7 <= at < STEPS
 
+    with held(own_server, at + 2):
+        prompt_id = own_server.queue(prompt)
+        wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["running"] and run["step"] == at + 2)
+        processes(own_server)["1"].kill()
+        psutil.wait_procs(processes(own_server).values(), timeout=60)
+    told = error_of(own_server.wait(prompt_id))
+    assert told.startswith("TesseraTrainLora train: Device 1") and "\n" not in told, told
+    assert not run_of(own_server, "broken%20off")["running"]
+
     with held(own_server, at + 5):
         own_server.queue(prompt)
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["running"] and run["step"] == at + 5)
-        left = processes()
+        left = processes(own_server).values()
         assert len(left) == 3
         own_server.kill()
-    psutil.wait_procs(left.values(), timeout=60)
-    assert processes() == {}
+    psutil.wait_procs(left, timeout=60)
+    assert processes(own_server) == {}
     (folder,) = (own_server.base / "output" / "loras").glob("broken off-*")
     assert max(path.name for path in folder.glob("state-*")) > f"state-{at:06d}.tessera"  # saved before they ended
 
