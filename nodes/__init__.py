@@ -13,8 +13,7 @@ from .data import prepare
 from .loras import average, compare, save
 from .model import block_swap, compile, load, tune
 from .options import memory, network, objective, optimizer, preview, validation
-from .train import train_lora
-from .train.run_routes import add_routes
+from .train import run_files, run_routes, train_lora
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Before any node can compile."""
         log.info("Tessera finds in ComfyUI: %s", features())
-        add_routes()
+        run_routes.add_routes()
+        run_files.add_routes()
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -36,7 +36,7 @@ class StepReport:
         return ", ".join(parts)
 
 
-SAVE, STOP = "save", "stop"
+SAVE, STOP, SAMPLE = "save", "stop", "sample"
 
 
 class Observer(Protocol):
@@ -84,7 +84,10 @@ class Observer(Protocol):
         """Report the mean validation loss after `step` steps."""
 
     def asked(self) -> AbstractSet[str]:
-        """Return, once, what the user asks for after this step: SAVE to save now, STOP to end the run here."""
+        """Return, once, what the user asks for after this step.
+
+        SAVE saves now, SAMPLE makes all previews now, STOP ends the run here.
+        """
         ...
 
     def check_interrupted(self) -> None:

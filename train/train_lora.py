@@ -29,6 +29,7 @@ from .preflight.disk_space import check_disk_space, required_space
 from .preflight.run_start import RunStart, find_run_start, run_start_notes
 from .preview.gallery import FOLDER as PREVIEWS
 from .preview.gallery import SHEET
+from .preview.previewer import Previewer
 from .saver import Progress
 from .settings import TrainSettings
 from .trainer import Trainer, Watcher
@@ -228,7 +229,7 @@ def _run(
 ) -> TrainResult:
     """Train a run that is checked, into its folder."""
     settings, world, folder, state = context.settings, context.world, begun.folder, begun.state
-    record = RunRecord(folder.path, {**run_facts(begun, context), **queued}, world.is_first)
+    record = RunRecord(folder.path, {**run_facts(begun, context, watchers), **queued}, world.is_first)
     recorder = _Recorder(observer, record, (*checked.data.notes, *checked.notes, *start_notes, *context.notes))
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
@@ -294,7 +295,7 @@ def stop_message(trainer: Trainer, settings: TrainSettings) -> str:
     return stopped_message(progress.step, progress.saved_step, trainer.saver.last_state, settings.resume)
 
 
-def run_facts(begun: RunStart, context: RunContext) -> dict[str, Any]:
+def run_facts(begun: RunStart, context: RunContext, watchers: Sequence[Watcher]) -> dict[str, Any]:
     """Return what run.json says of a run at its start."""
     settings, patcher = context.settings, context.patcher
     return {
@@ -304,6 +305,7 @@ def run_facts(begun: RunStart, context: RunContext) -> dict[str, Any]:
         "steps": settings.steps,
         "started": context.started,
         "can_go_on": settings.can_go_on,
+        "can_sample": any(isinstance(watcher, Previewer) for watcher in watchers),
     }
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from . import errors
 from .distributed.gradient_sync import GradientSync
 from .distributed.ranks import check_alike
 from .learner import Learner
-from .observer import SAVE, STOP, Observer, StepReport
+from .observer import SAMPLE, SAVE, STOP, Observer, StepReport
 from .placement import auto
 from .placement.environment import environment_facts, memory_peak, reset_memory_peak
 from .placement.placed_model import PlacedModel
@@ -76,6 +76,7 @@ class Trainer:
         reset_memory_peak(self.device)
         self.sysmem = SysmemMonitor(self.device)
         self.copies = 0  # block copies to the device in the last step
+        self.asked: Collection[str] = ()  # by the user, after the last step
         self.world.connect(self.device)  # before the model takes its memory, of which sums need some
         placed: PlacedModel | None = None
         try:
@@ -161,10 +162,12 @@ class Trainer:
                 for sentence in (self.sysmem.message(), self.placed.message()):
                     if sentence is not None:
                         self.observer.note(sentence)
-                asked = self.sync.asked()
+                self.asked = asked = self.sync.asked()
                 if self.saver.is_due() or (SAVE in asked and progress.step < settings.steps):
                     self.check_ranks("save")
                     self.saver.save()
+                if SAMPLE in asked:
+                    self.batches.drop_ahead()  # previews may need its memory
                 self.between_steps()
                 if STOP in asked:
                     break
@@ -193,8 +196,9 @@ class Trainer:
         """Call the watchers on rank 0; the others wait where something is due, as long as it takes."""
         for watcher in self.watchers if self.world.is_first else ():
             watcher.between_steps(self)
-        due = any(watcher.is_due(self.progress.step, self.settings.steps) for watcher in self.watchers)
-        self.world.wait_for_first(self.progress.step, due)
+        step, steps = self.progress.step, self.settings.steps
+        due = bool(self.asked) or any(watcher.is_due(step, steps) for watcher in self.watchers)
+        self.world.wait_for_first(step, due)
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.

@@ -1,7 +1,7 @@
 """Routes by which a page reads the runs of this server, and asks something of the one that trains.
 
-GET `/tessera/runs?name=` and `/tessera/runs/{id}?since=` only read. POST `/tessera/runs/{id}/save` and `/stop` take
-effect between two steps. A run is named by an id that the first route gave, never by a path.
+GET `/tessera/runs?name=` and `/tessera/runs/{id}?since=` only read. POST `/tessera/runs/{id}/save`, `/sample` and
+`/stop` take effect between two steps. A run is named by an id that the first route gave, never by a path.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from ...common.file_names import plain_name
 from ...train.checkpoint.run_folder import RunFolder, run_folders
 from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
 from ...train.expert_pair import HIGH, LOW
-from ...train.observer import SAVE, STOP
+from ...train.observer import SAMPLE, SAVE, STOP
 from ..common import training_now
 from .run import runs_folder
 
@@ -63,6 +63,17 @@ class Runs:
             folder = self._folders.get(id)
         return None if folder is None else training_now.ask(folder.path, prompt_id, what)
 
+    def can_sample(self, id: str) -> bool | None:
+        """Return True where a run has previews to make. None for an unknown id."""
+        folder = self.folder(id)
+        return None if folder is None else RunReader(folder.path).facts().get("can_sample") is True
+
+    def folder(self, id: str) -> RunFolder | None:
+        """Folder of a run; None for an unknown id, or where it is gone or a link by now."""
+        with self._lock:
+            found = self._folders.get(id)
+        return found if found and _lies_in(found.path, runs_folder()) and _changed(found.path) else None
+
     def read(self, id: str, since: int) -> dict[str, Any] | None:
         """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id."""
         with self._lock:
@@ -98,10 +109,12 @@ class Runs:
                 "status": curve.status,
                 "text": curve.text,
                 "can_go_on": facts.get("can_go_on") is True,
+                "can_sample": facts.get("can_sample") is True,
                 "lora": _lora_name(found, root),
                 "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
+                "first_steps": curve.first_steps or steps,
                 **_state_of(folder),
             }
 
@@ -152,13 +165,13 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-_runs = Runs()
+known_runs = Runs()
 
 
 async def list_runs(request: web.Request) -> web.Response:
     """Answer `/tessera/runs?name=my_lora`."""
     try:
-        found = await asyncio.to_thread(_runs.named, request.query.get("name", ""))
+        found = await asyncio.to_thread(known_runs.named, request.query.get("name", ""))
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=400)
     return web.json_response({"runs": found})
@@ -169,14 +182,14 @@ async def read_run(request: web.Request) -> web.Response:
     since = request.query.get("since", "0")
     if not (since.isascii() and since.isdigit() and len(since) < 9):
         return web.json_response({"error": "since is not a step; give a number from 0 on."}, status=400)
-    found = await asyncio.to_thread(_runs.read, request.match_info["id"], int(since))
+    found = await asyncio.to_thread(known_runs.read, request.match_info["id"], int(since))
     if found is None:
         return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
     return web.json_response(found)
 
 
 async def ask_run(request: web.Request) -> web.Response:
-    """Answer POST `/tessera/runs/{id}/save` and `/stop` with `{"prompt_id": …}`, the one that the run belongs to."""
+    """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with `{"prompt_id": …}`, that of the run."""
     if not _is_own_page(request):
         return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
     if request.content_type != "application/json":
@@ -189,7 +202,10 @@ async def ask_run(request: web.Request) -> web.Response:
     if not isinstance(prompt_id, str):
         return web.json_response({"error": "Say the prompt_id of the run."}, status=400)
     what = request.match_info["what"]
-    found = await asyncio.to_thread(_runs.ask, request.match_info["id"], prompt_id, what)
+    if what == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
+        fix = "It has no Training Preview, so there is nothing to sample; connect one to preview and run it again."
+        return web.json_response({"error": fix}, status=409)
+    found = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, what)
     if found is None:
         return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
     if not found:
@@ -211,4 +227,4 @@ def add_routes() -> None:
     if server is not None:
         server.routes.get("/tessera/runs")(list_runs)
         server.routes.get("/tessera/runs/{id}")(read_run)
-        server.routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}}}")(ask_run)
+        server.routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}|{SAMPLE}}}")(ask_run)

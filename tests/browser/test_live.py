@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+from tiny.live_page import center, open_graph, panel_says, press_run, redraw
 from tiny.prompt import node
 from tiny.server_runs import held
 
@@ -26,26 +27,6 @@ def graph(encoders, name, **changes):
     }
 
 
-def open_graph(frontend, prompt):
-    frontend.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
-    frontend.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(prompt))
-
-
-def press_run(frontend):
-    posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
-    with frontend.page.expect_response(posts) as answer:
-        frontend.page.get_by_test_id("queue-button").first.click()
-    return answer.value.json().get("prompt_id")
-
-
-def panel_says(frontend, text):
-    playwright.expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
-
-
-def center(page):
-    page.evaluate("app.canvas.centerOnNode(app.graph.nodes.find((n) => n.type === 'TesseraTrainLora'))")
-
-
 def points(frontend):
     """Number of points of the curve, and the step that it is at."""
     return frontend.page.locator(".tessera-run svg").get_attribute("aria-label")
@@ -53,10 +34,6 @@ def points(frontend):
 
 def shown(page, loss):
     return page.evaluate("loss => loss.toPrecision(3)", loss)
-
-
-def redraw(page):
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
@@ -121,6 +98,9 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy LoRA name").click()
     panel_says(frontend, f"Copied: {run['lora']}")
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no')) }")
+    page.get_by_role("button", name="Copy LoRA name").click()  # as on a page without https
+    panel_says(frontend, f"The name is {run['lora']}")
     assert page.evaluate("navigator.clipboard.readText()") == run["lora"]
     more = page.get_by_role("button", name="Continue + 60")
     playwright.expect(more).to_be_visible()
@@ -130,11 +110,17 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     playwright.expect(more).to_be_hidden()
     frontend.set_widgets({"TesseraTrainLora": {"resume": "latest"}})
     redraw(page)
+    frontend.set_widgets({"TesseraLatentsToDataset": {"max_graphs": 0}})  # the server refuses it
+    more.click()
+    panel_says(frontend, "steps is 120 now, but not all of the workflow was queued; press Run.")
+    page.keyboard.press("Escape")
+    frontend.set_widgets({"TesseraLatentsToDataset": {"max_graphs": 1}, "TesseraTrainLora": {"steps": 60}})
+    redraw(page)
     more.click()
     panel_says(frontend, "Done, steps 61 to 120 in 0:")
     assert points(frontend) == "Loss of 120 points up to step 120"
     assert frontend.prompt()["6"]["inputs"]["steps"] == 120
-    more = page.get_by_role("button", name="Continue + 120")
+    more = page.get_by_role("button", name="Continue + 60")  # the steps that were asked for at first, again
     playwright.expect(more).to_be_visible()
     linked = graph(frontend.ENCODERS, name, steps=["8", 0])
     linked["8"] = node("PrimitiveInt", value=120)

@@ -6,10 +6,12 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from io import BytesIO
 from urllib.parse import quote
 
 import pytest
 from comfy_server import DIRECT, PATIENCE
+from PIL import Image
 from tiny.prompt import node
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
@@ -119,9 +121,12 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             (JSON, {"prompt_id": ["x"]}, 400),
             (JSON, [], 400),
         ]:
+            assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
             assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
         assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
         assert asked(server, f"{at}/delete", body, **JSON) in (404, 405)
+        assert asked(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404
+        assert asked(server, f"{at}/sample", body, **JSON) == 409  # it has no Training Preview
         assert status_of(server, f"{at}/stop") in (404, 405)  # a link or a picture can't ask
         assert asked(server, f"{at}/save", body, **JSON, Origin=f"http://{host}") == 200
         assert asked(server, f"{at}/stop", body, **JSON, **{"Sec-Fetch-Site": "same-origin"}) == 200
@@ -179,3 +184,68 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     assert status_of(server, "/tessera/runs?name=hostile", "POST") == 405
     shutil.rmtree(loras / "hostile-1234abcd")
     assert status_of(server, f"/tessera/runs/{one['id']}") == 404
+
+
+def fetched(server, path):
+    with DIRECT.open(server.url + path, timeout=PATIENCE) as reply:
+        return reply.headers, reply.read()
+
+
+def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
+    loras = server.base / "output" / "loras"
+    (folder := loras / "shown-1234abcd" / "previews").mkdir(parents=True)
+    (loras / "shown-1234abcd" / "run.json").write_text("{}")
+    Image.new("RGB", (640, 320), "teal").save(folder / "step000004_0.png")
+    clip = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
+    clip[0].save(folder / "step000004_1.webp", save_all=True, append_images=clip[1:], duration=100)
+    (folder / "step000005_0.png").write_text("<script>hostile()</script>")
+    (secret := server.base / "secret.png").write_bytes((folder / "step000004_0.png").read_bytes())
+    places = [(4, 0), (4, 1), (5, 0), (6, 0), (7, 0), (8, 0), (-1, 0)]
+    shots = [{"step": step, "row": row, "title": ["<b>"], "settings": {}, "frames": 1 + row} for step, row in places]
+    (folder / "previews.json").write_text(json.dumps(shots))
+    with open(folder / "step000008_0.png", "wb") as large:
+        large.truncate(65 << 20)
+    if os.name != "nt":
+        (folder / "step000006_0.png").symlink_to(secret)
+        (folder / "step000007_0.png").symlink_to(folder / "step000007_0.png")
+    (one,) = listed(server, "shown")
+    at = f"/tessera/runs/{one['id']}/previews"
+    found = server.get(at)["previews"]
+    assert [(shot["step"], shot["row"]) for shot in found] == [(4, 0), (4, 1), (5, 0), (8, 0)]
+    assert {shot["title"] for shot in found} == {""}
+    headers, data = fetched(server, f"{at}/4/0")
+    assert data == secret.read_bytes()
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("image/png", "nosniff")
+    assert fetched(server, f"{at}/4/1")[0]["Content-Type"] == "image/webp"
+    assert fetched(server, f"{at}/5/0")[0]["Content-Type"] == "image/png"  # never text/html
+    for row, size in [(0, (192, 96)), (1, (64, 64))]:
+        headers, data = fetched(server, f"{at}/4/{row}?small=1")
+        assert headers["Content-Type"] == "image/webp" and Image.open(BytesIO(data)).size == size
+    wrong = ["6/0", "7/0", "8/0", "8/0?small=1", "5/0?small=1", "9/0", "-1/0", "4/../../run.json", "4/0.png", "4/x"]
+    for place in [*wrong, "%2e%2e/0", "999999999/0", "4/99999", "٤/0"]:
+        assert status_of(server, f"{at}/{quote(place, safe='/?=%')}") in (403, 404), place
+    assert status_of(server, f"{at}/4/0", "POST") == 405
+    assert status_of(server, f"/tessera/runs/{'0' * 16}/previews/4/0") == 404
+    assert status_of(server, f"/tessera/runs/{'0' * 16}/saves") == 404
+    for text in ('[{"step": 1e999, "row": 0, "title": "", "settings": {}, "frames": 1}]', "[" * 100_000, '{"a": 1}'):
+        (folder / "previews.json").write_text(text)
+        assert server.get(at) == {"previews": []}
+    if os.name != "nt":
+        folder.rename(elsewhere := server.base / "previews_elsewhere")
+        folder.symlink_to(elsewhere, target_is_directory=True)
+        assert server.get(at) == {"previews": []} and status_of(server, f"{at}/4/0") == 404
+    shutil.rmtree(loras / "shown-1234abcd")
+    assert status_of(server, at) == 404
+
+
+def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
+    loras = server.base / "output" / "loras"
+    (folder := loras / "saves-1234abcd").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    for step in range(0, 2_000_000, 100_000):
+        (folder / f"saves-step{step:06d}.safetensors").touch()
+    (folder / "saves.safetensors").touch()
+    named = server.get(f"/tessera/runs/{listed(server, 'saves')[0]['id']}/saves")["loras"]
+    assert len(named) == 12 and named[0].endswith("step000000.safetensors")
+    assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves-1234abcd/saves.safetensors"
+    shutil.rmtree(folder)

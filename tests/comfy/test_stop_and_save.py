@@ -1,12 +1,16 @@
-"""Stop and keep, and Save now: they take effect between two steps and change nothing of what is trained."""
+"""Stop and keep, Save now and Sample now: they take effect between two steps and change nothing of what is trained."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tessera.train.observer import SAVE, STOP
-from tiny.runs import Watcher, mixed_data, train
+from tessera.train.observer import SAMPLE, SAVE, STOP
+from tessera.train.preview.previewer import Preview, Previewer
+from tessera.train.preview.sampling import Sampling
+from tessera.train.train_lora import train_lora
+from tiny.runs import Watcher, mixed_data, run_settings, train
+from tiny.sampling import conditioning
 
 OPTIONS = {"steps": 8, "batch_size": 2, "network": {"rank": 8, "alpha": 4.0, "dropout": 0.2}, "save_every": 3}
 OPTIMIZERS = [
@@ -53,3 +57,25 @@ def test_asked_at_the_last_step_they_change_nothing(tiny_flux, tmp_path):
     result = train(tiny_flux, mixed_data(), tmp_path, asking(step8={SAVE, STOP}), **OPTIONS)
     assert result.summary["status"] == "finished" and not result.stopped
     assert not (result.path.parent / f"{result.path.stem}-step000008.safetensors").exists()
+
+
+def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae, tmp_path):
+    def sampled(name, watcher):
+        size = {"width": 64, "height": 48, "steps": 1, "sampler_name": "euler_ancestral"}
+        previews = [Preview(Sampling(tiny_vae, conditioning("flux", 16), **size), every, False) for every in (0, 4)]
+        watchers = [Previewer(previews, tiny_flux)]
+        options = run_settings(**OPTIONS)
+        return train_lora(tiny_flux, mixed_data(), options, tmp_path / name, watcher, None, watchers)
+
+    plain = train(tiny_flux, mixed_data(), tmp_path / "plain", **OPTIONS)
+    asked = sampled("asked", watcher := asking(step3={SAMPLE}, step5={SAMPLE, SAVE}))
+    same(asked, plain)
+    assert [step for step, _ in watcher.sheets] == [3, 4, 5, 8]
+    folder = asked.path.parent
+    lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines() if line]
+    assert [line["step"] for line in lines if line["kind"] == "preview"] == [3, 4, 5, 8]
+    rows = [(3, 0), (3, 1), (4, 1), (5, 0), (5, 1), (8, 0), (8, 1)]
+    assert asked.summary["previews"]["files"] == [f"previews/step{step:06d}_{row}.png" for step, row in rows]
+    stopped = sampled("stopped", watcher := asking(step5={STOP}))
+    assert [step for step, _ in watcher.sheets] == [4, 5]  # as at the last step
+    assert stopped.summary["status"] == "stopped"

@@ -173,3 +173,19 @@ def test_thinning_keeps_lows_peaks_and_the_last_point():
     assert len(kept) <= MOST_POINTS and kept == sorted(kept)
     assert {points[777], points[77_777], points[-1]} <= set(kept)
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+
+
+def test_the_steps_that_were_asked_for_at_first_are_those_until_it_was_first_finished(tmp_path, at_once):
+    def session(folder, begin, end, status):
+        record = RunRecord(folder, {})
+        record.begin(begin, [1.0] * begin, [])
+        trained(record, range(begin + 1, end + 1))
+        record.end(status, end, "")
+        return RunReader(folder).read().first_steps
+
+    (further := tmp_path / "further").mkdir()
+    assert session(tmp_path, 0, 40, "stopped") == 0
+    assert session(tmp_path, 40, 60, "finished") == 60
+    assert session(tmp_path, 60, 90, "finished") == 60
+    assert session(further, 60, 120, "finished") == 60  # it went on from another run
+    assert session(further, 0, 50, "finished") == 50  # begun anew

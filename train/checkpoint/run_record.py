@@ -114,6 +114,8 @@ class RunCurve:
     status: `finished`, `stopped`, `cancelled`, `failed` or `unsaved`; empty while it trains, or where it was killed.
     text: the sentence that it ended with.
     seconds: what the sessions after step `timed_from` took, loading included; None where that is not known.
+    first_steps: steps that were asked for at first: those that were taken until it was first finished, 0 before.
+    first_begin: step after which it began, above 0 where it went on from another run.
     """
 
     loss: dict[int, tuple[int, float, float | None]] = field(default_factory=dict)
@@ -125,6 +127,8 @@ class RunCurve:
     text: str = ""
     seconds: float | None = None
     timed_from: int = 0
+    first_steps: int = 0
+    first_begin: int = 0
 
     @property
     def step(self) -> int:
@@ -153,6 +157,8 @@ class RunCurve:
             self.notes += [text for text in (str(line["text"]),) if text not in self.notes]
         elif kind == "end":
             self.status, self.text = str(line["status"]), str(line["text"])
+            if self.status == "finished" and not self.first_steps and "step" in line:
+                self.first_steps = max(0, _step(line["step"]) - self.first_begin)
             seconds = line.get("seconds")
             if self.seconds is not None and isinstance(seconds, int | float) and 0 <= seconds < math.inf:
                 self.seconds += seconds
@@ -163,6 +169,8 @@ class RunCurve:
         rates = {at: rate for at, _, rate in self.loss.values()}
         points = {at: (at, _number(value), rates.get(at)) for at, value in enumerate(loss, start=1)}
         validated = {_step(at): (at, _number(value)) for at, value in validation}
+        if not self.loss or not step:
+            self.first_begin, self.first_steps = step, 0
         self.loss, self.validation = points, validated
         if self.seconds is None or not step:
             self.seconds, self.timed_from = 0.0, step

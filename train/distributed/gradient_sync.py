@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..errors import error_sentence
 from ..learner import Learner
-from ..observer import SAVE, STOP, Observer
+from ..observer import SAMPLE, SAVE, STOP, Observer
 from .world import World
 
 # Behind the gradients: the loss, the number of ranks that leave, what rank 0's user asks for, and for each weight
 # whether it has a gradient.
 _LOSS, _LEAVING, _ASKED, _FLAGS = 0, 1, 2, 3
-_ASKS = {SAVE: 1, STOP: 2}  # added up
+_ASKS = {SAVE: 1, STOP: 2, SAMPLE: 4}  # added up
 
 
 class GradientSync:

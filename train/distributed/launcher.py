@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..observer import SAVE, STOP
+from ..observer import SAMPLE, SAVE, STOP
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ class Job:
         return Facts(**json.loads(self._facts.read_text(encoding="utf-8")))
 
     def ask(self, what: str) -> None:
-        """Ask something of the run after its next step: SAVE or STOP."""
+        """Ask something of the run after its next step: SAVE, STOP or SAMPLE."""
         (self.folder / what).touch()
 
     def take_asked(self) -> frozenset[str]:
         """Return, once, what was asked for; for the one process that reports."""
-        asked = frozenset(what for what in (SAVE, STOP) if (self.folder / what).exists())
+        asked = frozenset(what for what in (SAVE, STOP, SAMPLE) if (self.folder / what).exists())
         for what in asked:
             (self.folder / what).unlink()
         return asked

@@ -91,7 +91,7 @@ def read_index(folder: Path) -> list[Shot]:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in found]
         return [shot for shot in shots if (folder / shot.file).is_file()]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return []
 
 
@@ -125,4 +125,4 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Pat
     return path
 
 
-__all__ = ["FOLDER", "SHEET", "Shot", "middle", "read_index", "save_shot", "write_index", "write_sheet"]
+__all__ = ["FOLDER", "INDEX", "SHEET", "Shot", "middle", "read_index", "save_shot", "write_index", "write_sheet"]

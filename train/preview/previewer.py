@@ -22,6 +22,7 @@ from ...models.family import Family
 from ...models.registry import family_of, known_family
 from .. import errors
 from ..expert_pair import HIGH
+from ..observer import SAMPLE, STOP
 from .gallery import FOLDER, SHEET, Shot, read_index, save_shot, write_index, write_sheet
 from .sampling import (
     Sampling,
@@ -168,13 +169,14 @@ class Previewer:
         self.seen = self._graphs()
 
     def between_steps(self, trainer: "Trainer") -> None:
-        """Make the previews that are due. A failure is a note; an error only where the model stays patched.
+        """Make the previews that are due or asked for. A failure is a note, an error where the model stays patched.
 
         Raises CannotContinue where ComfyUI could not remove the LoRA from the model.
         """
         step, steps = trainer.progress.step, trainer.settings.steps
-        due = [row for row in self.rows if row.preview.is_due(step, steps)]
-        if not self.is_due(step, steps):
+        asked = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # stopped, it ends as at its last step
+        due = [row for row in self.rows if asked or row.preview.is_due(step, steps)]
+        if not (asked or self.is_due(step, steps)):
             return
         if self.shots is None:
             self._begin(trainer)
@@ -215,7 +217,7 @@ class Previewer:
     def _failed(self, step: int, error: Exception) -> str:
         oom = comfy.model_management.is_oom(error)
         why = "out of memory; make the previews smaller" if oom else str(error).strip().partition("\n")[0]
-        then = "no more are made" if self.failures == MOST_FAILURES else "training goes on and the next one is tried"
+        then = "no more are made" if self.failures >= MOST_FAILURES else "training goes on and the next one is tried"
         return f"The preview at step {step} failed ({why}); {then}."
 
     def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> None:

@@ -1,8 +1,10 @@
 // The panel of a run on Train LoRA: how far it is, and its loss as a curve. All in it came from the server, so it is
 // set as text, never as HTML.
 
+import { drawStrip, makeStrip } from './preview_strip.js'
+
 const SVG = 'http://www.w3.org/2000/svg'
-const HEIGHT = 232 // of the whole panel, in pixels; the report gives it that much room
+const HEIGHT = 232 // of the panel without previews, in pixels; the report gives it the room that it asks for
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
@@ -29,7 +31,9 @@ function line(svg, stroke, width) {
 const ASKS = {
   stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
   save: ['Save now', 'Save the LoRA and the state after this step, and train on.'],
+  sample: ['Sample now', 'Make all previews after this step, and train on.'],
 }
+const NO_PREVIEW = 'Connect a Training Preview to preview of this node, and run it again.'
 
 function button(row, text, title, press) {
   const element = part(row, {
@@ -44,14 +48,13 @@ function button(row, text, title, press) {
 
 /**
  * Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. `copy`
- * and `goOn`, of a run that is over, return what to tell.
+ * `compare` and `goOn`, of a run that is over, return what to tell. `addressOf` is where the server gives a preview.
  */
-export function makePanel(ask, { copy, goOn }) {
+export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const element = document.createElement('div')
   element.className = 'tessera-run'
-  element.dataset.height = HEIGHT
   Object.assign(element.style, {
-    height: `${HEIGHT}px`, boxSizing: 'border-box', overflow: 'hidden', whiteSpace: 'nowrap', paddingBottom: '6px',
+    boxSizing: 'border-box', overflow: 'hidden', whiteSpace: 'nowrap', paddingBottom: '6px',
     fontVariantNumeric: 'tabular-nums',
   })
   const head = part(element, { display: 'flex', justifyContent: 'space-between', gap: '12px', font: '600 20px/28px sans-serif' })
@@ -78,11 +81,14 @@ export function makePanel(ask, { copy, goOn }) {
     keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
     keys[name].textContent = text
   }
+  const strip = makeStrip(addressOf)
+  element.append(strip.element)
   const foot = part(element, { display: 'flex', flexDirection: 'column', height: '43px' })
   const said = part(foot, { flex: '1', lineHeight: '15px', whiteSpace: 'normal', overflow: 'hidden' })
   const buttons = part(foot, { display: 'flex', gap: '6px' })
+  const asks = {}
   for (const [what, [text, title]] of Object.entries(ASKS)) {
-    button(buttons, text, title, async () => {
+    asks[what] = button(buttons, text, title, async () => {
       wait(buttons, true)
       tell((await ask(what)) ?? `${text}: after this step.`)
     })
@@ -102,8 +108,9 @@ export function makePanel(ask, { copy, goOn }) {
   }
   const onward = 'Raise steps and queue the workflow on this page; training goes on from the last step.'
   const copied = button(over, 'Copy LoRA name', "Copy the name that ComfyUI's LoRA loaders list it by (press R there).", once(copy))
+  const compared = button(over, 'Compare saves', 'Put a Compare LoRAs beside this node, with the saves of this run.', once(compare))
   const more = button(over, '', onward, once(goOn))
-  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, buttons, said, over, copied, more } })
+  Object.assign(element, { parts: { step, left, facts, svg, paths, keys, strip, asks, buttons, said, over, copied, compared, more } })
   return element
 }
 
@@ -122,11 +129,13 @@ function clock(seconds) {
 }
 
 /**
- * Shows a run as the server's route tells it; `points` are all its points so far: step, loss, rate, mean. `further`:
+ * Shows a run as the server's routes tell it; `points` are all its points so far: step, loss, rate, mean. `further`:
  * steps that Continue would raise `steps` to, none to hide it.
  */
-export function draw(panel, run, points, further) {
-  const { step, left, facts, svg, paths, keys, buttons, said, over, copied, more } = panel.parts
+export function draw(panel, run, points, previews, further) {
+  const { step, left, facts, svg, paths, keys, strip, asks, buttons, said, over, copied, compared, more } = panel.parts
+  panel.dataset.height = HEIGHT + drawStrip(strip, previews)
+  panel.style.height = `${panel.dataset.height}px`
   const last = points.at(-1)
   panel.parts.at = `${run.running} ${run.status} ${run.step}`
   step.textContent = run.steps ? `Step ${run.step} / ${run.steps}` : `Step ${run.step}`
@@ -143,8 +152,14 @@ export function draw(panel, run, points, further) {
   if (told && told.at !== panel.parts.at) panel.parts.told = undefined
   buttons.style.display = run.running ? 'flex' : 'none'
   wait(buttons, Boolean(panel.parts.told))
+  if (!run.can_sample) {
+    asks.sample.disabled = true
+    asks.sample.title = NO_PREVIEW
+  }
+  asks.sample.style.opacity = run.can_sample ? 1 : 0.5
   over.style.display = !run.running && (run.lora || further) ? 'flex' : 'none'
   copied.style.display = run.lora ? '' : 'none'
+  compared.style.display = run.lora && run.saves.length > 1 ? '' : 'none'
   more.style.display = further ? '' : 'none'
   more.textContent = `Continue + ${further - run.steps}`
   said.textContent = panel.parts.told?.text ?? sentence(run)

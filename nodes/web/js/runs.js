@@ -2,7 +2,8 @@
 // queue the run, sees it as the one that did.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
-import { ourNodes } from './nodes.js'
+import { addComparison } from './compare_loras.js'
+import { hostsOf, ourNodes } from './nodes.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from './report_widget.js'
 
@@ -34,7 +35,7 @@ async function askFor({ run }, what) {
 
 /** Brings a node's panel up to date. One question at a time; what comes meanwhile asks again after it. */
 export async function refresh(node) {
-  const live = (node.tesseraLive ??= { points: [] })
+  const live = (node.tesseraLive ??= { points: [], previews: [], sampled: '' })
   if (live.asking) {
     live.again = true
     return
@@ -63,7 +64,8 @@ function furtherSteps(node, run) {
   const [steps, resume] = [ownWidget(node, 'steps'), ownWidget(node, 'resume')]
   const isOver = run.status === 'finished' && !run.running && run.can_go_on
   const goesOn = isOver && resume?.value === 'latest' && steps && steps.value <= run.steps
-  return goesOn && 2 * run.steps <= (steps.options?.max ?? Infinity) ? 2 * run.steps : undefined
+  const further = run.steps + run.first_steps
+  return goesOn && further <= (steps.options?.max ?? Infinity) ? further : undefined
 }
 
 /** Queues the workflow on the page with more steps. Returns what to tell of it. */
@@ -91,12 +93,12 @@ async function update(node, live) {
   const name = ownWidget(node, 'output_name')?.value
   const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
   if (!newest) {
-    Object.assign(live, { id: undefined, run: undefined, points: [] })
-    if (node.tesseraPanel) setPanel(node, undefined)
+    Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
+    for (const home of [node, ...hostsOf(node)]) if (home.tesseraPanels?.has(node)) setPanel(home, node, undefined)
     return
   }
   const last = () => live.points.at(-1)?.[0] ?? 0
-  if (newest.id !== live.id || live.points.length > MOST_POINTS) Object.assign(live, { id: newest.id, points: [] })
+  if (newest.id !== live.id || live.points.length > MOST_POINTS) Object.assign(live, { id: newest.id, points: [], sampled: '' })
   let run = await ask(`/tessera/runs/${newest.id}?since=${last()}`)
   if (run && live.points.length && (run.started !== live.run?.started || run.step < last())) {
     live.points = []
@@ -105,16 +107,42 @@ async function update(node, live) {
   if (!run) return
   live.run = run
   live.points.push(...run.loss)
-  const panel = node.tesseraPanel ?? makePanel((what) => askFor(live, what), {
-    copy: () => copyName(live),
-    goOn: () => goOn(node, live),
-  })
-  draw(panel, run, live.points, furtherSteps(node, run))
-  if (!node.tesseraPanel) setPanel(node, panel)
+  await updatePreviews(live)
+  for (const home of [node, ...hostsOf(node)]) drawOn(home, node, live)
   const failure = run.status === 'failed' ? run.text : ''
   if (failure && live.failed !== run.started) setError(node, failure)
   else if (!failure && live.failed) setError(node, '')
   live.failed = failure && run.started // told once: queueing again takes the sentence away before the next run begins
+}
+
+/** Lists the previews again where there are others by now. */
+async function updatePreviews(live) {
+  const sampled = `${live.id} ${live.run.started} ${live.run.previews}`
+  if (sampled === live.sampled) return
+  const listed = live.run.previews.length ? (await ask(`/tessera/runs/${live.id}/previews`))?.previews : []
+  if (!listed) return
+  live.previews = listed.filter(({ step }) => live.run.previews.includes(step)) // not those of steps that were given up
+  live.sampled = sampled
+}
+
+/** Draws a run's panel on its node, or on a subgraph node around that. */
+function drawOn(home, node, live) {
+  const before = home.tesseraPanels?.get(node)
+  const panel = before ?? makePanel(
+    (what) => askFor(live, what),
+    { copy: () => copyName(live), compare: () => compareSaves(node, live), goOn: () => goOn(node, live) },
+    ({ step, row, changed }, small) =>
+      api.apiURL(`/tessera/runs/${live.id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`),
+  )
+  const height = panel.dataset.height
+  draw(panel, live.run, live.points, live.previews, furtherSteps(node, live.run))
+  if (!before || height !== panel.dataset.height) setPanel(home, node, panel)
+}
+
+/** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
+async function compareSaves(node, { id }) {
+  const { loras = [] } = (await ask(`/tessera/runs/${id}/saves`)) ?? {}
+  return loras.length ? addComparison(node, loras) : 'The saves of this run are not there any more.'
 }
 
 function refreshAll(isDue) {

@@ -1,0 +1,160 @@
+"""Routes to the files of a run: its previews, and the names of its saves.
+
+GET `/tessera/runs/{id}/previews` lists the previews, `/tessera/runs/{id}/previews/{step}/{row}` gives one of them, and
+with `?small=1` a thumbnail. GET `/tessera/runs/{id}/saves` names the LoRAs to compare. A file is named by run, step and
+row, never by a path, and links are not followed.
+"""
+
+import asyncio
+import os
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from PIL import Image
+from server import PromptServer
+
+from ...train.checkpoint.run_folder import RunFolder
+from ...train.checkpoint.run_record import own_file
+from ...train.preview.contact_sheet import spread
+from ...train.preview.gallery import FOLDER, INDEX, read_index
+from .run import runs_folder
+from .run_routes import _text, known_runs
+
+MOST_LISTED = 2000
+MOST_COMPARED = 12  # columns of a grid that is still readable
+MOST_BYTES = 64 << 20  # of a preview
+MOST_INDEX_BYTES = 16 << 20
+MOST_PIXELS = 64_000_000
+THUMBNAIL = 192  # pixels of the longer side
+MOST_THUMBNAILS = 512  # that stay in memory, a few KB each
+TYPES = {".png": "image/png", ".webp": "image/webp"}
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
+    "Cache-Control": "private, max-age=31536000, immutable",  # the address that a page uses holds the time of the file
+}
+GONE = "There is no such preview any more; list those of the run again."
+
+_thumbnails: OrderedDict[tuple[Path, int, int], bytes] = OrderedDict()
+_lock = threading.Lock()
+
+
+def previews_folder(run: Path) -> Path | None:
+    """Folder of a run's previews; None where there is none, or it is a link."""
+    folder = run / FOLDER
+    try:
+        real = folder.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        return None
+    return folder if real.is_dir() and real == run.resolve() / FOLDER else None
+
+
+def listed_previews(run: Path) -> list[dict[str, Any]]:
+    """List the newest previews of a run, by step and row; `changed` tells a file from one made anew."""
+    folder = previews_folder(run)
+    index = folder and own_file(folder, INDEX)
+    if folder is None or index is None or index.stat().st_size > MOST_INDEX_BYTES:
+        return []
+    found = []
+    for shot in sorted(read_index(folder), key=lambda shot: (shot.step, shot.row))[-MOST_LISTED:]:
+        if (path := own_file(folder, shot.file)) is not None:
+            changed = f"{path.stat().st_mtime_ns:x}"
+            found.append({"step": shot.step, "row": shot.row, "title": _text(shot.title), "changed": changed})
+    return found
+
+
+def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, str] | None:
+    """Read a preview, or make its thumbnail. Returns the bytes and their content type; None where there is none."""
+    folder = previews_folder(run)
+    if folder is None:
+        return None
+    named = (own_file(folder, f"step{step:06d}_{row}{ending}") for ending in TYPES)
+    path = next((path for path in named if path is not None), None)
+    if path is None:
+        return None
+    # A link that took the file's place meanwhile is refused as well, where the system can.
+    how = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, how), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > MOST_BYTES:
+            return None
+        key = path, status.st_mtime_ns, status.st_size
+        with _lock:
+            if small and key in _thumbnails:
+                return _thumbnails[key], "image/webp"
+        data = file.read(MOST_BYTES + 1)
+    if not small:
+        return data, TYPES[path.suffix]
+    made = thumbnail(data)
+    if made is None:
+        return None
+    with _lock:
+        _thumbnails[key] = made
+        while len(_thumbnails) > MOST_THUMBNAILS:
+            _thumbnails.popitem(last=False)
+    return made, "image/webp"
+
+
+def thumbnail(data: bytes) -> bytes | None:
+    """Make the thumbnail of an image, or of the first frame of a video; None where it can't be read."""
+    try:
+        with Image.open(BytesIO(data), formats=["PNG", "WEBP"]) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                return None
+            picture = opened.convert("RGB")
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        picture.save(made := BytesIO(), "WEBP", quality=80)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+        return None
+    return made.getvalue()
+
+
+def compared_saves(folder: RunFolder) -> list[str]:
+    """Names of a run's saves as ComfyUI's LoRA loaders list them, by step, the finished LoRA last; of many, some."""
+    paths = [*folder.step_loras().values(), folder.lora_path]
+    plain = [path for path in paths if own_file(path.parent, path.name) is not None]
+    return [path.relative_to(runs_folder()).as_posix() for path in spread(plain, MOST_COMPARED)]
+
+
+async def list_previews(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/previews`."""
+    folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
+    if folder is None:
+        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+    return web.json_response({"previews": await asyncio.to_thread(listed_previews, folder.path)})
+
+
+async def show_preview(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/previews/{step}/{row}`."""
+    folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
+    step, row = (int(request.match_info[name]) for name in ("step", "row"))
+    small = "small" in request.query
+    found = None
+    if folder is not None:
+        with suppress(OSError):
+            found = await asyncio.to_thread(read_preview, folder.path, step, row, small)
+    if found is None:
+        return web.json_response({"error": GONE}, status=404)
+    return web.Response(body=found[0], content_type=found[1], headers=HEADERS)
+
+
+async def list_saves(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/saves`."""
+    folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
+    if folder is None:
+        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+    return web.json_response({"loras": await asyncio.to_thread(compared_saves, folder)})
+
+
+def add_routes() -> None:
+    """Add the routes to ComfyUI's server, where there is one."""
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        server.routes.get("/tessera/runs/{id}/previews")(list_previews)
+        server.routes.get("/tessera/runs/{id}/previews/{step:[0-9]{1,8}}/{row:[0-9]{1,4}}")(show_preview)
+        server.routes.get("/tessera/runs/{id}/saves")(list_saves)

@@ -1,0 +1,139 @@
+// The previews of a run as a strip over the steps, which opens large. Titles came from the server, so they are set as
+// text, never as HTML.
+
+const HEIGHT = 84 // of the strip, in pixels
+const THUMBNAIL = 60
+
+function part(parent, tag, style, fields = {}) {
+  const element = document.createElement(tag)
+  Object.assign(element.style, style)
+  Object.assign(element, fields)
+  parent.append(element)
+  return element
+}
+
+const keepFromCanvas = (element, ...events) => {
+  for (const event of events) element.addEventListener(event, (happened) => happened.stopPropagation())
+}
+
+/** Makes an empty strip; `addressOf(preview, isSmall)` is where the server gives a preview. */
+export function makeStrip(addressOf) {
+  const element = document.createElement('div')
+  Object.assign(element.style, { display: 'none', height: `${HEIGHT}px`, boxSizing: 'border-box', gap: '6px', paddingTop: '4px' })
+  const pictures = part(element, 'div', {
+    display: 'flex', flex: 1, minWidth: 0, gap: '6px', overflowX: 'auto', overflowY: 'hidden', scrollbarWidth: 'thin',
+    overscrollBehavior: 'contain',
+  }, { className: 'tessera-previews' })
+  keepFromCanvas(element, 'pointerdown', 'wheel')
+  pictures.addEventListener('wheel', (event) => {
+    pictures.scrollLeft += event.deltaY || event.deltaX
+    event.preventDefault()
+  })
+  return { element, pictures, addressOf, shown: '', row: 0 }
+}
+
+/** Shows the previews, of one prompt at a time. Returns the strip's height. */
+export function drawStrip(strip, previews) {
+  const { element, pictures } = strip
+  const shown = JSON.stringify(previews)
+  if (shown === strip.shown) return previews.length ? HEIGHT : 0
+  strip.shown = shown
+  element.style.display = previews.length ? 'flex' : 'none'
+  const rows = [...new Set(previews.map(({ row }) => row))].sort((a, b) => a - b)
+  if (!rows.includes(strip.row)) strip.row = rows[0] ?? 0
+  const wasAtEnd = pictures.scrollLeft + pictures.clientWidth >= pictures.scrollWidth - 4
+  pictures.replaceChildren(
+    ...previews.filter(({ row }) => row === strip.row).map((preview) => thumbnail(strip, preview, previews)),
+  )
+  element.replaceChildren(...(rows.length > 1 ? [rowButton(strip, previews, rows)] : []), pictures)
+  if (wasAtEnd) requestAnimationFrame(() => (pictures.scrollLeft = pictures.scrollWidth)) // once it has its place
+  return previews.length ? HEIGHT : 0
+}
+
+/** The button that shows the next prompt. */
+function rowButton(strip, previews, rows) {
+  const at = rows.indexOf(strip.row)
+  const { title } = previews.find(({ row }) => row === strip.row)
+  const button = part(document.createDocumentFragment(), 'button', {
+    flex: 'none', width: '64px', height: `${THUMBNAIL}px`, font: 'inherit', cursor: 'pointer', borderRadius: '4px',
+    whiteSpace: 'normal', overflow: 'hidden', overflowWrap: 'anywhere', padding: '2px', lineHeight: '13px',
+    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
+  }, {
+    type: 'button', textContent: `${at + 1} of ${rows.length} ▾`, title: `${title}: click for the next prompt`,
+  })
+  button.addEventListener('click', () => {
+    strip.row = rows[(at + 1) % rows.length]
+    strip.shown = ''
+    drawStrip(strip, previews)
+  })
+  return button
+}
+
+function thumbnail(strip, preview, previews) {
+  const button = part(document.createDocumentFragment(), 'button', {
+    flex: 'none', padding: 0, border: 'none', background: 'none', cursor: 'zoom-in', font: 'inherit', lineHeight: '14px',
+    fontSize: '10px', color: 'var(--descrip-text)',
+  }, { type: 'button', title: `${preview.title}, step ${preview.step}: click to open large` })
+  part(button, 'img', {
+    display: 'block', height: `${THUMBNAIL}px`, width: `${THUMBNAIL}px`, objectFit: 'cover',
+    borderRadius: '4px', background: 'var(--comfy-menu-bg)',
+  }, { loading: 'lazy', draggable: false, alt: `${preview.title}, step ${preview.step}`, src: strip.addressOf(preview, true) })
+  part(button, 'span', {}, { textContent: preview.step })
+  button.addEventListener('click', () => open(strip, preview, previews, button))
+  return button
+}
+
+/** Opens a preview over the page. Arrows go along the steps and the prompts; Escape and a click close it. */
+function open(strip, first, previews, from) {
+  let shown = first
+  const overlay = part(document.body, 'div', {
+    position: 'fixed', inset: 0, zIndex: 10000, display: 'flex', flexDirection: 'column', alignItems: 'center',
+    justifyContent: 'center', gap: '12px', padding: '24px', boxSizing: 'border-box', cursor: 'zoom-out',
+    background: 'rgb(0 0 0 / 85%)', color: '#fff', font: '16px sans-serif', outline: 'none',
+  }, { className: 'tessera-large', tabIndex: -1 })
+  overlay.setAttribute('role', 'dialog')
+  overlay.setAttribute('aria-modal', 'true')
+  overlay.setAttribute('aria-label', 'Preview')
+  const image = part(overlay, 'img', {
+    minWidth: '40vmin', minHeight: 0, flex: '0 1 auto', maxWidth: '100%', maxHeight: 'calc(100% - 72px)',
+    objectFit: 'contain', imageRendering: 'auto', borderRadius: '4px',
+  })
+  const caption = part(overlay, 'div', { textAlign: 'center', maxWidth: '100%', overflowWrap: 'anywhere' })
+  const hint = part(overlay, 'div', { fontSize: '13px', opacity: 0.75, textAlign: 'center' })
+  const steps = () => previews.filter(({ row }) => row === shown.row)
+  const rows = [...new Set(previews.map(({ row }) => row))].sort((a, b) => a - b)
+  hint.textContent = `← → steps${rows.length > 1 ? ', ↑ ↓ prompts' : ''}, Esc closes`
+
+  const show = (preview) => {
+    if (!preview) return
+    shown = preview
+    const text = `${preview.title}, step ${preview.step}`
+    Object.assign(image, { src: strip.addressOf(preview, false), alt: text })
+    caption.textContent = `${text} (${steps().indexOf(preview) + 1} of ${steps().length})`
+  }
+  const along = (by) => show(steps()[steps().indexOf(shown) + by])
+  const across = (by) => {
+    const row = rows[rows.indexOf(shown.row) + by]
+    show(previews.find((other) => other.row === row && other.step === shown.step) ?? previews.find((other) => other.row === row))
+  }
+  const keys = {
+    ArrowLeft: () => along(-1), ArrowRight: () => along(1), ArrowUp: () => across(-1), ArrowDown: () => across(1),
+    Home: () => show(steps()[0]), End: () => show(steps().at(-1)), Escape: () => close(),
+  }
+  const pressed = (event) => { // before the page, which would move or delete nodes
+    event.stopImmediatePropagation()
+    if (!(event.key in keys)) return
+    event.preventDefault()
+    keys[event.key]()
+  }
+  const close = () => {
+    window.removeEventListener('keydown', pressed, true)
+    overlay.remove()
+    if (from.isConnected) from.focus()
+  }
+  window.addEventListener('keydown', pressed, true)
+  keepFromCanvas(overlay, 'pointerdown', 'pointerup', 'wheel')
+  overlay.addEventListener('click', close)
+  show(first)
+  overlay.focus()
+}

@@ -1,0 +1,30 @@
+"""What tests of runs in the browser have in common: a graph in the page, Run, and what the panel says."""
+
+from typing import Any
+
+
+def open_graph(frontend: Any, prompt: dict[str, Any]) -> None:
+    frontend.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
+    frontend.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(prompt))
+
+
+def press_run(frontend: Any) -> Any:
+    """Presses Run; returns the prompt's id, None where the server refuses it."""
+    posts = lambda reply: reply.url.endswith("/prompt") and reply.request.method == "POST"  # noqa: E731
+    with frontend.page.expect_response(posts) as answer:
+        frontend.page.get_by_test_id("queue-button").first.click()
+    return answer.value.json().get("prompt_id")
+
+
+def panel_says(frontend: Any, text: str) -> None:
+    from playwright.sync_api import expect
+
+    expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
+
+
+def center(page: Any) -> None:
+    page.evaluate("app.canvas.centerOnNode(app.graph.nodes.find((n) => n.type === 'TesseraTrainLora'))")
+
+
+def redraw(page: Any) -> None:
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
