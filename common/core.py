@@ -143,7 +143,9 @@ def load_tensors(path: str, tensors: dict[str, Tensor], metadata: Any, options: 
     off = {"disable_dynamic": True} if not dynamic and _takes(load, "disable_dynamic") else {}
     model = load(tensors, model_options=options, metadata=metadata, **off)
     if model is None:
-        raise ValueError(f"Could not detect model type of {Path(path).name}: it holds no diffusion model known here.")
+        raise ValueError(
+            f"Could not detect model type of {Path(path).name}: it isn't a diffusion model that this ComfyUI knows."
+        )
     return model
 
 

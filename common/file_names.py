@@ -30,15 +30,15 @@ def plain_name(given: str) -> str:
     for part in parts:
         if _VARIABLE.search(part):
             raise ValueError(
-                f"output_name is {shown(given)}; dates and other %…% are not filled in, as a run is found again by its "
-                f"name: {_FIX} (filename_prefix of Save LoRA takes %date:yyyy-MM-dd%)."
+                f"output_name is {shown(given)}; dates and other %…% don't work here, since a run is found again by "
+                f"its name: {_FIX} (filename_prefix of Save LoRA takes %date:yyyy-MM-dd%)."
             )
         if wrong := next((letter for letter in part if not _is_taken(letter)), None):
             raise ValueError(f"output_name is {shown(given)}; not every disk takes {_called(wrong)} in a name: {_FIX}.")
         if not part.strip(". "):
             raise ValueError(f"output_name is {shown(given)}; {_FIX}, without '..', drive letters or a leading slash.")
         if _DEVICE.fullmatch(part):
-            raise ValueError(f"output_name is {shown(given)}; Windows keeps {part!r} for a device: {_FIX}.")
+            raise ValueError(f"output_name is {shown(given)}; Windows doesn't allow the name {part!r}: {_FIX}.")
         if (length := len(part.encode())) > LONGEST_NAME:
             raise ValueError(f"output_name has {length} bytes between two slashes; use at most {LONGEST_NAME}.")
     return "/".join(parts)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space and try again",
-    errno.EDQUOT: "the disk quota is used up; free some space and try again",
-    errno.EFBIG: "the file is larger than this disk or user may hold; free some space or save elsewhere",
+    errno.EDQUOT: "your disk quota is used up; free some space and try again",
+    errno.EFBIG: "the file is larger than this disk or your quota allows; free some space or save elsewhere",
     errno.EACCES: "the folder may not be written to; change its permissions or save elsewhere",
     errno.EPERM: "the folder may not be written to; change its permissions or save elsewhere",
     errno.EROFS: "the disk is read-only; save elsewhere",

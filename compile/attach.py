@@ -32,16 +32,16 @@ def _compilable_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str | None, 
     clone = without_dynamic_vram(patcher)
     if clone is None:
         why = (
-            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so it runs eager; load "
-            "it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
+            "This MODEL uses ComfyUI's dynamic VRAM and its loader can't load it without, so it runs uncompiled. "
+            "Load it with Load Diffusion Model (Block Swap) or ComfyUI's own loader, or start ComfyUI with "
             "--disable-dynamic-vram."
         )
         return patcher.clone(), why, None
     if not patcher.is_dynamic():
         return clone, None, None
     note = (
-        "ComfyUI's dynamic VRAM can't be compiled, so this MODEL was loaded once more without it; where it does not "
-        "fit the GPU as a whole, ComfyUI streams the rest at each use."
+        "ComfyUI's dynamic VRAM can't be compiled, so this MODEL was loaded again without it. If it doesn't fit on "
+        "the GPU completely, ComfyUI streams the rest each time."
     )
     return clone, None, note
 

@@ -16,7 +16,7 @@ def use_persistent_cache(folder: Path) -> str:
     """
     chosen = os.environ.get(FOLDER)
     if chosen and not _is_torchs_own(chosen) and Path(chosen) != folder.absolute():
-        return f"Compiled graphs are kept in {chosen}, which {FOLDER} names{_except_for()}."
+        return f"Compiled graphs are saved in {chosen}, as {FOLDER} asks{_except_for()}."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -27,7 +27,7 @@ def use_persistent_cache(folder: Path) -> str:
             f"({error.strerror or error}); set {FOLDER} to a folder that can."
         )
     os.environ[FOLDER] = str(folder.absolute())
-    return f"Compiled graphs are kept in {folder.absolute()}{_except_for()}."
+    return f"Compiled graphs are saved in {folder.absolute()}{_except_for()}."
 
 
 def _is_torchs_own(folder: str) -> bool:
@@ -46,7 +46,7 @@ def _except_for() -> str:
 
     inductor, autograd = torch._inductor.config, torch._functorch.config
     if getattr(inductor, "force_disable_caches", False):
-        return ", but torch's caches are switched off, so every start compiles anew"
+        return ", but torch's caches are switched off, so every start compiles again"
     off = [
         f"{what} ({switch}=1 switches it on)"
         for what, kept, switch in (

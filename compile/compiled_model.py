@@ -58,8 +58,8 @@ class CompiledModel:
             self._feasible(how)  # for its sentence, before anything is sampled
         if not self.blocks and settings.scope != "model":
             self.note(
-                f"No list of like blocks was found in {type(self.model).__name__}, so nothing is compiled; choose "
-                "scope model."
+                f"No repeated blocks were found in {type(self.model).__name__}, so nothing is compiled; choose scope "
+                "model."
             )
 
     def _read(self, model: nn.Module) -> None:
@@ -147,11 +147,11 @@ class CompiledModel:
         options = args[5] if len(args) > 5 else kwargs.get("transformer_options", {})
         scope = self.settings.scope
         if scope == "stack" and (why := self._no_stack(control, options, kwargs)):
-            self.note(f"scope stack: this run compiles block by block, since {why}.")
+            self.note(f"scope stack: this run compiles block by block, because {why}.")
             scope = "blocks"
         streams = any(swapped_forward(block.module) for block in self.blocks)
         if scope != "blocks" and streams:
-            self.note(f"scope {scope}: blocks are compiled one by one, since some stream from the host (block swap).")
+            self.note(f"scope {scope}: blocks are compiled one by one, because some stream from RAM (block swap).")
             scope = "blocks"
         with ExitStack() as placed:
             if scope != "model" or not self._place_model(placed, model):
@@ -186,7 +186,7 @@ class CompiledModel:
             set_temporarily(placed, swapped, "run", partial(call_block, self._region(block.kind, run_forward, how)))
             return
         if "forward" in vars(block.module):
-            self.note(f"{block.name} and blocks like it run eager, since another node has replaced their forward.")
+            self.note(f"{block.name} and similar blocks run uncompiled, because another node replaced their forward.")
             return
         region = self._region(block.kind, run_forward, how)
         set_temporarily(placed, block.module, "forward", partial(call_block, region, block.module))
@@ -198,14 +198,14 @@ class CompiledModel:
         of its slot, which other blocks use too and which are new after each unload; the graphs' own pool takes memory
         that no plan counts. Resident blocks go without as well, as blocks of one kind share their graph.
         """
-        why = no_cuda_graphs(self.device) or ("some stream from the host (block swap)" if streams else None)
+        why = no_cuda_graphs(self.device) or ("some stream from RAM (block swap)" if streams else None)
         if why is None or not how.cuda_graphs():
             return how
         asked = f"mode {how.mode}" if how.backend == "inductor" else f"backend {how.backend}"
         what = "the model is" if self.settings.scope == "model" and not streams else "blocks are"
         instead = how.without_cuda_graphs()
         self.note(
-            f"{asked}: {what} compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), since "
+            f"{asked}: {what} compiled without CUDA graphs (backend {instead.backend}, mode {instead.mode}), because "
             f"{why}."
         )
         return instead
@@ -213,7 +213,7 @@ class CompiledModel:
     def _place_model(self, placed: ExitStack, model: nn.Module) -> bool:
         name = "_forward" if hasattr(type(model), "_forward") else "forward"
         if name in vars(model):
-            self.note("scope model: blocks are compiled instead, since another node has replaced the model's forward.")
+            self.note("scope model: blocks are compiled instead, because another node replaced the model's forward.")
             return False
         region = self._region(f"{type(model).__name__}:model", run_model, self._feasible(self.settings.how()))
         set_temporarily(placed, model, name, partial(call_model, region, model))
@@ -230,11 +230,14 @@ class CompiledModel:
             how = next(iter(hows))
             wiring = self._wiring.get(name)
             if len(hows) > 1:
-                self.note(f"scope stack: {name} is compiled block by block, since overrides tell its blocks apart.")
+                self.note(
+                    f"scope stack: {name} is compiled block by block, because overrides give its blocks different "
+                    "settings."
+                )
             elif how is None or isinstance(wiring, str):
                 continue
             elif any("forward" in vars(block.module) for block in blocks):
-                self.note(f"scope stack: {name} is compiled block by block, since another node has replaced a forward.")
+                self.note(f"scope stack: {name} is compiled block by block, because another node replaced a forward.")
             elif wiring is None:
                 self._trace_wiring(placed, name, blocks)
                 provided |= {block.name for block in blocks}

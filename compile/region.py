@@ -220,8 +220,8 @@ class Region:
 
     def _limit_sentence(self) -> str:
         return (
-            f"{self.report.label}: cache_size_limit {self.how.limit} is reached, so further sizes run eager; raise "
-            "cache_size_limit, set dynamic to true, or use fewer sizes."
+            f"{self.report.label}: cache_size_limit {self.how.limit} is reached, so further sizes run uncompiled. "
+            "Raise cache_size_limit, set dynamic to true, or use fewer sizes."
         )
 
     def _pieces_fall_back_alone(self) -> AbstractContextManager[Any]:
@@ -244,7 +244,7 @@ class Region:
                 self.full = True
                 self.note(self._limit_sentence())
         elif broken is None:
-            self.fall_back(f"{self.report.label} runs eager, since compiling it failed: {cause}")
+            self.fall_back(f"{self.report.label} runs uncompiled, because compiling failed: {cause}")
         elif self.how.fullgraph:
             raise CompileFailed(
                 f"fullgraph is on, but {self.report.label} can't be compiled as one graph: {broken} Switch fullgraph "

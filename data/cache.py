@@ -110,9 +110,9 @@ def check_space(folder: Path, jobs: Iterable[EncodeJob]) -> None:
     free = shutil.disk_usage(there).free
     if wanted > free:
         raise ValueError(
-            f"Encoding the data set takes about {wanted / 1e9:.2f} GB and the disk with the cache folder "
+            f"Encoding the pictures takes about {wanted / 1e9:.2f} GB, but the disk with the cache folder "
             f"({folder.parent.name}/{folder.name} in ComfyUI's user folder) has {free / 1e9:.2f} GB free; free some "
-            f"space, or start ComfyUI with --user-directory on a larger disk."
+            "space, or start ComfyUI with --user-directory on a larger disk."
         )
 
 

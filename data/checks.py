@@ -40,8 +40,8 @@ def check_options(
         )
     if image_to_video and latents not in text.latents:
         raise ValueError(
-            "image_to_video is on, which makes start pictures for Wan alone; switch it off, or connect Wan's VAE and "
-            "text encoder."
+            "image_to_video is on, but only Wan has start pictures; switch it off, or connect Wan's VAE and text "
+            "encoder."
         )
     if clip_vision is not None and not image_to_video:
         raise ValueError(
@@ -67,7 +67,7 @@ def check_items(
         )
     if clips and not latents.makes_video:
         raise ValueError(
-            f"The VAE is {latents.family}, which encodes pictures alone, and the data set holds clips "
+            f"The VAE is {latents.family}, which encodes pictures only, and the data set holds clips "
             f"({shortlist(clips)}); take Training Clips out, set target_frames to 1, or load the VAE of a video model."
         )
     controlled = [item for item in items if item.controls]
@@ -113,13 +113,13 @@ def plan_notes(
     frames = sorted({placement.grid.frames for placement in plan.placements})
     if plan.least_graphs > max_graphs or (plan.least_graphs > 1 and plan.fit == RAGGED_EDGE):
         yield (
-            f"There are {plan.least_graphs} token counts, the fewest for clips of {', '.join(map(str, frames))} latent "
-            f"frames; each is compiled. Clips of one length need one."
+            f"Clips of {', '.join(map(str, frames))} latent frames need {plan.least_graphs} token counts, and each is "
+            "compiled. Clips of one length need only one."
         )
     elif plan.fit == RAGGED_EDGE and max_graphs > 1 and not any(item.controls for item in items):
         yield f"max_graphs has no effect with fit {RAGGED_EDGE}, where one token count serves all pictures."
     if not text.lengths and max_text_length != 512:
-        yield f"max_text_length has no effect with {text.family}, whose captions have lengths of their own."
+        yield f"max_text_length has no effect with {text.family}, which sets its own caption lengths."
     controlled = any(item.controls for item in items)
     if not controlled and control_megapixels != 1.0:
         yield "control_megapixels has no effect, as no picture has a control picture; set control_folder to give some."
@@ -130,7 +130,7 @@ def plan_notes(
     cut = [(item.name, caption) for item, caption in zip(items, captions, strict=True) if caption.dropped]
     if cut:
         listed = shortlist([f"{name} ({caption.dropped} tokens)" for name, caption in cut])
-        yield f"Cut at the end, being longer than {cut[0][1].longest} tokens, the captions of {listed}."
+        yield f"These captions are longer than {cut[0][1].longest} tokens, so their end is cut off: {listed}."
 
 
 def fit_to_models(fit: str, text: TextPolicy, latents: LatentPolicy) -> tuple[str, tuple[str, ...]]:
@@ -139,8 +139,8 @@ def fit_to_models(fit: str, text: TextPolicy, latents: LatentPolicy) -> tuple[st
         return fit, ()
     of = text.family if text.whole_grids else latents.family
     note = (
-        f"fit is {WHOLE_GRIDS} here: models of {of} run ComfyUI's own forward, which takes no ragged edge. If the plan "
-        f"shows much cropping, raise max_graphs."
+        f"fit is {WHOLE_GRIDS} here, because {of} doesn't support a ragged edge. If the plan shows a lot of cropping, "
+        "raise max_graphs."
     )
     return WHOLE_GRIDS, (note,)
 
@@ -157,8 +157,8 @@ def cut_to_latent_frames(items: tuple[Item, ...], latents: LatentPolicy) -> tupl
     if not shorter:
         return items, ()
     return tuple(cut), (
-        f"Cut to the numbers of frames that {latents.family} takes: {shortlist(shorter)}; set target_frames to such a "
-        f"number.",
+        f"Shortened to a number of frames that {latents.family} accepts: {shortlist(shorter)}; set target_frames to "
+        "such a number.",
     )
 
 
@@ -170,7 +170,7 @@ def start_notes(items: Sequence[Item], latents: LatentPolicy, image_to_video: bo
         yield "clip_vision has no effect with Wan 2.2 5B, which takes the start picture as its first frame."
     still = [item.name for item in items if item.pixels.frames == 1]
     if still:
-        yield f"Trained without a start picture, being one frame: {shortlist(still)}."
+        yield f"These are single frames, so they train without a start picture: {shortlist(still)}."
 
 
 def length_notes(samples: Sequence[Sample]) -> Iterator[str]:
@@ -179,11 +179,11 @@ def length_notes(samples: Sequence[Sample]) -> Iterator[str]:
     if len(lengths) < 2:
         return
     listed = ", ".join(map(str, lengths)) if len(lengths) <= FEW_LENGTHS else f"{lengths[0]} to {lengths[-1]}"
-    note = f"The captions have {len(lengths)} lengths ({listed} tokens), each compiled on its own."
+    note = f"The captions have {len(lengths)} different lengths ({listed} tokens), and each is compiled separately."
     if len(lengths) > FEW_LENGTHS:
         steps = len({key for sample in samples for key in sample.graph_keys})
         note += (
-            f" With the token counts these are {steps} graphs for each kind of block: make the captions of like "
+            f" Together with the picture sizes that makes {steps} graphs per block type: write captions of similar "
             "length, or switch compile off on Train LoRA."
         )
     yield note
@@ -197,8 +197,8 @@ def regularisation_notes(samples: Sequence[Sample]) -> Iterator[str]:
     learnt = shown_per_epoch(samples) // 2
     shown = sum(sample.repeats for sample in kept)
     yield (
-        f"Regularisation: {len(kept)} pictures or clips take every second showing, {learnt} in an epoch, which is "
-        f"{learnt / shown:.3g} times all of them with their repeats."
+        f"Regularisation: every second showing is one of {len(kept)} regularisation pictures or clips. That is "
+        f"{learnt} per epoch, or {learnt / shown:.3g} times all of them with their repeats."
     )
 
 

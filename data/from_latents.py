@@ -295,7 +295,7 @@ def _notes(
     odd = [s.name for s, side in zip(samples, sides, strict=True) if any(cells % policy.patch for cells in side)]
     if odd:
         yield (
-            f"Cut to whole tokens, having an odd number of cells along a side: {shortlist(odd)}."
+            f"These have an odd number of latent cells along a side, so one row is cut off: {shortlist(odd)}."
             if policy.patch == 2
             else f"Cut to whole tokens, having sides that are no multiples of {policy.patch} cells: {shortlist(odd)}."
         )

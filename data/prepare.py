@@ -237,7 +237,7 @@ def summary(prepared: PreparedData) -> str:
     contents = ", ".join(f"{noun}: {count}" for noun, count in counted.items() if count)
     return "\n".join(
         [
-            f"{contents}, seen per epoch with repeats: {shown_per_epoch(samples)}.",
+            f"{contents}. One epoch shows {shown_per_epoch(samples)}, repeats included.",
             describe_plan(prepared.plan),
             shapes_text(keys, "clips" if clips == len(samples) else "clips and pictures" if clips else "pictures"),
             *prepared.notes,
@@ -329,7 +329,7 @@ def _load(
     except FileNotFoundError as error:
         raise ValueError(
             f"The encoded data of {item.name!r} is gone from the cache folder; free ComfyUI's node cache (or restart "
-            f"it) and queue again, so that Prepare Dataset encodes it anew."
+            "ComfyUI) and queue again, so that Prepare Dataset encodes it again."
         ) from error
     weights = None if mask is None else token_weights(mask, placement, item.options.unmasked_weight)
     own = _prompt(text, shown)

@@ -189,8 +189,8 @@ def check_training_samples(regularisation: Iterable[bool]) -> None:
     """Check that the data has a sample to learn from; raises ValueError where all are regularisation samples."""
     if all(regularisation):
         raise ValueError(
-            "Every picture of the data set is a regularisation picture, which leaves nothing to learn; chain a folder "
-            "with regularisation off."
+            "All pictures are regularisation pictures, so there is nothing to learn; chain a folder with "
+            "regularisation off."
         )
 
 

@@ -21,8 +21,7 @@ from .plan import adapter_specs
 
 RESUME_OFF = "or set resume to 'off'."
 OTHER_NETWORK = (
-    "resume: that state was trained with another algorithm, init, rank or other targets; set them as they were, "
-    f"{RESUME_OFF}"
+    f"resume: that state was trained with another algorithm, init, rank or targets; set them as they were, {RESUME_OFF}"
 )
 
 

@@ -86,7 +86,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
     if kinds and outside:
         works = "works" if len(kinds) == 1 else "work"
         notes.append(
-            f"{' and '.join(kinds)} {works} within the blocks; {len(outside)} trained layers outside of them have none."
+            f"{' and '.join(kinds)} {works} only inside the blocks, so {len(outside)} trained layers outside have none."
         )
     notes += unread_notes(options)
     alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
@@ -98,7 +98,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
         before = _block_kinds(family, model, dict.fromkeys(targets))
         if (kinds_now := _block_kinds(family, model, specs)) > before:
             notes.append(
-                f"rank_patterns make {kinds_now} kinds of blocks of {before}, and each is compiled by itself: "
+                f"rank_patterns split {before} block types into {kinds_now}, and each is compiled separately: "
                 f"{kinds_now} graphs for each token count and text length."
             )
     return notes
@@ -119,8 +119,8 @@ def _lines_without_effect(options: NetworkOptions, targets: Sequence[str]) -> It
     matching = match_rank_patterns(lines, targets)
     for line in unused_rank_patterns(lines, matching, (base.rank, base.alpha), options.algorithm != "oft"):
         yield (
-            f"The line of {shown(line.pattern)} in rank_patterns changes nothing: its layers have that already, or "
-            "later lines set it anew."
+            f"The line of {shown(line.pattern)} in rank_patterns changes nothing: its layers have that already, or a "
+            "later line sets it again."
         )
 
 

@@ -29,7 +29,7 @@ def model_conditioning(
     """
     for name in ("control", "gligen", "hooks"):
         if conditioning.get(name) is not None:
-            raise ValueError(f"positive carries {name}, which training cannot honour; connect it without that node.")
+            raise ValueError(f"positive carries {name}, which training can't apply; connect it without that node.")
     known = {k: v for k, v in conditioning.items() if k not in SAMPLING_ONLY}
     if guidance is not None:
         known["guidance"] = guidance

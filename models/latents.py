@@ -95,7 +95,7 @@ def latent_policy(vae: Any) -> LatentPolicy:
     A VAE of the same shape (SD3's is one of FLUX.1's) cannot be told apart by it; of video VAEs the class is known.
     """
     if (model := getattr(vae, "first_stage_model", None)) is None:
-        raise ValueError("The VAE input holds no VAE; load the one of your model with Load VAE.")
+        raise ValueError("The VAE input holds no VAE; load your model's VAE with Load VAE.")
     found = (vae.latent_channels, vae.latent_dim, vae.spacial_compression_encode())
     for policy in POLICIES:
         dimensions = 3 if policy.frames_per_latent else 2
@@ -107,8 +107,8 @@ def latent_policy(vae: Any) -> LatentPolicy:
     if audio or vae.latent_dim not in (2, 3):
         raise ValueError(
             f"The VAE is {'an audio' if audio else 'a 3D'} VAE with {found[0]} latent channels at 1/{found[2]} of the "
-            f"size, which no model that is trained here uses; load the VAE of a picture or video model with Load VAE, "
-            f"such as one of these: {', '.join(policy.file for policy in POLICIES)}."
+            "size, which no model that can be trained here uses; load the VAE of a picture or video model with Load "
+            f"VAE, such as one of these: {', '.join(policy.file for policy in POLICIES)}."
         )
     return _own_geometry(vae, type(model).__name__)
 

@@ -34,7 +34,7 @@ def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[Mo
         managers = [m for injection in injections for m in _managers(injection)]
         if len(managers) != len(injections):
             raise ValueError(
-                f"model carries the injection {name!r}, which training cannot honour; connect it without it."
+                f"model carries the injection {name!r}, which training can't apply; connect it without it."
             )
         for manager in managers:
             for module, (adapter, strength) in manager.adapters.items():
@@ -47,14 +47,14 @@ def trainable_model(patcher: ModelPatcher, own_forward: bool = True) -> tuple[Mo
         if (wanted := tuple(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), key))) != shape:
             raise ValueError(
                 f"model carries a LoRA that makes {key.removeprefix('diffusion_model.')} {wanted} of {shape}, as "
-                "control LoRAs do; training cannot honour that, so connect the model without it."
+                "control LoRAs do; training can't apply that, so connect the model without it."
             )
     if clone.weight_wrapper_patches:
-        raise ValueError("model carries weight wrappers, which training cannot honour; connect it without them.")
+        raise ValueError("model carries weight wrappers, which training can't apply; connect it without them.")
     ignored = _ignored(clone)
     if ignored and not own_forward:
         carried = ignored[0].removesuffix(", which training leaves out.")
-        raise ValueError(f"{carried}, which training of this model cannot honour; connect it without that.")
+        raise ValueError(f"{carried}, which training of this model can't apply; connect it without that.")
     notes += ignored
     return clone, tuple(notes)
 
@@ -77,7 +77,7 @@ def _ignored(patcher: ModelPatcher) -> list[str]:
         found[f"{kind} wrappers"] = kind not in _HARMLESS_WRAPPERS and of_others
     others = [name for name in patcher.object_patches if name != "model_sampling"]
     found[_with_names("object patches", others)] = others
-    return [f"The MODEL carries {what}, which training leaves out." for what, there in found.items() if there]
+    return [f"The MODEL carries {what}, which training ignores." for what, there in found.items() if there]
 
 
 def _with_names(what: str, names: Iterable[str] | None) -> str:

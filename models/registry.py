@@ -52,7 +52,7 @@ def _check_is_of_comfyui(model: Any) -> None:
     of_core = type(held).__module__.startswith("comfy.")  # a relative of core's own, which `family_of` names
     if family is not None and not of_core and not isinstance(held, family.transformer_class):
         raise ValueError(
-            f"model runs {family.title} as a {type(held).__name__}, which training cannot read; load it from a "
+            f"model runs {family.title} as a {type(held).__name__}, which training can't read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
         )
 
@@ -73,8 +73,8 @@ def text_policy(clip: Any) -> TextPolicy:
     ComfyUI."""
     if clip is None:
         raise ValueError(
-            "The CLIP input is empty (the checkpoint holds no text encoders); load those of your model with CLIPLoader "
-            "or DualCLIPLoader."
+            "The CLIP input is empty (the checkpoint holds no text encoders); load your model's text encoders with "
+            "CLIPLoader or DualCLIPLoader."
         )
     encoder = getattr(clip, "cond_stage_model", clip)
     policies = [family.text for family in FAMILIES]
@@ -86,8 +86,8 @@ def text_policy(clip: Any) -> TextPolicy:
         return CoreText(clip)
     known = "; ".join(f"{policy.files} for {policy.family}" for policy in policies)
     raise ValueError(
-        f"The CLIP holds {_public_name(type(encoder))} text encoders without a tokenizer of ComfyUI; load those of "
-        f"your model with CLIPLoader, such as one of these: {known}."
+        f"The CLIP holds {_public_name(type(encoder))} text encoders without a ComfyUI tokenizer; load your model's "
+        f"text encoders with CLIPLoader, such as one of these: {known}."
     )
 
 

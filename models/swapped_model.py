@@ -18,7 +18,7 @@ from ..memory.host.staging import link_bandwidth
 from ..memory.swap.block_cost import BlockCost
 from ..memory.swap.oom_retry import retry_on_oom
 from ..memory.swap.patcher import SwapPatcher, swap_model
-from ..memory.swap.plan import Hardware, SearchSpace, SwapPlan, plan, prefetches
+from ..memory.swap.plan import Hardware, SearchSpace, SwapPlan, memory_place, plan, prefetches
 from ..memory.swap.selection import choose_blocks
 from ..memory.weights.dynamic_vram import without_dynamic_vram
 from .blocks import BlockOfModel, find_blocks, list_of, lists_of, numbered
@@ -69,18 +69,18 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     clone = without_dynamic_vram(patcher)
     if clone is None:
         return patcher.clone(), _said(
-            "This MODEL is under ComfyUI's dynamic VRAM and its loader can't load it without, so ComfyUI streams it in "
-            "place of block swap; load it with Load Diffusion Model (Block Swap)."
+            "This MODEL uses ComfyUI's dynamic VRAM and its loader can't load it without, so ComfyUI streams it "
+            "instead of block swap; load it with Load Diffusion Model (Block Swap)."
         )
     if isinstance(clone, SwapPatcher):
         raise ValueError(
-            "model has block swap on it already, from Load Diffusion Model (Block Swap) or another Block Swap node; "
-            "use one of them only."
+            "model already has block swap, from Load Diffusion Model (Block Swap) or another Block Swap node; use "
+            "only one of them."
         )
     clone.set_attachments(KEY, settings)
     blocks = find_blocks(clone.get_model_object("diffusion_model"))
     if not blocks:
-        return clone, _said("Nothing is swapped: no list of like blocks was found in this model.")
+        return clone, _said("Nothing is swapped: this model has no repeated blocks.")
     lists = lists_of(blocks)
     order = swap_order(clone, blocks)
     numbers = numbered(blocks)
@@ -109,7 +109,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
     whole, held = clone.model_size(), swapped.model_size()
     notes += _said(
         f"Block swap: {len(streamed)} of {len(blocks)} blocks stream; the model takes {held / 2**30:.2f} GiB on the "
-        f"GPU in place of {whole / 2**30:.2f} GiB."
+        f"GPU instead of {whole / 2**30:.2f} GiB."
     )
     told = swapped.notes  # the list alone: a clone may stand on another model, and outlive this one
     told[:0] = notes
@@ -157,5 +157,5 @@ def _fit(
     shape = [1, latent.latent_channels, side, side]
     other = patcher.model_size() - inside + int(patcher.memory_required(shape))
     free = usable_memory(patcher) + bytes_to_unload(device)
-    machine = Hardware(int(free), link_bandwidth(device), available + inside, file)
+    machine = Hardware(int(free), link_bandwidth(device), available + inside, file, memory_place(device.type))
     return plan(costs, other, machine, order, SearchSpace(tuple(range(len(costs) + 1)), prefetch))

@@ -128,7 +128,7 @@ def check_pair(text: TextPolicy, latents: LatentPolicy) -> None:
     if text.latents and latents in POLICIES and latents not in text.latents:
         fitting = " or ".join(policy.family for policy in text.latents)
         raise ValueError(
-            f"The text encoders are those of {text.family} and the VAE is that of {latents.family}; load the VAE of "
+            f"The text encoders are for {text.family}, but the VAE is for {latents.family}; load the VAE of "
             f"{fitting}, or the text encoders that go with this VAE."
         )
 

@@ -105,10 +105,10 @@ class TuneResult:
         best = self.best()
         if best is not None:
             how = f"backend {best.settings.backend}, mode {best.settings.mode}, scope {best.settings.scope}"
-            return f"Best: {how}, {best.gain.median:.2f} times as fast as eager. The MODEL is compiled so."
+            return f"Best: {how}, {best.gain.median:.2f} times as fast as uncompiled. The MODEL is compiled this way."
         if self.measured:
-            return "Nothing was faster than eager by more than the measurements spread: the MODEL goes out uncompiled."
-        return "Nothing could be measured beside eager: the MODEL goes out uncompiled."
+            return "Nothing was clearly faster than uncompiled, so the MODEL stays uncompiled."
+        return "Nothing but the uncompiled model could be measured, so the MODEL stays uncompiled."
 
     def complete(self, time_budget: float) -> bool:
         """Return True if measuring again within this budget would find no more."""

@@ -128,11 +128,11 @@ class _Run:
     def why_not(self, settings: CompileSettings) -> str | None:
         """Why these settings are not tried, as a sentence."""
         if settings.scope != "model" and not self.blocks:
-            return "the model has no list of like blocks."
+            return "the model has no repeated blocks."
         if settings.scope == "stack" and not self.lists:
-            return "the model has no list that consists of blocks only, so this is the same as blocks."
+            return "the model has no stack of blocks only, so this is the same as scope blocks."
         if isinstance(self.patcher, SwapPatcher) and (settings.scope != "blocks" or settings.how().cuda_graphs()):
-            return "some blocks stream from the host (block swap), so it is block by block without CUDA graphs anyway."
+            return "some blocks stream from RAM (block swap), so it's block by block without CUDA graphs anyway."
         if settings.how().cuda_graphs() and (why := no_cuda_graphs(self.patcher.load_device)) is not None:
             return f"{why}."
         left = self.ends - self.clock()

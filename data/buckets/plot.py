@@ -33,17 +33,17 @@ def describe_plan(plan: BucketPlan) -> str:
             f"{'a frame ' if clips else ''}asked for): {_contents(grids)} on {_count(len(set(grids)), 'grid')}."
         )
     lines.append(
-        f"Fit: {plan.fit}. Lost to cropping: {plan.mean_crop:.2%} of a picture in the mean, "
-        f"{plan.worst_crop:.2%} at worst."
+        f"Fit: {plan.fit}. Cropping cuts off {plan.mean_crop:.2%} of a picture on average, {plan.worst_crop:.2%} at "
+        "worst."
     )
     lines.append(
-        f"Buckets of equal area in steps of 64 pixels would lose {plan.equal_area_crop:.2%} in the mean, with "
+        f"Buckets of equal area in steps of 64 pixels would cut off {plan.equal_area_crop:.2%} on average, with "
         f"{_count(plan.equal_area_counts, 'token count')} to compile for instead of {len(plan.token_counts)}."
     )
     if plan.upscaled:
         noun = "picture" if all(p.grid.frames == 1 for p in plan.placements) else "picture or clip"
         enlarged = f"1 {noun} is" if plan.upscaled == 1 else f"{plan.upscaled:,} {noun.replace(' or ', 's or ')}s are"
-        lines.append(f"{enlarged} smaller than the chosen grid and will be enlarged.")
+        lines.append(f"{enlarged} smaller than the training size and will be enlarged.")
     return "\n".join(lines)
 
 

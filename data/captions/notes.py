@@ -26,7 +26,10 @@ def variant_notes(
         for name, of in variants.items()
         if of.possible
     ]
-    drawn = f"Of the forms of these captions as many as caption_variants allows were drawn: {shortlist(more)}."
+    drawn = (
+        "These captions have more variants than caption_variants allows, so some were picked at random: "
+        f"{shortlist(more)}."
+    )
     read = dict(zip(variants, texts, strict=True))
     return (*[drawn] * bool(more), *_without_effect(options, folder, texts), *_sentences(options, folder, read))
 
@@ -43,8 +46,8 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
             )
         if rules.separator and any(rules.separator in text for text in texts):
             yield (
-                f"Captions of {folder!r} hold {shown(rules.separator)}, which is text like any other, as neither "
-                f"shuffle_tags nor tag_dropout is on."
+                f"Captions of {folder!r} hold {shown(rules.separator)}, which is plain text as long as shuffle_tags "
+                "and tag_dropout are off."
             )
     if options.caption_variants != CaptionOptions.caption_variants and not options.sampled():
         yield (
@@ -59,7 +62,8 @@ def _without_effect(options: CaptionOptions, folder: str, texts: Sequence[str]) 
         yield f"wildcards has no effect on {folder!r}, where no caption has a {{."
     if rules.on and rules.keep and captions and all(rules.separator and rules.separator in line for line in captions):
         yield (
-            f"keep_tokens has no effect on {folder!r}, where {shown(rules.separator)} in each caption says what stays."
+            f"keep_tokens has no effect on {folder!r}: {shown(rules.separator)} in each caption already says which "
+            "tags stay."
         )
     free = max((len(split_tags(line, rules).free) for line in captions), default=0)
     if rules.shuffle and free < 2:
@@ -78,7 +82,7 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
     if rules.on and options.caption_dropout < 1 and named:
         on = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
         yield (
-            f"Captions of {folder!r} that read as sentences, whose parts between commas {on} would take as tags: "
+            f"Some captions of {folder!r} look like sentences, but {on} would treat the parts between commas as tags: "
             f"{shortlist(named)}; leave it off for them."
         )
 

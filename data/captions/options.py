@@ -43,15 +43,15 @@ class CaptionOptions:
             raise ValueError(f"keep_tokens is {self.keep_tokens}; set it to 0 or more.")
         if "," in self.keep_tokens_separator:
             raise ValueError(
-                f"keep_tokens_separator is {shown(self.keep_tokens_separator)}, and a comma stands between "
-                "tags; set it to something else, such as |||."
+                f"keep_tokens_separator is {shown(self.keep_tokens_separator)}, but commas separate tags; set it to "
+                "something else, such as |||."
             )
         if not 1 <= self.caption_variants <= MOST_VARIANTS:
             raise ValueError(f"caption_variants is {self.caption_variants}; set it between 1 and {MOST_VARIANTS}.")
         if self.caption_variants == 1 and (drawn := self.sampled()):
             raise ValueError(
-                f"caption_variants is 1, so {joined(drawn)} would show one form of each caption for ever; set it to 2 "
-                f"or more, or switch {joined(drawn)} off."
+                f"caption_variants is 1, so {joined(drawn)} would always show the same version of each caption; set "
+                f"it to 2 or more, or switch {joined(drawn)} off."
             )
         if self.caption_dropout == 1 and (unseen := [*self.sampled(), *["caption_per_line"] * self.caption_per_line]):
             raise ValueError(

@@ -89,29 +89,32 @@ def view_notes(items: Sequence[Item], views: Sequence[Sequence[View]], kept: Seq
     """
     several = [len(of) for of in kept if len(of) > 1]
     if several:
-        yield (f"Encoded mirrored or in several crops: {len(several)} pictures or clips, {sum(several)} forms in all.")
+        yield (
+            f"{len(several)} pictures or clips are encoded mirrored or in several crops, {sum(several)} versions in "
+            "total."
+        )
     mirrored = [item for item in items if item.options.flip == HORIZONTAL]
     named = [item.name for item in mirrored if any(map(_SIDES.search, item.caption_variants.texts))]
     if named:
         yield (
-            f"Captions that say left or right, of pictures that are shown mirrored too: {shortlist(named)}; set flip "
-            f"to off for them, or take the words out."
+            f"These captions say left or right, but their pictures are also shown mirrored: {shortlist(named)}; set "
+            "flip to off for them, or remove the words."
         )
     wanted = [(item, of) for item, of in zip(items, views, strict=True) if item.options.crops > 1]
     whole = [item for item, of in wanted if len({view.at for view in of}) == 1]
     if unzoomed := [item.name for item in whole if item.options.crop_zoom == 1]:
         yield (
-            f"Shown in one crop, as hardly anything of them is cropped: {shortlist(unzoomed)}; set crop_zoom above 1 "
-            f"to show parts of them that are smaller."
+            f"These are hardly cropped, so several crops would be the same: {shortlist(unzoomed)}; set crop_zoom "
+            "above 1 to show smaller parts of them."
         )
     if small := [item.name for item, of in wanted if item.options.crop_zoom > 1 and all(v.zoom == 1 for v in of)]:
         yield (
-            f"crop_zoom has no effect on {shortlist(small)}, whose files have no pixels to spare at this size; lower "
-            f"megapixels, or take larger files."
+            f"crop_zoom has no effect on {shortlist(small)}, which are too small to zoom into at this size; lower "
+            "megapixels, or use larger files."
         )
     lost = [(item.name, len(of) - len(left)) for item, of, left in zip(items, views, kept, strict=True)]
     if masked := [f"{name} ({count})" for name, count in lost if count]:
-        yield f"Crops and mirrored pictures left out, as their mask leaves nothing of them: {shortlist(masked)}."
+        yield f"Some crops or mirrored versions are left out, because the mask covers all of them: {shortlist(masked)}."
     still = [item.name for item in items if item.options.crop_zoom > 1 and item.options.crops == 1]
     if still:
         yield f"crop_zoom has no effect with crops 1, for: {shortlist(still)}."

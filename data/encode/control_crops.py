@@ -117,21 +117,21 @@ def _crop_note(controls: Sequence[_Control], placed: Sequence[Placement]) -> str
     mean = sum(p.crop * weight for p, weight in zip(placed, weights, strict=True)) / sum(weights)
     counts = " or ".join(map(str, sorted({p.tokens for p in placed})))
     return (
-        f"Control pictures take {counts} tokens each. Lost to cropping: {mean:.2%} of one in the mean, "
+        f"Control pictures take {counts} tokens each. Cropping cuts off {mean:.2%} on average, "
         f"{max(p.crop for p in placed):.2%} at worst."
     )
 
 
 def _apart_note(plan: BucketPlan, megapixels: float, control_megapixels: float, counts: int, few: bool) -> str:
     return (
-        f"Control pictures are cropped otherwise than their results, which lose {plan.mean_crop:.2%} in the mean and "
-        f"{plan.worst_crop:.2%} at worst, so what the edit leaves alone moves a little. To crop both alike, "
-        f"{' and '.join(_remedies(megapixels, control_megapixels, counts, few))}."
+        f"Control pictures are cropped differently from their results (which lose {plan.mean_crop:.2%} on average and "
+        f"{plan.worst_crop:.2%} at worst), so the parts that an edit doesn't change shift a little. To crop both the "
+        f"same way, {' and '.join(_remedies(megapixels, control_megapixels, counts, few))}."
     )
 
 
 def _remedies(megapixels: float, control_megapixels: float, counts: int, few: bool) -> Iterator[str]:
     if control_megapixels != megapixels:
-        yield f"set control_megapixels to {megapixels:g}, as megapixels is"
+        yield f"set control_megapixels to {megapixels:g}, like megapixels"
     if not few:
         yield f"choose fit {WHOLE_GRIDS} (with {RAGGED_EDGE} they would take {counts} token counts, each compiled)"

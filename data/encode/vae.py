@@ -149,7 +149,7 @@ def _told_out_of_memory(crop: Crop) -> Iterator[None]:
         fix = "lower megapixels" if count == 1 else "lower megapixels or target_frames"
         raise comfy.model_management.OOM_EXCEPTION(
             f"The VAE ran out of memory encoding {crop.pixels.name!r} at {crop.width} x {crop.height} pixels{frames}; "
-            f"{fix}, or close what else uses the device's memory. What is encoded is kept."
+            f"{fix}, or close other programs on this GPU. What is encoded so far is saved."
         ) from None
     finally:
         end_of_node()

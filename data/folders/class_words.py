@@ -62,4 +62,7 @@ def check_class_captions(rule: ClassWord, folder: str, with_class: int, without:
         )
     if not without:
         return ()
-    return (f"Without the word {shown(rule.words[0])}, so without a class caption: {shortlist(without)}.",)
+    return (
+        f"These captions don't have the word {shown(rule.words[0])}, so they get no class caption: "
+        f"{shortlist(without)}.",
+    )

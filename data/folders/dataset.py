@@ -249,10 +249,12 @@ def _with_masks(found: Dataset, mask_folder: Path | None, options: FolderOptions
     """Add the masks of the mask folder; raises ValueError where alpha_mask is on as well."""
     if mask_folder is None:
         unread = options.unmasked_weight > 0 and not options.alpha_mask
-        note = "unmasked_weight has no effect, as there are no masks; set mask_folder or alpha_mask to give some."
+        note = "unmasked_weight has no effect without masks; set mask_folder or alpha_mask to use some."
         return replace(found, notes=(*found.notes, note)) if unread else found
     if options.alpha_mask:
-        raise ValueError("mask_folder is set and alpha_mask is on; a picture takes one mask: set one of them only.")
+        raise ValueError(
+            "mask_folder is set and alpha_mask is on, but a picture can have only one mask; use one of the two."
+        )
     masks, notes = match_masks([entry.name for entry in found.entries], mask_folder)
     entries = (replace(entry, mask=mask) for entry, mask in zip(found.entries, masks, strict=True))
     return Dataset(tuple(entries), found.notes + notes)
@@ -292,14 +294,16 @@ def _scan(
         )
         if (longest := max(map(len, variants[relative_name(folder, file)].texts))) > MOST_CHARACTERS:
             raise ValueError(
-                f"The caption of {relative_name(folder, file)!r} has {longest} characters with its trigger_words; text "
-                f"encoders read a few thousand: shorten it to at most {MOST_CHARACTERS}."
+                f"The caption of {relative_name(folder, file)!r} has {longest} characters with its trigger_words, but "
+                f"text encoders read only a few thousand; shorten it to at most {MOST_CHARACTERS}."
             )
     entries = (
         replace(make(file, of.texts[0], name), variants=of)
         for file, (name, of) in zip(files, variants.items(), strict=True)
     )
-    left_out = f"Left out, being of kinds that are not read: {list_files(folder, unread)}; save them as {kind.format}."
+    left_out = (
+        f"Left out, because these file types can't be read: {list_files(folder, unread)}; save them as {kind.format}."
+    )
     return Dataset(
         tuple(entries), (*[left_out] * bool(unread), *variant_notes(caption_options, folder.name, texts, variants))
     )
@@ -319,8 +323,8 @@ def _read_caption(picture: Path, extension: str) -> str:
     try:
         if (size := file.stat().st_size) > MOST_BYTES:
             raise ValueError(
-                f"The caption file {file.name!r} has {size / 1e6:.1f} MB, which is no caption; shorten it to at most "
-                f"{MOST_BYTES / 1e6:.0f} MB."
+                f"The caption file {file.name!r} has {size / 1e6:.1f} MB, too much for a caption; shorten it to at "
+                f"most {MOST_BYTES / 1e6:.0f} MB."
             )
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -336,10 +340,10 @@ def _missing_captions(folder: Path, files: list[Path], missing: list[Path], exte
     if len(missing) == len(files):
         return (
             f"The folder {folder.name!r} holds {noun}s ({len(files)}) but no {extension} caption files; put a text "
-            f"file of the same name beside each {noun}, {example} (an empty file is an empty caption)."
+            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption)."
         )
     return (
         f"{len(missing)} of {len(files)} {noun}s in {folder.name!r} have no {extension} caption file: "
-        f"{list_files(folder, missing)}; add one beside each, {example} (an empty file is an empty "
-        f"caption), or take the {noun} out of the folder."
+        f"{list_files(folder, missing)}; add one next to each, {example} (an empty file means an empty caption), or "
+        f"take the {noun} out of the folder."
     )

@@ -162,14 +162,14 @@ def _too_short_for(extraction: Extraction, films: list[tuple[VideoEntry, int]]) 
 
 def _film_notes(lacking: dict[int, list[str]], slow: list[str], hdr: list[str]) -> Iterator[str]:
     for count, names in sorted(lacking.items()):
-        yield f"Without a clip of {count} frames, being shorter: {shortlist(names)}."
+        yield f"Too short for a clip of {count} frames: {shortlist(names)}."
     if slow:
         yield (
-            f"Frames are repeated, as these have fewer per second than fps asks for: {shortlist(slow)}; set fps to 0 "
-            f"to take each as it is."
+            f"These have fewer frames per second than fps asks for, so frames are repeated: {shortlist(slow)}; set "
+            "fps to 0 to use them as they are."
         )
     if hdr:
-        yield f"HDR video is read as SDR and looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
+        yield f"HDR video is read as SDR, so it looks pale: {shortlist(hdr)}; save it as SDR (BT.709) for true colours."
 
 
 def _chunk_notes(entries: Sequence[ImageEntry | VideoEntry]) -> Iterator[str]:

@@ -89,11 +89,11 @@ def folder_notes(folder: str, options: FolderOptions, trigger_words: str, masked
     masked: its images have masks.
     """
     if masked and options.unmasked_weight == 1:
-        yield f"The masks of {folder!r} have no effect: unmasked_weight 1 has what they leave out count whole."
+        yield f"The masks of {folder!r} have no effect, because with unmasked_weight 1 masked parts count fully."
     if trigger_words.strip() and options.regularisation:
         yield (
-            f"trigger_words stand before the captions of {folder!r} too, which are regularisation and show what the "
-            "words are not to call; leave trigger_words empty there."
+            f"trigger_words are also added to the captions of {folder!r}, which is regularisation and should not be "
+            "tied to them; leave trigger_words empty there."
         )
 
 

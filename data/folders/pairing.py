@@ -34,7 +34,10 @@ def match_controls(names: Sequence[str], folder: Path) -> tuple[list[tuple[Path,
             f"for {missing[0]!r}, or take the picture out of its folder."
         )
     spare = sorted(files.keys() - {stem for of in matched for stem in of})
-    notes = (f"Control pictures that belong to no picture: {list_files(folder, [files[s] for s in spare])}.",)
+    notes = (
+        "These control pictures belong to no picture and are ignored: "
+        f"{list_files(folder, [files[s] for s in spare])}.",
+    )
     return [tuple(files[stem] for stem in of) for of in matched], notes if spare else ()
 
 
@@ -54,7 +57,10 @@ def match_masks(names: Sequence[str], folder: Path) -> tuple[list[Path], tuple[s
             f"nothing is to be masked), or keep those without masks in a folder of their own."
         )
     spare = sorted(files.keys() - {stem_of(name) for name in names})
-    notes = (f"Masks that belong to no picture or clip: {list_files(folder, [files[stem] for stem in spare])}.",)
+    notes = (
+        "These masks belong to no picture or clip and are ignored: "
+        f"{list_files(folder, [files[stem] for stem in spare])}.",
+    )
     return [files[stem_of(name)] for name in names], notes if spare else ()
 
 
@@ -80,8 +86,8 @@ def _by_stem(folder: Path, what: str, noun: str) -> dict[str, Path]:
         stem = stem_of(relative_name(folder, file))
         if stem in files:
             raise ValueError(
-                f"The {what} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are one {noun} by "
-                f"their names; remove one."
+                f"The {what} {folder.name!r} holds {files[stem].name!r} and {file.name!r}, which are the same {noun} "
+                "by name; remove one."
             )
         files[stem] = file
     return files

@@ -293,7 +293,7 @@ def _named_errors(name: str, path: Path) -> Iterator[None]:
         raise ValueError(f"The picture {name!r} is too large to open ({error}); scale it down.") from error
     except (OSError, SyntaxError, ValueError, EOFError, KeyError, TypeError, RuntimeError, struct.error) as error:
         if isinstance(error, FileNotFoundError):
-            where = "it is a link to a file that is not there" if path.is_symlink() else "it is gone"
+            where = "it's a link to a missing file" if path.is_symlink() else "it is gone"
             raise ValueError(
                 f"The picture {name!r} can't be read ({where}); put the file there, or take it out of the folder and "
                 f"queue again."
@@ -304,7 +304,7 @@ def _named_errors(name: str, path: Path) -> Iterator[None]:
             fix = "this Pillow reads no AVIF: update Pillow to 11.3 or later, or save the picture as PNG"
         else:
             fix = "save it again as PNG or JPEG, or take it out of the folder"
-        reason = "it is no picture or is damaged" if isinstance(error, UnidentifiedImageError) else error
+        reason = "it's damaged or not a picture" if isinstance(error, UnidentifiedImageError) else error
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror  # without the path of this machine
         raise ValueError(f"The picture {name!r} can't be read ({reason}); {fix}.") from error

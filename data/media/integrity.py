@@ -44,9 +44,9 @@ def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupte
         raise failed[0][1]
     if failed:
         raise ValueError(
-            f"{len(failed)} pictures can't be read, as they break off or are damaged: "
+            f"{len(failed)} pictures can't be read, because they are damaged or incomplete: "
             f"{shortlist([name for name, _ in failed])}; save them again as PNG or JPEG, or take them out of their "
-            f"folder."
+            "folder."
         ) from failed[0][1]
 
 

@@ -158,14 +158,14 @@ def check_masks(faint: Sequence[str], empty: Sequence[str]) -> None:
     if faint:
         named = shortlist(list(dict.fromkeys(faint)))
         raise ValueError(
-            f"Masks whose brightest pixel is all but black, below {FAINT:.0%} of white: {named}; paint what "
-            f"counts white, 255 of 8 bits (opaque with alpha_mask): 1 is the number of a label, not a brightness."
+            f"These masks are almost black everywhere (below {FAINT:.0%} of white): {named}; paint what should be "
+            "learnt white, 255 in 8 bits (opaque with alpha_mask), and don't use label numbers such as 1."
         )
     if empty:
         named = shortlist(list(dict.fromkeys(empty)))
         raise ValueError(
-            f"Masked out whole, as it is cropped, which leaves nothing to learn: {named}; paint what is to be "
-            f"learnt white (opaque with alpha_mask), raise unmasked_weight, or take the picture out of the folder."
+            f"Once cropped, the mask covers all of these, so there is nothing to learn: {named}; paint what should be "
+            "learnt white (opaque with alpha_mask), raise unmasked_weight, or take the picture out of the folder."
         )
 
 
@@ -175,4 +175,7 @@ def mask_notes(counted: Sequence[float]) -> Iterator[str]:
     counted: mean token weight of each masked image or video, 0 to 1.
     """
     if counted:
-        yield f"Masked: {len(counted)} pictures or clips, of which {sum(counted) / len(counted):.0%} count in the mean."
+        yield (
+            f"{len(counted)} pictures or clips have masks, and on average {sum(counted) / len(counted):.0%} of them "
+            "counts."
+        )

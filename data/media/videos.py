@@ -149,7 +149,7 @@ def _digest(path: Path) -> str:
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     with av.open(str(path), options={"format_whitelist": _CONTAINERS}) as container:
         if not container.streams.video:
-            raise ValueError("it holds no video")
+            raise ValueError("it has no video track")
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise ValueError("the installed PyAV has no decoder for its codec")
@@ -169,7 +169,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
             raise ValueError("its frames have no time stamps; save it anew as MP4")
         lengths[one.pts] = max(one.duration or 0, 0)
     if not lengths:
-        raise ValueError("it holds no frames")
+        raise ValueError("it has no frames")
     stamps = sorted(lengths)
     steps = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
     usual = sorted(steps)[len(steps) // 2] if steps else max(1, round(1 / 24 / stream.time_base))
@@ -302,10 +302,10 @@ def _named_errors(name: str) -> Iterator[None]:
     except (av.error.FFmpegError, OSError, ValueError, StopIteration, _StartsLater) as error:
         if isinstance(error, FileNotFoundError):
             raise ValueError(
-                f"The clip {name!r} can't be read (it is gone, or a link to a file that is not there); put the file "
-                f"there, or take it out of the folder and queue again."
+                f"The clip {name!r} can't be read (it's gone, or a link to a missing file); put the file there, or "
+                "take it out of the folder and queue again."
             ) from error
         told = isinstance(error, (OSError, ValueError)) and not isinstance(error, av.error.FFmpegError)
-        reason = error if told else "it is no video or is damaged"
+        reason = error if told else "it's damaged or not a video"
         fix = "save it again as MP4 (H.264), or take it out of the folder"
         raise ValueError(f"The clip {name!r} can't be read ({reason}); {fix}.") from error

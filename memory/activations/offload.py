@@ -91,8 +91,8 @@ class ActivationOffload:
             return None
         self.warned = True
         return (
-            f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so what leaves the "
-            "GPU holds up the step; free some RAM, or set offload_activations off."
+            f"offload_activations: {self.pageable / 2**30:.2f} GB of RAM could not be page-locked, so copies from the "
+            "GPU slow each step down; free some RAM, or set offload_activations off."
         )
 
     def _release_until(self, turn: int) -> None:

@@ -159,8 +159,8 @@ class KeepMapped(TorchFunctionMode):
         if self.copied <= self.kept:
             return None
         return (
-            f"The model's weights don't stay in its file, since this ComfyUI loads them in a way that is not known "
-            f"here: they take {self.copied / 2**30:.2f} GB of RAM. If that is short, start ComfyUI with "
+            "This ComfyUI loads the model's weights in an unknown way, so they can't be read from the file as "
+            f"needed: they take {self.copied / 2**30:.2f} GB of RAM. If that's too much, start ComfyUI with "
             "--disable-dynamic-vram."
         )
 

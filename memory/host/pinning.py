@@ -125,13 +125,13 @@ def stream_from_file(mode: str, inside: int, needed: int, available: int) -> tup
     room = available - RESERVED_RAM
     if inside <= room or mode == "on":
         return False, None
-    short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks take {needed / GIB:.1f} GB"
+    short = f"RAM is short: {available / GIB:.1f} GB are free and the swapped blocks need {needed / GIB:.1f} GB"
     if not worth_streaming(inside, needed, room):
         return False, (
-            f"{short}, which lie in RAM already, as only what Load Diffusion Model (Block Swap) loads from a "
-            "safetensors file without converting it (weight_dtype 'default') can stream from its file."
+            f"{short}. They are in RAM already: only what Load Diffusion Model (Block Swap) loads from a safetensors "
+            "file without converting it (weight_dtype 'default') can stream from its file."
         )
     return True, (
-        f"{short}, so they stream from the model's file. A step is as fast as the disk where the system's cache does "
-        "not hold them; set pin_memory to 'on' to have them in RAM."
+        f"{short}, so they stream from the model file. Each step is then as fast as your disk; set pin_memory to 'on' "
+        "to keep them in RAM."
     )

@@ -34,6 +34,6 @@ class SysmemMonitor:
             return None
         self.watches = False
         return (
-            f"About {spilled / 2**30:.1f} GB lie in shared GPU memory, which is RAM and many times slower; set "
+            f"About {spilled / 2**30:.1f} GB are in shared GPU memory, which is RAM and many times slower; set "
             "blocks_to_swap to -1, or higher, or close other programs on this GPU."
         )

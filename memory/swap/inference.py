@@ -299,8 +299,8 @@ class SwappedBlocks:
         if ref.key in self._patching.replaced:
             return None
         raise RuntimeError(
-            f"Another node has put a weight of its own in the place of {ref.key} while its block streams from the "
-            "host; put Block Swap behind that node, or leave it out."
+            f"Another node replaced {ref.key} while its block streams from RAM; put Block Swap behind that node, or "
+            "leave it out."
         )
 
     def invalidate(self) -> None:

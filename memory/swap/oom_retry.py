@@ -22,8 +22,8 @@ KEY = "tessera.oom_retry"
 FRACTION = 4  # a quarter of the resident weights leaves for each retry
 LEAST = 512 * 2**20  # bytes
 RETRIED = (
-    "The memory did not suffice although blocks_to_swap is -1, so ComfyUI streams a part of the other weights too, "
-    "which is slower; set blocks_to_swap to a number above the one that was chosen."
+    "Even with blocks_to_swap -1 the memory was not enough, so ComfyUI also streams some of the other weights, which "
+    "is slower; set blocks_to_swap to a number above the one that was chosen."
 )
 
 

@@ -146,13 +146,13 @@ class SwapPatcher(PartialPatcher):
         sizes = f"{swap.slot_bytes() / 2**30:.2f} GiB for {swap.slots()} blocks at a time"
         if swap.automatic:
             return (
-                f"blocks_to_swap is -1, and the GPU has no room even for the least that can be there, {sizes}; close "
-                "what else uses the GPU."
+                f"blocks_to_swap is -1, but the GPU doesn't even have room for {sizes}; close other programs on this "
+                "GPU."
             )
         return (
-            f"blocks_to_swap is {len(swap.blocks)} and prefetch_blocks is {swap.prefetch}, and the GPU has no room for "
-            f"{sizes} and {swap.resident_bytes() / 2**30:.2f} GiB of other weights; set blocks_to_swap to -1 or "
-            "higher, or close what else uses the GPU."
+            f"blocks_to_swap is {len(swap.blocks)} and prefetch_blocks is {swap.prefetch}, and the GPU has no room "
+            f"for {sizes} and {swap.resident_bytes() / 2**30:.2f} GiB of other weights; set blocks_to_swap to -1 or "
+            "higher, or close other programs on this GPU."
         )
 
     def _partially_load(self, device_to: torch.device, extra_memory: float, force_patch_weights: bool) -> int:
@@ -269,19 +269,20 @@ def swap_model(
     Raises ValueError where that can't be. What else is to be said stands in the clone's `notes`.
     """
     if not blocks:
-        raise ValueError("blocks_to_swap: there is no block to swap in this model; set it to 0.")
+        raise ValueError("blocks_to_swap: this model has no blocks to swap; set it to 0.")
     if any(is_gguf(weight) for weight in patcher.model.parameters()):
         # The loader of GGUF files takes each module to the device and back when it first loads the MODEL, the blocks
         # among them, and lays LoRAs on tensors that a slot would stand in for.
         raise ValueError(
-            "model is of a GGUF file, whose loader moves weights in a way of its own; leave Block Swap out, as ComfyUI "
-            "itself streams what does not fit, and to train set blocks_to_swap on Training Memory. Or load a "
-            "safetensors file by Load Diffusion Model (Block Swap) with base int8."
+            "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
+            "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
+            "Diffusion Model (Block Swap) and base int8."
         )
     if type(patcher) not in (ModelPatcher, SwapPatcher):
         raise ValueError(
-            f"model: its loader moves weights in a way of its own ({type(patcher).__name__}), which block swap does "
-            "not know; leave Block Swap out (Training Memory swaps while it trains), or use ComfyUI's own loader."
+            "model: block swap doesn't work with this loader, which moves weights by itself "
+            f"({type(patcher).__name__}); leave Block Swap out (Training Memory swaps while it trains), or use "
+            "ComfyUI's own loader."
         )
     if any(key.startswith(tuple(f"{name}." for name in blocks)) for key in patcher.object_patches_backup):
         # The blocks hold what another node has put there for as long as the model is loaded.
@@ -298,7 +299,7 @@ def swap_model(
     # A sibling of the same patches is not loaded again, although other weights lie on the device.
     clone.patches_uuid = uuid4()
     if prefetch < 1:
-        swap.note(f"prefetch_blocks is {prefetch}; one block has to be copied ahead, so 1 is taken.")
+        swap.note(f"prefetch_blocks is {prefetch}, but at least one block must be copied ahead, so 1 is used.")
     elif (message := all_on_device(prefetch, len(blocks))) is not None:
         swap.note(message)
     return clone

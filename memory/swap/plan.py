@@ -33,12 +33,19 @@ class Hardware:
 
     free: bytes of device memory that may be used; link: bytes per second from the host.
     host: free bytes there, in which weights already have their place; file: rates of the file that weights lie in.
+    place: what holds `free`, in words.
     """
 
     free: int
     link: float
     host: int
     file: FileBandwidth | None = None
+    place: str = "on the GPU"
+
+
+def memory_place(device_type: str) -> str:
+    """Return where a device of this type has its memory, in words."""
+    return "on the GPU" if device_type in ("cuda", "xpu") else "in the computer's memory"
 
 
 class Way(NamedTuple):
@@ -266,28 +273,34 @@ def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
     sizes = f"{_size(chosen.device)} of {_size(machine.free)} free"
     spare = machine.free - chosen.device
     if fits:
-        verdict = f"Fits ({sizes})" if chosen.swapped else f"Everything fits ({sizes})"
+        verdict = f"{'Fits' if chosen.swapped else 'Everything fits'} {machine.place} ({sizes})"
     elif spare < 0:
-        verdict = f"Needs {_size(-spare)} more than is free, even so ({sizes})"
+        verdict = f"Needs {_size(-spare)} more than is free {machine.place} ({sizes}), even with this"
     else:
-        verdict = f"Needs {_size(chosen.host)} of RAM and {_size(machine.host)} are free, even so ({sizes})"
+        verdict = f"Needs {_size(chosen.host)} of RAM, of which {_size(machine.host)} are free, even with this"
     how: list[str] = []
     if chosen.from_file:
-        how.append(f"{len(chosen.swapped)} of {total} blocks come from the file at {chosen.speed / 1e9:.1f} GB/s")
+        how.append(
+            f"{len(chosen.swapped)} of {total} blocks stream from the model file at {chosen.speed / 1e9:.1f} GB/s"
+        )
         how.append(f"{chosen.prefetch} ahead")
     elif chosen.swapped:
         link = f" at {machine.link / 1e9:.0f} GB/s" if machine.link >= 1e9 else ""
-        how += [f"{len(chosen.swapped)} of {total} blocks stream", f"{chosen.prefetch} ahead{link}"]
+        how += [f"{len(chosen.swapped)} of {total} blocks stream from RAM", f"{chosen.prefetch} ahead{link}"]
     if chosen.way.checkpointing is not None:
         how.append(f"checkpointing {chosen.way.checkpointing}")
     if chosen.way.budget == LEAST_BUDGET:
-        how.append("which keeps attention's results and computes the rest again")
+        how.append("saving only attention's results")
     text = f"{verdict}: {', '.join(how)}." if how else f"{verdict}."
     if chosen.computing > 0:
         waiting = chosen.seconds - chosen.computing
-        waits = f", {waiting:.2f} s of them waiting for copies" if waiting > 0.02 * chosen.seconds else ""
-        text += f" About {chosen.seconds:.2f} s per step{waits}."
+        waits = f", {waiting:.2f} s of it waiting for copies" if waiting > 0.02 * chosen.seconds else ""
+        text += f" About {_seconds(chosen.seconds)} s per step{waits}."
     return text
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def _size(bytes_: int) -> str:

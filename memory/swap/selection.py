@@ -25,7 +25,7 @@ def all_on_device(prefetch: int, swapped: int) -> str | None:
     if prefetch + 1 < swapped:
         return None
     return (
-        f"prefetch_blocks is {prefetch} with {swapped} swapped: all of them have a place on the GPU, so nothing is "
+        f"prefetch_blocks is {prefetch} with {swapped} swapped blocks, so all of them are on the GPU and nothing is "
         "saved; choose a smaller prefetch_blocks or more blocks_to_swap."
     )
 

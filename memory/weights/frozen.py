@@ -59,7 +59,7 @@ def check_readable(weight: Tensor) -> None:
         check_type(weight)
     elif not isinstance(weight, QuantizedTensor) and type(weight.data) is not Tensor:
         raise ValueError(
-            f"model keeps its weights as {type(weight.data).__name__}, which training cannot read; load it from a "
+            f"model has weights of type {type(weight.data).__name__}, which training can't read; load it from a "
             "safetensors file with ComfyUI's own loader or with Load Diffusion Model (Block Swap)."
         )
 
@@ -104,7 +104,7 @@ class FrozenWeights:
     def _check_unpatched(self, weight: Tensor | None = None) -> None:
         """weight: of a GGUF file, on which patches stand while it is loaded."""
         if is_patched(self.patcher) or getattr(weight, "patches", None):
-            raise ValueError("The MODEL is still loaded elsewhere; free ComfyUI's memory and queue the run again.")
+            raise ValueError("The MODEL is still in use elsewhere; free ComfyUI's memory and queue again.")
 
     def home(self, name: str) -> torch.device:
         """The device on which the weight called `name` is held: the host for blocks that are swapped."""
@@ -288,8 +288,8 @@ def dequantised_notes(model: torch.nn.Module, compute_dtype: torch.dtype) -> lis
     if not held:
         return []
     return [
-        f"Weights that the file holds as {', '.join(sorted(formats))} are held as {str(compute_dtype)[6:]} while it "
-        f"trains, {held / 2**30:.2f} GiB of them; all others stay as they are stored."
+        f"Weights stored as {', '.join(sorted(formats))} are converted to {str(compute_dtype)[6:]} while it trains "
+        f"({held / 2**30:.2f} GiB); all others stay as they are."
     ]
 
 

@@ -60,11 +60,11 @@ class Requantised:
         """Yield sentences for the user. took: how long it took, in words."""
         gain = f"{self.before / 2**30:.2f} GiB became {self.after / 2**30:.2f} GiB"
         if self.count:
-            yield f"base: {self.count} layers of the blocks were put into {base}{took}; {gain}."
+            yield f"base: {self.count} layers of the blocks were converted to {base}{took}; {gain}."
         else:
-            yield f"base is '{base}', but no layer was put into it."
+            yield f"base is '{base}', but no layer was converted."
         if self.unturned:
-            yield f"base: {self.unturned} of them have a width that is no multiple of 16, where int8 is less exact."
+            yield f"base: {self.unturned} of them have a width that isn't a multiple of 16, where int8 is less exact."
         for reason, layers in self.left.items():
             yield f"base: {shortlist(layers)} stayed as stored: {reason}."
 

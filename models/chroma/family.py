@@ -50,7 +50,7 @@ class Chroma(FluxFamily):
         super().check(model, sample)
         if sample.references:
             raise ValueError(
-                f"{sample.name} has reference pictures, which Chroma does not see; prepare the data without "
+                f"{sample.name} has reference pictures, which Chroma can't use; prepare the data without "
                 "control_folder, or connect FLUX.1 Kontext."
             )
 

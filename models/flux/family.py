@@ -194,7 +194,7 @@ class Flux(FluxFamily):
             return []
         # ostris/ai-toolkit, config/examples/train_lora_flux_schnell_24gb.yaml; toolkit/stable_diffusion_model.py
         return [
-            "If this is FLUX.1 schnell: it is distilled, which plain training undoes; choose "
+            "If this is FLUX.1 schnell: it's distilled, and plain training undoes that; choose "
             "ostris/FLUX.1-schnell-training-adapter (pytorch_lora_weights.safetensors) at training_adapter of LoRA "
             "Network."
         ]
@@ -256,14 +256,14 @@ class Flux2(FluxFamily):
             return []
         return [
             f"{long} captions have more than {FLUX2_TEXT_LENGTH} tokens, the length that FLUX.2 was trained with; "
-            "each length beyond it is compiled on its own. Shorten them."
+            "each longer one is compiled separately. Shorten them."
         ]
 
     def distillation_notes(self, model: Any) -> list[str]:
         if self.variant(model) == "dev":
             return []
         return [
-            "If this is FLUX.2 klein and not klein base: it is distilled, which plain training undoes; train on "
+            "If this is FLUX.2 klein and not klein base: it's distilled, and plain training undoes that; train on "
             "klein base and look at the LoRA on klein (model of Training Preview)."
         ]
 

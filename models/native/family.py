@@ -37,7 +37,7 @@ class NativeFamily(Family):
         self.title = type(model).__name__
         if (untrained := why_untrained(model)) is not None:
             name, why = untrained
-            raise ValueError(f"model is {name}, which Train LoRA does not train ({why}); connect another MODEL.")
+            raise ValueError(f"model is {name}, which Train LoRA can't train ({why}); connect another MODEL.")
         if (reason := _cannot_train(model)) is not None:
             raise ValueError(f"model is a {self.title}, which Train LoRA cannot train: {reason}.")
         blocks = find_blocks(model.diffusion_model)
@@ -133,15 +133,15 @@ class NativeFamily(Family):
         assert isinstance(transformer, NativeTransformer)
         if (found := transformer.shadow.misread()) is not None:
             raise ValueError(
-                f"model is a {self.title} whose {found.name} is read {found.difference:.1%} otherwise than ComfyUI "
-                "reads it, so a LoRA of it would be wrong; nothing was trained. Please report this model."
+                f"model is a {self.title} whose {found.name} is read {found.difference:.1%} differently than ComfyUI "
+                "reads it, so its LoRA would be wrong; nothing was trained. Please report this model."
             )
         with blocks_to_leave_eager() as hidden:
             difference = transformer.difference(on_device, inputs)
         if not difference <= TOLERANCE[transformer.dtype]:
             raise ValueError(
-                f"model is a {self.title} whose forward comes out {difference:.1%} different when it is run for "
-                "training, so a LoRA of it would be wrong; nothing was trained. Please report this model."
+                f"model is a {self.title} whose output is {difference:.1%} different when it runs for training, so "
+                "its LoRA would be wrong; nothing was trained. Please report this model."
             )
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
 
@@ -164,9 +164,9 @@ class NativeFamily(Family):
 
 def _cannot_train(model: Any) -> str | None:
     if not isinstance(getattr(model, "diffusion_model", None), torch.nn.Module):
-        return "it holds no diffusion model"
+        return "it isn't a diffusion model"
     if model.latent_format.latent_dimensions == 1:
-        return "it makes no pictures and no video"
+        return "it doesn't make pictures or video"
     if not find_blocks(model.diffusion_model):
         return "it has no blocks of one structure"
     return None

@@ -23,8 +23,7 @@ def objective_of(patcher: ModelPatcher) -> "SamplingObjective":
     kind = type(patcher.model).__name__
     if isinstance(sampling, _REFUSED):
         raise ValueError(
-            f"model is a {kind} and samples by {_title(sampling)}, which Train LoRA does not train; connect another "
-            "MODEL."
+            f"model is a {kind} and samples by {_title(sampling)}, which Train LoRA can't train; connect another MODEL."
         )
     return SamplingObjective(sampling)
 

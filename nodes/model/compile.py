@@ -251,8 +251,7 @@ def check_is_diffusion_model(model: Any) -> None:
     if not isinstance(getattr(inner, "diffusion_model", None), nn.Module):
         what = type(model if inner is None else inner).__name__
         raise ValueError(
-            f"model is a {what}, which holds no diffusion model; connect the MODEL of a loader, such as Load Diffusion "
-            "Model."
+            f"model is a {what}, not a diffusion model; connect the MODEL of a loader, such as Load Diffusion Model."
         )
 
 

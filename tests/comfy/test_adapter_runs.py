@@ -61,7 +61,7 @@ def test_every_kind_of_dropout_keeps_the_planned_graphs_and_its_note_counts_them
     trainer.run()
     family = Flux()
     notes = network_notes(network, family, tiny_flux.model, list(trainer.network.adapters))
-    assert "rank_patterns make 3 kinds of blocks of 2, and each is compiled by itself: 3 graphs for each" in notes[-1]
+    assert "rank_patterns split 2 block types into 3, and each is compiled separately: 3 graphs for each" in notes[-1]
     assert graphs() == trainer.placed.runner.planned_graphs == 3
     assert graphs.breaks == 0
     ranks = {n: a.spec.rank for n, a in trainer.network.adapters.items()}

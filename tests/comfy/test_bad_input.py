@@ -49,7 +49,7 @@ def assert_refused(model, data, root, sentence, error=ValueError, **settings):
 def test_a_model_that_makes_sound_is_named(other_family, tmp_path):
     model = other_family["model"]
     model.model.latent_format = comfy.latent_formats.StableAudio1()
-    sentence = "model is a WAN21_Vace, which Train LoRA cannot train: it makes no pictures and no video"
+    sentence = "model is a WAN21_Vace, which Train LoRA cannot train: it doesn't make pictures or video"
     assert_refused(model, mixed_data(), tmp_path, sentence)
 
 
@@ -83,13 +83,13 @@ def of_another_pack(model):
     ("change", "what"),
     [
         (of_nunchaku, "model runs FLUX.1 as a ComfyFluxWrapper"),
-        (of_another_pack, "model keeps its weights as PackedTensor"),
+        (of_another_pack, "model has weights of type PackedTensor"),
     ],
 )
 def test_a_model_of_another_pack_s_loader_is_named_before_anything_is_read(change, what, tiny_flux, tmp_path):
     change(tiny_flux)
     watcher = Watcher()
-    with pytest.raises(ValueError, match=f"^{what}, which training cannot read; load it from a safetensors") as refused:
+    with pytest.raises(ValueError, match=f"^{what}, which training can't read; load it from a safetensors") as refused:
         train(tiny_flux, mixed_data(), tmp_path, watcher)
     assert not watcher.phases and not list(tmp_path.iterdir()) and "\n" not in str(refused.value)
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_no_state_and_a_state_past_the_last_step_are_refused(tiny
 @pytest.mark.parametrize(
     ("conditioning", "sentence"),
     [
-        ({"control": object()}, "positive carries control, which training cannot honour"),
+        ({"control": object()}, "positive carries control, which training can't apply"),
         (
             {"attention_mask": torch.ones(1, 32, 32), "attention_mask_img_shape": (4, 4)},
             "positive carries an attention mask",

@@ -62,7 +62,7 @@ def test_the_linears_of_blocks_are_in_8_bit_and_nothing_else_is(name: str, base:
             assert inside and weight.ndim == 2 and relative(weight.dequantize(), wanted) < BOUNDS[base]
         else:
             assert torch.equal(weight, wanted) and not (isinstance(module, torch.nn.Linear) and _is_in_block(path))
-    assert held > 8 and notes[0].startswith(f"base: {held} layers of the blocks were put into {base} in 0 s; ")
+    assert held > 8 and notes[0].startswith(f"base: {held} layers of the blocks were converted to {base} in 0 s; ")
 
 
 def _is_in_block(path: str) -> bool:
@@ -147,7 +147,7 @@ def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_
 
     scaled = tiny.write_flux(tmp_path / "scaled.safetensors", fp8=True)
     _, notes = load(scaled, "int8")
-    assert notes[0] == "base is 'int8', but no layer was put into it."
+    assert notes[0] == "base is 'int8', but no layer was converted."
     assert " more stayed as stored: in 8 bit or less already." in notes[1]
 
 
@@ -171,7 +171,7 @@ def test_only_linears_that_come_out_as_they_were_are_taken(name: str, tmp_path, 
             assert relative(found.dequantize(), wanted) < BOUNDS["int8"], key
         else:
             assert torch.equal(found, wanted), key
-    assert said[0].startswith(f"base: {held} layers of the blocks were put into int8") and held > 10
+    assert said[0].startswith(f"base: {held} layers of the blocks were converted to int8") and held > 10
     others = [sentence for sentence in said if sentence.endswith(f": {model_file.NO_LINEAR}.")]
     assert len(others) == (name != "krea-2")
 

@@ -107,17 +107,19 @@ def test_the_seconds_that_it_took_are_told(wide_file: Path, tmp_path: Path, monk
     trainer = tiny.make_trainer(
         loaded(wide_file), tiny.make_data([(6, 6)], [40]), tmp_path, memory=MemoryOptions(base="fp8", blocks_to_swap=1)
     )
-    assert trainer.placed.base_notes[0].startswith("base: 16 layers of the blocks were put into fp8 in 48 s for this")
+    assert trainer.placed.base_notes[0].startswith(
+        "base: 16 layers of the blocks were converted to fp8 in 48 s for this"
+    )
 
 
 def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) -> None:
     told = trained(loaded(wide_file), tmp_path, base="int8").placed.base_notes
-    wanted = "base: 16 layers of the blocks were put into int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
+    wanted = "base: 16 layers of the blocks were converted to int8 in 0 s for this run; 0.00 GiB became 0.00 GiB."
     assert told == [wanted]
     path = tmp_path / "mixed.safetensors"
     tiny.write_flux(path, depth=1, depth_single=2, quantised="fp8", quantised_inside="single_blocks.1.")
     found = trained(loaded(path), tmp_path, base="int8").placed
-    assert found.base_notes[0].startswith("base: 13 layers of the blocks were put into int8 in 0 s for this run")
+    assert found.base_notes[0].startswith("base: 13 layers of the blocks were converted to int8 in 0 s for this run")
     (left,) = found.base_notes[1:]
     assert left.startswith("base: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
         "in 8 bit or less already."
@@ -148,7 +150,8 @@ def test_a_gguf_file_is_put_into_8_bit_with_its_loras(base: str, tmp_path: Path)
     model = with_lora(model_of(flux_state("Q5_0")), plain_lora())
     placed = trained(model, tmp_path, base=base).placed
     assert (
-        placed.base_notes[0].startswith("base: 26 layers of the blocks were put into ") and len(placed.base_notes) == 1
+        placed.base_notes[0].startswith("base: 26 layers of the blocks were converted to ")
+        and len(placed.base_notes) == 1
     )
     name, blocks = "double_blocks.0.img_mlp.0", frozenset({"double_blocks.0"})
     stored = FrozenWeights(model, CPU, torch.float32).linear(name).full()

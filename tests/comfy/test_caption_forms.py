@@ -302,5 +302,5 @@ def test_both_nodes_hand_their_options_on(node, tmp_path, monkeypatch):
     (dataset,) = node.execute(folder="f", trigger_words="t", **options).result
     scanned = scan_images(tmp_path, trigger_words="t", captions=CaptionOptions(**options))
     assert dataset.entries[0].variants == scanned.entries[0].variants and not dataset.entries[0].variants.plain
-    with pytest.raises(ValueError, match=r"caption_variants is 1, so shuffle_tags would show one form"):
+    with pytest.raises(ValueError, match=r"caption_variants is 1, so shuffle_tags would always show the same version"):
         node.execute(folder="f", shuffle_tags=True, caption_variants=1)

@@ -175,7 +175,7 @@ def test_text_encoders_and_vae_have_to_be_of_one_family(clips):
     check_pair(text_policy(clips["qwen"]), WAN21)
     with pytest.raises(
         ValueError,
-        match=r"The text encoders are those of Wan and the VAE is that of FLUX.2; load the VAE of Wan 2.1 and "
+        match=r"The text encoders are for Wan, but the VAE is for FLUX.2; load the VAE of Wan 2.1 and "
         r"Qwen-Image or Wan 2.2 5B, or the text encoders that go with this VAE",
     ):
         check_pair(text_policy(clips["wan"]), FLUX2)
@@ -186,5 +186,7 @@ def test_encoders_of_other_models_that_are_built_on_these_are_not_taken_for_them
 
     for kind in (hunyuan_image.HunyuanImageTEModel, z_image.ZImageTEModel):
         other = kind.__new__(kind)
-        with pytest.raises(ValueError, match=r"text encoders without a tokenizer of ComfyUI; load those of your model"):
+        with pytest.raises(
+            ValueError, match=r"text encoders without a ComfyUI tokenizer; load your model's text encoders"
+        ):
             text_policy(type("Clip", (), {"cond_stage_model": other}))

@@ -64,7 +64,7 @@ def two_processes(tmp_path_factory):
 
 def test_the_first_process_compiles_and_keeps_it_in_the_folder(two_processes):
     folder, (first, _) = two_processes
-    assert first["said"] == f"Compiled graphs are kept in {folder}."
+    assert first["said"] == f"Compiled graphs are saved in {folder}."
     counts = [(r["graphs"], r["fx_hits"], r["fx_misses"], r["aot_hits"], r["aot_misses"]) for r in first["regions"]]
     assert counts == [(1, 0, 1, 0, 1), (1, 0, 1, 0, 1)]
     assert {"fxgraph", "aotautograd"} <= {path.name for path in folder.iterdir()}
@@ -98,7 +98,7 @@ def environment(monkeypatch):
 
 def test_the_folder_replaces_torchs_own(tmp_path):
     said = use_persistent_cache(tmp_path / "user" / "cache")
-    assert said == f"Compiled graphs are kept in {tmp_path / 'user' / 'cache'}."
+    assert said == f"Compiled graphs are saved in {tmp_path / 'user' / 'cache'}."
     assert os.environ[FOLDER] == str(tmp_path / "user" / "cache") and (tmp_path / "user" / "cache").is_dir()
     assert use_persistent_cache(tmp_path / "user" / "cache") == said
 
@@ -112,7 +112,7 @@ def test_the_folder_is_taken_where_nothing_is_set_yet(tmp_path, environment):
 def test_a_folder_of_the_users_own_stays(tmp_path, environment):
     environment.setenv(FOLDER, str(tmp_path / "mine"))
     said = use_persistent_cache(tmp_path / "cache")
-    assert said == f"Compiled graphs are kept in {tmp_path / 'mine'}, which TORCHINDUCTOR_CACHE_DIR names."
+    assert said == f"Compiled graphs are saved in {tmp_path / 'mine'}, which TORCHINDUCTOR_CACHE_DIR names."
     assert os.environ[FOLDER] == str(tmp_path / "mine") and not (tmp_path / "cache").exists()
 
 

@@ -109,7 +109,7 @@ def test_without_a_working_compiler_it_runs_eager_and_says_so_once(scope, wan, n
         assert torch.equal(sample(clone, "wan"), sample(wan, "wan"))
     (note,) = compiled_model.notes
     region = {"blocks": "WanAttentionBlock", "stack": "blocks", "model": "WanModel"}[scope]
-    assert note.startswith(f"{region} runs eager, since compiling it failed: ")
+    assert note.startswith(f"{region} runs uncompiled, because compiling failed: ")
     assert "compiler" in note.lower() and "\n" not in note
     ran, eager = calls(compiled_model)[region]
     assert ran == 0 and eager == {"blocks": 8, "stack": 3, "model": 4}[scope]
@@ -140,10 +140,8 @@ def test_over_the_limit_known_sizes_stay_compiled_and_others_run_eager(backend, 
         for title, (ran, eager) in calls(compiled_model).items():
             ran_before, eager_before = before.get(title, (0, 0))
             assert (ran - ran_before, eager - eager_before) == ((4, 0) if length == 9 else (0, 4))
-    sentence = (
-        "cache_size_limit 1 is reached, so further sizes run eager; raise cache_size_limit, set dynamic to true, or "
-    )
-    said = [f"{kind}: {sentence}use fewer sizes." for kind in ("DoubleStreamBlock", "SingleStreamBlock")]
+    sentence = "cache_size_limit 1 is reached, so further sizes run uncompiled. Raise cache_size_limit, set dynamic to true, "
+    said = [f"{kind}: {sentence}or use fewer sizes." for kind in ("DoubleStreamBlock", "SingleStreamBlock")]
     assert compiled_model.notes == told == said
 
 
@@ -223,7 +221,7 @@ def test_a_stack_whose_blocks_are_told_apart_is_compiled_block_by_block(flux):
     clone, compiled_model = compiled(flux, scope="stack", overrides=parse_overrides("double_blocks.0 eager"))
     assert torch.equal(sample(clone, "flux"), sample(flux, "flux"))
     assert compiled_model.notes == [
-        "scope stack: double_blocks is compiled block by block, since overrides tell its blocks apart."
+        "scope stack: double_blocks is compiled block by block, because overrides give its blocks different settings."
     ]
     assert {title: ran for title, (ran, _) in calls(compiled_model).items()} == {
         "DoubleStreamBlock": 2,

@@ -105,9 +105,9 @@ def test_bad_input_is_one_sentence_before_anything_runs(tiny_flux, values, sente
 
 def test_what_is_no_diffusion_model_is_refused_by_its_name(tiny_clip):
     for kind in (TesseraCompileModel, TesseraCompileReport):
-        with pytest.raises(ValueError, match="^model is a CLIP, which holds no diffusion model; connect the MODEL of"):
+        with pytest.raises(ValueError, match="^model is a CLIP, not a diffusion model; connect the MODEL of"):
             run(kind, tiny_clip)
-        with pytest.raises(ValueError, match="^model is a FluxClipModel_, which holds no diffusion model"):
+        with pytest.raises(ValueError, match="^model is a FluxClipModel_, not a diffusion model"):
             run(kind, tiny_clip.patcher)
 
 
@@ -116,7 +116,7 @@ def test_what_is_said_while_sampling_joins_the_sentences_of_the_node(tiny_flux):
     assert notes_of(out) == []
     tiny.sample(out.result[0], "flux", steps=1)
     assert notes_of(out) == [
-        "scope stack: double_blocks is compiled block by block, since overrides tell its blocks apart."
+        "scope stack: double_blocks is compiled block by block, because overrides give its blocks different settings."
     ]
     again = run(TesseraCompileModel, tiny_flux, backend="eager", scope="stack", overrides="double_blocks.0 eager")
     assert notes_of(again) == notes_of(out)
@@ -204,7 +204,7 @@ def test_a_wrapper_of_another_pack_is_still_named_as_left_out(tiny_flux):
     (model,) = run(TesseraCompileModel, tiny_flux, backend="aot_eager").result
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda executor, *args, **kwargs: executor(*args))
     _, notes = trainable_model(model)
-    assert notes == ("The MODEL carries apply_model wrappers, which training leaves out.",)
+    assert notes == ("The MODEL carries apply_model wrappers, which training ignores.",)
 
 
 # Through the server.
@@ -238,7 +238,8 @@ def test_the_report_of_a_session_is_fresh_in_each_prompt_while_the_graphs_stay(s
         # Said while the sampler ran, in the first prompt; the node is cached in the others.
         (said,) = entry["outputs"]["compile"]["tessera"]
         assert said["notes"] == [
-            "scope stack: double_blocks is compiled block by block, since overrides tell its blocks apart."
+            "scope stack: double_blocks is compiled block by block, because overrides give its blocks different "
+            "settings."
         ]
     assert 0 < calls[0] < calls[1] == calls[2]
     assert {"compile", "sampled"} <= cached_nodes(entry) and not {"report", "shown"} & cached_nodes(entry)

@@ -113,7 +113,7 @@ def test_patches_take_effect_in_the_larger_scopes(patch, scope, tiny_files):
     assert torch.equal(sample(and_then(clone, patch), "flux", seed=3), sample(and_then(model, patch), "flux", seed=3))
     assert compiled_model.report().counts().graphs == counted
     why = "replaces blocks" if patch is replace_a_block else "patches the model"
-    said = [f"scope stack: this run compiles block by block, since another node {why}."]
+    said = [f"scope stack: this run compiles block by block, because another node {why}."]
     assert compiled_model.notes == (said if scope == "stack" else [])
 
 
@@ -168,8 +168,8 @@ def test_a_block_whose_forward_another_pack_replaced_runs_it(scope, tiny_files):
     replaced = sample(model, "flux")
     assert (plain - replaced).abs().max() > 1e-2
     assert torch.equal(sample(clone, "flux"), replaced)
-    eager = "double_blocks.1 and blocks like it run eager, since another node has replaced their forward."
-    by_blocks = "scope stack: double_blocks is compiled block by block, since another node has replaced a forward."
+    eager = "double_blocks.1 and similar blocks run uncompiled, because another node replaced their forward."
+    by_blocks = "scope stack: double_blocks is compiled block by block, because another node replaced a forward."
     assert compiled_model.notes == {"blocks": [eager], "stack": [by_blocks, eager], "model": []}[scope]
     assert "forward" in vars(block)
     del block.forward
@@ -189,7 +189,7 @@ def test_a_model_whose_forward_another_pack_replaced_runs_it_with_scope_model(na
     assert (plain - replaced).abs().max() > 1e-2
     clone, compiled_model = compiled(model, scope="model")
     assert torch.equal(sample(clone, "flux"), replaced)
-    said = "scope model: blocks are compiled instead, since another node has replaced the model's forward."
+    said = "scope model: blocks are compiled instead, because another node replaced the model's forward."
     assert compiled_model.notes == ([said] if name == "_forward" else [])
 
 
@@ -208,7 +208,7 @@ def test_a_wrapper_around_the_diffusion_model_takes_effect_and_compiles_nothing_
     clone, compiled_model = compiled(model, scope=scope)
     assert torch.equal(sample(clone, "wan"), plain)
     assert torch.equal(sample(and_then(clone, patch), "wan"), wrapped)
-    said = "scope stack: this run compiles block by block, since another node's wrapper runs inside the model."
+    said = "scope stack: this run compiles block by block, because another node's wrapper runs inside the model."
     assert compiled_model.notes == ([said] if scope == "stack" else [])
     assert compiled_model.report().counts().graphs == (2 if scope == "stack" else 1)
 

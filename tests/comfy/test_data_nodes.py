@@ -387,6 +387,6 @@ def test_the_real_server_prepares_clips_for_wan_with_a_start_picture(server):
         },
     }
     (shown,) = server.run(prompt)["outputs"]["prepare"]["tessera"]
-    assert shown["summary"].startswith("Clips: 3, seen per epoch with repeats: 3.")
+    assert shown["summary"].startswith("Clips: 3. One epoch shows 3, repeats included.")
     assert "2 latent frames of" in shown["summary"] and "3 latent frames of" in shown["summary"]
-    assert shown["notes"] and "the fewest for clips of 2, 3 latent frames" in shown["notes"][0]
+    assert shown["notes"] and "Clips of 2, 3 latent frames need" in shown["notes"][0]

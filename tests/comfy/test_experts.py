@@ -236,7 +236,7 @@ def test_dropout_is_said_to_work_within_the_blocks(experts):
     high, _ = experts
     network = {"dropout": 0.1, "include": ("head.head", "blocks.*.ffn.*")}
     assert (
-        "dropout works within the blocks; 1 trained layers outside of them have none."
+        "dropout works only inside the blocks, so 1 trained layers outside have none."
         in check_run(high, clips(), run_settings(network=network)).notes
     )
 

@@ -95,8 +95,8 @@ def test_a_runs_plan_reckons_with_the_file(tiny_files, tmp_path, monkeypatch) ->
         trainer.close()
     for name in ("memory", "file"):
         assert plans[name].checkpointing == "none"
-    assert "4 of 4 blocks stream, 1 ahead at 25 GB/s" in plans["memory"].text
-    assert "4 of 4 blocks come from the file at 1.9 GB/s, 1 ahead" in plans["file"].text
+    assert "4 of 4 blocks stream from RAM, 1 ahead at 25 GB/s" in plans["memory"].text
+    assert "4 of 4 blocks stream from the model file at 1.9 GB/s, 1 ahead" in plans["file"].text
     assert plans["slow file"].checkpointing == "selective" and not plans["slow file"].swapped
 
 
@@ -111,7 +111,7 @@ def test_sampling_says_how_fast_the_file_is(tiny_files, monkeypatch) -> None:
     monkeypatch.setattr("comfy.model_management.current_loaded_models", [])
     monkeypatch.setattr("tessera.models.swapped_model.link_bandwidth", lambda device: 25e9)
     _, notes = swap(model, SwapSettings(-1))
-    assert "blocks come from the file at 1.9 GB/s, 1 ahead." in notes[0]
+    assert "blocks stream from the model file at 1.9 GB/s, 1 ahead." in notes[0]
 
 
 def test_the_weights_outside_of_the_blocks_are_a_part_of_the_plan(tiny_files, tmp_path) -> None:

@@ -54,8 +54,8 @@ def test_a_lora_on_it_is_told_where_it_costs_memory(tmp_path):
     assert notes(None) == notes(plain_lora()) == []
     (note,) = notes(loha())
     assert note == (
-        "Weights that the GGUF file holds under a LoRA that is large or of another kind are held as float32 while it "
-        "trains, 0.00 GiB of them; all others stay as they are stored."
+        "Weights that the GGUF file holds under a LoRA that is large or of another kind are converted to float32 "
+        "while it trains (0.00 GiB); all others stay as they are."
     )
 
 
@@ -171,9 +171,9 @@ def test_a_format_that_nothing_reads_is_refused_before_anything_is_loaded(tmp_pa
 
 def test_block_swap_for_sampling_leaves_it_to_its_loader():
     wanted = (
-        "model is of a GGUF file, whose loader moves weights in a way of its own; leave Block Swap out, as ComfyUI "
-        "itself streams what does not fit, and to train set blocks_to_swap on Training Memory. Or load a safetensors "
-        "file by Load Diffusion Model (Block Swap) with base int8."
+        "model is a GGUF file, whose loader moves weights by itself; leave Block Swap out (ComfyUI streams what "
+        "doesn't fit; to train, set blocks_to_swap on Training Memory), or load a safetensors file with Load "
+        "Diffusion Model (Block Swap) and base int8."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
         TesseraBlockSwap.execute(model_of(flux_state("Q4_0")), 2, 1, "auto")

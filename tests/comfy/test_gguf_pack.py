@@ -131,6 +131,6 @@ def test_a_model_without_a_forward_of_ours_is_checked_against_the_pack_s_layers(
         factors_of = frozen.factors_of
         monkeypatch.setattr(frozen, "factors_of", lambda *args: tuple(0 * factor for factor in factors_of(*args)))
     trainer = trainer_of(row, tmp_path, "none", model)
-    with pytest.raises(ValueError, match="is read .* otherwise than ComfyUI") if misread else nullcontext():
+    with pytest.raises(ValueError, match="is read .* differently than ComfyUI") if misread else nullcontext():
         trainer.forward_backward([shown(0)])
     trainer.close()

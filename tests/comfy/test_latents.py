@@ -90,7 +90,7 @@ def test_an_odd_side_is_cut_to_whole_tokens_and_named():
     data = latents_to_data([given, latent(1, 16, 8, 12)], [[entry(1)], [entry(2)]], 1)
     assert data.samples[0].grid == (1, 4, 6)
     assert torch.equal(data.samples[0].load().latent, given["samples"][0, :, :8, :12])
-    assert data.notes == ("Cut to whole tokens, having an odd number of cells along a side: latent 1.",)
+    assert data.notes == ("These have an odd number of latent cells along a side, so one row is cut off: latent 1.",)
 
 
 def test_more_token_counts_than_graphs_are_cut_in_the_middle_and_said():
@@ -115,7 +115,7 @@ def test_more_token_counts_than_graphs_are_cut_in_the_middle_and_said():
 def test_captions_of_several_lengths_are_named_as_graphs():
     data = latents_to_data([latent(16, 8, 8)] * 2, [[entry(1)], [entry(2, 301)]], 1)
     assert data.graph_keys() == [(16, (), 256), (16, (), 301)]
-    assert data.notes == ("The captions have 2 lengths (256, 301 tokens), each compiled on its own.",)
+    assert data.notes == ("The captions have 2 different lengths (256, 301 tokens), and each is compiled separately.",)
 
 
 def test_every_length_that_a_sample_s_captions_may_have_is_planned_and_told():
@@ -125,11 +125,12 @@ def test_every_length_that_a_sample_s_captions_may_have_is_planned_and_told():
     assert data.graph_keys() == [(*key, length) for length in (*range(12, 21), 256)]
     assert list(length_notes([one])) == []
     assert list(length_notes([replace(one, text_lengths=(7, 9))])) == [
-        "The captions have 2 lengths (7, 9 tokens), each compiled on its own."
+        "The captions have 2 different lengths (7, 9 tokens), and each is compiled separately."
     ]
     assert list(length_notes(data.samples)) == [
-        "The captions have 10 lengths (12 to 256 tokens), each compiled on its own. With the token counts these are "
-        "10 graphs for each kind of block: make the captions of like length, or switch compile off on Train LoRA."
+        "The captions have 10 different lengths (12 to 256 tokens), and each is compiled separately. Together with "
+        "the picture sizes that makes 10 graphs per block type: write captions of similar length, or switch compile "
+        "off on Train LoRA."
     ]
 
 

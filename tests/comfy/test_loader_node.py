@@ -72,7 +72,7 @@ def test_a_file_saved_from_a_compiled_model_loads_as_the_model(inner, compiled, 
 
 def test_such_a_file_of_no_model_is_named(load, tmp_path) -> None:
     save_file({"_orig_mod.other.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="Could not detect model type of other.safetensors: it holds no diffusion"):
+    with pytest.raises(ValueError, match="Could not detect model type of other.safetensors: it isn't a diffusion"):
         load(tmp_path / "other.safetensors")
 
 
@@ -172,5 +172,8 @@ def test_bad_input_is_one_sentence(tiny_files, load, tmp_path) -> None:
     with pytest.raises(ValueError, match="blocks_to_swap is 5; this model has 4 blocks, so choose 0 to 4."):
         load(tiny_files["flux"], blocks_to_swap=5)
     once = load(tiny_files["flux"], blocks_to_swap=1).args[0]
-    with pytest.raises(ValueError, match="already, from Load Diffusion Model .* or another Block Swap node; use one"):
+    with pytest.raises(
+        ValueError,
+        match="already has block swap, from Load Diffusion Model .* or another Block Swap node; use only one",
+    ):
         TesseraBlockSwap.execute(once, 1, 1, "auto")

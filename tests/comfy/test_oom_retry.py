@@ -99,7 +99,9 @@ def test_where_there_is_no_place_at_all_one_sentence_says_so(flux: Any, monkeypa
         mine = model.swap.automatic
         injected: list[Any] = []
         model.set_injections("test", [PatcherInjection(injected.append, injected.remove)])
-        said = "is -1, and the GPU has no room even" if mine else "is 3 and prefetch_blocks is 1, and the GPU has no"
+        said = (
+            "is -1, but the GPU doesn't even have room" if mine else "is 3 and prefetch_blocks is 1, and the GPU has no"
+        )
         with monkeypatch.context() as small:
             seen = full(model, "slots", -1, small)
             with pytest.raises(torch.OutOfMemoryError, match=f"blocks_to_swap {said}"):
@@ -169,5 +171,5 @@ def test_a_second_try_has_what_a_controlnet_gave(by_name: bool, tiny_files: dict
     want = sample(model, "sdxl", steps=1)
     fails[0] = True
     assert torch.equal(sample(model, "sdxl", steps=1), want) and not torch.equal(want, bare)
-    assert not fails[0] and any("did not suffice" in note for note in notes)
+    assert not fails[0] and any("the memory was not enough" in note for note in notes)
     comfy.model_management.unload_all_models()

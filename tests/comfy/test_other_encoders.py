@@ -148,7 +148,7 @@ def test_pictures_for_sdxl_are_on_whole_grids_of_64_pixels_with_the_pooled_text(
     folder = pictures(tmp_path, {"a": (300, 200), "b": (200, 300), "c": (256, 256)}, "a (red) fox")
     prepared = run(scan_images(folder), vae, clip, tmp_path)
     assert prepared.data.family == "SDXL (clip_g, clip_l)"
-    assert any("fit is whole grids here: models of SDXL (clip_g, clip_l) run" in note for note in prepared.notes)
+    assert any("fit is whole grids here, because SDXL (clip_g, clip_l) doesn't" in note for note in prepared.notes)
     wanted = encode_caption(clip, text_policy(clip).tokenize(clip, "a (red) fox"), text_policy(clip))
     for sample, placement, size in zip(prepared.data.samples, prepared.plan.placements, prepared.sizes, strict=True):
         _, height, width = sample.grid
@@ -267,7 +267,7 @@ def test_encoders_and_vae_of_different_families_are_refused_and_others_left_to_t
     check_pair(text_policy(clips["anima"]), WAN21)
     wan, vae4 = tiny.load_wan_clip(tiny_files["umt5"]), tiny.load_vae(tiny_files["vae4"])
     check_pair(text_policy(wan), latent_policy(vae4))
-    with pytest.raises(ValueError, match=r"text encoders are those of Wan and the VAE is that of FLUX.1"):
+    with pytest.raises(ValueError, match=r"text encoders are for Wan, but the VAE is for FLUX.1"):
         check_pair(text_policy(wan), FLUX)
 
 
@@ -305,7 +305,7 @@ def test_what_another_encoder_or_vae_does_not_take_is_told_before_anything_is_en
     if wanted == "clips":
         write_film(folder / "a.mp4", 12, size=(64, 96), caption="a film")
         dataset = scan_videos(folder, Extraction((9,), fps=0))
-        message = r"The VAE is TAESD \(4 channels, 1/8\), which encodes pictures alone, and the data set holds clips"
+        message = r"The VAE is TAESD \(4 channels, 1/8\), which encodes pictures only, and the data set holds clips"
     elif wanted == "controls":
         controls = tmp_path / "controls"
         controls.mkdir()
@@ -313,7 +313,7 @@ def test_what_another_encoder_or_vae_does_not_take_is_told_before_anything_is_en
         dataset = scan_images(folder, control_folder=controls)
         message = r"Control pictures can't be prepared for SDXL \(clip_g, clip_l\), and 'a.png' has one; set control_fo"
     else:
-        changes, message = {"image_to_video": True}, r"image_to_video is on, which makes start pictures for Wan alone"
+        changes, message = {"image_to_video": True}, r"image_to_video is on, but only Wan has start pictures"
     with pytest.raises(ValueError, match=message):
         run(dataset, vae, clip, tmp_path, **changes)
     assert not any(encoded)

@@ -164,7 +164,9 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
     # Two double and six single blocks: each kind was timed thrice without a compile after the second step.
     assert forward.keys() == trainer.placed.automatic.measured.shapes.keys() and steps == 5 - 2
     assert all(0 < seconds < 60 for seconds in forward.values()) and compile_seconds > 0
-    (note,) = (text for text in told if text.startswith("Planned again with the compiled blocks' times. Fits ("))
+    (note,) = (
+        text for text in told if text.startswith("Planned again with the compiled blocks' times. Fits on the GPU (")
+    )
     assert "3 of 8 blocks stream" in note and "checkpointing full" in note
     assert len(trainer.placed.swap.blocks) == 3 and trainer.placed.memory.checkpointing == "full"
     assert trainer.saver.environment["checkpointing"] == "full" and trainer.placed.runner.clock is None

@@ -219,7 +219,7 @@ def test_a_caption_beyond_the_longest_length_is_cut_and_named(folder, tiny_vae, 
     prepared = run(folder, tiny_vae, tiny_clip, tmp_path, max_text_length=256)
     length = len(tiny_clip.tokenize(CAPTIONS["d"].strip())["t5xxl"][0])
     assert prepared.notes == (
-        f"Cut at the end, being longer than 256 tokens, the captions of d.png ({length - 256} tokens).",
+        f"These captions are longer than 256 tokens, so their end is cut off: d.png ({length - 256} tokens).",
     )
     assert {sample.text_length for sample in prepared.data.samples} == {256}
     assert prepared.notes[0] in summary(prepared)
@@ -300,7 +300,7 @@ def test_notes_tell_that_a_ragged_edge_takes_no_max_graphs_and_what_was_left_out
     (folder / "e.heic").write_bytes(b"1")
     prepared = run(folder, tiny_vae, tiny_clip, tmp_path, fit="ragged edge", max_graphs=2)
     assert prepared.notes == (
-        "Left out, being of kinds that are not read: e.heic; save them as PNG or JPEG.",
+        "Left out, because these file types can't be read: e.heic; save them as PNG or JPEG.",
         "max_graphs has no effect with fit ragged edge, where one token count serves all pictures.",
     )
     assert prepared.data.notes == prepared.notes
@@ -345,14 +345,14 @@ def test_a_ragged_edge_keeps_the_same_number_of_tokens_of_every_picture(folder, 
 def test_the_vae_of_another_family_is_refused_before_anything_is_encoded(
     folder, tiny_clip, counts, tiny_files, tmp_path
 ):
-    with pytest.raises(ValueError, match=r"The text encoders are those of FLUX.1 and the VAE is that of Wan 2.1 and"):
+    with pytest.raises(ValueError, match=r"The text encoders are for FLUX.1, but the VAE is for Wan 2.1 and"):
         run(folder, tiny.load_vae(tiny_files["wan_vae"]), tiny_clip, tmp_path)
     assert not counts[1].calls and not (tmp_path / "cache").exists()
 
 
 def test_an_unreadable_picture_is_named_before_anything_is_encoded(folder, tiny_vae, tiny_clip, counts, tmp_path):
     (folder / "c.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"'c.png' can't be read \(it is no picture or is damaged\); save it again"):
+    with pytest.raises(ValueError, match=r"'c.png' can't be read \(it's damaged or not a picture\); save it again"):
         run(folder, tiny_vae, tiny_clip, tmp_path)
     assert not counts[0].calls
 

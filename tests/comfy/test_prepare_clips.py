@@ -120,11 +120,12 @@ def test_clips_and_pictures_hold_what_core_encodes_of_their_frames(films, stills
     assert {(s.tokens // s.grid[0], s.grid[0]) for s in samples} == {(one, 1), (three // 3, 3)}
     assert prepared.data.graph_keys() == [(one, (), 512), (three, (), 512)]
     assert prepared.notes == (
-        "There are 2 token counts, the fewest for clips of 1, 3 latent frames; each is compiled. Clips of one length "
-        "need one.",
+        "Clips of 1, 3 latent frames need 2 token counts, and each is compiled. Clips of one length need only one.",
     )
     text = summary(prepared)
-    assert text.startswith("Pictures: 5, Clips: 4, seen per epoch with repeats: 17.") and "3 latent frames of" in text
+    assert (
+        text.startswith("Pictures: 5, Clips: 4. One epoch shows 17, repeats included.") and "3 latent frames of" in text
+    )
     shapes = f"tokens of video + text: {one} + 512, {three} + 512"
     assert f"The clips and pictures have 2 shapes ({shapes}); the model is compiled for each." in text
 
@@ -175,7 +176,7 @@ def test_hdr_films_are_named(films, wan_vae, wan_clip, tmp_path, curve):
 
     write_film(films / "c.mp4", 9, size=(64, 96), draw=busy, caption="a bright film", set_up=set_up)
     notes = run(films_of(films, 1), wan_vae, wan_clip, tmp_path).notes
-    assert "HDR video is read as SDR and looks pale: c.mp4; save it as SDR (BT.709) for true colours." in notes
+    assert "HDR video is read as SDR, so it looks pale: c.mp4; save it as SDR (BT.709) for true colours." in notes
 
 
 def core_image_to_video(vae, frames, seen=None):
@@ -255,7 +256,7 @@ def test_wan_22_5b_takes_its_start_picture_as_a_clean_first_frame(
     assert [sample.clean_frames for sample in plain.data.samples] == [0, 0, 0]
     assert [sample.clean_frames for sample in led.data.samples] == [1, 1, 0]
     assert plain.data.fingerprint != led.data.fingerprint
-    assert led.notes[-1] == "Trained without a start picture, being one frame: c.png."
+    assert led.notes[-1] == "These are single frames, so they train without a start picture: c.png."
     for sample, placement in zip(led.data.samples, led.plan.placements, strict=True):
         frames, height, width = sample.grid
         tensors = sample.load()
@@ -292,7 +293,7 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
     assert [s.name for s in prepared.data.samples] == [
         "a.mp4, frames 1 to 5", "b.webm, frames 1 to 5", "b.webm, frames 1 to 29",
     ]  # fmt: skip
-    assert "Without a clip of 29 frames, being shorter: a.mp4 (25 frames)." in prepared.notes
+    assert "Too short for a clip of 29 frames: a.mp4 (25 frames)." in prepared.notes
     encoded.clear()
     with pytest.raises(
         ValueError,
@@ -311,7 +312,7 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
     ):
         run(both, wan_vae, wan_clip, tmp_path)
     slow = run(films_of(films, 5, fps=24), wan_vae, wan_clip, tmp_path)
-    assert any(note.startswith("Frames are repeated, as these have fewer per second") for note in slow.notes)
+    assert any(note.startswith("These have fewer frames per second") for note in slow.notes)
     every = run(films_of(films, 1, method="chunk"), wan_vae, wan_clip, tmp_path, megapixels=0.001)
     assert "chunk with 1 in target_frames takes every frame of every clip as a picture." in every.notes
 
@@ -319,7 +320,7 @@ def test_films_that_are_too_short_for_one_length_are_noted_and_for_all_are_refus
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vae": "flux"}, r"The text encoders are those of Wan and the VAE is that of FLUX.1; load the VAE of Wan 2.1"),
+        ({"vae": "flux"}, r"The text encoders are for Wan, but the VAE is for FLUX.1; load the VAE of Wan 2.1"),
         (
             {"clip": "flux", "vae": "flux"},
             r"FLUX.1 makes pictures, and the data set holds clips \(a.mp4, frames 1 to 9",
@@ -362,8 +363,10 @@ def test_a_film_with_single_frames_trains_a_picture_model(films, tiny_vae, tiny_
 
 def test_max_text_length_is_for_flux_1_only(films, wan_vae, wan_clip, tmp_path):
     prepared = run(films_of(films, 9), wan_vae, wan_clip, tmp_path, max_text_length=256)
-    assert "max_text_length has no effect with Wan, whose captions have lengths of their own." in prepared.notes
+    assert "max_text_length has no effect with Wan, which sets its own caption lengths." in prepared.notes
     assert {s.text_length for s in prepared.data.samples} == {512}
     (films / "a.txt").write_text("long " * 200)
     cut = run(films_of(films, 9), wan_vae, wan_clip, tmp_path).notes
-    assert any(note.startswith("Cut at the end, being longer than 512 tokens, the captions of a.mp4") for note in cut)
+    assert any(
+        note.startswith("These captions are longer than 512 tokens, so their end is cut off: a.mp4") for note in cut
+    )

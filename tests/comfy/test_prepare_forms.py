@@ -82,10 +82,10 @@ def test_each_form_is_the_vae_of_its_own_pixels_and_its_mask_the_mean_of_its_own
     latents = [wide.load(SampleVariant(form)).latent for form in range(4)]
     assert len({latent.numpy().tobytes() for latent in latents}) == 4
     assert torch.equal(wide.load().latent, latents[0])
-    assert any("pictures or clips, of which" in note for note in prepared.notes)
+    assert any("pictures or clips have masks" in note for note in prepared.notes)
     forms = sum(one.image_variants for one in prepared.data.samples)
-    assert f"Encoded mirrored or in several crops: 2 pictures or clips, {forms} forms in all." in prepared.notes
-    (told,) = [note for note in prepared.notes if note.startswith("Captions that say left or right, of")]
+    assert f"2 pictures or clips are encoded mirrored or in several crops, {forms} versions in total." in prepared.notes
+    (told,) = [note for note in prepared.notes if note.startswith("These captions say left or right,")]
     assert "a.png, b.png" in told
     plain = run(scan_images(folder), tiny_vae, tiny_clip, tmp_path).data
     assert plain.fingerprint != prepared.data.fingerprint
@@ -151,10 +151,10 @@ def test_a_zoom_without_pixels_to_spare_is_said_to_do_nothing_and_not_asked_for(
         return [note for note in notes if "crop_zoom" in note]
 
     (small,) = told(1.5, 0.02)
-    assert small.startswith("crop_zoom has no effect on a.png, b.png, whose files have no pixels to spare")
+    assert small.startswith("crop_zoom has no effect on a.png, b.png, which are too small to zoom into")
     assert not told(1.5, 0.001)
     (unzoomed,) = told(1.0, 0.006)
-    assert unzoomed.startswith("Shown in one crop, as hardly anything of them is cropped: ")
+    assert unzoomed.startswith("These are hardly cropped, so several crops would be the same: ")
 
 
 def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_is_refused(
@@ -168,7 +168,7 @@ def test_crops_that_a_mask_leaves_nothing_of_are_left_out_and_a_picture_of_none_
     sample = prepared.data.samples[0]
     (_, right), target = windows((64, 160), prepared.plan.placements[0], (0.0, 1.0))
     assert sample.image_variants == 1
-    lost = "Crops and mirrored pictures left out, as their mask leaves nothing of them: a.png (1)."
+    lost = "Some crops or mirrored versions are left out, because the mask covers all of them: a.png (1)."
     assert lost in prepared.notes and not [note for note in prepared.notes if "crop: a.png" in note]
     with torch.inference_mode():
         expected = tiny_vae.encode(load_image(folder / "a.png", right, *target))[0]
@@ -190,7 +190,9 @@ def test_a_mask_of_label_numbers_is_refused_by_name_from_the_cache_too(unmasked,
     labels[8:40, 40:120] = 1
     Image.fromarray(labels).save(tmp_path / "masks" / "a.png")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"all but black, below 2% of white: a.png \(mask\); paint what"):
+        with pytest.raises(
+            ValueError, match=r"almost black everywhere \(below 2% of white\): a.png \(mask\); paint what"
+        ):
             run(dataset, tiny_vae, tiny_clip, tmp_path)
     labels[0, 60] = 255  # one bright pixel, whose token is as dark as the others
     Image.fromarray(labels).save(tmp_path / "masks" / "a.png")

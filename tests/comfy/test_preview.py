@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_unloaded_after_a_preview_ends_the_run_with_its_s
         run(tiny_flux, tmp_path, [preview(tiny_vae, at_start=False)])
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert (folder / "tiny-step000002.safetensors").is_file()
-    with pytest.raises(ValueError, match="The MODEL is still loaded elsewhere"):
+    with pytest.raises(ValueError, match="The MODEL is still in use elsewhere"):
         FrozenWeights(tiny_flux, torch.device("cpu"), torch.float32)
 
 

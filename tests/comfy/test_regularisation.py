@@ -68,7 +68,7 @@ def test_a_run_shows_them_every_second_time_and_goes_on_alike_after_a_cancel(tin
 
 def test_a_data_set_of_nothing_else_is_refused_before_anything_is_loaded(tiny_flux, tmp_path):
     alone = training_data(*(one for one in data().samples if one.regularisation))
-    with pytest.raises(ValueError, match="Every picture of the data set is a regularisation picture"):
+    with pytest.raises(ValueError, match="All pictures are regularisation pictures"):
         train(tiny_flux, alone, tmp_path)
 
 
@@ -85,9 +85,9 @@ def test_a_folder_of_them_is_prepared_with_its_weight_and_told(tiny_vae, tiny_cl
     prepared = prepare(own + kept, tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **options)
     samples = prepared.data.samples
     assert [(one.regularisation, one.loss_weight) for one in samples] == [(False, 1.0)] * 2 + [(True, 0.25)] * 3
-    assert "seen per epoch with repeats: 12." in summary(prepared)
-    (told,) = [note for note in prepared.notes if note.startswith("Regularisation: 3 pictures or clips take every ")]
-    assert "6 in an epoch, which is 2 times" in told
+    assert "One epoch shows 12, repeats included." in summary(prepared)
+    (told,) = [note for note in prepared.notes if note.startswith("Regularisation: every second showing is one of 3 ")]
+    assert "6 per epoch, or 2 times" in told
     other = scan_images(tmp_path / "class", options=FolderOptions(regularisation=True, loss_weight=0.5))
     again = prepare(own + other, tiny_vae, tiny_clip, cache_dir=tmp_path / "cache", **options)
     assert again.data.fingerprint != prepared.data.fingerprint
@@ -96,7 +96,7 @@ def test_a_folder_of_them_is_prepared_with_its_weight_and_told(tiny_vae, tiny_cl
         raise AssertionError("something was encoded")
 
     monkeypatch.setattr(tiny_vae, "encode", load)
-    with pytest.raises(ValueError, match="Every picture of the data set is a regularisation picture"):
+    with pytest.raises(ValueError, match="All pictures are regularisation pictures"):
         prepare(kept, tiny_vae, tiny_clip, cache_dir=tmp_path / "none", **options)
 
 

@@ -212,4 +212,4 @@ def test_weights_that_training_cannot_keep_quantised_are_named_with_their_size(s
         count = linear.weight.numel()
         linear.weight = torch.nn.Parameter(linear.weight.t(), requires_grad=False)
         (note,) = dequantised_notes(transformer, torch.bfloat16)
-        assert "as MXFP8 are held as bfloat16" in note and f"{count * 2 / 2**30:.2f} GiB" in note
+        assert "as MXFP8 are converted to bfloat16" in note and f"{count * 2 / 2**30:.2f} GiB" in note

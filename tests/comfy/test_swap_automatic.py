@@ -56,7 +56,7 @@ def free(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
 def test_with_room_for_all_nothing_streams_and_nothing_is_computed_again(deep_flux, tmp_path, notes) -> None:
     trainer = make(deep_flux, tmp_path)
     assert trainer.placed.swap is None and trainer.placed.memory.checkpointing == "none"
-    assert len(notes) == 1 and notes[0].startswith("Everything fits (")
+    assert len(notes) == 1 and notes[0].startswith("Everything fits in the computer's memory (")
     trainer.run()
     measured = trainer.placed.automatic.measured
     for (name, block), cost in zip(trainer.placed.transformer.blocks(), measured.blocks, strict=True):
@@ -172,7 +172,7 @@ def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_p
     assert (
         trainer.placed.swap is not None and len(trainer.placed.swap.blocks) == trainer.placed.memory.blocks_to_swap > 0
     )
-    assert notes[1].startswith("Out of memory at step 2; it goes on with less. Fits (")
+    assert notes[1].startswith("Out of memory at step 2; it goes on with less. Fits in the computer's memory (")
     assert graphs() == trainer.placed.runner.planned_graphs == (2 if backend else 0)
     memory = trainer.placed.memory
     assert memory.checkpointing == "full"
@@ -262,7 +262,7 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
     trainer.run()
     step = 1 if at == "first" else 2
     assert failed == [step - 1]
-    assert notes[1].startswith(f"Out of memory at step {step}; it goes on with less. Fits (")
+    assert notes[1].startswith(f"Out of memory at step {step}; it goes on with less. Fits in the computer's memory (")
     started_with_it = make(
         deep_flux,
         tmp_path / "fixed",

@@ -208,11 +208,11 @@ def test_a_checkpoint_is_saved_from_the_file(tmp_path: Path, ram: Any) -> None:
     ("mode", "inside", "available", "streams", "said"),
     [
         ("auto", 20, 24, False, None),
-        ("auto", 20, 23.9, True, "RAM is short: 23.9 GB are free and the swapped blocks take 20.0 GB, so they stream"),
-        ("off", 20, 12, True, "set pin_memory to 'on' to have them in RAM"),
+        ("auto", 20, 23.9, True, "RAM is short: 23.9 GB are free and the swapped blocks need 20.0 GB, so they stream"),
+        ("off", 20, 12, True, "set pin_memory to 'on' to keep them in RAM"),
         ("on", 20, 12, False, None),
         ("auto", 0, 4, False, None),
-        ("auto", 0, 3, False, "which lie in RAM already, as only what Load Diffusion Model"),
+        ("auto", 0, 3, False, "They are in RAM already: only what Load Diffusion Model"),
     ],
 )
 def test_blocks_stream_from_the_file_where_memory_is_short(mode, inside, available, streams, said) -> None:
@@ -286,7 +286,7 @@ def test_a_weight_of_another_node_in_a_block_that_streams_is_refused(node: Any, 
         return executor(*args, **kwargs)
 
     model.add_wrapper(WrappersMP.APPLY_MODEL, replace)
-    with pytest.raises(RuntimeError, match=r"in the place of diffusion_model.double_blocks.1.img_attn.proj.weight"):
+    with pytest.raises(RuntimeError, match=r"replaced diffusion_model.double_blocks.1.img_attn.proj.weight"):
         sample(model, "flux")
     assert not model.swap.running
     mm.unload_all_models()
@@ -326,7 +326,7 @@ def test_linears_that_dynamic_vram_makes_without_memory_stay_in_the_file(
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", False)
     inside, whole = bytes_in_file(model.model.parameters()), mm.module_size(model.model.diffusion_model)
     assert inside == whole if known else inside < whole / 2
-    assert ("not known here: they take 0.01 GB of RAM" in notes) is not known
+    assert ("can't be read from the file as needed: they take 0.01 GB of RAM" in notes) is not known
     assert torch.equal(sample(model, "flux"), want)
     mm.unload_all_models()
 

@@ -89,7 +89,7 @@ def test_minus_one_chooses_how_many_are_copied_ahead_too(tmp_path: Path, monkeyp
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: free + reserved)
         small.setattr(comfy.model_management, "current_loaded_models", [])
         model, notes = swap(flux, SwapSettings(-1, asked))
-    assert model.swap.prefetch == taken and f" blocks stream, {taken} ahead" in notes[0]
+    assert model.swap.prefetch == taken and f" blocks stream from RAM, {taken} ahead" in notes[0]
     assert model.model_size() <= flux.model_size() - (needed - free)
     assert swap_settings_of(model) == SwapSettings(-1, asked)  # training chooses by what it measures
     assert torch.equal(sample(model, "flux"), want)
@@ -142,9 +142,9 @@ def test_where_minus_one_was_too_little_weights_make_room_while_it_samples(flux:
     seen = limited(model, slots + (model.model_size() - slots) // 4, monkeypatch)
     assert torch.equal(sample(model, "flux"), want)
     assert len(seen) > 2 and seen[-1] < seen[0] and sorted(seen, reverse=True) == seen
-    assert [note for note in notes[before:] if "did not suffice although blocks_to_swap is -1" in note] == notes[
-        before:
-    ]
+    assert [
+        note for note in notes[before:] if "Even with blocks_to_swap -1 the memory was not enough" in note
+    ] == notes[before:]
     assert len(notes) == before + 1  # it happened more than once, and is said once
     comfy.model_management.unload_all_models()
     assert all(torch.equal(t, masters[key]) for key, t in flux.model.state_dict().items())
@@ -169,9 +169,9 @@ def test_memory_that_spills_while_it_samples_is_told_once(flux: Any, monkeypatch
 
     model, notes = swap(flux, SwapSettings(2))
     (room,) = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    monkeypatch.setattr(room.sysmem, "message", lambda: "About 3.0 GB lie in shared GPU memory.")
+    monkeypatch.setattr(room.sysmem, "message", lambda: "About 3.0 GB are in shared GPU memory.")
     sample(model.clone(), "flux")
-    assert notes.count("About 3.0 GB lie in shared GPU memory.") == 1
+    assert notes.count("About 3.0 GB are in shared GPU memory.") == 1
 
 
 def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own(flux: Any) -> None:
@@ -204,10 +204,10 @@ def test_a_swapped_model_trains_as_the_plain_one_and_still_samples(flux: Any, tm
 def test_bad_input_is_one_sentence(flux: Any) -> None:
     with pytest.raises(ValueError, match="blocks_to_swap is 9; this model has 4 blocks, so choose 0 to 4."):
         TesseraBlockSwap.execute(flux, 9, 1, "auto")
-    with pytest.raises(ValueError, match="holds no diffusion model"):
+    with pytest.raises(ValueError, match="not a diffusion model"):
         TesseraBlockSwap.execute(object(), 1, 1, "auto")
     once, _ = swap(flux, SwapSettings(1))
-    with pytest.raises(ValueError, match="block swap on it already"):
+    with pytest.raises(ValueError, match="model already has block swap"):
         TesseraBlockSwap.execute(once, 1, 1, "auto")
 
 
@@ -217,7 +217,7 @@ def test_a_model_without_blocks_goes_on_as_it_is_with_one_sentence(flux: Any) ->
     other.add_object_patch("diffusion_model", torch.nn.Linear(2, 2))
     out = TesseraBlockSwap.execute(other, -1, 1, "auto")
     assert type(out.args[0]) is type(flux)
-    assert out.ui["tessera"][0]["notes"] == ["Nothing is swapped: no list of like blocks was found in this model."]
+    assert out.ui["tessera"][0]["notes"] == ["Nothing is swapped: this model has no repeated blocks."]
     assert torch.equal(sample(flux, "flux"), picture)
 
 
@@ -231,7 +231,7 @@ def test_a_prefetch_of_none_is_said_and_one_is_taken(flux: Any, monkeypatch: pyt
         small.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: room)
         out = TesseraBlockSwap.execute(flux, blocks, 0, "auto")
     swapped, notes = out.args[0], out.ui["tessera"][0]["notes"]
-    assert notes[-1] == "prefetch_blocks is 0; one block has to be copied ahead, so 1 is taken."
+    assert notes[-1] == "prefetch_blocks is 0, but at least one block must be copied ahead, so 1 is used."
     assert swapped.swap.prefetch == 1
     if blocks == -1:
         assert swapped.model_size() <= flux.model_size() * 8 // 10

@@ -94,8 +94,8 @@ def test_no_block_takes_cuda_graphs_while_some_stream(asked: str, tiny_flux: Any
     assert {(region.how.backend, region.how.mode) for region in compiled_model.regions.values()} == {(backend, mode)}
     said = [note for note in compiled_model.notes if "block swap" in note]
     assert said == [
-        f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), since some stream from "
-        "the host (block swap)."
+        f"{asked}: blocks are compiled without CUDA graphs (backend {backend}, mode {mode}), because some stream from "
+        "RAM (block swap)."
     ]
     # On the same model without swap the settings hold as they are.
     resident, same = compile_model(tiny_flux, settings)

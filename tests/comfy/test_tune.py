@@ -171,7 +171,7 @@ def test_a_compile_model_in_front_is_named_as_without_effect(tiny_files: dict[st
 
 
 def test_what_is_no_diffusion_model_is_refused(tiny_clip: Any) -> None:
-    with pytest.raises(ValueError, match="^model is a CLIP, which holds no diffusion model; connect the MODEL of"):
+    with pytest.raises(ValueError, match="^model is a CLIP, not a diffusion model; connect the MODEL of"):
         run(tiny_clip)
 
 

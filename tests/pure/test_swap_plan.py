@@ -84,7 +84,7 @@ def test_full_without_attentions_second_run_is_taken_before_full_where_it_fits()
     assert least.device_bytes > full.device_bytes and least.seconds < full.seconds
     made = plan(blocks, OTHER, replace(FAST, free=least.device_bytes), ORDER, choices)
     assert (made.checkpointing, made.budget, made.seconds) == ("selective", LEAST_BUDGET, least.seconds)
-    assert "checkpointing selective, which keeps attention's results and computes the rest again. About" in made.text
+    assert "checkpointing selective, saving only attention's results. About" in made.text
     made = plan(blocks, OTHER, replace(FAST, free=least.device_bytes - 1), ORDER, choices)
     assert (made.checkpointing, made.budget) == ("full", 0.0) and "checkpointing full." in made.text
 
@@ -151,7 +151,9 @@ def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -
     # Weights, what all blocks keep, and what one takes while it goes back.
     assert made.device_bytes == OTHER + WEIGHTS + 8 * GB + GB // 2
     assert made.seconds == pytest.approx(8 * 3.0)
-    assert made.text == ("Everything fits (19.5 GB of 100.0 GB free): checkpointing none. About 24.00 s per step.")
+    assert made.text == (
+        "Everything fits on the GPU (19.5 GB of 100.0 GB free): checkpointing none. About 24 s per step."
+    )
 
 
 def test_with_a_fast_link_swap_is_taken_before_anything_is_computed_again() -> None:
@@ -207,7 +209,9 @@ def test_where_nothing_fits_the_smallest_is_taken_and_it_says_what_is_missing() 
     made = plan(BLOCKS, OTHER, replace(FAST, free=2 * GB), ORDER, ALL)
     assert not made.fits and len(made.swapped) == 8 and made.prefetch == 1 and made.checkpointing == "full"
     assert made.device_bytes == OTHER + 2 * 2 * GB + GB + GB // 2 + 7 * GB // 8
-    assert made.text.startswith("Needs 5.4 GB more than is free, even so (7.4 GB of 2.0 GB free): 8 of 8 blocks stream")
+    assert made.text.startswith(
+        "Needs 5.4 GB more than is free on the GPU (7.4 GB of 2.0 GB free), even with this: 8 of 8 blocks stream"
+    )
 
 
 def test_stepping_down_takes_a_tenth_less_each_time_until_there_is_no_less() -> None:
@@ -226,7 +230,9 @@ def test_in_inference_there_is_no_way_back_and_nothing_is_kept() -> None:
     assert made.checkpointing is None and len(made.swapped) == 4
     assert made.device_bytes == OTHER + WEIGHTS - 4 * GB + 2 * GB + GB // 2
     assert "checkpointing" not in made.text
-    assert made.text.startswith("Fits (9.5 GB of 10.0 GB free): 4 of 8 blocks stream, 1 ahead at 107 GB/s")
+    assert made.text.startswith(
+        "Fits on the GPU (9.5 GB of 10.0 GB free): 4 of 8 blocks stream from RAM, 1 ahead at 107 GB/s"
+    )
 
 
 def test_without_known_seconds_the_fewest_blocks_that_fit_are_swapped() -> None:
@@ -269,7 +275,7 @@ def test_how_many_are_copied_ahead_is_the_least_loss_whatever_blocks_take(part: 
     # A hundredth is given for blocks that stay; between the times that the planner looks at lies as much again.
     assert behind[chosen.prefetch] < 1.02 * min(behind.values()) < 1.06
     assert chosen.prefetch == (2 if part in (0.5, 0.7) else 1)
-    assert f"{len(chosen.swapped)} of 57 blocks stream, {chosen.prefetch} ahead at 25 GB/s." in chosen.text
+    assert f"{len(chosen.swapped)} of 57 blocks stream from RAM, {chosen.prefetch} ahead at 25 GB/s." in chosen.text
 
 
 def test_what_the_user_asked_for_is_the_least_that_is_copied_ahead() -> None:
@@ -313,7 +319,12 @@ LINK = Hardware(free=19 * GB, link=100 * GB, host=100 * GB)
     ("disk", "checkpointing", "swapped", "text"),
     [
         # 3 GB of blocks: one of them in each direction, behind what computes.
-        (2.5, "none", 3, "3 of 8 blocks come from the file at 2.7 GB/s, 1 ahead, checkpointing none. About 24.00 s"),
+        (
+            2.5,
+            "none",
+            3,
+            "3 of 8 blocks stream from the model file at 2.7 GB/s, 1 ahead, checkpointing none. About 24 s",
+        ),
         # A copy takes 20 s, as long as all of the others compute: it is faster to compute again.
         (0.05, "selective", 0, "checkpointing selective. About 28.00 s"),
     ],
@@ -329,7 +340,7 @@ def test_blocks_for_which_memory_has_room_come_over_the_link() -> None:
     slow = in_file(disk=GB / 1000, room=3 * GB)
     made = plan(lying_in(BLOCKS), OTHER, replace(LINK, file=slow), ORDER, ALL)
     there = plan(BLOCKS, OTHER, LINK, ORDER, ALL)
-    assert made == there and "3 of 8 blocks stream, 1 ahead at 107 GB/s" in made.text
+    assert made == there and "3 of 8 blocks stream from RAM, 1 ahead at 107 GB/s" in made.text
     # One byte less, and they have to stay in the file.
     made = plan(lying_in(BLOCKS), OTHER, replace(LINK, file=replace(slow, room=3 * GB - 1)), ORDER, ALL)
     assert made.checkpointing == "selective" and not made.swapped
@@ -355,7 +366,7 @@ def test_sampling_says_how_fast_the_file_is_and_swaps_no_other_blocks() -> None:
     plain = plan(weights, GB, machine, (), choices)
     told = plan(lying_in(weights), GB, replace(machine, file=FileBandwidth(1.9e9, 8e9, 2 * GB, 0)), (), choices)
     assert told.swapped == plain.swapped and len(told.swapped) == 5
-    assert "5 of 8 blocks come from the file at 1.9 GB/s, 1 ahead." in told.text
-    assert "5 of 8 blocks stream, 1 ahead at 25 GB/s." in plain.text
+    assert "5 of 8 blocks stream from the model file at 1.9 GB/s, 1 ahead." in told.text
+    assert "5 of 8 blocks stream from RAM, 1 ahead at 25 GB/s." in plain.text
     kept = replace(machine, file=FileBandwidth(1.9e9, 8e9, 5 * GB, GB))
-    assert "come from the file at 8.0 GB/s" in plan(lying_in(weights), GB, kept, (), choices).text
+    assert "stream from the model file at 8.0 GB/s" in plan(lying_in(weights), GB, kept, (), choices).text

@@ -183,11 +183,11 @@ def test_drawn_forms_are_on_the_whole_as_likely_as_they_should_be():
         ({"caption_dropout": float("nan")}, r"caption_dropout is nan; give a finite number"),
         ({"tag_dropout": 1.0}, r"tag_dropout is 1; set it to 0 or more and below 1"),
         ({"keep_tokens": -1}, r"keep_tokens is -1; set it to 0 or more"),
-        ({"keep_tokens_separator": ", "}, r"keep_tokens_separator is ', ', and a comma stands between tags; set"),
+        ({"keep_tokens_separator": ", "}, r"keep_tokens_separator is ', ', but commas separate tags; set"),
         ({"caption_variants": 0}, r"caption_variants is 0; set it between 1 and 1000"),
         (
             {"caption_variants": 1, "shuffle_tags": True, "wildcards": True},
-            r"caption_variants is 1, so shuffle_tags and wildcards would show one form of each caption for ever; set",
+            r"caption_variants is 1, so shuffle_tags and wildcards would always show the same version of each caption;",
         ),
         (
             {"caption_dropout": 1.0, "tag_dropout": 0.1, "caption_per_line": True},
@@ -239,25 +239,25 @@ def test_pictures_carry_the_forms_of_their_captions(folder):
         (
             ["a, b, c, d", "a", ", ".join("abcdefghij")],
             {"shuffle_tags": True},
-            "Of the forms of these captions as many as caption_variants allows were drawn: 0.png (8 of 24), 2.png (8 "
-            "of 1000 or more).",
+            "These captions have more variants than caption_variants allows, so some were picked at random: 0.png (8 "
+            "of 24), 2.png (8 of 1000 or more).",
         ),
         (["a, b"], {"keep_tokens": 1, "keep_tokens_separator": "#"}, "keep_tokens and keep_tokens_separator have no"),
-        (["a ||| b"], {}, "Captions of 'photos' hold '|||', which is text like any other, as neither shuffle_tags nor"),
+        (["a ||| b"], {}, "Captions of 'photos' hold '|||', which is plain text as long as shuffle_tags and"),
         (["a"], {"caption_variants": 9}, "caption_variants has no effect on 'photos', as neither shuffle_tags, tag_d"),
         (["a\n\n", "b"], {"caption_per_line": True}, "caption_per_line has no effect on 'photos', where no caption fi"),
         (["a"], {"wildcards": True}, "wildcards has no effect on 'photos', where no caption has a {."),
         (
             ["a ||| b, c", "d ||| e, f ||| g"],
             {"shuffle_tags": True, "keep_tokens": 1},
-            "keep_tokens has no effect on 'photos', where '|||' in each caption says what stays.",
+            "keep_tokens has no effect on 'photos': '|||' in each caption already says which tags stay.",
         ),
         (["a, b", ""], {"shuffle_tags": True, "keep_tokens": 1}, "shuffle_tags has no effect on 'photos', where no"),
         (
             ["a fox in snow. It runs, fast", "a, b, 1.5 m, Mr. ", f"a, {'word ' * 12}", f"a, {'word ' * 11}"],
             {"tag_dropout": 0.1, "caption_variants": 999},
-            "Captions of 'photos' that read as sentences, whose parts between commas tag_dropout would take as tags: "
-            "0.png, 2.png; leave it off for them.",
+            "Some captions of 'photos' look like sentences, but tag_dropout treats the parts between commas as tags: "
+            "0.png, 2.png; switch it off for them.",
         ),
         (["a", ""], {"tag_dropout": 0.1, "keep_tokens": 1}, "tag_dropout has no effect on 'photos', where no caption"),
     ],

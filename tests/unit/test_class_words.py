@@ -58,7 +58,7 @@ def test_captions_without_the_word_are_told_and_a_folder_of_them_refused(tmp_pat
     pictures = folder(tmp_path, "a photo of ohwx", "a photo")
     dataset = scan_images(pictures, options=FolderOptions(class_word="ohwx=man"))
     assert [entry.variants.class_texts for entry in dataset.entries] == [("a photo of man",), ()]
-    assert dataset.notes == ("Without the word 'ohwx', so without a class caption: 1.png.",)
+    assert dataset.notes == ("These captions don't have the word 'ohwx', so they get no class caption: 1.png.",)
     with pytest.raises(ValueError, match="class_word stands for 'sks', which no caption of the folder .* holds"):
         scan_images(pictures, options=FolderOptions(class_word="sks=dog"))
     with pytest.raises(ValueError, match="class_word is 'man' and regularisation is on"):

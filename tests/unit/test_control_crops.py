@@ -70,10 +70,10 @@ def test_a_ragged_edge_over_many_shapes_keeps_the_graphs_few_and_says_what_align
     crop, apart = controls.notes
     worst = max(p.crop for of in controls.placements for p in of)
     assert f"{worst:.2%} at worst" in crop
-    assert f"{plan.mean_crop:.2%} in the mean and {plan.worst_crop:.2%} at worst" in apart
+    assert f"{plan.mean_crop:.2%} on average and {plan.worst_crop:.2%} at worst" in apart
     assert apart.endswith(
-        f"To crop both alike, choose fit whole grids (with ragged edge they would take {counts} token counts, each "
-        f"compiled)."
+        f"To crop both the same way, choose fit whole grids (with ragged edge they would take {counts} token counts, "
+        f"each compiled)."
     )
     _, allowed = place_all(pairs, RAGGED_EDGE, max_graphs=counts)
     assert [of[0].grid for of in allowed.placements] == [placement.grid for placement in plan.placements]
@@ -81,7 +81,7 @@ def test_a_ragged_edge_over_many_shapes_keeps_the_graphs_few_and_says_what_align
 
 def test_controls_of_another_size_are_planned_by_themselves_with_the_remedy_in_the_note():
     _, controls = place_all([(size, size) for size in MANY[:4]], RAGGED_EDGE, megapixels=0.5)
-    assert controls.notes[-1].endswith("To crop both alike, set control_megapixels to 0.5, as megapixels is.")
+    assert controls.notes[-1].endswith("To crop both the same way, set control_megapixels to 0.5, like megapixels.")
     (tokens,) = {p.tokens for of in controls.placements for p in of}
     assert tokens == pytest.approx(4096, rel=0.13)
     # Where the grids of both have one shape all the same there is nothing to mend.

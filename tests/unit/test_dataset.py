@@ -91,7 +91,7 @@ def test_pictures_of_kinds_that_are_not_read_are_named(folder):
     before = folder_fingerprint(path, ".txt")
     dataset = scan_images(path)
     assert dataset.notes == (
-        "Left out, being of kinds that are not read: c.gif, sub/b.HEIC; save them as PNG or JPEG.",
+        "Left out, because these file types can't be read: c.gif, sub/b.HEIC; save them as PNG or JPEG.",
     )
     assert (dataset + dataset).notes == dataset.notes * 2
     (path / "c.gif").unlink()
@@ -137,9 +137,9 @@ def test_missing_captions_are_named_up_to_five(folder):
     with pytest.raises(ValueError) as error:
         scan_images(folder(files))
     assert str(error.value) == (
-        "7 of 8 pictures in 'photos' have no .txt caption file: 1.png, 2.png, 3.png, 4.png, 5.png and 2 more; add one "
-        "beside each, such as '1.txt' for '1.png' (an empty file is an empty caption), or take the picture out of the "
-        "folder."
+        "7 of 8 pictures in 'photos' have no .txt caption file: 1.png, 2.png, 3.png, 4.png, 5.png and 2 more; add "
+        "one next to each, such as '1.txt' for '1.png' (an empty file means an empty caption), or take the picture "
+        "out of the folder."
     )
 
 
@@ -160,12 +160,12 @@ def test_missing_captions_are_named_up_to_five(folder):
         (
             {"a.png": None, "a.txt": "fox " * 2_500_000},
             {},
-            r"The caption file 'a.txt' has 10.0 MB, which is no caption; shorten it to at most 1 MB",
+            r"The caption file 'a.txt' has 10.0 MB, too much for a caption; shorten it to at most 1 MB",
         ),
         (
             {"a.png": None, "a.txt": "fox " * 4999},
             {"trigger_words": "ohwx fox"},
-            r"The caption of 'a.png' has 20005 characters with its trigger_words; .* shorten it to at most 20000",
+            r"The caption of 'a.png' has 20005 characters with its trigger_words, .* shorten it to at most 20000",
         ),
         ({"a.png": None, "a.txt": "x"}, {"repeats": 0}, r"repeats is 0; set it to 1 or more"),
         ({"a.png": None}, {"caption_extension": "/../x"}, r"caption_extension is '/../x'; set it to"),
@@ -210,9 +210,9 @@ def test_films_come_with_their_captions_as_pictures_do(folder):
     assert {type(film) for film in dataset.entries} == {VideoEntry} and {film.repeats for film in dataset.entries} == {
         2
     }
-    assert dataset.notes == ("Left out, being of kinds that are not read: old.avi; save them as MP4 (H.264).",)
+    assert dataset.notes == ("Left out, because these file types can't be read: old.avi; save them as MP4 (H.264).",)
     (path / "b.txt").unlink()
-    with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one beside"):
+    with pytest.raises(ValueError, match=r"1 of 5 clips in 'photos' have no .txt caption file: b.mp4; add one next to"):
         scan_videos(path, extraction)
     with pytest.raises(
         ValueError, match=r"The folder 'sub2' holds no clips; put clips \(.gif, .mkv, .mov, .mp4, .webm"
@@ -245,7 +245,7 @@ def test_control_pictures_are_found_by_name_whatever_their_ending(folder):
     after, before = edit_set(folder, ["a.webp", "sub/b.png", "b.png"])
     dataset = scan_images(after, control_folder=before)
     assert controls(dataset, before) == {"a.png": ["a.webp"], "sub/b.jpg": ["sub/b.png"]}
-    assert dataset.notes == ("Control pictures that belong to no picture: b.png.",)
+    assert dataset.notes == ("These control pictures belong to no picture and are ignored: b.png.",)
     assert scan_images(after).entries[0].controls == ()
 
 
@@ -283,7 +283,7 @@ def test_missing_and_doubled_control_pictures_are_told(folder):
         "the same name there, such as '0.png' or '0_0.png' for '0.png', or take the picture out of its folder."
     )
     Image.new("RGB", (8, 8)).save(before / "a.webp")
-    with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are one control picture by their names"):
+    with pytest.raises(ValueError, match=r"holds 'a.png' and 'a.webp', which are the same control picture by name"):
         scan_images(after, control_folder=before)
     with pytest.raises(ValueError, match=r"control_folder is 'after', the folder of the pictures themselves"):
         scan_images(after, control_folder=after)
@@ -304,7 +304,7 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
     [
         (
             {"options": FolderOptions(regularisation=True), "trigger_words": "ohwx"},
-            "trigger_words stand before the",
+            "trigger_words are also added",
         ),
         ({"options": FolderOptions(regularisation=True)}, None),
         (

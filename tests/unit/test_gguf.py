@@ -162,14 +162,16 @@ def test_other_patches_are_worked_into_the_values_and_told(what):
     assert read.layout is None and (read.weight - wanted).norm() <= 1e-6 * wanted.norm()
     assert torch.equal(stored, before)
     (note,) = reading.held_in_full_notes(weights.patcher.model.diffusion_model, weights.patcher.patches, torch.float32)
-    assert note.startswith("Weights that the GGUF file holds under a LoRA that is large or of another kind are held as")
+    assert note.startswith(
+        "Weights that the GGUF file holds under a LoRA that is large or of another kind are converted to"
+    )
 
 
 def test_weights_on_which_patches_still_lie_are_not_read():
     tensor = stored_tensor(random_blocks("Q4_0", 5, 64), kind_of("Q4_0"), (5, 64))
     weights = model_of(tensor)
     weights.patcher.model.diffusion_model.layer.weight.patches = [([], "key")]
-    with pytest.raises(ValueError, match="^The MODEL is still loaded elsewhere"):
+    with pytest.raises(ValueError, match="^The MODEL is still in use elsewhere"):
         weights.linear("layer")
 
 
@@ -181,7 +183,9 @@ def test_a_format_of_the_package_alone_is_held_in_full_and_told():
     read = weights.linear("layer")
     assert read.layout is None and torch.equal(read.weight, dequantised(stored, name))
     (note,) = reading.held_in_full_notes(weights.patcher.model.diffusion_model, {}, torch.bfloat16)
-    assert note.startswith(f"Weights that the GGUF file holds as {name} are held as bfloat16 while it trains, 0.00 GiB")
+    assert note.startswith(
+        f"Weights that the GGUF file holds as {name} are converted to bfloat16 while it trains (0.00 GiB)"
+    )
 
 
 def test_a_format_that_nothing_reads_is_named_with_the_fix(monkeypatch):

@@ -281,7 +281,7 @@ def test_wide_numbers_without_a_white_are_refused(tmp_path, array, told):
 
 def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
     (tmp_path / "a.png").symlink_to(tmp_path / "nowhere.png")
-    with pytest.raises(ValueError, match=r"'sub/a.png' can't be read \(it is a link to a file that is not there\)"):
+    with pytest.raises(ValueError, match=r"'sub/a.png' can't be read \(it's a link to a missing file\)"):
         inspect_image(tmp_path / "a.png", "sub/a.png")
     with pytest.raises(ValueError, match=r"'b.png' can't be read \(it is gone\)") as told:
         inspect_image(tmp_path / "b.png")
@@ -314,7 +314,7 @@ def test_postscript_under_the_name_of_a_picture_is_told_and_starts_no_program(tm
         lambda file: load_image(file, (0, 0, 48, 32), 32, 48),
         lambda file: load_mask(file, alpha=False),
     ):
-        with pytest.raises(ValueError, match=r"'holiday.png' can't be read \(it is no picture or is damaged\); save"):
+        with pytest.raises(ValueError, match=r"'holiday.png' can't be read \(it's damaged or not a picture\); save"):
             read(path)
     assert not started.exists()
 

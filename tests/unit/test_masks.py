@@ -77,7 +77,7 @@ def test_each_picture_takes_the_mask_of_its_name_and_spare_ones_are_told(folder)
     dataset = scan_images(folder, mask_folder=masks)
     assert [entry.name for entry in dataset.entries] == ["a.png", "sub/b.png"]
     assert [entry.mask for entry in dataset.entries] == [masks / "a.jpg", masks / "sub" / "b.png"]
-    assert dataset.notes == ("Masks that belong to no picture or clip: c.png.",)
+    assert dataset.notes == ("These masks belong to no picture or clip and are ignored: c.png.",)
     (folder / "film.mp4").write_bytes(b"")
     (folder / "film.txt").write_text("x")
     put(masks, "film.png")
@@ -90,7 +90,7 @@ def test_what_has_no_mask_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"2 of 3 have no mask in .*: a.png, c/d.jpg; put a picture .* 'a.png' for"):
         match_masks(["a.png", "b.jpg", "c/d.jpg"], tmp_path)
     put(tmp_path, "b.jpg")
-    with pytest.raises(ValueError, match="holds 'b.jpg' and 'b.png', which are one mask by their names; remove one"):
+    with pytest.raises(ValueError, match="holds 'b.jpg' and 'b.png', which are the same mask by name; remove one"):
         match_masks(["b.png"], tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_what_has_no_mask_is_named(tmp_path):
     ("arguments", "message"),
     [
         ({"mask_folder": "."}, "mask_folder is 'set', the folder of the pictures themselves; put the mask pictures"),
-        ({"mask_folder": "masks", "options": {"alpha_mask": True}}, "a picture takes one mask"),
+        ({"mask_folder": "masks", "options": {"alpha_mask": True}}, "a picture can have only one mask"),
         ({"options": {"unmasked_weight": 1.5}}, "unmasked_weight is 1.5; set it between 0"),
         ({"options": {"flip": "vertical"}}, "flip is 'vertical'; choose one of off, horizontal"),
         ({"options": {"crops": 0}}, "crops is 0; set it to 1 or more"),
@@ -125,4 +125,4 @@ def test_a_mask_of_another_shape_than_its_picture_is_refused_by_name(tmp_path):
 
 def test_unmasked_weight_without_masks_is_told(folder):
     dataset = scan_images(folder, options=FolderOptions(unmasked_weight=0.1))
-    assert dataset.notes[0].startswith("unmasked_weight has no effect, as there are no masks")
+    assert dataset.notes[0].startswith("unmasked_weight has no effect without masks")

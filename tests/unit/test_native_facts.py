@@ -196,13 +196,13 @@ def test_a_run_says_the_remarks_of_its_model():
 def test_a_distilled_release_says_what_to_do():
     said = {facts.name: facts.distillation_notes() for facts in NAMED}
     assert said["z-image"] == [
-        "If this is Z-Image-Turbo: it is distilled, which plain training undoes; train on Z-Image and look at the LoRA "
-        "on Z-Image-Turbo (model of Training Preview), or choose ostris/zimage_turbo_training_adapter "
+        "If this is Z-Image-Turbo: it's distilled, and plain training undoes that; train on Z-Image and look at the "
+        "LoRA on Z-Image-Turbo (model of Training Preview), or choose ostris/zimage_turbo_training_adapter "
         "(zimage_turbo_training_adapter_v2.safetensors) at training_adapter of LoRA Network."
     ]
     (krea_2,) = (facts for facts in NAMED if facts.name == "krea-2")
     assert krea_2.remarks()[0].startswith("Krea 2 is under the Krea 2 Community License;")
-    assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, which plain training undoes: choose ostris/")
+    assert said["minimax-h3"][0].startswith("MiniMax H3 is distilled, and plain training undoes that: choose ostris/")
     assert "train on SDXL and look at the LoRA on SDXL Turbo (model of Training Preview)." in said["sdxl"][0]
     assert said["sd1.5"] == []
 

@@ -198,5 +198,5 @@ def test_the_sampling_patched_onto_a_model_is_taken():
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_of_another_kind_is_refused(kind):
-    with pytest.raises(ValueError, match="^model is a Module and samples by .*, which Train LoRA does not train"):
+    with pytest.raises(ValueError, match="^model is a Module and samples by .*, which Train LoRA can't train"):
         objective_of(model_of(sampling_of(kind)))

@@ -72,7 +72,7 @@ def test_the_character_that_is_not_taken_is_named(name, called):
 
 
 def test_a_date_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="dates .* are not filled in, as a run is found again by its name"):
+    with pytest.raises(ValueError, match="dates .* don't work here, since a run is found again by its name"):
         plain_name("lora %date:yyyy-MM-dd%")
 
 

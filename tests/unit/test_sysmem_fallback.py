@@ -37,7 +37,7 @@ def test_what_goes_beyond_what_was_free_has_spilled_and_is_told_once(card: Card)
     assert watch.message() is None
     card.reserved = 9 * GB
     message = watch.message()
-    assert message is not None and message.startswith("About 2.0 GB lie in shared GPU memory")
+    assert message is not None and message.startswith("About 2.0 GB are in shared GPU memory")
     assert watch.message() is None
 
 

@@ -264,21 +264,21 @@ def test_the_bytes_name_the_file_and_a_changed_one_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"no film", "it is no video or is damaged"), (b"", "it is no video or is damaged")],
+    [(b"no film", "it's damaged or not a video"), (b"", "it's damaged or not a video")],
 )
 def test_what_is_no_video_is_told(tmp_path, content, reason):
     path = tmp_path / "a.mp4"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"The clip 'x/a.mp4' can't be read \({reason}\); save it again as MP4"):
         inspect_video(path, "x/a.mp4")
-    with pytest.raises(ValueError, match=r"'gone.mp4' can't be read \(it is gone"):
+    with pytest.raises(ValueError, match=r"'gone.mp4' can't be read \(it's gone"):
         inspect_video(tmp_path / "gone.mp4")
 
 
 def test_a_list_of_other_files_is_not_followed(tmp_path):
     write_film(tmp_path / "other.mp4", 2)
     (tmp_path / "a.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
-    with pytest.raises(ValueError, match=r"The clip 'a.mp4' can't be read \(it is no video or is damaged\); save it"):
+    with pytest.raises(ValueError, match=r"The clip 'a.mp4' can't be read \(it's damaged or not a video\); save it"):
         inspect_video(tmp_path / "a.mp4")
 
 
@@ -289,7 +289,7 @@ def test_a_file_without_pictures_is_told(tmp_path):
         frame.rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    with pytest.raises(ValueError, match=r"can't be read \(it holds no video\)"):
+    with pytest.raises(ValueError, match=r"can't be read \(it has no video track\)"):
         inspect_video(tmp_path / "a.mkv")
 
 
@@ -320,6 +320,6 @@ def test_grey_names_each_frame():
 
 def test_a_link_to_nothing_is_told_without_the_path_of_the_machine(tmp_path):
     (tmp_path / "a.mp4").symlink_to(tmp_path / "nowhere.mp4")
-    with pytest.raises(ValueError, match=r"The clip 'sub/a.mp4' can't be read \(it is gone, or a link to") as told:
+    with pytest.raises(ValueError, match=r"The clip 'sub/a.mp4' can't be read \(it's gone, or a link to") as told:
         inspect_video(tmp_path / "a.mp4", "sub/a.mp4")
     assert str(tmp_path) not in str(told.value)

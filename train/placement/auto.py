@@ -23,7 +23,16 @@ from ...memory.host.flat_buffer import Layout
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.staging import link_bandwidth
 from ...memory.swap.block_cost import LEAST_BUDGET, BlockCost
-from ...memory.swap.plan import Hardware, SearchSpace, SwapPlan, Way, plan, prefetches, step_down
+from ...memory.swap.plan import (
+    Hardware,
+    SearchSpace,
+    SwapPlan,
+    Way,
+    memory_place,
+    plan,
+    prefetches,
+    step_down,
+)
 from ...memory.swap.training import frozen_modules
 from ...models.family import Family
 from ..batch import make_batch
@@ -164,14 +173,6 @@ def chosen_before(facts: Mapping[str, str], asked: MemoryOptions) -> Way | None:
     return Way(checkpointing, LEAST_BUDGET if found == str(LEAST_BUDGET) else asked.activation_budget)
 
 
-def shared_memory_note(device: torch.device) -> str:
-    """Explain what a plan's memory is on a device without memory of its own; empty for a GPU."""
-    if device.type in ("cuda", "xpu"):
-        return ""
-    name = {"cpu": "the CPU", "mps": "MPS"}.get(device.type, device.type)
-    return f" On {name} that is the computer's own memory, as far as it was free when the run began."
-
-
 def search_space(asked: MemoryOptions, blocks: int) -> SearchSpace:
     """Return the search space: all values of the automatic options, the user's value of the others."""
     automatic = asked.checkpointing == "auto"
@@ -243,7 +244,7 @@ def measure(
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
     available = psutil.virtual_memory().available // processes
-    machine = Hardware(free_memory(patcher), link_bandwidth(device), available)
+    machine = Hardware(free_memory(patcher), link_bandwidth(device), available, place=memory_place(device.type))
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     how = settings.memory.attention, on_host, settings.memory.base

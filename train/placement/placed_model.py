@@ -73,11 +73,11 @@ class PlacedModel:
         before = auto.chosen_before(self.before, self.settings.memory)
         self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, before)
         self.memory = self.automatic.options()
-        self.observer.note(self.automatic.plan.text + auto.shared_memory_note(self.device))
+        self.observer.note(self.automatic.plan.text)
 
     def _plan_text(self) -> str | None:
-        """Return the memory plan in words, with what its memory is on this device; None without one."""
-        return self.automatic.plan.text + auto.shared_memory_note(self.device) if self.automatic else None
+        """Return the memory plan in words; None without one."""
+        return self.automatic.plan.text if self.automatic else None
 
     def chosen(self) -> dict[str, str]:
         """Return the checkpointing and its budget where the plan chose them: a run that goes on takes them again."""

@@ -155,7 +155,7 @@ def held_in_full_notes(
             why = "under a LoRA that is large or of another kind" if plain else f"as {type_name(weight)}"
             held[why] = held.get(why, 0) + math.prod(value_shape(weight)) * dtype.itemsize
     return [
-        f"Weights that the GGUF file holds {why} are held as {str(dtype)[6:]} while it trains, {size / 2**30:.2f} GiB "
-        "of them; all others stay as they are stored."
+        f"Weights that the GGUF file holds {why} are converted to {str(dtype)[6:]} while it trains "
+        f"({size / 2**30:.2f} GiB); all others stay as they are."
         for why, size in sorted(held.items())
     ]

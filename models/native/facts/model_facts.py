@@ -105,7 +105,7 @@ def _distilled(facts: ModelFacts, release: NamedRelease) -> str:
     ways = [] if base.distilled else [looked_at]
     if release.adapter:
         ways.append(f"choose {release.adapter} at training_adapter of LoRA Network")
-    way = ", or ".join(ways) or "keep the run short, and compare previews with the model as it was"
+    way = ", or ".join(ways) or "keep the run short, and compare previews with the original model"
     if base.distilled:
-        return f"{release.title} is distilled, which plain training undoes: {way}."
-    return f"If this is {release.title}: it is distilled, which plain training undoes; {way}."
+        return f"{release.title} is distilled, and plain training undoes that: {way}."
+    return f"If this is {release.title}: it's distilled, and plain training undoes that; {way}."

@@ -52,7 +52,7 @@ def test_radiance_trains_on_comfyui_s_forward(folder):
 def test_clips_and_reference_pictures_are_refused(model):
     with pytest.raises(ValueError, match="fox.png is a clip of 3 frames; Chroma trains on pictures."):
         FAMILY.check(model.model, facts(frames=3))
-    with pytest.raises(ValueError, match="fox.png has reference pictures, which Chroma does not see; prepare"):
+    with pytest.raises(ValueError, match="fox.png has reference pictures, which Chroma can't use; prepare"):
         FAMILY.check(model.model, facts(references=(24,)))
     FAMILY.check(model.model, facts())
 
@@ -127,7 +127,7 @@ def test_brackets_are_text_and_weigh_nothing(clip, text):
 
 def test_it_goes_with_flux1s_vae_alone(clip):
     check_pair(text_policy(clip), FLUX)
-    with pytest.raises(ValueError, match="The text encoders are those of Chroma and the VAE is that of Wan"):
+    with pytest.raises(ValueError, match="The text encoders are for Chroma, but the VAE is for Wan"):
         check_pair(text_policy(clip), WAN21)
 
 

@@ -108,7 +108,7 @@ def test_a_forward_that_comes_out_different_is_refused_before_the_first_step(tmp
 
     monkeypatch.setattr(NativeBlock, "forward", in_training)
     monkeypatch.setattr(NativeBlock, "run_core", scaled)
-    with pytest.raises(ValueError, match="whose forward comes out .* different when it is run for training"):
+    with pytest.raises(ValueError, match="whose output is .* different when it runs for training"):
         trainer.run()
     assert trainer.progress.step == 0
 
@@ -155,7 +155,7 @@ def test_patches_of_the_forward_are_refused(tmp_path):
     model = build(SDXL).clone()
     model.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
     watcher = Watcher()
-    with pytest.raises(ValueError, match="carries transformer patches .*, which training of this model cannot honour"):
+    with pytest.raises(ValueError, match="carries transformer patches .*, which training of this model can't apply"):
         train(model, data_of(SDXL, 1), tmp_path, watcher)
     assert "Loading the model" not in watcher.phases
 

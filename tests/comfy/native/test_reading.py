@@ -109,6 +109,6 @@ def test_the_first_step_of_a_run_ends_in_a_sentence(monkeypatch, tmp_path):
         return linear(self, name, **how)._replace(bias=None)
 
     monkeypatch.setattr(FrozenWeights, "linear", without_bias)
-    with pytest.raises(ValueError, match="model is a .* is read .*% otherwise than ComfyUI reads it, so a LoRA of it"):
+    with pytest.raises(ValueError, match="model is a .* is read .*% differently than ComfyUI reads it, so its LoRA"):
         trainer.run()
     trainer.close()

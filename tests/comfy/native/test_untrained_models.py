@@ -33,13 +33,13 @@ def model_of(name):
 def test_it_is_refused_by_name_with_the_reason(name):
     with pytest.raises(ValueError) as error:
         family_of(model_of(name))
-    sentence = f"model is {name}, which Train LoRA does not train ({UNTRAINED[name]}); connect another MODEL."
+    sentence = f"model is {name}, which Train LoRA can't train ({UNTRAINED[name]}); connect another MODEL."
     assert str(error.value) == sentence
 
 
 def test_a_run_is_refused_before_the_model_is_loaded(tmp_path):
     watcher = Watcher()
-    with pytest.raises(ValueError, match=r"^model is SeedVR2, which Train LoRA does not train \(upscales\)"):
+    with pytest.raises(ValueError, match=r"^model is SeedVR2, which Train LoRA can't train \(upscales\)"):
         train(model_of("SeedVR2"), training_data(), tmp_path, watcher)
     assert "Loading the model" not in watcher.phases
 
