@@ -119,14 +119,14 @@ def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
     except OSError as error:
         raise Wrong(f"{path} can't be read: {error.strerror}.") from error
     except ValueError as error:
-        raise Wrong(f"{path} is no JSON file: {error}.") from error
+        raise Wrong(f"{path} isn't a JSON file: {error}.") from error
     if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
-        raise Wrong(f"{path} is a workflow for the browser; open it there and take Workflow > Export (API).")
+        raise Wrong(f"{path} is a workflow for the browser; open it there and use Workflow > Export (API).")
     extra_data: Any = {}
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), dict):
         prompt, extra_data = prompt["prompt"], prompt.get("extra_data")
     if not isinstance(prompt, dict) or not prompt or not all(_is_node(node) for node in prompt.values()):
-        raise Wrong(f"{path} is no workflow in API format; take Workflow > Export (API) in ComfyUI.")
+        raise Wrong(f"{path} isn't a workflow in API format; use Workflow > Export (API) in ComfyUI.")
     return prompt, extra_data if isinstance(extra_data, dict) else {}
 
 
@@ -173,8 +173,11 @@ def find_comfyui() -> Path:
     if (folder / "main.py").is_file() and (folder / "comfy").is_dir():
         return folder
     if named:
-        raise Wrong(f"COMFYUI_PATH is {named}, which holds no ComfyUI; give the folder with main.py.")
-    raise Wrong(f"{beside} holds no ComfyUI; put this pack into its custom_nodes, or let COMFYUI_PATH name its folder.")
+        raise Wrong(f"COMFYUI_PATH is {named}, which isn't a ComfyUI folder; give the folder with main.py.")
+    raise Wrong(
+        f"{beside} isn't a ComfyUI folder; put this pack into ComfyUI's custom_nodes, or set COMFYUI_PATH to its "
+        "folder."
+    )
 
 
 def set_environment(args: Any) -> None:
@@ -378,7 +381,7 @@ class Run:
                 print(self.rank.named(text), file=sys.stderr, flush=True)
         again = saved_a_state(importlib.import_module("folder_paths").get_output_directory(), self.started)
         if again:
-            self.told.line("What was trained is saved; run the same line again to go on.", sys.stderr)
+            self.told.line("Everything up to here is saved; run the same command again to continue.", sys.stderr)
         if failed is not None:
             code = TRY_AGAIN if again else FAILED
         elif self.signal == signal.SIGTERM or (self.signal is None and self.rank.size > 1):  # it came to another device

@@ -26,7 +26,7 @@ def apply_base_lora(patcher: ModelPatcher, options: NetworkOptions, family: Fami
             return ["base_strength has no effect without base_lora."]
         return []
     name = options.base_lora.name
-    notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA holds what is new."]
+    notes = [f"Trained on top of {name} at strength {options.base_strength:g}; the saved LoRA has only what is new."]
     if options.algorithm in ("dora", "oft"):
         notes.append(f"{options.algorithm} multiplies the weight: load {name} before the new LoRA when you use both.")
     return notes + _apply(patcher, options.base_lora, "base_lora", options.base_strength, family)
@@ -38,12 +38,13 @@ def apply_training_adapter(patcher: ModelPatcher, options: NetworkOptions, famil
     if options.training_adapter is None:
         return []
     name, strength = options.training_adapter.name, options.training_adapter_strength
-    notes = [f"Trained with {name} at strength {strength:g} on the model; previews and the saved LoRA are without it."]
+    notes = [f"Trained with {name} at strength {strength:g} on the model; previews and the saved LoRA don't have it."]
     if options.training_adapter == options.base_lora:
-        notes.append(f"{name} is base_lora too, so training has it twice; set one of the two to none.")
+        notes.append(f"{name} is also base_lora, so training would use it twice; set one of the two to none.")
     if options.algorithm == "oft":
         notes.append(
-            f"oft multiplies the weight, which has {name} in it only while it trains; a lora carries over better."
+            f"oft multiplies the weight, and {name} is part of it only while it trains; algorithm lora carries over "
+            "better."
         )
     return notes + _apply(patcher, options.training_adapter, "training_adapter", strength, family)
 
@@ -66,9 +67,9 @@ def _apply(patcher: ModelPatcher, source: LoraSource, default: str, strength: fl
     patcher.add_patches(patches, strength)
     notes = []
     if missing:
-        notes.append(f"{told} also changes what this model does not have, such as {missing[0]}; it is left out.")
+        notes.append(f"{told} also changes parts that this model doesn't have, such as {missing[0]}; they are ignored.")
     if unknown:
-        notes.append(f"{told} has {len(unknown)} keys of no layer of this model, such as {unknown[0]}.")
+        notes.append(f"{told} has {len(unknown)} keys that match no layer of this model, such as {unknown[0]}.")
     return notes
 
 

@@ -50,7 +50,7 @@ class LoraSource:
                 return read_tensors(path)[0]
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{input_name}: {path.name} cannot be read as safetensors ({error}); choose another."
+                    f"{input_name}: {path.name} can't be read as safetensors ({error}); choose another."
                 ) from error
 
         return cls(path.name, fingerprint(read()), read, input_name)

@@ -118,8 +118,8 @@ class WarmStart:
         worst = max(lost, key=lambda name: lost[name])
         mean = sum(lost.values()) / len(lost)
         return [
-            f"{self.source.input(OWN)} has a higher rank than the network in {len(lost)} layers; of their update "
-            f"{mean:.1%} is left out (most in {worst}: {lost[worst]:.1%}). Raise rank to keep it whole."
+            f"{self.source.input(OWN)} has a higher rank than the network in {len(lost)} layers, so {mean:.1%} of "
+            f"their update is lost (most in {worst}: {lost[worst]:.1%}). Raise rank to keep all of it."
         ]
 
     def _take_dense(
@@ -131,7 +131,7 @@ class WarmStart:
             full = delta_of(patches, shape, adapter.down.device, lambda: read().view(shape)).flatten(1)
         except ValueError as error:
             told = f"{self.source.input(OWN)}: {self.source.name}"
-            raise ValueError(f"{told} cannot be begun from ({name}: {error}); choose another LoRA.") from error
+            raise ValueError(f"{told} can't be used as a start ({name}: {error}); choose another LoRA.") from error
         down, up, left_out = truncate_to_rank(full, len(adapter.down), adapter.scale, generator(0, "start", name))
         adapter.down[: len(down)].copy_(down)
         adapter.up[:, : len(down)].copy_(up)
@@ -156,8 +156,8 @@ def read_warm_start(
         ) from error
     if not found.patches and found.others:
         raise ValueError(
-            f"{name} changes {_some(found.others)} in a way that no adapter here begins from; choose one "
-            "that changes the weights of Linear layers, or put it on the MODEL with a LoRA loader."
+            f"{name} changes {_some(found.others)} in a way that training can't start from; choose one that changes "
+            "the weights of Linear layers, or put it on the MODEL with a LoRA loader."
         )
     if not found.patches:
         raise ValueError(
@@ -230,23 +230,23 @@ def _start_notes(
         (first, *more) = forms
         whole = first in ADAPTERS and not more and dense.keys() == taken.keys() <= found.modules.keys()
         yield (
-            f"{told} is {held}; the lora begins from the largest singular parts of what it changes of each weight."
-            + (f" With algorithm {first}, at its own rank and alpha, it would go on as it is." if whole else "")
+            f"{told} is {held}; training starts from the closest LoRA of this rank."
+            + (f" With algorithm {first} and its own rank and alpha it would continue unchanged." if whole else "")
         )
     left = [layer for layer in found.patches if layer not in taken]
     if left:
         yield (
-            f"{told} also has updates for {len(left)} layers that are not trained, which are left out: "
-            f"{_some(left)}. Add them to targets to keep them."
+            f"{told} also has updates for {len(left)} layers that are not trained, and these are dropped: "
+            f"{_some(left)}. To keep them, add them to targets."
         )
     if found.others:
-        yield f"{told} also changes weights that no adapter holds, which are left out: {_some(found.others)}."
+        yield f"{told} also changes weights that no adapter can hold, and these are dropped: {_some(found.others)}."
     if found.text_encoder:
-        yield f"{told} also has {found.text_encoder} keys for the text encoder, which are left out."
+        yield f"{told} also has {found.text_encoder} keys for the text encoder, which are ignored."
     if found.unknown:
-        yield f"{told} has keys of no layer of this model, which are left out: {_some(found.unknown)}."
+        yield f"{told} has keys that match no layer of this model and are ignored: {_some(found.unknown)}."
     if anew := [layer for layer in targets if layer not in taken]:
-        yield f"{len(anew)} of the {len(targets)} trained layers are not in {told} and begin anew: {_some(anew)}."
+        yield f"{len(anew)} of the {len(targets)} trained layers are not in {told} and start from zero: {_some(anew)}."
 
 
 def _form(patches: Sequence[Patch]) -> str:

@@ -17,7 +17,7 @@ def saved_state_message(step: int, state: str) -> str:
     """
     if step == 0:
         return "Nothing was trained yet."
-    return f"What was trained up to step {step} is kept: choose {state} in resume to go on from it with other settings."
+    return f"Everything up to step {step} is saved: to continue with other settings, choose {state} under resume."
 
 
 def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str:
@@ -28,9 +28,7 @@ def unsaved_steps_message(saved: int, state: str, saves_on_the_way: bool) -> str
     saves_on_the_way: True where `save_every` or `save_every_epochs` is set.
     """
     if saved == 0:
-        return (
-            f"What was trained was not saved before{'' if saves_on_the_way else '; set save_every to save on the way'}."
-        )
+        return f"Nothing was saved before that{'' if saves_on_the_way else '; set save_every to save on the way'}."
     return saved_state_message(saved, state)
 
 
@@ -45,17 +43,17 @@ def stopped_message(step: int, saved: int, state: str, resume: str) -> str:
     if step == 0:
         return "Stopped before the first step; nothing was trained yet."
     if saved == 0:
-        return f"Stopped at step {step}; no state could be saved to go on from."
+        return f"Stopped at step {step}, but no state could be saved to continue from."
     at = f"Stopped at step {step} and saved" if saved == step else f"Stopped at step {step}, saved up to step {saved}"
     if resume == "latest":
         return f"{at}; Run goes on from there."
-    return f"{at}; choose {state if resume != 'off' else 'latest'} in resume to go on from there."
+    return f"{at}; to continue from there, choose {state if resume != 'off' else 'latest'} under resume."
 
 
 def out_of_memory_while_loading() -> TrainingStopped:
     """Make the error of an OOM before the first step."""
     return TrainingStopped(
-        "Out of memory while the model was loaded; set blocks_to_swap to -1 on Load Diffusion Model (Block Swap) or "
+        "Out of memory while loading the model; set blocks_to_swap to -1 on Load Diffusion Model (Block Swap) or "
         "Training Memory, or load the model with weight_dtype fp8_e4m3fn, or close other programs on this GPU, and "
         "queue again."
     )
@@ -84,8 +82,8 @@ def not_finite(what: str, step: int) -> CannotContinue:
 def not_unloaded(step: int) -> CannotContinue:
     """Make the error of a model whose LoRA patches could not be removed after the preview at `step`."""
     return CannotContinue(
-        f"ComfyUI could not take the model off the device after the preview at step {step}, so its weights can't be "
-        "trained on any more; restart ComfyUI."
+        f"ComfyUI could not take the model off the device after the preview at step {step}, so training can't "
+        "continue; restart ComfyUI."
     )
 
 
@@ -105,7 +103,7 @@ def explain_error(error: BaseException, step: int, last_save: str, planned_graph
         )
     if over_the_limit(error):
         return TrainingStopped(
-            f"More graphs were needed than the {planned_graphs} planned, at step {step + 1}; set compile to 'off' and "
-            f"queue again. {last_save} This is a fault of Tessera: please report it."
+            f"Step {step + 1} needed more graphs than the {planned_graphs} planned; set compile to 'off' and queue "
+            f"again. {last_save} This is a bug in Tessera; please report it."
         )
     return None

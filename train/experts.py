@@ -82,9 +82,9 @@ def _of_side(side: str, settings: TrainSettings, boundary: float) -> TrainSettin
     low, high = (max(low, boundary), high) if side == HIGH else (low, min(high, boundary))
     if low >= high:
         raise ValueError(
-            f"min_sigma {objective.min_sigma:g} to max_sigma {objective.max_sigma:g} leaves nothing to the "
-            f"{side.replace('_', ' ')} expert, as the two meet at {boundary:g}; widen the range, or connect one expert "
-            "only."
+            f"min_sigma {objective.min_sigma:g} to max_sigma {objective.max_sigma:g} leaves nothing for the "
+            f"{side.replace('_', ' ')} expert, as the two switch at {boundary:g}; widen the range, or connect one "
+            "expert only."
         )
     return replace(
         settings,
@@ -108,13 +108,13 @@ def _validation_of(side: str, options: ValidationOptions | None, boundary: float
     low, high = (max(low, boundary), high) if side == HIGH else (low, min(high, boundary))
     if low >= high:
         raise ValueError(
-            f"min_sigma {options.min_sigma:g} to max_sigma {options.max_sigma:g} of validation leave nothing to the "
-            f"{side.replace('_', ' ')} expert, as the two meet at {boundary:g}; widen them."
+            f"min_sigma {options.min_sigma:g} to max_sigma {options.max_sigma:g} of validation leave nothing for the "
+            f"{side.replace('_', ' ')} expert, as the two switch at {boundary:g}; widen them."
         )
     listed = parse_sigmas(options.sigmas)
     if listed and not any(low <= sigma <= high for sigma in listed):
         raise ValueError(
-            f"sigmas of validation leave nothing to the {side.replace('_', ' ')} expert, which has {low:g} to "
+            f"sigmas of validation leave nothing for the {side.replace('_', ' ')} expert, which has {low:g} to "
             f"{high:g}; add one in that range."
         )
     return replace(options, min_sigma=low, max_sigma=high)

@@ -160,13 +160,13 @@ class Learner:
         self.average.load(state.average)
         if state.average:
             return []
-        return [f"The state has no average of the LoRA, so it is taken from step {state.step} on."]
+        return [f"The state has no average of the LoRA, so averaging starts at step {state.step}."]
 
 
 def _average_left(state: TrainingState) -> list[str]:
     if not state.average:
         return []
     return [
-        f"The state has an average of the LoRA and ema_decay is 0, so the average ends at step {state.step}: what is "
-        "saved from here on are the weights as they are trained. Set ema_decay on Optimizer to go on with it."
+        f"The state has an average of the LoRA, but ema_decay is 0, so from step {state.step} on the plain weights "
+        "are saved. To continue the average, set ema_decay on Optimizer."
     ]

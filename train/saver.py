@@ -142,12 +142,14 @@ class Saver:
         for note in notes:
             self.observer.note(note)
         if state.lineage != self.context.lineage:
-            self.observer.note("The state is of a run with other data, model or settings; it goes on with these.")
+            self.observer.note(
+                "The state comes from a run with other data, model or settings; this run continues with the ones here."
+            )
         for name, value in self.environment.items():
             if name in state.environment and state.environment[name] != value:
                 self.observer.note(
-                    f"The state was saved with {name} = {state.environment.get(name)} and goes on with {value}, so the "
-                    "result may differ in its last bits from an uninterrupted run."
+                    f"The state was saved with {name} = {state.environment.get(name)} and continues with {value}, so "
+                    "the result may differ by rounding from an uninterrupted run."
                 )
 
     def snapshot(self) -> LoraModel:
@@ -175,7 +177,7 @@ class Saver:
         try:
             self._write()
         except OSError as error:
-            self.observer.note(f"{error.strerror} Training goes on and tries again at the next save.")
+            self.observer.note(f"{error.strerror} Training continues and tries again at the next save.")
 
     def save_final(self, spare_folder: Path | None = None) -> FinalLora:
         """Write the final LoRA and the training state. What the disk refuses is reported and ends nothing.
@@ -189,17 +191,19 @@ class Saver:
             self._write_lora(path, lora)
         except OSError as error:
             copy = None if spare_folder is None else self._save_copy(spare_folder, lora)
-            lies = "" if copy is None else f", and a copy lies in {copy.parent.name}/{copy.name} until ComfyUI restarts"
+            lies = "" if copy is None else f", and a copy is in {copy.parent.name}/{copy.name} until ComfyUI restarts"
             self.observer.note(
-                f"{error.strerror} The LoRA goes on through the graph: connect Save LoRA and queue again to write it "
-                f"where there is room{lies}. {self.describe_last_save()}"
+                f"{error.strerror} The LoRA is still passed on in the graph: connect Save LoRA and queue again to "
+                f"save it on a disk with room{lies}. {self.describe_last_save()}"
             )
             return FinalLora(lora, False, copy)
         self.observer.saved(path)
         try:
             self._write_state()
         except OSError as error:
-            self.observer.note(f"{error.strerror} The finished LoRA is saved, but no run can go on from its last step.")
+            self.observer.note(
+                f"{error.strerror} The finished LoRA is saved, but you can't continue from its last step."
+            )
         return FinalLora(lora, True)
 
     def save_unsaved_progress(self) -> None:
@@ -214,9 +218,7 @@ class Saver:
             except Exception as error:  # the user needs the error that ended the run, not this one
                 log.warning("The state could not be saved", exc_info=error)
                 cause = getattr(error, "strerror", None) or "The state could not be saved."
-                last = (
-                    f"The last state that is kept is that of step {saved}." if saved else "No state was saved before."
-                )
+                last = f"The last saved state is that of step {saved}." if saved else "No state was saved before."
                 self.observer.note(f"{cause} {last}")
 
     def describe_last_save(self) -> str:
@@ -238,7 +240,7 @@ class Saver:
             self._write_companion_files()
             save_lora(self.folder.best_path, lora, "kohya", "fp32")
         except OSError as error:
-            self.observer.note(f"{error.strerror} Training goes on without keeping the best LoRA.")
+            self.observer.note(f"{error.strerror} Training continues without saving the best LoRA.")
             return
         self.best = best
         self.observer.saved(self.folder.best_path)
@@ -252,7 +254,9 @@ class Saver:
         if not self.validation_key or not state.validation:
             return
         if state.validation["of"] != self.validation_key:
-            self.observer.note("The state was validated on other pictures or noise, so its validation losses are left.")
+            self.observer.note(
+                "The state was validated on other pictures or noise, so its validation losses are not carried over."
+            )
             return
         self.progress.validation = list(state.validation["points"])
         if self.writes:
@@ -262,13 +266,11 @@ class Saver:
         if options is None or not options.keep_best or least is None or (best and best.loss <= least["loss"]):
             return
         now = (
-            f"the best that is kept is that of step {best.step}"
-            if best
-            else f"the best counts from step {state.step} on"
+            f"the best saved one is that of step {best.step}" if best else f"the best counts from step {state.step} on"
         )
         self.observer.note(
-            f"The LoRA of the least validation loss so far, {least['loss']:.4g} at step {least['step']}, is not kept; "
-            f"{now}."
+            f"The LoRA of the least validation loss so far, {least['loss']:.4g} at step {least['step']}, is not saved "
+            f"any more; {now}."
         )
 
     def _resume_best(self, path: Path, state: TrainingState) -> None:

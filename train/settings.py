@@ -118,7 +118,10 @@ class ValidationOptions:
         finite(self)
         within("part", self.part, 0.0, MOST_HELD_OUT)
         if self.part == 0 and self.data is None:
-            raise ValueError("part is 0 and data is not connected, so nothing is held out; set part above 0 (0.1).")
+            raise ValueError(
+                "part is 0 and data is not connected, so there is nothing to validate on; set part above 0 (such as "
+                "0.1)."
+            )
         if self.every_n_steps < 1:
             raise ValueError(f"every_n_steps is {self.every_n_steps}; set it to 1 or more.")
         if not 0 <= self.min_sigma < self.max_sigma <= 1:
@@ -128,8 +131,8 @@ class ValidationOptions:
             )
         if not self.noise_levels:
             raise ValueError(
-                f"sigmas is {shown(self.sigmas)}, of which nothing lies between min_sigma {self.min_sigma:g} and "
-                f"max_sigma {self.max_sigma:g}; add one that does, or widen them."
+                f"sigmas is {shown(self.sigmas)}, and none of them is between min_sigma {self.min_sigma:g} and "
+                f"max_sigma {self.max_sigma:g}; add one that is, or widen them."
             )
 
     @property

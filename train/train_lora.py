@@ -201,10 +201,10 @@ def _train(
     if begun.finished:
         for note in start_notes:
             observer.note(note)
-        observer.note("This run was finished before with the same data, model and settings; its files are returned.")
+        observer.note("This run already finished with the same data, model and settings, so its files are returned.")
         result = read_finished(folder)
         if watchers and not result.summary.get("previews"):
-            observer.note("It was trained without previews; change output_name or seed to train it again with them.")
+            observer.note("It was trained without previews; to train it again with them, change output_name or seed.")
         return result
 
     if world.is_first:

@@ -253,11 +253,11 @@ class Trainer:
             self.fall_back_to_eager(next(iter(failed.values())))
             return
         for label, cause in failed.items():
-            self.observer.note(f"Blocks of kind {label} train eager, since they can't be compiled: {cause}")
+            self.observer.note(f"{label} blocks can't be compiled, so they run uncompiled: {cause}")
 
     def fall_back_to_eager(self, cause: str) -> None:
         """Switch to eager execution for the rest of the run and report `cause` once."""
-        self.observer.note(f"Compiling failed, so training runs eager: {cause}")
+        self.observer.note(f"Compiling failed, so training runs uncompiled: {cause}")
         self.placed.runner.fall_back_to_eager()
         self.compile_settings = self.placed.compile_settings = None
         self.saver.environment = self.environment()

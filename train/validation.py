@@ -48,7 +48,7 @@ class Validation:
             trainer.observer.phase(trainer.placed.runner.doing())
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
-            trainer.observer.note(f"The validation loss at step {progress.step} is not finite and is left out.")
+            trainer.observer.note(f"The validation loss at step {progress.step} is NaN or infinite and is skipped.")
             return
         point = {"step": progress.step, "loss": loss, "sigmas": list(self.sigmas), "losses": losses}
         progress.validation.append(point)
@@ -59,7 +59,7 @@ class Validation:
         if progress.step == trainer.settings.steps and start["step"] == 0:
             if all(later["loss"] >= start["loss"] for later in progress.validation[1:]):
                 trainer.observer.note(
-                    "At no step was the validation loss below that of the start; train on more pictures, or lower "
+                    "The validation loss never went below its value at the start; train on more pictures, or lower "
                     "learning_rate."
                 )
 

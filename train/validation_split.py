@@ -27,8 +27,8 @@ def hold_out(data: TrainingData, options: ValidationOptions) -> tuple[TrainingDa
     count = max(1, round(options.part * len(files)))
     if count >= len(files):
         raise ValueError(
-            f"part {options.part:g} of Validation holds out {count} of the {len(files)} files of data, which leaves "
-            "nothing to train on; lower part, add pictures, or connect data of its own to Validation."
+            f"part {options.part:g} of Validation takes {count} of the {len(files)} files of data, so nothing is left "
+            "to train on; lower part, add pictures, or connect data of its own to Validation."
         )
     held = set(sorted(files, key=lambda name: (_draw(options.seed, name), name))[:count])
     leaves = [_file(sample) in held and not sample.regularisation for sample in data.samples]
@@ -54,7 +54,7 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
     notes = []
     if options.data is not None:
         if options.part != ValidationOptions.part:
-            notes.append("part of Validation is not used: data is connected to it, and all of that is measured on.")
+            notes.append("part of Validation is not used, because data is connected to it and all of that is measured.")
         if same := {_file(s) for s in data.samples} & {_file(s) for s in held.samples}:
             first = sorted(same)[0]
             notes.append(
@@ -62,7 +62,7 @@ def validation_notes(data: TrainingData, held: TrainingData, options: Validation
                 "if they are the same pictures, the validation loss says nothing about new ones."
             )
     if more := len(set(held.graph_keys()) - set(data.graph_keys())):
-        notes.append(f"Validation adds {more} to the sizes that are compiled: training has no sample of its sizes.")
+        notes.append(f"Validation has {more} that training doesn't have, and each is compiled too.")
     return notes
 
 

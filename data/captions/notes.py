@@ -82,8 +82,8 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
     if rules.on and options.caption_dropout < 1 and named:
         on = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
         yield (
-            f"Some captions of {folder!r} look like sentences, but {on} would treat the parts between commas as tags: "
-            f"{shortlist(named)}; leave it off for them."
+            f"Some captions of {folder!r} look like sentences, but {on} treats the parts between commas as tags: "
+            f"{shortlist(named)}; switch it off for them."
         )
 
 

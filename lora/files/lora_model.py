@@ -153,8 +153,8 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
             names[flat_name(native)] = native
         elif not module.startswith(PREFIX):
             raise ValueError(
-                f"lora holds {shown(key)}, which is no update of a diffusion model in kohya's or ComfyUI's names; "
-                "connect the LORA_MODEL of a training node."
+                f"lora holds {shown(key)}, which isn't a diffusion model key in kohya's or ComfyUI's naming; connect "
+                "the LORA_MODEL of a training node."
             )
         tensors[f"{module}.{suffix}"] = tensor.detach().contiguous()
     result = LoraModel(tensors, getattr(lora, "metadata", None), names)
@@ -162,11 +162,13 @@ def normalised(lora: Mapping[str, Tensor]) -> LoraModel:
         if (DOWN in parts) != (UP in parts):
             raise ValueError(f"lora holds only half of the pair for {flat}; {_AGAIN}.")
         if ALPHA in parts and parts[ALPHA].numel() != 1:
-            raise ValueError(f"lora holds {parts[ALPHA].numel()} numbers as the alpha of {flat}, not one; {_AGAIN}.")
+            raise ValueError(
+                f"lora holds {parts[ALPHA].numel()} numbers as the alpha of {flat} instead of one; {_AGAIN}."
+            )
         for suffix in (DOWN, UP):
             if suffix in parts and (parts[suffix].dim() < 2 or not parts[suffix].numel()):
                 shape = tuple(parts[suffix].shape)
-                raise ValueError(f"lora holds {suffix} of {flat} in the shape {shape}, which is no matrix; {_AGAIN}.")
+                raise ValueError(f"lora holds {suffix} of {flat} in the shape {shape}, which isn't a matrix; {_AGAIN}.")
         if DOWN in parts and ALPHA not in parts:
             result[f"{PREFIX}{flat}.{ALPHA}"] = torch.tensor(float(parts[DOWN].shape[0]))
     return result

@@ -20,7 +20,7 @@ def reader_notes(lora: Mapping[str, Tensor], format: str) -> list[str]:
     model = normalised(lora)
     table, parts = model.table(), model.parts()
     if table is None:
-        return ["Which programs read this file is not known: it is of a model that cannot be trained here."]
+        return ["It's not known which programs read this file, because its model can't be trained here."]
     names = [name for flat in parts if (name := model.name(flat))]
     # Of other tensors diffusers' converters fail, or drop the layers that have them.
     others = sorted({suffix for own in parts.values() for suffix in own} - _PAIR)

@@ -89,7 +89,7 @@ def requantise(
         progress(done, len(names))
         weight, module = tensors[name], name.removesuffix(".weight")
         if weight.dtype not in WIDE or f"{module}.comfy_quant" in tensors:
-            result.left.setdefault("in 8 bit or less already", []).append(module)
+            result.left.setdefault("already in 8 bit or less", []).append(module)
             continue
         held = quantised(weight, base, device, torch.device("cpu"))
         if held is None:

@@ -239,8 +239,8 @@ class OutOfPlace(TorchFunctionMode):
     def _lost(self, func: Any) -> NotImplementedError:
         name = getattr(func, "__name__", "its result")
         return NotImplementedError(
-            f"{self.where} uses a tensor in {name} after it was written through another view, "
-            "which training can't follow."
+            f"{self.where} uses a tensor in {name} after it was written through another view, which training can't "
+            "follow."
         )
 
     def _write_in_place(self, func: Any, args: Any, kwargs: Any, now: Any, named: Any) -> Tensor | None:

@@ -115,7 +115,7 @@ def resolve_folder(choice: str) -> Path:
     Links are followed before the check. Raises ValueError for any other folder, there or not.
     """
     if not isinstance(choice, str):
-        raise ValueError(f"The folder is {shown(choice)}, which is no text; choose one of the list.")
+        raise ValueError(f"The folder is {shown(choice)}, which is not text; choose one from the list.")
     if os.path.isabs(choice):
         roots = read_settings().allowed_folders
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
@@ -126,8 +126,8 @@ def resolve_folder(choice: str) -> Path:
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
         raise ValueError(
-            f"The folder {shown(choice)} may not be read: it is not under ComfyUI's input or datasets folder; move it "
-            f'there (and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
+            f"The folder {shown(choice)} can't be used, because it isn't inside ComfyUI's input or datasets folder; "
+            f'move it there (and choose input/… or datasets/…) or add it to "allowed_folders" in {_place()}.'
         )
     for folder in inside:
         if folder.is_dir():
@@ -167,7 +167,7 @@ def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
     images, videos = set[str](), set[str]()
     for walked, (parent, subfolders, names) in enumerate(os.walk(root)):
         if walked == MOST_WALKED:
-            logger.warning("%s has more than %d folders; those behind them are not listed.", root, MOST_WALKED)
+            logger.warning("%s has more than %d folders; the rest are not listed.", root, MOST_WALKED)
             break
         below = Path(parent).relative_to(root)
         deepest = len(below.parts) == LISTED_LEVELS

@@ -79,7 +79,7 @@ def _written_out(line: str, listed: Sequence[str]) -> Pair:
     halves = [half.strip() for half in line.split(_SEPARATOR)]
     if len(halves) != 2 or halves == [NONE, NONE]:
         raise ValueError(
-            f"loras: {shown(line)} is no pair; write the two names as 'high + low', one of them may be none."
+            f"loras: {shown(line)} isn't a pair; write the two names as 'high + low' (one of them may be none)."
         )
     names: list[str | None] = []
     for half in halves:

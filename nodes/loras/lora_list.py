@@ -57,8 +57,8 @@ def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:
 
 def unknown_lora(line: str) -> ValueError:
     return ValueError(
-        f"loras: {shown(line)} is the name of no LoRA that ComfyUI lists; write it as a LoRA loader shows "
-        "it, or with * for any text."
+        f"loras: {shown(line)} isn't a LoRA that ComfyUI lists; write its name as a LoRA loader shows it, or use * "
+        "for any text."
     )
 
 

@@ -120,8 +120,8 @@ def _check_base(base: str, weight_dtype: str) -> None:
     """Check that one of two inputs alone says how weights are kept. Raises ValueError."""
     if base != AS_STORED and weight_dtype != "default":
         raise ValueError(
-            f"base is '{base}' and weight_dtype is '{weight_dtype}', which both say how the weights are kept; set "
-            "weight_dtype to 'default'."
+            f"base is '{base}' and weight_dtype is '{weight_dtype}', but only one of them can choose the format of "
+            "the weights; set weight_dtype to 'default'."
         )
 
 

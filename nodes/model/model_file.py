@@ -41,8 +41,8 @@ def readable(unet_name: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise ValueError(
-            f"unet_name: {unet_name} can't be read as safetensors ({error}); it is damaged or was not downloaded to "
-            "its end, so download it again."
+            f"unet_name: {unet_name} can't be read as safetensors ({error}); it's damaged or the download is "
+            "incomplete; download it again."
         ) from error
 
 
@@ -114,7 +114,7 @@ def _with_base(path: str, base: str) -> tuple[dict[str, torch.Tensor], Any, list
     kept = kept_file(path, base)
     if _source_of(kept) == _source(path):
         tensors, metadata = comfy.utils.load_torch_file(str(kept), return_metadata=True)
-        return tensors, metadata, [f"base: read from {kept.name}, which holds the blocks in {base}."]
+        return tensors, metadata, [f"base: loaded from {kept.name}, where the blocks are in {base}."]
     read, metadata = _uncompiled(path)
     tensors = diffusion_model_tensors(read, metadata)
     del read
@@ -169,11 +169,11 @@ def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, kept: Path
     """Write the file beside, where there is room. Returns a sentence on it."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if kept.exists() and _is_damaged(kept):
-        return f"base: not kept, since there is a {kept.name} already, which is damaged; delete it."
+        return f"base: not saved, because {kept.name} already exists and is damaged; delete it."
     if kept.exists() and _source_of(kept) is None:
-        return f"base: not kept, since {kept.name} is there already and was not made here."
+        return f"base: not saved, because {kept.name} already exists and was not made by this node."
     if shutil.disk_usage(kept.parent).free < 1.1 * size:
-        return f"base: not kept as a file, since {size / 2**30:.1f} GiB of disk are not free in {kept.parent.name}."
+        return f"base: not saved, because {kept.parent.name} doesn't have {size / 2**30:.1f} GiB of free disk space."
     part = kept.with_suffix(".part")
     try:
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -181,10 +181,10 @@ def _keep(tensors: dict[str, torch.Tensor], metadata: Any, path: str, kept: Path
         os.replace(part, kept)
     except (OSError, SafetensorError, RuntimeError) as error:  # the last for tensors that share memory
         part.unlink(missing_ok=True)
-        return f"base: not kept as a file: {error}."
+        return f"base: not saved as a file: {error}."
     return (
-        f"base: kept as {kept.name} ({size / 2**30:.1f} GiB), which is read from now on. Other loaders read it too; "
-        "delete it if you don't need it."
+        f"base: saved as {kept.name} ({size / 2**30:.1f} GiB), and loaded from there from now on. Other loaders can "
+        "use it too; delete it if you don't need it."
     )
 
 

@@ -18,10 +18,10 @@ def overridden_notes(settings: TrainSettings, rank: int, learning_rate: float) -
     """Notes on inputs of Train LoRA that a connected options node replaces."""
     notes = []
     if settings.network.rank != rank:
-        notes.append(f"rank is {settings.network.rank}, from the connected LoRA Network, not {rank}.")
+        notes.append(f"rank is {settings.network.rank} (from the connected LoRA Network), not {rank}.")
     if settings.optimizer.learning_rate != learning_rate:
         notes.append(
-            f"learning_rate is {settings.optimizer.learning_rate:g}, from the connected Optimizer, "
+            f"learning_rate is {settings.optimizer.learning_rate:g} (from the connected Optimizer), "
             f"not {learning_rate:g}."
         )
     return notes
@@ -32,8 +32,8 @@ def shared_lora_notes(settings: TrainSettings) -> list[str]:
     network = settings.network
     found = {name: getattr(network, name) for name in ("start_from", "base_lora", "training_adapter")}
     notes = [
-        f"{name} {lora.name} is taken by both experts; set {name}_low_noise on LoRA Network to give the low noise one "
-        "its own."
+        f"{name} {lora.name} is used for both experts; to give the low noise one its own, set {name}_low_noise on "
+        "LoRA Network."
         for name, lora in found.items()
         if lora is not None and getattr(network, f"{name}_low_noise") == SAME
     ]
@@ -55,8 +55,8 @@ def inherited_memory(model: ModelPatcher, options: MemoryOptions) -> tuple[Memor
         return options, []
     if options.blocks_to_swap != 0:
         return options, [
-            f"blocks_to_swap is {options.blocks_to_swap}, from the connected Training Memory, not "
-            f"{swap.blocks_to_swap} of the MODEL."
+            f"blocks_to_swap is {options.blocks_to_swap} (from the connected Training Memory), not "
+            f"{swap.blocks_to_swap} as set on the MODEL."
         ]
     taken = replace(
         options,
@@ -98,13 +98,15 @@ def inherited_compile(model: ModelPatcher, compile: str) -> tuple[CompileSetting
     notes = []
     if unused:
         notes.append(
-            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} left out: training "
-            "compiles block by block, in whole graphs of planned sizes."
+            f"Of the Compile Model node {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored, because "
+            "training compiles block by block for planned sizes."
         )
     taken = CompileSettings(asked.backend, asked.mode, fullgraph=asked.fullgraph, overrides=asked.overrides)
     hows = [taken.how(), *(override.apply(taken.how()) for override in taken.overrides if not override.eager)]
     # Blocks of one kind share one callable, and a CUDA graph is bound to the addresses of one block's weights.
     for how in dict.fromkeys(how.without_cuda_graphs() for how in hows if how.cuda_graphs()):
-        notes.append(f"Training takes no CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}.")
+        notes.append(
+            f"Training doesn't use CUDA graphs, so it compiles with backend {how.backend} and mode {how.mode}."
+        )
     base = taken.how().without_cuda_graphs()
     return replace(taken, backend=base.backend, mode=base.mode), list(dict.fromkeys(notes))

@@ -87,7 +87,9 @@ def preview_sheet(result: TrainResult) -> Tensor | ExecutionBlocker:
     """Load the preview sheet as an IMAGE."""
     sheet = result.sheet
     if sheet is None:
-        return ExecutionBlocker("This run has no previews; connect a Training Preview to preview of Train LoRA.")
+        return ExecutionBlocker(
+            "This run has no previews; to get some, connect Training Preview to preview of Train LoRA."
+        )
     with Image.open(sheet, formats=["PNG"]) as sheet_image:
         return image_tensor(sheet_image)
 

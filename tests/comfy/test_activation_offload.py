@@ -117,7 +117,7 @@ def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flu
     trainer.run()
     assert trainer.placed.runner.offload is None
     assert notes == [
-        "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is 'selective'."
+        "offload_activations is ignored: it only works with checkpointing full, and checkpointing is 'selective'."
     ]
 
 

@@ -109,9 +109,9 @@ def test_a_model_that_another_pack_has_compiled_is_not_taken_for_one(tiny_flux):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"text": torch.zeros(1, 16, 32)}, "data has text of width 32 and the model takes 64; prepare the data with"),
-        ({"latent": torch.zeros(4, 8, 8)}, "data has latents of 4 channels and the model takes 16; prepare the data"),
-        ({"conditioning": {"pooled_output": torch.zeros(1, 8)}}, "data has pooled text of width 8 and the model takes"),
+        ({"text": torch.zeros(1, 16, 32)}, "data has text of width 32 but the model takes 64; prepare the data with"),
+        ({"latent": torch.zeros(4, 8, 8)}, "data has latents of 4 channels, but the model takes 16; prepare the data"),
+        ({"conditioning": {"pooled_output": torch.zeros(1, 8)}}, "data has pooled text of width 8 but the model takes"),
     ],
     ids=["text width", "latent channels", "pooled width"],
 )
@@ -122,7 +122,7 @@ def test_data_of_another_family_is_refused(fields, sentence, tiny_flux, tmp_path
 
 def test_data_of_another_family_with_the_same_shapes_is_refused(tiny_flux, tmp_path):
     data = TrainingData((sample("picture 0", 4, 4),), "wan", family="Wan")
-    sentence = "data was prepared with the VAE and the text encoders of Wan, and model is one of FLUX.1; load the VAE"
+    sentence = "data was prepared for Wan, but the model is FLUX.1; prepare it with the VAE"
     assert_refused(tiny_flux, data, tmp_path, sentence)
 
 
@@ -130,7 +130,7 @@ def test_a_ragged_edge_is_refused_where_comfyui_s_own_forward_runs(tmp_path):
     row = ROWS[0]
     whole = sample_of(row, "picture 0")
     short = replace(sample_of(row, "picture 1"), tokens=whole.tokens - 1)
-    sentence = r"data has grids with a ragged edge \(picture 1\), and .* takes whole ones; set fit to whole grids on"
+    sentence = r"data has grids with a ragged edge \(picture 1\), which .* doesn't support; set fit to whole grids on"
     assert_refused(build(row), TrainingData((whole, short), "ragged"), tmp_path, sentence)
 
 
@@ -141,7 +141,7 @@ def test_a_clip_is_refused(tiny_flux, tmp_path):
 
 
 def test_no_data_is_refused(tiny_flux, tmp_path):
-    assert_refused(tiny_flux, TrainingData((), "none"), tmp_path, "data holds no sample; connect Prepare Dataset")
+    assert_refused(tiny_flux, TrainingData((), "none"), tmp_path, "data is empty; connect Prepare Dataset")
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_a_file_that_is_no_state_and_a_state_past_the_last_step_are_refused(tiny
         train(tiny_flux, mixed_data(), tmp_path, cancel_at(5))
     (folder,) = tmp_path.iterdir()
     (folder / "state-000009.tessera").write_bytes((folder / "summary.json").read_bytes())
-    with pytest.raises(ValueError, match="state-000009.tessera is not a whole state of this version; choose another"):
+    with pytest.raises(ValueError, match="state-000009.tessera is incomplete or from another version; choose another"):
         train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000009.tessera")
-    with pytest.raises(ValueError, match="that state is at step 5, past steps = 3; raise steps"):
+    with pytest.raises(ValueError, match="that state is already at step 5, but steps is 3; raise steps"):
         train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000005.tessera", steps=3)
     with pytest.raises(ValueError, match="resume: that state was trained with rank 4 .* here has 2; set rank to 4"):
         train(tiny_flux, mixed_data(), tmp_path, resume=f"{folder.name}/state-000005.tessera", network={"rank": 2})
@@ -234,7 +234,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_names_the_step_and_keeps_what
     poisoned = TrainingData(tuple(samples), data.fingerprint)
     watcher = Watcher()
     with pytest.raises(
-        TrainingStopped, match="at step 5; lower learning_rate. What was trained up to step 4 is kept: choose tiny-"
+        TrainingStopped,
+        match="at step 5; lower learning_rate. Everything up to step 4 is saved: to continue with .*, choose tiny-",
     ):
         train(tiny_flux, poisoned, tmp_path / "bad", watcher, save_every=0)
     assert len(watcher.losses) == 4
@@ -294,7 +295,7 @@ def test_a_full_disk_at_a_save_in_between_is_noted_and_training_goes_on(room, ti
         watcher = Watcher(at_step=lambda done: full.fill() if done == 4 else full.free() if done == 5 else None)
         result = train(tiny_flux, mixed_data(), tmp_path / "full", watcher)
     (note,) = [n for n in watcher.notes if "could not be saved" in n]
-    assert "Training goes on and tries again at the next save." in note
+    assert "Training continues and tries again at the next save." in note
     assert result.summary["status"] == "finished" and note in result.summary["notes"]
     assert all(torch.equal(result.lora[name], whole.lora[name]) for name in whole.lora)
     assert not list(tmp_path.rglob(".*"))
@@ -318,13 +319,16 @@ def test_a_full_disk_at_the_end_leaves_the_lora_in_the_graph_and_the_last_whole_
     assert all(torch.equal(restored.lora[name], whole.lora[name]) for name in whole.lora)
     if room == 300_000:  # the LoRA finds room, its state does not
         assert note.startswith("state-000006.tessera could not be saved: ")
-        assert note.endswith("The finished LoRA is saved, but no run can go on from its last step.")
+        assert note.endswith("The finished LoRA is saved, but you can't continue from its last step.")
         assert result.saved and result.path.is_file() and result.summary["status"] == "finished" and not again.losses
         return
     assert note.startswith("tiny.safetensors could not be saved: ")
-    kept = f"What was trained up to step 4 is kept: choose {folder.name}/state-000004.tessera in resume to go on from "
-    graph = "The LoRA goes on through the graph: connect Save LoRA and queue again to write it where there is room. "
-    assert note.endswith(f" {graph}{kept}it with other settings.")
+    state = f"{folder.name}/state-000004.tessera"
+    kept = f"Everything up to step 4 is saved: to continue with other settings, choose {state} under resume."
+    graph = (
+        "The LoRA is still passed on in the graph: connect Save LoRA and queue again to save it on a disk with room. "
+    )
+    assert note.endswith(f" {graph}{kept}")
     assert not result.saved and result.copy is None and result.summary["status"] == "unsaved"
     assert "Resumed at step 4." in again.notes and restored.saved
 
@@ -347,7 +351,7 @@ def test_a_lora_that_its_folder_does_not_take_at_the_end_is_copied_elsewhere(tin
     saved = safetensors.torch.load_file(copy)
     assert saved.keys() == result.lora.keys() and all(torch.equal(saved[name], result.lora[name]) for name in saved)
     (note,) = [note for note in watcher.notes if note.startswith("tiny.safetensors could not be saved: ")]
-    assert f"where there is room, and a copy lies in temp/{copy.name} until ComfyUI restarts. " in note
+    assert f"on a disk with room, and a copy is in temp/{copy.name} until ComfyUI restarts. " in note
     assert outputs(result)[2] == str(copy) and summary_payload(result)["path"] == ""
     assert outputs(replace(result, copy=None))[2] == ""
 
@@ -359,7 +363,7 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
         with pytest.raises(InterruptProcessingException):
             train(tiny_flux, mixed_data(), tmp_path, watcher)
     (note,) = [note for note in watcher.notes if "step000003.safetensors could not be saved" in note]
-    assert note.endswith("The last state that is kept is that of step 2.")
+    assert note.endswith("The last saved state is that of step 2.")
     assert [path.name for path in tmp_path.rglob("*.tessera")] == ["state-000002.tessera"]
 
 
@@ -368,19 +372,19 @@ def told_of_a_full_disk(model, root, step, **options):
     with disk(400) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == step else None)
         assert not train(model, mixed_data(), root, watcher, **options).saved
-    return [note for note in watcher.notes if "goes on through the graph" in note]
+    return [note for note in watcher.notes if "is still passed on in the graph" in note]
 
 
 def test_where_nothing_was_saved_before_or_elsewhere_a_full_disk_at_the_end_says_so(tiny_flux, tmp_path):
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "none", 2, steps=2, save_every=0)
-    assert note.endswith(" What was trained was not saved before; set save_every to save on the way.")
+    assert note.endswith(" Nothing was saved before that; set save_every to save on the way.")
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path / "all", 1, steps=2, save_every=1)
-    assert note.endswith(" What was trained was not saved before.")
+    assert note.endswith(" Nothing was saved before that.")
     first = train(tiny_flux, mixed_data(), tmp_path, steps=3, save_every=0).path.parent
     named = f"{first.name}/state-000003.tessera"
     options = {"steps": 4, "save_every": 0, "resume": named, "output_name": "styles/other"}
     (note,) = told_of_a_full_disk(tiny_flux, tmp_path, 4, **options)
-    assert f"What was trained up to step 3 is kept: choose {named} in resume" in note
+    assert f"Everything up to step 3 is saved: to continue with other settings, choose {named} under resume" in note
 
 
 def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(tiny_flux, tmp_path, monkeypatch):
@@ -391,7 +395,7 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
     with disk(400) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == 3 else None)
         with pytest.raises(
-            TrainingStopped, match="at step 4; lower learning_rate. What was trained up to step 2 is ke"
+            TrainingStopped, match="at step 4; lower learning_rate. Everything up to step 2 is saved: t"
         ):
             train(tiny_flux, mixed_data(), tmp_path, watcher)
     (state,) = tmp_path.rglob("*.tessera")
@@ -399,7 +403,10 @@ def test_what_is_said_to_be_kept_of_a_run_without_a_loss_is_what_could_be_saved(
     # Of a run that goes on elsewhere and makes no step, what is kept is what it went on from.
     monkeypatch.setattr(Trainer, "finite", lambda self, total: finite(self, total * math.nan))
     named = state.relative_to(tmp_path).as_posix()
-    with pytest.raises(TrainingStopped, match=f"What was trained up to step 2 is kept: choose {named} in resume"):
+    with pytest.raises(
+        TrainingStopped,
+        match=f"Everything up to step 2 is saved: to continue with other settings, choose {named} under resume",
+    ):
         train(tiny_flux, mixed_data(), tmp_path, resume=named, output_name="other")
 
 
@@ -430,7 +437,7 @@ def test_a_disk_without_room_for_the_least_that_a_run_writes_is_told_before_it_t
 
     for steps, what, states in ((1, "a state of", 1), (2, "2 states of", 2), (4, "3 states of", 3)):
         written = sizes["tiny.safetensors"] + states * sizes["state-000004.tessera"]
-        sentence = rf"^output_name: the disk .* MB free, and the run writes at least .* and {what} .*; free some space"
+        sentence = rf"^output_name: the disk .* MB free, but this run writes at least .* and {what} .*; free some space"
         leave(written * 8 // 10)
         assert_refused(tiny_flux, mixed_data(), tmp_path / f"full {steps}", sentence, **options, steps=steps)
         leave(written)

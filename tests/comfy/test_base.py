@@ -105,7 +105,7 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     assert not model_file.kept_file(str(path), "int8").exists()  # it took no minute
     monkeypatch.setattr(model_file, "LONG", -1.0)
     first, notes = load(path, "int8")
-    assert notes[-1].startswith("base: kept as flux.int8.safetensors (0.0 GiB), which is read from now on.")
+    assert notes[-1].startswith("base: saved as flux.int8.safetensors (0.0 GiB), and loaded from there from now on.")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["flux.int8.safetensors", "flux.safetensors"]
 
     def never(*_: Any) -> Any:
@@ -114,7 +114,7 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     with monkeypatch.context() as patched:
         patched.setattr(model_file, "requantise", never)
         second, notes = load(path, "int8")
-        assert notes == ["base: read from flux.int8.safetensors, which holds the blocks in int8."]
+        assert notes == ["base: loaded from flux.int8.safetensors, where the blocks are in int8."]
         assert torch.equal(sample(first, "flux"), sample(second, "flux"))
         with pytest.raises(AssertionError, match="once more"):  # another file under the old name
             path.write_bytes(tiny.write_flux(tmp_path / "other.safetensors", seed=1).read_bytes())
@@ -122,12 +122,12 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     kept = model_file.kept_file(str(path), "int8")
     save_file({"a": torch.zeros(1)}, kept)
     assert load(path, "int8")[1][-1] == (
-        "base: not kept, since flux.int8.safetensors is there already and was not made here."
+        "base: not saved, because flux.int8.safetensors already exists and was not made by this node."
     )
     assert list(load_file(kept)) == ["a"]
     kept.write_bytes(kept.read_bytes()[:40])
     assert load(path, "int8")[1][-1] == (
-        "base: not kept, since there is a flux.int8.safetensors already, which is damaged; delete it."
+        "base: not saved, because flux.int8.safetensors already exists and is damaged; delete it."
     )
     kept.unlink()
     monkeypatch.setattr(model_file.shutil, "disk_usage", lambda _: type("", (), {"free": 0})())
@@ -148,7 +148,7 @@ def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_
     scaled = tiny.write_flux(tmp_path / "scaled.safetensors", fp8=True)
     _, notes = load(scaled, "int8")
     assert notes[0] == "base is 'int8', but no layer was converted."
-    assert " more stayed as stored: in 8 bit or less already." in notes[1]
+    assert " more stayed as stored: already in 8 bit or less." in notes[1]
 
 
 @pytest.mark.parametrize("name", ["hidream", "krea-2"])
@@ -216,7 +216,9 @@ def test_memory_is_that_of_8_bit_and_a_slice(load, tmp_path, monkeypatch) -> Non
 
 
 def test_bad_input_is_one_sentence_and_cancel_is_obeyed(tiny_files, load, tmp_path, monkeypatch) -> None:
-    with pytest.raises(ValueError, match="base is 'int8' and weight_dtype is 'fp8_e4m3fn', which both say"):
+    with pytest.raises(
+        ValueError, match="base is 'int8' and weight_dtype is 'fp8_e4m3fn', but only one of them can choose"
+    ):
         load(tiny_files["flux"], "int8", "fp8_e4m3fn")
     others = {f"transformer_{name}": tensor for name, tensor in load_file(tiny_files["flux"]).items()}
     save_file(others, tmp_path / "others.safetensors")

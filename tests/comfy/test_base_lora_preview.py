@@ -26,6 +26,6 @@ def test_a_preview_at_the_start_is_that_of_core_with_the_base_lora(tiny_flux, ti
     assert np.array_equal(made, PREVIEW["of_core"](loaded, tiny_vae, None, 5))
     assert not np.array_equal(made, PREVIEW["of_core"](tiny_flux, tiny_vae, None, 5))
     assert shared_lora_notes(settings) == [
-        "base_lora base.safetensors is taken by both experts; set base_lora_low_noise on LoRA Network to give the low "
-        "noise one its own."
+        "base_lora base.safetensors is used for both experts; to give the low noise one its own, set "
+        "base_lora_low_noise on LoRA Network."
     ]

@@ -77,9 +77,7 @@ def test_it_trains_as_on_a_model_that_was_loaded_in_it_and_leaves_the_model(base
     swapped = trained(model, tmp_path, base=base, blocks_to_swap=2, checkpointing="full")
     assert_same_run(found, swapped)
     *_, told = swapped.placed.base_notes
-    assert told.startswith(
-        "base: those of the swapped blocks take 0.00 GiB more of the computer's memory, as the MODEL"
-    )
+    assert told.startswith("base: the swapped blocks take 0.00 GiB of extra RAM, because the MODEL")
     slots = [slot.numel() for slot in swapped.placed.swap.ring.slots]
     theirs = trained(in_base, tmp_path, blocks_to_swap=2, checkpointing="full")
     assert slots == [slot.numel() for slot in theirs.placed.swap.ring.slots] and len(slots) == 2
@@ -122,7 +120,7 @@ def test_what_is_held_and_what_is_left_is_told(wide_file: Path, tmp_path: Path) 
     assert found.base_notes[0].startswith("base: 13 layers of the blocks were converted to int8 in 0 s for this run")
     (left,) = found.base_notes[1:]
     assert left.startswith("base: single_blocks.1.mod, single_blocks.1.linear1, ") and left.endswith(
-        "in 8 bit or less already."
+        "already in 8 bit or less."
     )
     assert trained(loaded(wide_file), tmp_path).placed.base_notes == []
 

@@ -76,8 +76,8 @@ def test_where_the_choice_does_not_fit_any_more_it_is_said(tiny_flux, tmp_path, 
     result, notes = run(tiny_flux, tmp_path, steps=2)
     assert result.summary["checkpointing"] == "full"
     assert (
-        "The state was saved with checkpointing = none and goes on with full, so the result may differ in its last "
-        "bits from an uninterrupted run."
+        "The state was saved with checkpointing = none and continues with full, so the result may differ by rounding "
+        "from an uninterrupted run."
     ) in notes
 
 

@@ -121,9 +121,9 @@ def test_a_run_is_in_the_order_of_its_steps_and_lines_stand_for_what_is_listed(f
     ("changes", "match"),
     [
         ({}, "loras is empty; name LoRAs, choose a run"),
-        ({"loras": "../secret"}, "loras: '../secret' is the name of no LoRA that ComfyUI lists"),
-        ({"loras": "/etc/*"}, "is the name of no LoRA that ComfyUI lists"),
-        ({"loras": "of_wan"}, "loras: of_wan.safetensors changes no weight of this model"),
+        ({"loras": "../secret"}, "loras: '../secret' isn't a LoRA that ComfyUI lists"),
+        ({"loras": "/etc/*"}, "isn't a LoRA that ComfyUI lists"),
+        ({"loras": "of_wan"}, "loras: of_wan.safetensors doesn't change this model"),
         ({"loras": "broken"}, "loras: broken.safetensors cannot be read by ComfyUI .*4 elements.*; take it out"),
         ({"run": RUN, "strengths": "0"}, "strengths is '0'; give one or more numbers other than 0"),
         ({"run": RUN, "strengths": "strong"}, "strengths is 'strong'"),

@@ -213,14 +213,14 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
             {"loras": "two_high_*/*"},
             "has 2 low noise halves .* write the one that you mean, such as 'two_high_noise-",
         ),
-        ({"loras": "own_high_noise + nothing"}, "'nothing' is the name of no LoRA that ComfyUI lists"),
-        ({"loras": "nothing"}, "'nothing' is the name of no LoRA that ComfyUI lists"),
-        ({"loras": "none + none"}, "'none \\+ none' is no pair; write the two names as 'high \\+ low'"),
+        ({"loras": "own_high_noise + nothing"}, "'nothing' isn't a LoRA that ComfyUI lists"),
+        ({"loras": "nothing"}, "'nothing' isn't a LoRA that ComfyUI lists"),
+        ({"loras": "none + none"}, "'none \\+ none' isn't a pair; write the two names as 'high \\+ low'"),
         (
             {"loras": "light_* + light_LOW"},
             "'light_\\*' stands for 2 LoRAs; name one of them in 'light_\\* \\+ light",
         ),
-        ({"loras": "own_high_noise + of_flux"}, "of_flux.safetensors changes no weight of this model"),
+        ({"loras": "own_high_noise + of_flux"}, "of_flux.safetensors doesn't change this model"),
         ({"loras": "none + lone_low_noise", "strengths": "1/0"}, "strengths are 0 for lone_low_noise"),
         ({"loras": "own", "strengths": "0/0"}, "strengths is '0/0'; give .* or one for each expert, such as 1/0.6"),
         (
@@ -232,7 +232,7 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
         ({"loras": "own", "clips": "all"}, "clips is 'all'; choose one of middle frame, 3 frames"),
         (
             {"loras": "own", "switch_step": 4},
-            "switch_step is 4, and prompt 1 has 4 steps, which leaves nothing to",
+            "switch_step is 4, and prompt 1 has 4 steps, which leaves no steps for",
         ),
         (
             {"lora_models": {"lora0": lora_of(0)}},
@@ -242,7 +242,7 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
             {"lora_models_low_noise": {"lora0": lora_of(0)}},
             "lora0 has no high noise half; connect Train LoRA's",
         ),
-        ({"loras": "own", "model_low_noise": None}, "'own' is the name of no LoRA"),
+        ({"loras": "own", "model_low_noise": None}, "'own' isn't a LoRA"),
         (
             {"loras": "own_high_noise + own_low_noise", "model_low_noise": None},
             "two experts; connect model_low_noise",

@@ -112,7 +112,7 @@ def test_the_folder_is_taken_where_nothing_is_set_yet(tmp_path, environment):
 def test_a_folder_of_the_users_own_stays(tmp_path, environment):
     environment.setenv(FOLDER, str(tmp_path / "mine"))
     said = use_persistent_cache(tmp_path / "cache")
-    assert said == f"Compiled graphs are saved in {tmp_path / 'mine'}, which TORCHINDUCTOR_CACHE_DIR names."
+    assert said == f"Compiled graphs are saved in {tmp_path / 'mine'}, as TORCHINDUCTOR_CACHE_DIR asks."
     assert os.environ[FOLDER] == str(tmp_path / "mine") and not (tmp_path / "cache").exists()
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_torchs_own_stays(tmp_path):
 @pytest.mark.parametrize(
     ("module", "name", "value", "said"),
     [
-        ("torch.compiler.config", "force_disable_caches", True, "switched off, so every start compiles anew."),
+        ("torch.compiler.config", "force_disable_caches", True, "switched off, so every start compiles again."),
         (
             "torch._inductor.config",
             "fx_graph_cache",

@@ -167,9 +167,9 @@ def test_train_lora_takes_what_it_can_and_names_what_it_leaves_out(tiny_flux):
     settings, notes = taken(mode=mode, dynamic="true", scope="stack", overrides=lines, cache_size_limit=8)
     assert settings == CompileSettings(mode=mode, overrides=parse_overrides(lines))
     assert notes == [
-        "Of the Compile Model node dynamic true, dynamic true of overrides, cache_size_limit 8, scope stack are left "
-        "out: training compiles block by block, in whole graphs of planned sizes.",
-        "Training takes no CUDA graphs, so it compiles with backend inductor and mode max-autotune-no-cudagraphs.",
+        "Of the Compile Model node dynamic true, dynamic true of overrides, cache_size_limit 8, scope stack are "
+        "ignored, because training compiles block by block for planned sizes.",
+        "Training doesn't use CUDA graphs, so it compiles with backend inductor and mode max-autotune-no-cudagraphs.",
     ]
     for values, mode in (
         ({"mode": "reduce-overhead"}, "default"),
@@ -178,7 +178,7 @@ def test_train_lora_takes_what_it_can_and_names_what_it_leaves_out(tiny_flux):
     ):
         settings, notes = taken(**values)
         assert settings == CompileSettings("inductor", mode)
-        assert notes == [f"Training takes no CUDA graphs, so it compiles with backend inductor and mode {mode}."]
+        assert notes == [f"Training doesn't use CUDA graphs, so it compiles with backend inductor and mode {mode}."]
 
 
 def test_compile_model_changes_nothing_that_a_run_is_known_by(tiny_flux, tmp_path):
@@ -290,7 +290,6 @@ def test_train_lora_behind_compile_model_compiles_so_and_loses_nothing(server, t
     assert {region["how"]["backend"] for region in report["regions"]} == {"aot_eager"}
     assert compiled["graphs_compiled"] == compiled["graphs_planned"] == 2
     assert [note for note in compiled["notes"] if "Compile Model" in note] == [
-        "Of the Compile Model node dynamic true is left out: training compiles block by block, in whole graphs of "
-        "planned sizes."
+        "Of the Compile Model node dynamic true is ignored, because training compiles block by block for planned sizes."
     ]
     assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)

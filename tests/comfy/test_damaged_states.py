@@ -161,7 +161,7 @@ def test_a_value_that_no_state_has_is_named_and_the_older_state_is_taken_or_it_d
         if (field, kind) == ("lineage", "text"):  # of another run, for all that it says
             continue
         (note,) = notes
-        assert note.startswith(f"{resume} is passed over: ") and len(note) < 400, (field, kind, note)
+        assert note.startswith(f"{resume} is skipped: ") and len(note) < 400, (field, kind, note)
         with pytest.raises(ValueError) as refused:
             begun(stopped, resume=resume)
         assert_one_sentence(str(refused.value))
@@ -223,4 +223,4 @@ def test_of_many_damaged_states_five_are_named(stopped):
     for step in range(3, 12):
         newest.with_name(f"state-{step:06d}.tessera").write_bytes(b"half a state")
     state, notes = begun(stopped)
-    assert state == newest and len(notes) == 6 and notes[-1] == "4 more damaged states are passed over."
+    assert state == newest and len(notes) == 6 and notes[-1] == "4 more damaged states are skipped."

@@ -106,7 +106,7 @@ def test_a_name_that_leaves_its_root_is_refused_before_any_file_is_looked_at(hom
         raise AssertionError("the file system was asked")
 
     monkeypatch.setattr(folder_access, "_is_within", touched)
-    with pytest.raises(ValueError, match="may not be read"):
+    with pytest.raises(ValueError, match="can't be used"):
         folder_access.resolve_folder(f"input/{below}")
 
 
@@ -123,12 +123,12 @@ def test_linked_inputs_whose_values_are_not_known_yet_pass_the_door(home):
 def test_folders_that_the_settings_allow_are_offered_and_open(home):
     put_pictures(home / "elsewhere" / "mine")
     choice = (home / "elsewhere" / "mine").as_posix()
-    with pytest.raises(ValueError, match="may not be read"):
+    with pytest.raises(ValueError, match="can't be used"):
         folder_access.resolve_folder(choice)
     allow(home, home / "elsewhere")
     assert folder_access.list_image_folders() == [(home / "elsewhere").as_posix(), choice]
     assert folder_access.resolve_folder(choice) == Path(choice)
-    with pytest.raises(ValueError, match="may not be read"):
+    with pytest.raises(ValueError, match="can't be used"):
         folder_access.resolve_folder((home / "elsewhere" / ".." / "user").as_posix())
 
 
@@ -141,12 +141,12 @@ def test_any_other_folder_is_refused_whether_it_is_there_or_not(home):
     refused += ["input/../elsewhere", "input/set/../../elsewhere", "..\\elsewhere", "input\\..\\elsewhere"]
     for choice in refused:
         with pytest.raises(
-            ValueError, match=r"may not be read: it is not under ComfyUI's input or datasets folder; mov"
+            ValueError, match=r"can't be used, because it isn't inside ComfyUI's input or datasets folder; mov"
         ):
             folder_access.resolve_folder(choice)
-        with pytest.raises(ValueError, match="may not be read"):  # also where the check at the door is passed by
+        with pytest.raises(ValueError, match="can't be used"):  # also where the check at the door is passed by
             run(prepare.TesseraImageFolder, folder=choice)
-        assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
+        assert "can't be used" in prepare.TesseraImageFolder.validate_inputs(folder=choice)
     for choice in (["a", "b", "c"], float("nan"), 7, {}, "x" * 10**6):  # as a hand-written workflow gives them
         told = prepare.TesseraImageFolder.validate_inputs(folder=choice, control_folder=choice, mask_folder=choice)
         assert told.startswith(("folder: The folder is ", "folder: The folder 'xxx")) and len(told) < 400
@@ -167,13 +167,11 @@ def test_folders_with_video_files_are_offered_to_training_clips_and_others_refus
     shown = prepare.TesseraVideoFolder.INPUT_TYPES()
     assert shown["required"]["folder"][1]["options"] == folder_access.list_video_folders()
     for choice in ("/etc", "input/../elsewhere"):
-        assert "may not be read" in prepare.TesseraVideoFolder.validate_inputs(folder=choice)
-        with pytest.raises(ValueError, match="may not be read"):
+        assert "can't be used" in prepare.TesseraVideoFolder.validate_inputs(folder=choice)
+        with pytest.raises(ValueError, match="can't be used"):
             run(prepare.TesseraVideoFolder, folder=choice)
-        assert "may not be read" in prepare.TesseraImageFolder.validate_inputs(
-            folder="input/both", control_folder=choice
-        )
-        with pytest.raises(ValueError, match="may not be read"):
+        assert "can't be used" in prepare.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=choice)
+        with pytest.raises(ValueError, match="can't be used"):
             run(prepare.TesseraImageFolder, folder="input/both", control_folder=choice)
     for none in ("none", "", None):
         assert prepare.TesseraImageFolder.validate_inputs(folder="input/both", control_folder=none) is True
@@ -257,8 +255,8 @@ def test_training_images_takes_masks_and_how_pictures_are_shown_and_notices_thei
     assert prepare.TesseraImageFolder.fingerprint_inputs(**inputs) != name
     for node in (prepare.TesseraImageFolder, prepare.TesseraVideoFolder):
         (home / "input" / "own" / "a.mp4").write_bytes(b"1")
-        assert "may not be read" in node.validate_inputs(folder="input/own", mask_folder="/etc")
-        with pytest.raises(ValueError, match="may not be read"):
+        assert "can't be used" in node.validate_inputs(folder="input/own", mask_folder="/etc")
+        with pytest.raises(ValueError, match="can't be used"):
             run(node, folder="input/own", mask_folder="input/../elsewhere")
         changed = node.fingerprint_inputs(folder="input/own", mask_folder=None)
         assert changed != changed
@@ -360,7 +358,7 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
         server.run(prompt)
     for choice in ("/etc", "input/../user", "input/nowhere"):
         prompt["folder"]["inputs"]["folder"] = choice
-        with pytest.raises(ServerFailure, match="may not be read|does not exist"):
+        with pytest.raises(ServerFailure, match="can't be used|does not exist"):
             server.run(prompt)
 
 

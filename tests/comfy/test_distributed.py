@@ -123,7 +123,7 @@ def test_a_state_saved_on_4_goes_on_on_2_and_on_1(ranks, tiny_flux, tmp_path):
         else:
             answers = ranks.train(2, root, settings)
             assert "Resumed at step 2." in answers[0]["notes"] and not any(told(answers)), answers
-            assert any("devices = 4 and goes on with 2" in note for note in answers[0]["notes"])
+            assert any("devices = 4 and continues with 2" in note for note in answers[0]["notes"])
             lora = ranks.lora()
         near(lora, dict(whole.lora))
 
@@ -142,7 +142,7 @@ def test_an_error_on_one_process_ends_all_and_saves_what_was_trained(rank, ranks
     first, *_ = told(answers)
     assert "the cable was pulled" in first
     if rank:
-        assert first.startswith("TrainingStopped: Device 1 on ") and "What was trained up to step 2 is kept" in first
+        assert first.startswith("TrainingStopped: Device 1 on ") and "Everything up to step 2 is saved" in first
         assert told(answers)[2].startswith("InterruptProcessingException")
     (folder,) = tmp_path.iterdir()
     assert (folder / "state-000002.tessera").is_file()
@@ -171,7 +171,7 @@ def test_a_killed_process_ends_the_run_and_its_last_state_goes_on(meets, ranks, 
     act = {"rank": 1, "do": "kill", "step": 2}
     answers = ranks.train(3, tmp_path / "killed", STEP, meets=meets, step_limit=10, act=act)
     assert answers[1] == {} and "did not come to the end of step 3" in answers[0]["error"], answers
-    assert "What was trained up to step 2 is kept" in answers[0]["error"]
+    assert "Everything up to step 2 is saved" in answers[0]["error"]
     (folder,) = (tmp_path / "killed").iterdir()
     assert [path.name for path in folder.glob("*.tessera")] == ["state-000002.tessera"]
     resumed = train(tiny_flux, mixed_data(), tmp_path / "killed", **STEP)

@@ -86,7 +86,7 @@ def test_the_second_goes_on_where_it_was_cancelled_and_the_first_is_not_trained_
         run_both(experts, tmp_path / "broken", cancel_at(6 + 3))
     watcher = Watcher()
     resumed = run_both(experts, tmp_path / "broken", watcher)
-    assert any("High noise expert: This run was finished before" in note for note in watcher.notes)
+    assert any("High noise expert: This run already finished" in note for note in watcher.notes)
     assert any("Low noise expert: Resumed at step 3" in note for note in watcher.notes)
     assert [r.loss for r in resumed] == [w.loss for w in whole]
 
@@ -103,7 +103,7 @@ def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_
     def goes_on(steps, **changes):
         watcher = Watcher()
         high, _ = run_both(experts, tmp_path, watcher, steps=steps, resume=low.as_posix(), **changes)
-        told = [note for note in watcher.notes if note.startswith("High noise expert: There is no run to go on with")]
+        told = [note for note in watcher.notes if note.startswith("High noise expert: No run had these settings")]
         assert all(note.endswith("; set resume to 'off' to train from step 0.") for note in told)
         return high.path.parent, len(watcher.losses), told
 
@@ -115,10 +115,10 @@ def test_of_a_pair_that_went_on_under_other_settings_the_second_goes_on_by_name_
     (found,) = {path.parent for path in tmp_path.rglob("film_high_noise.safetensors")}
     assert found.name != first.parent.name
     folder, steps, (note,) = goes_on(2, **slower)
-    assert (folder, steps) == (found, 1) and f"so {found.name} is taken" in note
+    assert (folder, steps) == (found, 1) and f"this one continues {found.name}" in note
     # It is gone on with too where it is not finished.
     folder, steps, (note,) = goes_on(3, **slower)
-    assert steps == 1 + 2 and folder != found and f"so {found.name} is taken" in note
+    assert steps == 1 + 2 and folder != found and f"this one continues {found.name}" in note
     # A run with these settings from its start comes before it.
     cancelled(1, steps=4, **slower)
     assert goes_on(4, **slower)[1:] == (3 + 3, [])
@@ -152,7 +152,9 @@ def test_a_disk_without_room_for_both_is_told_before_the_first_is_trained(expert
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         return plan_experts(*experts, clips(), run_settings(output_name="film", save_every=0), root, as_run)
 
-    told = "^output_name: the disk that the runs are saved on has .* free, and those of the two experts write at least"
+    told = (
+        "^output_name: the disk with the output folder has only .* free, but the runs of the two experts write at least"
+    )
     with pytest.raises(ValueError, match=told):
         plan(size * 3 // 2, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -207,7 +209,7 @@ def test_what_is_no_pair_of_experts_is_refused_before_anything_is_loaded(experts
     pictures = training_data(sample("p", 4, 4))
     with pytest.raises(ValueError, match="model_low_noise is for Wan 2.2's second expert, and model is FLUX.1"):
         plan_experts(tiny_flux, tiny_flux, pictures, settings)
-    with pytest.raises(ValueError, match="leaves nothing to the high noise expert"):
+    with pytest.raises(ValueError, match="leaves nothing for the high noise expert"):
         planned(experts, objective={"max_sigma": 0.5})
 
 
@@ -250,11 +252,11 @@ def test_each_expert_is_measured_at_the_noise_levels_that_it_is_used_for(experts
     assert low.validation[0]["sigmas"] == pytest.approx([0.0875 * k for k in range(1, 10)])
     assert high.summary["validation"]["samples"] == low.summary["validation"]["samples"]
     assert [step for step, _ in watcher.validations] == [0, 2, 2, 4]
-    with pytest.raises(ValueError, match="min_sigma 0.9 to max_sigma 1 of validation leave nothing to the low noise"):
+    with pytest.raises(ValueError, match="min_sigma 0.9 to max_sigma 1 of validation leave nothing for the low noise"):
         planned(experts, validation={"min_sigma": 0.9})
     sides = planned(experts, validation={"sigmas": "0.1 0.5 0.9"})
     assert [side.settings.validation.noise_levels for side in sides] == [(0.9,), (0.1, 0.5)]
-    with pytest.raises(ValueError, match="leave nothing to the high noise expert, which has 0.875 to 1"):
+    with pytest.raises(ValueError, match="leave nothing for the high noise expert, which has 0.875 to 1"):
         planned(experts, validation={"sigmas": "0.1 0.5"})
 
 
@@ -334,8 +336,8 @@ def test_what_two_experts_share_and_what_does_nothing_is_said(experts):
     own = LoraSource("mine.safetensors", "x")
     settings = run_settings(network={"start_from": own, "base_lora": own, "base_lora_low_noise": "none"})
     assert shared_lora_notes(settings) == [
-        "start_from mine.safetensors is taken by both experts; set start_from_low_noise on LoRA Network to give the "
-        "low noise one its own."
+        "start_from mine.safetensors is used for both experts; to give the low noise one its own, set "
+        "start_from_low_noise on LoRA Network."
     ]
     settings = run_settings(network={"base_strength_low_noise": 0.5})
     assert shared_lora_notes(settings) == [

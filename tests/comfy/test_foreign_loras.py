@@ -86,7 +86,7 @@ def test_a_lora_begins_from_the_best_of_its_rank_of_what_comfyui_makes_of_each_f
     options = {"network": {"rank": rank, "alpha": 2.0, "start_from": source}, **NO_STEP}
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, **options)
     assert_best_of(result.lora, expected, rank)
-    assert any("which are left out: single_blocks.0.linear1.bias" in note for note in watcher.notes)
+    assert any("and these are dropped: single_blocks.0.linear1.bias" in note for note in watcher.notes)
     assert any(
         "start_from is lora with a middle in 1 layer, dora in 1 layer, dora by rows in" in n for n in watcher.notes
     )
@@ -124,7 +124,9 @@ def test_on_fp8_weights_it_is_what_comfyui_makes_of_their_values(tmp_path):
     watcher = Watcher()
     result = train(model, mixed_data(), tmp_path, watcher, network=network, **NO_STEP)
     assert_best_of(result.lora, {name: (patched - plain).double()}, 128)
-    assert any("With algorithm dora, at its own rank and alpha, it would go on as it is." in n for n in watcher.notes)
+    assert any(
+        "With algorithm dora and its own rank and alpha it would continue unchanged." in n for n in watcher.notes
+    )
 
 
 @pytest.mark.parametrize("form", [form for form in FOREIGN if form != FAILS])
@@ -137,7 +139,7 @@ def test_a_base_lora_is_put_under_as_comfyui_s_loader_does_it(form, tiny_flux, t
     source = LoraSource.of_file(tmp_path / "base.safetensors", "base_lora")
     clone = tiny_flux.clone()
     notes = apply_base_lora(clone, NetworkOptions(base_lora=source, base_strength=0.5), family_of(tiny_flux))
-    assert notes == ["Trained on top of base.safetensors at strength 0.5; the saved LoRA holds what is new."]
+    assert notes == ["Trained on top of base.safetensors at strength 0.5; the saved LoRA has only what is new."]
     file = comfy.utils.load_torch_file(str(tmp_path / "base.safetensors"))
     loaded, _ = comfy.sd.load_lora_for_models(tiny_flux, None, file, 0.5, 0.0)
     expected, found = patched_deltas(tiny_flux, loaded), patched_deltas(tiny_flux, clone)
@@ -276,7 +278,9 @@ def test_what_the_model_has_not_is_said(tiny_files):
     tensors = foreign("diff", {f"diffusion_model.{name}": linear_shapes(qwen.model)[name]})
     tensors |= {"diffusion_model.txt_norm.diff_b": torch.zeros(4)}
     notes = apply_base_lora(qwen.clone(), NetworkOptions(base_lora=LoraSource.of_model(tensors)), family_of(qwen))
-    assert "base_lora also changes what this model does not have, such as txt_norm.bias; it is left out." in notes
+    assert (
+        "base_lora also changes parts that this model doesn't have, such as txt_norm.bias; they are ignored."
+    ) in notes
 
 
 def test_one_weight_is_read_at_a_time_and_only_where_the_update_depends_on_it(tiny_flux, tmp_path):

@@ -23,7 +23,7 @@ def test_a_shape_that_was_not_planned_is_an_error_with_a_sentence(tiny_flux, tmp
         1,
         trainer.device,
     )
-    with pytest.raises(RuntimeError, match="More graphs were needed than the 2 planned"):
+    with pytest.raises(RuntimeError, match="needed more graphs than the 2 planned"):
         trainer.run()
 
 
@@ -119,7 +119,7 @@ def test_a_kind_of_block_that_cannot_be_compiled_trains_eager_alone(
     trainer, told = make(tiny_flux, tmp_path, CompileSettings("aot_eager"))
     trainer.run()
     (note,) = told
-    assert note.startswith("Blocks of kind double, LoRA 1 train eager, since they can't be compiled: ")
+    assert note.startswith("double, LoRA 1 blocks can't be compiled, so they run uncompiled: ")
     assert "The code prints or logs in the middle, which ends a graph" in note
     double, single, _ = trainer.placed.runner.report.regions
     assert (double.compiled_calls, double.eager_calls) == (0, 2 * 2)  # two blocks, two steps
@@ -136,7 +136,7 @@ def test_with_fullgraph_a_break_is_the_error_that_was_asked_for(tiny_flux, tmp_p
     with pytest.raises(TrainingStopped) as stopped:
         trainer.run()
     sentence = str(stopped.value)
-    assert sentence.startswith("fullgraph is on, but blocks of kind double, LoRA 1 can't be compiled as one graph: ")
+    assert sentence.startswith("fullgraph is on, but double, LoRA 1 blocks can't be compiled as one graph: ")
     assert '`print(end="")`' in sentence and "Switch fullgraph off on Compile Model." in sentence
     assert sentence.endswith("Nothing was trained yet.") and told == []
 

@@ -205,7 +205,7 @@ def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path)
             ObjectiveOptions(guidance_loss_scale=wrong)
     samples = data().samples
     costs, embedded = check_guidance_loss(replace(OBJECTIVE, guidance=1.0), samples, "FLUX.1", True)
-    assert "takes two more forwards in each step" in costs and "experimental" in costs
+    assert "runs the model without the LoRA twice more per step" in costs and "experimental" in costs
     assert embedded.startswith("FLUX.1 is told a guidance of 1 while it trains")
     assert len(check_guidance_loss(OBJECTIVE, samples, "FLUX.1", True)) == 1
     assert check_guidance_loss(ObjectiveOptions(), samples, "FLUX.1", True) == (
@@ -213,7 +213,7 @@ def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path)
     )
     narrow = latents_to_data([{"samples": torch.randn(1, 16, 8, 8)}], [[[torch.randn(1, 20, 64), {}]]], 1)
     narrow = with_empty_caption(narrow, [[torch.randn(1, 7, 48), {}]])
-    with pytest.raises(ValueError, match="empty has text of width 48 and the model takes 64; encode the empty caption"):
+    with pytest.raises(ValueError, match="empty has text of width 48 but the model takes 64; encode the empty caption"):
         train(tiny_flux, narrow, tmp_path, objective={"guidance_loss_scale": SCALE})
     with pytest.raises(ValueError, match="guidance_loss_scale is 1.75 and training_adapter is undo, which takes out"):
         check_guidance_loss(OBJECTIVE, samples, "FLUX.1", True, "undo")

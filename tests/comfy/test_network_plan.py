@@ -34,7 +34,7 @@ def test_the_preview_says_what_a_run_trains(tiny_flux, tmp_path):
         line.split() == ["single_blocks.0.linear1", "1", "×", "896×128", "rank", "2", "2,176"]
         for line in text.splitlines()
     )
-    assert [line for line in text.splitlines() if line.startswith("rank_patterns make")] == [
+    assert [line for line in text.splitlines() if line.startswith("rank_patterns split")] == [
         note for note in watcher.notes if note.startswith("rank_patterns")
     ]
 

@@ -165,7 +165,9 @@ def test_a_run_goes_on_with_the_other_plan_and_learns_the_same(deep_flux, tmp_pa
     assert forward.keys() == trainer.placed.automatic.measured.shapes.keys() and steps == 5 - 2
     assert all(0 < seconds < 60 for seconds in forward.values()) and compile_seconds > 0
     (note,) = (
-        text for text in told if text.startswith("Planned again with the compiled blocks' times. Fits on the GPU (")
+        text
+        for text in told
+        if text.startswith("Replanned with the measured speed of the compiled blocks. Fits in the computer's memory (")
     )
     assert "3 of 8 blocks stream" in note and "checkpointing full" in note
     assert len(trainer.placed.swap.blocks) == 3 and trainer.placed.memory.checkpointing == "full"

@@ -265,7 +265,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_encoded(
 ):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=16_000_000))
-    with pytest.raises(ValueError, match=r"takes about 0.02 GB and the disk .*/cache in .* has 0.02 GB free; free"):
+    with pytest.raises(ValueError, match=r"takes about 0.02 GB, but the disk .*/cache in .* has 0.02 GB free; free"):
         run(folder, tiny_vae, tiny_clip, tmp_path)
     assert not counts[0].calls and not (tmp_path / "cache").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=18_000_000))

@@ -187,7 +187,7 @@ def test_what_it_cannot_do_is_refused_or_told(tiny_flux, tmp_path):
         ObjectiveOptions(preservation_weight=-1.0)
     watcher = Watcher()
     train(tiny_flux, data(), tmp_path, watcher, steps=1, objective={"preservation_weight": 1.0})
-    assert [note for note in watcher.notes if "hold no word of the class: b" in note]
+    assert [note for note in watcher.notes if "so they preserve nothing: b" in note]
 
 
 def test_of_a_clip_with_a_clean_frame_all_but_that_frame_is_held_whatever_its_mask(tmp_path):

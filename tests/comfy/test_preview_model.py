@@ -140,8 +140,8 @@ def test_where_it_fails_or_is_cancelled_what_was_trained_is_kept_and_the_sheet_g
     result = run(tiny_flux, tmp_path / "full", previews, watcher := Watcher())
     assert result.loss == quiet.loss and all(torch.equal(result.lora[name], quiet.lora[name]) for name in quiet.lora)
     assert [note for note in watcher.notes if "failed" in note] == [
-        "The preview at step 1 failed (out of memory; make the previews smaller); training goes on and the next one is "
-        "tried.",
+        "The preview at step 1 failed (out of memory; make the previews smaller); training goes on and the next one "
+        "is tried.",
         "The preview at step 2 failed (out of memory; make the previews smaller); no more are made.",
     ]
     assert comfy.model_management.current_loaded_models == []

@@ -169,12 +169,12 @@ def test_a_resumed_run_takes_the_decision_from_its_state(
     assert second.progress.loss == losses
     assert all(torch.equal(one, two) for one, two in zip(weights_of(second), wanted, strict=True))
     (note,) = list(second.placed.products.notes())
-    assert note.endswith("In full: linear2 of single (too far off going forward when the run began).")
+    assert note.endswith("In full: linear2 of single (too inexact in the forward pass when the run started).")
     # Another option decides anew, and where the product is missing the run says so and hands the decision on.
     assert resumed("full").placed.products.kept() == {}
     monkeypatch.setattr(placement, "obstacle", lambda *_: "int8 products need an NVIDIA card")
     elsewhere = resumed("int8")
-    told = "products is int8, and all layers multiply in full: int8 products need an NVIDIA card."
+    told = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
     assert list(elsewhere.placed.products.notes()) == [told] and elsewhere.placed.products.kept() == header
     elsewhere.run()
     elsewhere.saver.save()

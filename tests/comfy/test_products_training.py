@@ -98,11 +98,11 @@ def test_the_run_says_and_lists_how_its_layers_multiply(files: Any, tmp_path: Pa
         (
             "fp8",
             "int8 turned",
-            "products is fp8, and all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
-            "double, img.mlp_in of double, img.mlp_out of double and 8 more (stored as TensorWiseINT8); take a model "
-            "that is stored in fp8, into which base puts one of 16 bits, or set products to full.",
+            "products is fp8, but all layers multiply in full: img.mod of double, img.qkv of double, img.proj of "
+            "double, img.mlp_in of double, img.mlp_out of double and 8 more (stored as TensorWiseINT8); use a model "
+            "stored in fp8 (base converts a 16-bit one), or set products to full.",
         ),
-        ("auto", "fp8", "products is auto, and all layers multiply in full: auto has nothing faster on a CPU."),
+        ("auto", "fp8", "products is auto, but all layers multiply in full: auto has nothing faster on a CPU."),
     ],
 )
 def test_what_cannot_be_is_full_and_said(asked: str, how: str, note: str, files: Any, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_plan_reckons_the_products_in_8_bit_at_their_rate(how: str, files: A
 
 def test_a_card_without_the_product_is_named() -> None:
     products = BlockProducts("int8", torch.device("mps"), torch.bfloat16)
-    wanted = "products is int8, and all layers multiply in full: int8 products need an NVIDIA card."
+    wanted = "products is int8, but all layers multiply in full: int8 products need an NVIDIA card."
     assert list(products.notes()) == [wanted] and products.tried == ()
 
 

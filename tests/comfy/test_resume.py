@@ -172,7 +172,7 @@ def test_an_average_that_begins_at_a_resume_says_so(tiny_flux, tmp_path):
     resume = f"{run_folder(tmp_path).name}/state-000004.tessera"
     watcher = Watcher()
     train(tiny_flux, data, tmp_path, watcher, optimizer={"ema_decay": 0.9}, resume=resume)
-    assert "The state has no average of the LoRA, so it is taken from step 4 on." in watcher.notes
+    assert "The state has no average of the LoRA, so averaging starts at step 4." in watcher.notes
 
 
 def test_a_state_of_another_optimizer_is_named_and_nothing_is_lost(tiny_flux, tmp_path):
@@ -315,7 +315,7 @@ def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
     folder = run_folder(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     other = RunFolder(folder, "tiny")
-    said = f"another ComfyUI on this machine trains tiny into {folder.name} now; wait for it"
+    said = f"another ComfyUI on this machine is training into {folder.name} right now; wait for it"
     with other.claimed(), pytest.raises(ValueError, match=said):
         train(tiny_flux, data, tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -376,7 +376,7 @@ def test_a_run_that_finds_only_states_of_other_settings_says_how_to_go_on_from_o
         )
     assert not told(optimizer={"learning_rate": 1e-3}, steps=1)
     (note,) = told(steps=1)
-    assert "of this run are past steps = 1" in note and "raise steps to 2 or more" in note
+    assert "of this run are beyond steps = 1" in note and "raise steps to 2 or more" in note
 
 
 def test_raised_steps_start_anew_where_the_schedule_depends_on_them(tiny_flux, tmp_path):
@@ -394,7 +394,9 @@ def test_a_run_that_goes_on_from_a_state_of_other_settings_is_a_run_of_its_own(t
     whole = train(tiny_flux, data, tmp_path, **slower)
     watcher = Watcher()
     mixed = train(tiny_flux, data, tmp_path, watcher, resume=name, **slower)
-    assert "The state is of a run with other data, model or settings; it goes on with these." in watcher.notes
+    assert (
+        "The state comes from a run with other data, model or settings; this run continues with the ones here."
+    ) in watcher.notes
     assert len(watcher.losses) == 2 and mixed.path != whole.path and mixed.loss != whole.loss
     assert watcher.learning_rates == [1e-3, 1e-3]
     watcher = Watcher()
@@ -418,7 +420,7 @@ def test_a_run_that_went_on_under_other_settings_goes_on_by_name_as_itself(tiny_
     shutil.copytree(root, again)
     watcher = Watcher()
     equal(train(tiny_flux, data, again, watcher, resume=founding, **slower), whole)
-    assert len(watcher.losses) == 4 and any(f"Choose {name} in resume" in note for note in watcher.notes)
+    assert len(watcher.losses) == 4 and any(f"choose {name} under resume" in note for note in watcher.notes)
 
     watcher = Watcher()
     result = train(tiny_flux, data, root, watcher, resume=name, **slower)
@@ -490,7 +492,7 @@ def test_a_truncated_state_is_passed_over_by_latest_and_refused_by_name(tiny_flu
     newest = folder / "state-000005.tessera"
     newest.write_bytes(newest.read_bytes()[:-100])
     watcher = Watcher()
-    with pytest.raises(ValueError, match=r"state-000005.tessera is not a whole state of this version; choose another"):
+    with pytest.raises(ValueError, match=r"state-000005.tessera is incomplete or from another version; choose another"):
         train(tiny_flux, data, tmp_path / "part", watcher, resume=f"{folder.name}/{newest.name}")
     assert not watcher.losses
     equal(train(tiny_flux, data, tmp_path / "part", watcher), whole)

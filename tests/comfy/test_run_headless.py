@@ -53,7 +53,7 @@ def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, wor
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, told
-    assert "What was trained is saved; run the same line again to go on." in told
+    assert "Everything up to here is saved; run the same command again to continue." in told
     assert not list(output.rglob("headless.safetensors"))
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -172,7 +172,9 @@ def test_a_step_that_runs_out_of_memory_is_made_again_with_less(deep_flux, tmp_p
     assert (
         trainer.placed.swap is not None and len(trainer.placed.swap.blocks) == trainer.placed.memory.blocks_to_swap > 0
     )
-    assert notes[1].startswith("Out of memory at step 2; it goes on with less. Fits in the computer's memory (")
+    assert notes[1].startswith(
+        "Out of memory at step 2, so training continues with less. Fits in the computer's memory ("
+    )
     assert graphs() == trainer.placed.runner.planned_graphs == (2 if backend else 0)
     memory = trainer.placed.memory
     assert memory.checkpointing == "full"
@@ -195,7 +197,7 @@ def test_it_steps_down_as_often_as_it_has_to_and_ends_when_there_is_no_less(deep
         trainer.run()
     assert trainer.progress.saved_step == 1
     assert trainer.placed.memory.checkpointing == "full" and trainer.placed.memory.blocks_to_swap == 8
-    steps = [note for note in notes if note.startswith("Out of memory at step 2; it goes on with less.")]
+    steps = [note for note in notes if note.startswith("Out of memory at step 2, so training continues with less.")]
     assert len(steps) > 2 and len(set(steps)) == len(steps)
 
 
@@ -262,7 +264,9 @@ def test_no_room_for_the_optimizer_is_found_before_it_moves_a_weight(
     trainer.run()
     step = 1 if at == "first" else 2
     assert failed == [step - 1]
-    assert notes[1].startswith(f"Out of memory at step {step}; it goes on with less. Fits in the computer's memory (")
+    assert notes[1].startswith(
+        f"Out of memory at step {step}, so training continues with less. Fits in the computer's memory ("
+    )
     started_with_it = make(
         deep_flux,
         tmp_path / "fixed",
@@ -290,9 +294,9 @@ def test_an_optimizer_that_breaks_off_amid_a_step_leaves_what_was_saved_and_says
         trainer.run()
     states = sorted(path.name for path in tmp_path.glob("state-*"))
     if save_every:
-        assert states[-1] in str(stopped.value) and "up to step 2 is kept" in str(stopped.value)
+        assert states[-1] in str(stopped.value) and "up to step 2 is saved" in str(stopped.value)
     else:
-        assert states == [] and "What was trained was not saved before" in str(stopped.value)
+        assert states == [] and "Nothing was saved before that" in str(stopped.value)
 
 
 def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_weights_unlocked(
@@ -307,11 +311,11 @@ def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_we
 
     with monkeypatch.context() as broken:
         broken.setattr(BlockSwap, "take", full)
-        with pytest.raises(TrainingStopped, match="Out of memory while the model was loaded"):
+        with pytest.raises(TrainingStopped, match="Out of memory while loading the model"):
             make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
     assert len(ended) == 1
     with monkeypatch.context() as broken:
         broken.setattr(placed_model, "build_network", full)
-        with pytest.raises(TrainingStopped, match="Out of memory while the model was loaded"):
+        with pytest.raises(TrainingStopped, match="Out of memory while loading the model"):
             make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
     assert len(ended) == 2

@@ -89,7 +89,7 @@ def load(name: str, path: Path, in_file: bool) -> Any:
             generator = torch.Generator().manual_seed(1)
             keys = [k for k, w in plain.model.state_dict().items() if k.endswith("proj.weight") and w.shape[0] == width]
             model.add_patches({k: ("diff", (0.1 * torch.randn(width, width, generator=generator),)) for k in keys})
-    assert model.swap.from_file is in_file and any("stream from the model's file" in n for n in notes) is in_file
+    assert model.swap.from_file is in_file and any("stream from the model file" in n for n in notes) is in_file
     return model
 
 
@@ -165,7 +165,7 @@ def test_training_gives_the_gradients_of_masters_in_memory(name: str, tmp_path: 
     inside = bytes_in_file(weights)
     found = trained(model, tmp_path / "file", family)
     assert all(isinstance(master, ScatteredBuffer) for master in found.placed.swap.ring.flat_weights)
-    assert found.placed.host.from_file and "stream from the model's file" in found.placed.host.notes[0]
+    assert found.placed.host.from_file and "stream from the model file" in found.placed.host.notes[0]
     patched = sum(model.model.state_dict()[key].nbytes for key in model.patches)
     streamed = bytes_in_file(t for master in found.placed.swap.ring.flat_weights for t in master.tensors)
     assert streamed >= 0.97 * inside - patched, "only what is patched or cast lies in memory"
@@ -239,7 +239,7 @@ def test_load_diffusion_model_goes_by_the_free_memory(node: Any, ram: Any) -> No
     for free, inputs, kept, streams, said in (
         (64 * GB, {}, 0, False, "Block swap: 4 of 4 blocks"),
         (4 * GB + size - 1, {}, size, False, "Block swap: 4 of 4 blocks"),  # only what streams has room
-        (4 * GB, {}, size, True, "so they stream from the model's file"),
+        (4 * GB, {}, size, True, "so they stream from the model file"),
         (4 * GB, {"pin_memory": "on"}, size, False, "Block swap: 4 of 4 blocks"),
         (3 * GB, {"weight_dtype": "fp8_e4m3fn"}, 0, False, "without converting it (weight_dtype 'default')"),
     ):

@@ -182,7 +182,7 @@ def test_training_takes_the_swap_of_the_model_unless_training_memory_has_its_own
     own = TesseraMemory.execute("none", "auto", blocks_to_swap=1).args[0]
     kept, notes = inherited_memory(swapped, own)
     assert kept == own and kept.blocks_to_swap == 1
-    assert notes == ["blocks_to_swap is 1, from the connected Training Memory, not 2 of the MODEL."]
+    assert notes == ["blocks_to_swap is 1 (from the connected Training Memory), not 2 as set on the MODEL."]
     assert inherited_memory(flux, MemoryOptions()) == (MemoryOptions(), [])
 
 

@@ -692,7 +692,7 @@ def test_a_patcher_that_loads_in_its_own_way_is_refused(tiny_flux: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "sentence"), [(0, "so 1 is taken"), (3, "nothing is saved"), (9, "nothing is saved")]
+    ("prefetch", "sentence"), [(0, "so 1 is used"), (3, "nothing is saved"), (9, "nothing is saved")]
 )
 def test_an_odd_prefetch_is_said_and_the_picture_is_right(tiny_flux: Any, prefetch: int, sentence: str) -> None:
     want = picture(with_lora(tiny_flux))

@@ -63,7 +63,7 @@ def test_it_is_in_force_while_training_and_in_no_preview_and_no_file(tiny_flux, 
     expected = train_lora(loaded, data, run_settings(**same), tmp_path, Watcher())
     assert result.loss == expected.loss and result.validation == expected.validation and result.validation
     assert same_lora(result.lora, expected.lora)
-    told = f"Trained with {ADAPTER} at strength 0.4 on the model; previews and the saved LoRA are without it."
+    told = f"Trained with {ADAPTER} at strength 0.4 on the model; previews and the saved LoRA don't have it."
     assert told in watcher.notes
 
     start, end = (PREVIEW["read"](result.path.parent, f"step00000{step}_0.png") for step in (0, 2))
@@ -117,8 +117,8 @@ def test_each_expert_trains_with_its_own():
     assert apart.of_low_noise() == NetworkOptions(training_adapter=low, training_adapter_strength=0.3)
     assert replace(apart, training_adapter_low_noise="none").of_low_noise() == NetworkOptions()
     assert shared_lora_notes(run_settings(network=vars(pair))) == [
-        f"training_adapter {ADAPTER} is taken by both experts; set training_adapter_low_noise on LoRA Network to give "
-        "the low noise one its own."
+        f"training_adapter {ADAPTER} is used for both experts; to give the low noise one its own, set "
+        "training_adapter_low_noise on LoRA Network."
     ]
     assert shared_lora_notes(run_settings(network={"training_adapter_strength_low_noise": 0.5})) == [
         "training_adapter_strength_low_noise has no effect: training_adapter_low_noise is same, which takes "
@@ -179,9 +179,9 @@ def test_what_it_does_not_go_with_is_one_sentence(tiny_flux, tmp_path):
 def test_what_it_changes_for_what_is_trained_is_told(tiny_flux):
     family, fits = family_of(tiny_flux), source(updates_of(tiny_flux))
     notes = apply_training_adapter(tiny_flux.clone(), NetworkOptions("oft", training_adapter=fits), family)
-    assert any(note.startswith("oft multiplies the weight, which has turbo_training_adapter") for note in notes)
+    assert any(note.startswith("oft multiplies the weight, and turbo_training_adapter") for note in notes)
     twice = NetworkOptions(training_adapter=fits, base_lora=fits)
-    assert f"{ADAPTER} is base_lora too, so training has it twice; set one of the two to none." in (
+    assert f"{ADAPTER} is also base_lora, so training would use it twice; set one of the two to none." in (
         apply_training_adapter(tiny_flux.clone(), twice, family)
     )
     whole = source({f"diffusion_model.{PROJ}.set_weight": torch.zeros(128, 128)}, "whole.safetensors")

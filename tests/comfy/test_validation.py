@@ -194,7 +194,7 @@ def test_a_list_that_leaves_nothing_or_holds_too_much_is_refused():
 
 
 def test_where_training_makes_it_no_better_that_is_said_and_the_start_is_not_the_best(tiny_flux, tmp_path, monkeypatch):
-    told = "At no step was the validation loss below that of the start"
+    told = "The validation loss never went below its value at the start"
     for lowest in (1.5, 0.5):
         given = iter((1.0, 2.0, lowest))
         monkeypatch.setattr(Validation, "losses", lambda *_, given=given: [next(given)] * 9)
@@ -214,13 +214,13 @@ def test_after_each_measurement_the_progress_says_what_comes_next(tiny_flux, tmp
 
 def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
     data = training_data(sample("only one", 4, 4))
-    with pytest.raises(ValueError, match="holds out 1 of the 1 files of data, which leaves nothing to train on"):
+    with pytest.raises(ValueError, match="takes 1 of the 1 files of data, so nothing is left to train on"):
         train(tiny_flux, data, tmp_path, validation={"part": 0.5})
-    with pytest.raises(ValueError, match="holds out 4 of the 4 files"):
+    with pytest.raises(ValueError, match="takes 4 of the 4 files"):
         train(tiny_flux, training_data(*mixed_data().samples[:4]), tmp_path, validation={"part": 0.9})
     with pytest.raises(ValueError, match="part is 0 and data is not connected"):
         ValidationOptions(part=0.0)
-    with pytest.raises(ValueError, match="^validation: data holds no sample"):
+    with pytest.raises(ValueError, match="^validation: data is empty"):
         train(tiny_flux, data, tmp_path, validation={"data": training_data()})
     with pytest.raises(ValueError, match="min_sigma must be the smaller one"):
         ValidationOptions(min_sigma=0.5, max_sigma=0.5)

@@ -92,14 +92,17 @@ def test_where_the_least_loss_has_no_lora_any_more_that_is_said_and_the_best_cou
     other = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
     assert [point["loss"] for point in other.validation] == [9.0, 1.0, 3.0, 2.5, 4.0]
     assert other.summary["validation"]["best"]["step"] == 3 and best_of(other.path.parent)[0]["loss"] == 2.5
-    told = "The LoRA of the least validation loss so far, 1 at step 1, is not kept; the best counts from step 2 on."
+    told = (
+        "The LoRA of the least validation loss so far, 1 at step 1, is not saved any more; the best counts from step "
+        "2 on."
+    )
     assert told in watcher.notes
 
     options |= {"resume": f"{other.path.parent.name}/state-000004.tessera", "steps": 5, "output_name": "third"}
     table.append(2.7)
     third = train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
     assert third.summary["validation"]["best"]["step"] == 3
-    assert told.replace("the best counts from step 2 on", "the best that is kept is that of step 3") in watcher.notes
+    assert told.replace("the best counts from step 2 on", "the best saved one is that of step 3") in watcher.notes
     options |= {"validation": {"data": held_out(), "every_n_steps": 1, "keep_best": False}, "output_name": "fourth"}
     train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
     assert not [note for note in watcher.notes if "is not kept" in note]

@@ -85,7 +85,7 @@ def test_clip_vision_that_a_model_does_not_see_is_noted(wan):
 def test_what_another_clip_vision_model_saw_is_said_before_anything_is_loaded(wan, tmp_path):
     watcher, sample = Watcher(), tiny.wan_sample("fox", (2, 2, 2), "2.1-i2v")
     sample.load().conditioning["clip_vision_output"].penultimate_hidden_states = torch.zeros(1, 257, 1024)
-    with pytest.raises(ValueError, match="CLIP vision output of width 1024 and the model takes 1280; prepare the data"):
+    with pytest.raises(ValueError, match="CLIP vision output of width 1024 but the model takes 1280; prepare the data"):
         train(wan("2.1-i2v"), training_data(sample), tmp_path / "runs", watcher)
     assert "Loading the model" not in watcher.phases and not (tmp_path / "runs").exists()
 

@@ -74,7 +74,7 @@ def test_a_lower_rank_keeps_the_largest_singular_parts_and_says_what_is_lost(tin
         lost[name] = float((delta(updates[name]) - best).norm() / delta(updates[name]).norm())
     (told,) = [note for note in notes if "start_from" in note]
     worst = max(lost, key=lost.get)
-    assert f"{sum(lost.values()) / len(lost):.1%} is left out (most in {worst}: {lost[worst]:.1%})" in told
+    assert f"{sum(lost.values()) / len(lost):.1%} of their update is lost (most in {worst}: {lost[worst]:.1%})" in told
 
 
 def test_an_update_of_a_rank_that_fits_loses_nothing_though_it_is_written_with_more():
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_one_sentence(tiny_flux, tiny_files):
     with pytest.raises(ValueError, match="does not fit .*single_blocks.0.linear2: 4 x 4 there, 128 x 640 here"):
         start(loha)
     with pytest.raises(
-        ValueError, match="changes single_blocks.0.linear2.bias in a way that no adapter here begins from"
+        ValueError, match="changes single_blocks.0.linear2.bias in a way that training can't start from"
     ):
         start({"diffusion_model.single_blocks.0.linear2.diff_b": torch.zeros(128)})
     broken = {key: torch.full_like(tensor, torch.nan) if "lora_up" in key else tensor for key, tensor in own.items()}
@@ -269,7 +269,7 @@ def test_training_on_a_base_lora_is_training_on_the_model_with_it_and_saves_what
     result = train(tiny_flux, data, tmp_path / "base", watcher, network=under)
     assert result.loss == expected.loss and result.lora.keys() == expected.lora.keys()
     assert all(torch.equal(result.lora[name], expected.lora[name]) for name in result.lora)
-    assert "Trained on top of base.safetensors at strength 0.7; the saved LoRA holds what is new." in watcher.notes
+    assert "Trained on top of base.safetensors at strength 0.7; the saved LoRA has only what is new." in watcher.notes
     assert not tiny_flux.patches
     swapped = train(tiny_flux, data, tmp_path / "swapped", network=under, memory={"blocks_to_swap": 3})
     assert swapped.loss == result.loss

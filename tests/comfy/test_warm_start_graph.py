@@ -29,7 +29,7 @@ def test_a_lora_of_the_graph_and_a_file_of_it_begin_the_same_run(server, tiny_lo
     again["own"] = network(start_from=file, base_lora=file, base_strength=0.5)
     again["train"]["inputs"]["network"] = ["own", 0]
     (third,) = server.run(again)["outputs"]["train"]["tessera"]
-    assert "Trained on top of first.safetensors at strength 0.5; the saved LoRA holds what is new." in third["notes"]
+    assert "Trained on top of first.safetensors at strength 0.5; the saved LoRA has only what is new." in third["notes"]
     again["own"] = network(start_from=file)
     (fourth,) = server.run(again)["outputs"]["train"]["tessera"]
     assert fourth["loss"] == second["loss"] and third["loss"] != second["loss"]

@@ -110,7 +110,7 @@ def test_with_a_slot_for_each_swapped_block_none_is_copied_again_and_that_is_tol
     memory = {"blocks_to_swap": 3, "prefetch_blocks": prefetch, "pin_memory": "on"}
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=3, memory=memory)
     all_there = result.summary["block_copies"] == 3
-    assert any("so nothing is saved" in note for note in watcher.notes) == all_there == (prefetch == 2)
+    assert any("and nothing is saved" in note for note in watcher.notes) == all_there == (prefetch == 2)
     if not torch.cuda.is_available():
         assert "pin_memory has no effect without a CUDA device." in watcher.notes
 
@@ -144,7 +144,7 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
         ({"save_every": 0}, None),
         (
             {"save_every": 6},
-            "save_every is 6 and the run has 6 steps, so it is saved at its end, at Cancel and at an er",
+            "save_every is 6 and the run has 6 steps, so it is saved only at the end, at Cancel and at ",
         ),
         (
             {"save_every": 6, "validation": {"every_n_steps": 5, "keep_best": False}},
@@ -156,7 +156,10 @@ def test_what_training_memory_says_of_a_swap_that_the_model_has_is_told(tiny_flu
         ),
         ({"save_every": 0, "save_every_epochs": 1}, None),
         ({"save_every": 0, "save_every_epochs": 2}, "save_every_epochs is 2 and the run has 1.2 epochs"),
-        ({"validation": {"every_n_steps": 6}}, "keep_best has no choice: every_n_steps of Validation is 6 and the run"),
+        (
+            {"validation": {"every_n_steps": 6}},
+            "keep_best has nothing to compare: every_n_steps of Validation is 6 and the run",
+        ),
         ({"validation": {"every_n_steps": 6, "keep_best": False}}, None),
         ({"validation": {"every_n_steps": 5}}, None),
     ],
@@ -174,7 +177,7 @@ def test_what_is_never_saved_or_kept_is_told(settings, told):
 def test_a_loss_weight_that_all_share_is_told(weights, preservation, told):
     samples = [replace(sample(f"{number}", 4, 4), loss_weight=weight) for number, weight in enumerate(weights)]
     notes = list(weight_notes(ObjectiveOptions(preservation_weight=preservation), samples))
-    assert [note.startswith("loss_weight is 0.5 for all that is trained on") for note in notes] == [True] * told
+    assert [note.startswith("loss_weight is 0.5 for all pictures") for note in notes] == [True] * told
 
 
 def test_saves_are_foretold_as_they_come(tiny_flux, tmp_path):
@@ -193,7 +196,7 @@ def test_a_part_beside_data_of_its_own_is_told(tiny_flux):
         return [n for n in check_run(tiny_flux, mixed_data(), run_settings(validation=options)).notes if "part of" in n]
 
     assert told(part=0.3) == [
-        "part of Validation is not used: data is connected to it, and all of that is measured on."
+        "part of Validation is not used, because data is connected to it and all of that is measured."
     ]
     assert not told()
 
@@ -238,7 +241,7 @@ def test_a_negative_prompt_at_cfg_1_is_told_exactly_where_core_does_not_run_it(t
 
 def test_previews_of_a_run_that_was_finished_without_them_are_told(tiny_flux, tiny_vae, tmp_path):
     previews = [Previewer([Preview(sampling(tiny_vae))], tiny_flux)]
-    told = "It was trained without previews; change output_name or seed to train it again with them."
+    told = "It was trained without previews; to train it again with them, change output_name or seed."
 
     def run(name, watchers):
         watcher, settings = Watcher(), run_settings(steps=1, output_name=name)

@@ -52,14 +52,14 @@ def test_a_change_that_names_no_input_is_told(change, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no JSON file"),
+        ("{", "isn't a JSON file"),
         (
             '{"nodes": [], "links": []}',
-            r"is a workflow for the browser; .* take Workflow > Export \(API\)",
+            r"is a workflow for the browser; .* use Workflow > Export \(API\)",
         ),
-        ("{}", "is no workflow in API format"),
-        ('{"a": {"inputs": {}}}', "is no workflow in API format"),
-        ("[1]", "is no workflow in API format"),
+        ("{}", "isn't a workflow in API format"),
+        ('{"a": {"inputs": {}}}', "isn't a workflow in API format"),
+        ("[1]", "isn't a workflow in API format"),
     ],
 )
 def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):

@@ -326,7 +326,7 @@ LINK = Hardware(free=19 * GB, link=100 * GB, host=100 * GB)
             "3 of 8 blocks stream from the model file at 2.7 GB/s, 1 ahead, checkpointing none. About 24 s",
         ),
         # A copy takes 20 s, as long as all of the others compute: it is faster to compute again.
-        (0.05, "selective", 0, "checkpointing selective. About 28.00 s"),
+        (0.05, "selective", 0, "checkpointing selective. About 28 s"),
     ],
 )
 def test_a_slow_file_is_reckoned_with_where_a_plan_is_chosen(disk, checkpointing, swapped, text) -> None:

@@ -309,7 +309,7 @@ def test_a_data_set_remembers_what_was_set_for_each_folder(folder):
         ({"options": FolderOptions(regularisation=True)}, None),
         (
             {"options": FolderOptions(alpha_mask=True, unmasked_weight=1.0)},
-            "The masks of 'photos' have no effect: unma",
+            "The masks of 'photos' have no effect, because",
         ),
         ({"options": FolderOptions(alpha_mask=True, unmasked_weight=0.9)}, None),
     ],

@@ -201,12 +201,18 @@ PAIR = {f"lora_unet_img_in.lora_{way}.weight": torch.ones(2, 2) for way in ("dow
         ({}, "lora is empty"),
         ({"lora_te1_text_model_x.alpha": torch.tensor(1.0)}, "lora_te1_text_model_x.alpha"),
         ({"lora_unet_img_in.lora_up.weight": torch.ones(2, 2)}, "half of the pair for img_in"),
-        (PAIR | {"lora_unet_img_in.alpha": torch.ones(3)}, "lora holds 3 numbers as the alpha of img_in, not one; tra"),
+        (
+            PAIR | {"lora_unet_img_in.alpha": torch.ones(3)},
+            "lora holds 3 numbers as the alpha of img_in instead of one; tra",
+        ),
         (
             PAIR | {"lora_unet_img_in.lora_down.weight": torch.ones(2)},
             r"lora_down.weight of img_in in the shape \(2,\)",
         ),
-        (PAIR | {"lora_unet_img_in.lora_up.weight": torch.ones(0, 2)}, r"in the shape \(0, 2\), which is no matrix; t"),
+        (
+            PAIR | {"lora_unet_img_in.lora_up.weight": torch.ones(0, 2)},
+            r"in the shape \(0, 2\), which isn't a matrix; t",
+        ),
         (PAIR | {"lora_unet_img_in.config": {"rank": 4}}, "lora holds a dict as 'lora_unet_img_in.config'; train or"),
     ],
 )

@@ -230,7 +230,7 @@ NOTED = [
     ({"min_snr_gamma": 1.0}, "min_snr_gamma is not used: it belongs to weighting min_snr, which is none"),
     ({"huber_c": 1.0}, "huber_c is not used: it belongs to loss huber or pseudo_huber, which is mse"),
     ({"huber_schedule": "snr", "loss": "l1"}, "huber_schedule is not used: .* which is l1"),
-    ({"shift": 3.0, "timestep_sampling": "resolution_qwen"}, "shift 3 takes the place of the shift of resolution_qwen"),
+    ({"shift": 3.0, "timestep_sampling": "resolution_qwen"}, "shift 3 replaces the shift of resolution_qwen"),
     ({"sigma_range": "squeeze"}, "sigma_range squeeze is not used: min_sigma 0 and max_sigma 1"),
     ({"ip_noise_gamma_random_strength": True}, "ip_noise_gamma_random_strength is not used: ip_noise_gamma is 0"),
     ({"expert_boundary": 0.9}, "expert_boundary is not used: .* model_low_noise is not connected"),

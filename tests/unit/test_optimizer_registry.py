@@ -234,7 +234,7 @@ def test_an_optimizer_that_forgets_at_a_resume_is_noted(monkeypatch):
 
     monkeypatch.setattr(torch.optim, "Forgetful", Forgetful, raising=False)
     assert check_optimizer(custom("torch.optim.Forgetful"), CPU) == (
-        "torch.optim.Forgetful does not save all that it has learnt, so a resumed run goes on a little differently.",
+        "torch.optim.Forgetful can't save its complete state, so a resumed run continues a little differently.",
     )
 
 

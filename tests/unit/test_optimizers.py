@@ -205,11 +205,11 @@ def test_notes_speak_only_of_what_surprises():
         ({"min_lr_ratio": 0.1, "lr_scheduler": "curve"}, "min_lr_ratio is not used by the curve schedule."),
         (
             {"min_lr_ratio": 1.0, "lr_scheduler": "cosine"},
-            "lr_scheduler cosine has no effect: min_lr_ratio 1 keeps the rate where it is.",
+            "lr_scheduler cosine has no effect, because min_lr_ratio is 1.",
         ),
         (
             {"warmup_steps": 1},
-            "warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.",
+            "warmup_steps 1 has no effect, because the first step already has the full rate; set it to 2 or more.",
         ),
         ({"lr_cycles": 2}, "lr_cycles is not used by the constant schedule; cosine_with_restarts reads it."),
         ({"lr_power": 1.0}, "lr_power is not used by the constant schedule; polynomial reads it."),

@@ -49,8 +49,8 @@ def check_state(path: Path, settings: TrainSettings, patcher: ModelPatcher, targ
         raise damaged_field(path, "average")
     if not fits_optimizer(optimizer, flat(groups), header.moving["optimizer"], header.step, patcher.load_device):
         raise ValueError(
-            f"resume: {path.name} does not hold what {optimizer.display_name} saves with the settings here; set the "
-            f"optimizer as it was, choose another state, {RESUME_OFF}"
+            f"resume: {path.name} does not fit {optimizer.display_name} with the settings here; set the optimizer as "
+            f"it was, choose another state, {RESUME_OFF}"
         )
 
 
@@ -99,9 +99,9 @@ def _other(field: str, layer: str, before: AdapterSpec, now: AdapterSpec, networ
     there, here = getattr(before, field), getattr(now, field)
     by_pattern = here != getattr(network, field)
     fix = "set rank_patterns as they were" if by_pattern else f"set {field} to {_shown(there)}"
-    scaled = ", which would change the size of all that it learnt" if field in ("alpha", "constraint") else ""
+    scaled = ", which would change the strength of everything it learnt" if field in ("alpha", "constraint") else ""
     if now.algorithm == before.algorithm == "lora" and field in ("rank", "alpha"):
-        fix += ", begin from its LoRA with start_from on LoRA Network"
+        fix += ", start from its LoRA with start_from on LoRA Network"
     return ValueError(
         f"resume: that state was trained with {field} {_shown(there)} in {layer} and the network here has "
         f"{_shown(here)}{scaled}; {fix}, {RESUME_OFF}"

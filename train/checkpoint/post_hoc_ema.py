@@ -168,7 +168,7 @@ def average(root: Path, run: str, profile: Profile) -> tuple[LoraModel, str]:
         try:
             tensors, metadata = read_tensors(one.path)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"run: {one.path.name} cannot be read ({error}); take it out of its folder.") from error
+            raise ValueError(f"run: {one.path.name} can't be read ({error}); take it out of its folder.") from error
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if sums and shapes != {name: tensor.shape for name, tensor in sums.items()}:
             raise ValueError(

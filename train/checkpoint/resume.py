@@ -39,7 +39,7 @@ def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]
     if named is None:
         return [path for _, path in sorted(_of_lineage(root, settings, lineage), reverse=True)]
     if (step := read_header(named).step) > settings.steps:
-        raise ValueError(f"resume: that state is at step {step}, past steps = {settings.steps}; raise steps.")
+        raise ValueError(f"resume: that state is already at step {step}, but steps is {settings.steps}; raise steps.")
     return [named]
 
 
@@ -58,7 +58,7 @@ def damaged_states(root: Path, settings: TrainSettings, lineage: str) -> list[st
 def passed_over(root: Path, path: Path, error: ValueError) -> str:
     """Say that 'latest' does not take a state, and why."""
     reason = str(error).removeprefix("resume: ").rpartition("; ")[0].replace(path.name, "it", 1)
-    return f"{path.relative_to(root).as_posix()} is passed over: {reason}."
+    return f"{path.relative_to(root).as_posix()} is skipped: {reason}."
 
 
 def continued_lineage(root: Path, settings: TrainSettings, lineage: str) -> str:

@@ -131,7 +131,7 @@ class RunFolder:
             lock.acquire()
         except Timeout:
             raise ValueError(
-                f"output_name: another ComfyUI on this machine trains {self.name} into {self.path.name} now; wait for "
+                f"output_name: another ComfyUI on this machine is training into {self.path.name} right now; wait for "
                 "it, or choose another output_name."
             ) from None
         except OSError:  # no lock is to be had here, such as another user's: it trains all the same

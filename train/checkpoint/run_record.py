@@ -100,7 +100,7 @@ class RunRecord:
     def _tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            log.warning("The record of the run can't be written, so its curve has a gap: %s", error.strerror)
+            log.warning("The loss curve of this run can't be written to disk, so it has a gap: %s", error.strerror)
 
 
 @dataclass

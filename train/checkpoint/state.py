@@ -158,9 +158,7 @@ def _stored(file: Any, name: str) -> StoredTensor:
 
 def damaged_field(path: Path, name: str) -> DamagedState:
     """Make the error of a field whose value is not what a state holds. Its name is shown in part: it may be hostile."""
-    return DamagedState(
-        f"resume: {path.name} is damaged: its field {name[:40]!r} is not what a state holds; {_INSTEAD}"
-    )
+    return DamagedState(f"resume: {path.name} is damaged: its field {name[:40]!r} has a wrong value; {_INSTEAD}")
 
 
 def _unknown_field(path: Path, name: str, version: str) -> DamagedState:
@@ -173,4 +171,4 @@ def _unknown_field(path: Path, name: str, version: str) -> DamagedState:
 
 
 def _damaged(path: Path) -> DamagedState:
-    return DamagedState(f"resume: {path.name} is not a whole state of this version; {_INSTEAD}")
+    return DamagedState(f"resume: {path.name} is incomplete or from another version; {_INSTEAD}")

@@ -68,10 +68,7 @@ def check_guidance_loss(
             "encode_empty_caption on in Prepare Dataset, connect empty to Latents to Training Data, or set "
             "guidance_loss_scale to 0."
         )
-    notes = [
-        f"guidance_loss_scale {scale:g} takes two more forwards in each step, of the model without the LoRA. It is "
-        "experimental."
-    ]
+    notes = [f"guidance_loss_scale {scale:g} runs the model without the LoRA twice more per step. It's experimental."]
     if takes_guidance and options.guidance == ObjectiveOptions.guidance:
         notes.append(
             f"{title} is told a guidance of {options.guidance:g} while it trains, with which its output holds none, so "

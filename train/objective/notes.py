@@ -13,8 +13,8 @@ def objective_notes(options: ObjectiveOptions, strata: Strata) -> tuple[str, ...
     notes = list(unread_notes(options))
     if options.shift > 0 and options.timestep_sampling in RESOLUTION_SAMPLINGS:
         notes.append(
-            f"shift {options.shift:g} takes the place of the shift of {options.timestep_sampling}, which now draws as "
-            "logit_normal does; set shift to 0 for the resolution's."
+            f"shift {options.shift:g} replaces the shift of {options.timestep_sampling}, which now works like "
+            "logit_normal; set shift to 0 for the shift by resolution."
         )
     if options.stratified != "off" and {"batch": strata.step, "epoch": strata.epoch}[options.stratified] == 1:
         group = {"batch": "an optimizer step", "epoch": "an epoch"}[options.stratified]

@@ -78,4 +78,4 @@ def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> 
     without = [sample.name for sample in samples if not sample.class_caption and not sample.regularisation]
     if not without:
         return ()
-    return (f"Nothing is preserved by showing these, whose captions hold no word of the class: {shortlist(without)}.",)
+    return (f"These captions don't contain the class word, so they preserve nothing: {shortlist(without)}.",)

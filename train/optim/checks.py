@@ -60,7 +60,7 @@ def check_optimizer(
     if options.optimizer == "custom" and is_schedule_free(optimizer) and options.lr_scheduler != "constant":
         notes += (_needs_no_schedule(name, options.lr_scheduler),)
     if not _goes_on_alike(options, whole, unpack_state(tensors, tree), (optimizer, scheduler)):
-        notes += (f"{name} does not save all that it has learnt, so a resumed run goes on a little differently.",)
+        notes += (f"{name} can't save its complete state, so a resumed run continues a little differently.",)
     return notes
 
 
@@ -141,11 +141,13 @@ def optimizer_notes(options: OptimizerOptions) -> tuple[str, ...]:
     if name == "adamw_schedulefree" and options.lr_scheduler != "constant":
         notes.append(_needs_no_schedule(name, options.lr_scheduler))
     if options.lr_scheduler == "constant" and options.warmup_steps == 1:
-        notes.append("warmup_steps 1 has no effect: the first step has the whole rate already; set it to 2 or more.")
+        notes.append(
+            "warmup_steps 1 has no effect, because the first step already has the full rate; set it to 2 or more."
+        )
     if options.lr_scheduler == "inverse_sqrt" and options.warmup_steps == 0:
         notes.append(f"inverse_sqrt without warmup_steps falls slowly: to 0.71 after {INVERSE_SQRT_STEPS} steps.")
     if options.min_lr_ratio == 1 and options.lr_scheduler not in ("constant", "curve"):
-        notes.append(f"lr_scheduler {options.lr_scheduler} has no effect: min_lr_ratio 1 keeps the rate where it is.")
+        notes.append(f"lr_scheduler {options.lr_scheduler} has no effect, because min_lr_ratio is 1.")
     return (*notes, *unread_notes(options))
 
 

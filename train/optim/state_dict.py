@@ -71,5 +71,7 @@ def unpack_state(tensors: Mapping[str, Any], tree: Json) -> Any:
         case {"tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"tensor": str(name)}:
-            raise ValueError(f"The saved state lacks the tensor {name!r}; the file is damaged, so start from another.")
+            raise ValueError(
+                f"The saved state lacks the tensor {name!r}; the file is damaged, so choose another state."
+            )
     raise ValueError(f"The saved state holds {str(tree)[:60]!r}, which is no part of a state; start from another file.")

@@ -27,7 +27,7 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
             seconds = layer.seconds_of_base()
             before, frozen = layer.bytes_before_base(), layer.frozen()
             if before is None:
-                result.left.setdefault("in 8 bit or less already", []).append(left)
+                result.left.setdefault("already in 8 bit or less", []).append(left)
                 continue
             if frozen.weight.dtype not in (torch.int8, torch.float8_e4m3fn):
                 result.left.setdefault("all zero, or not finite", []).append(left)
@@ -42,8 +42,8 @@ def base_notes(base: str, blocks: Sequence[tuple[str, Block]], swapped: Collecti
     yield from result.notes(base, f" in {seconds:.0f} s for this run")
     if on_host:
         yield (
-            f"base: those of the swapped blocks take {on_host / 2**30:.2f} GiB more of the computer's memory, as the "
-            "MODEL keeps its own; base on Load Diffusion Model (Block Swap) does not."
+            f"base: the swapped blocks take {on_host / 2**30:.2f} GiB of extra RAM, because the MODEL keeps its own "
+            "copy. With base on Load Diffusion Model (Block Swap) they don't."
         )
 
 

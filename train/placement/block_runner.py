@@ -193,7 +193,7 @@ class BlockRunner:
         broken = graph_break(error, report.events[-1] if report.events else None)
         if broken is not None and report.how.fullgraph:
             raise CompileFailed(
-                f"fullgraph is on, but blocks of kind {report.label} can't be compiled as one graph: {broken} Switch "
+                f"fullgraph is on, but {report.label} blocks can't be compiled as one graph: {broken} Switch "
                 "fullgraph off on Compile Model."
             ) from error
         log.debug("%s", report.label, exc_info=error)

@@ -135,7 +135,7 @@ class PlacedModel:
         if self.automatic is None or less is None:
             return False
         self.memory = self.automatic.options()
-        self.observer.note(f"Out of memory at step {step + 1}; it goes on with less. {less.text}")
+        self.observer.note(f"Out of memory at step {step + 1}, so training continues with less. {less.text}")
         return True
 
     def plan_again(self, steps: int) -> bool:
@@ -151,7 +151,7 @@ class PlacedModel:
         if not self.automatic.may_plan_again or not self.automatic.plan_again(seconds, steps, compile_seconds):
             return False
         self.memory = self.automatic.options()
-        self.observer.note(f"Planned again with the compiled blocks' times. {self.automatic.plan.text}")
+        self.observer.note(f"Replanned with the measured speed of the compiled blocks. {self.automatic.plan.text}")
         return True
 
     def rebuild(self, step: int) -> None:
@@ -178,7 +178,7 @@ class PlacedModel:
         Nothing may be compiled yet: the choice is a part of what blocks share a graph by.
         """
         self.ensure()
-        self.observer.phase("Measuring products in low precision")
+        self.observer.phase("Measuring which layers can multiply in 8 bit")
         blocks, runner = self.transformer.blocks(), self.runner
         self.runner = BlockRunner(blocks, replace(self.memory, checkpointing="full"), None, self.graphs, self.device)
         try:
@@ -209,7 +209,7 @@ class PlacedModel:
             self._note_products()
         if self.memory.offload_activations and self.runner.offload is None:
             self.observer.note(
-                "offload_activations is ignored: it works on what full checkpointing keeps, and checkpointing is "
+                "offload_activations is ignored: it only works with checkpointing full, and checkpointing is "
                 f"'{self.memory.checkpointing}'."
             )
         if self.host is not None and self.host.notes:

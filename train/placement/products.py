@@ -158,7 +158,7 @@ class BlockProducts:
 
     def _loss(self, place: Place, sides: Sequence[str]) -> str:
         if place not in self.errors:
-            return f"too far off going {joined([_going(side) for side in sides])} when the run began"
+            return f"too inexact in the {joined([_going(side) for side in sides])} pass when the run started"
         off = (f"{self.errors[place][SIDES.index(side)]:.2g} going {_going(side)}" for side in sides)
         return f"off by {joined(list(off))}"
 
@@ -167,7 +167,7 @@ class BlockProducts:
         if self.asked == FULL:
             return
         if not self.tried:
-            yield f"products is {self.asked}, and all layers multiply in full: {self.missing}."
+            yield f"products is {self.asked}, but all layers multiply in full: {self.missing}."
             return
         counts: Counter[str] = Counter()
         full: dict[str, list[str]] = {}
@@ -183,10 +183,10 @@ class BlockProducts:
             mend = ""
             if not self.full:
                 mend = (
-                    f"; take a model that is stored in {' or '.join(self.tried)}, into which base puts one of 16 bits, "
-                    "or set products to full"
+                    f"; use a model stored in {' or '.join(self.tried)} (base converts a 16-bit one), or set products "
+                    "to full"
                 )
-            yield f"products is {self.asked}, and all layers multiply in full: {left}{mend}."
+            yield f"products is {self.asked}, but all layers multiply in full: {left}{mend}."
             return
         first, *more = sorted(counts, key=len)
         told = f"{counts[first]} of the {self.choices.total()} layers of the blocks multiply {first}"

@@ -141,17 +141,17 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     Raises ValueError where they do not match.
     """
     if not data.samples:
-        raise ValueError("data holds no sample; connect Prepare Dataset with at least one picture.")
+        raise ValueError("data is empty; connect Prepare Dataset with at least one picture.")
     if not family.fits_data(data.family):  # by name: FLUX.1 and Wan share channels and widths
         raise ValueError(
-            f"data was prepared with the VAE and the text encoders of {data.family}, and model is one of "
-            f"{family.title}; load the VAE and the text encoders of the model, or a model of {data.family}."
+            f"data was prepared for {data.family}, but the model is {family.title}; prepare it with the VAE and text "
+            f"encoders of this model, or load a {data.family} model."
         )
     cut_short = [sample.name for sample in data.samples if sample.tokens < prod(sample.grid)]
     if family.whole_grids and cut_short:
         raise ValueError(
-            f"data has grids with a ragged edge ({shortlist(cut_short)}), and {family.title} takes whole ones; set fit "
-            "to whole grids on Prepare Dataset, or max_graphs on Latents to Training Data to the number of sizes."
+            f"data has grids with a ragged edge ({shortlist(cut_short)}), which {family.title} doesn't support; set "
+            "fit to whole grids on Prepare Dataset, or max_graphs on Latents to Training Data to the number of sizes."
         )
     check_training_samples(sample.regularisation for sample in data.samples)
     for sample in data.samples:
@@ -161,29 +161,29 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
     channels = patcher.model.latent_format.latent_channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
-            f"data has latents of {tensors.latent.shape[0]} channels and the model takes {channels}; prepare the data "
-            "with the model's own VAE."
+            f"data has latents of {tensors.latent.shape[0]} channels, but the model takes {channels}; prepare the "
+            "data with the model's own VAE."
         )
     pooled, width = tensors.conditioning.get("pooled_output"), family.pooled_width(patcher.model)
     if pooled is not None and pooled.shape[-1] < width:
         raise ValueError(
-            f"data has pooled text of width {pooled.shape[-1]} and the model takes {width}; prepare the data with the "
+            f"data has pooled text of width {pooled.shape[-1]} but the model takes {width}; prepare the data with the "
             "model's own text encoders."
         )
     seen, width = tensors.conditioning.get("clip_vision_output"), family.vision_width(patcher.model)
     if seen is not None and width and hidden_states(seen).shape[-1] != width:
         raise ValueError(
-            f"data has CLIP vision output of width {hidden_states(seen).shape[-1]} and the model takes {width}; "
+            f"data has CLIP vision output of width {hidden_states(seen).shape[-1]} but the model takes {width}; "
             "prepare the data with clip_vision_h.safetensors as the CLIP vision model."
         )
     wanted = family.text_width(patcher.model)
     if wanted and tensors.empty_prompt is not None and (other := tensors.empty_prompt.text.shape[-1]) != wanted:
         raise ValueError(
-            f"empty has text of width {other} and the model takes {wanted}; encode the empty caption with the model's "
+            f"empty has text of width {other} but the model takes {wanted}; encode the empty caption with the model's "
             "own text encoders."
         )
     if wanted and tensors.text.shape[-1] != wanted:
         raise ValueError(
-            f"data has text of width {tensors.text.shape[-1]} and the model takes {wanted}; prepare the data with the "
+            f"data has text of width {tensors.text.shape[-1]} but the model takes {wanted}; prepare the data with the "
             "model's own text encoders."
         )

@@ -67,7 +67,7 @@ def check_disk_space(folder: RunFolder, need: DiskSpace) -> None:
     free = _free(folder.path)
     if free is not None and free < need.peak_bytes:
         raise ValueError(
-            f"output_name: the disk that the run is saved on has {_size(free)} free, and the run writes at least "
+            f"output_name: the disk with the output folder has only {_size(free)} free, but this run writes at least "
             f"{_size(need.peak_bytes)} ({need}); free some space, or lower rank."
         )
 
@@ -80,8 +80,8 @@ def check_disk_space_of_pair(folder: RunFolder, first: DiskSpace, second: DiskSp
     free, most = _free(folder.path), max(first.peak_bytes, first.final_bytes + second.peak_bytes)
     if free is not None and free < most:
         raise ValueError(
-            f"output_name: the disk that the runs are saved on has {_size(free)} free, and those of the two experts "
-            f"write at least {_size(most)} ({first}, then {second}); free some space, or lower rank."
+            f"output_name: the disk with the output folder has only {_size(free)} free, but the runs of the two "
+            f"experts write at least {_size(most)} ({first}, then {second}); free some space, or lower rank."
         )
 
 

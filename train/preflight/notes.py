@@ -42,13 +42,13 @@ def saving_notes(settings: TrainSettings, strata: Strata) -> Iterator[str]:
     if settings.save_every and not saves:
         what, lost = ("its state", "leaves the best LoRA only") if best else ("it", "loses it")
         yield (
-            f"save_every is {settings.save_every} and the run has {steps} steps, so {what} is saved at its end, at "
-            f"Cancel and at an error only, and a crash {lost}; lower save_every to save on the way."
+            f"save_every is {settings.save_every} and the run has {steps} steps, so {what} is saved only at the end, "
+            f"at Cancel and at an error, and a crash {lost}; lower save_every to save on the way."
         )
     if validation is not None and validation.keep_best and validation.every_n_steps >= steps:
         yield (
-            f"keep_best has no choice: every_n_steps of Validation is {validation.every_n_steps} and the run has "
-            f"{steps} steps, so that only the finished LoRA is measured; lower every_n_steps."
+            f"keep_best has nothing to compare: every_n_steps of Validation is {validation.every_n_steps} and the run "
+            f"has {steps} steps, so only the finished LoRA is measured; lower every_n_steps."
         )
 
 
@@ -56,8 +56,8 @@ def weight_notes(options: ObjectiveOptions, samples: Sequence[Sample]) -> Iterat
     weights = {sample.loss_weight for sample in samples}
     if len(weights) == 1 and weights != {1.0} and not options.preservation_weight:
         yield (
-            f"loss_weight is {weights.pop():g} for all that is trained on, so that none of it counts less or more than "
-            "the rest; change learning_rate to learn less or more of all."
+            f"loss_weight is {weights.pop():g} for all pictures, so none of them counts more than the rest; to learn "
+            "more or less of everything, change learning_rate."
         )
 
 

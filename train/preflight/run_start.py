@@ -90,23 +90,23 @@ def run_start_notes(begun: RunStart, settings: TrainSettings, root: Path) -> Ite
     if settings.resume == "latest" and begun.lineage != begun.asked_lineage:
         folder = begun.folder.path if begun.state is None else begun.state.parent
         yield (
-            f"There is no run to go on with that had these settings from step 0 on, so {folder.name} is taken, which "
-            "came to them from others; set resume to 'off' to train from step 0."
+            f"No run had these settings from step 0 on, so this one continues {folder.name}, which changed to them "
+            "later; set resume to 'off' to train from step 0."
         )
     yield from begun.passed_over[:_MOST_NAMED]
     if (rest := len(begun.passed_over) - _MOST_NAMED) > 0:
-        yield f"{rest} more damaged states are passed over."
+        yield f"{rest} more damaged states are skipped."
     if begun.later_state is not None:
         yield (
-            f"A run like this one went on from the state in resume before; this one begins there again. Choose "
-            f"{begun.later_state} in resume to go on from where that was left."
+            "You already continued this state once; this run starts from it again. To continue where that one "
+            f"stopped, choose {begun.later_state} under resume."
         )
     if begun.finished or begun.state is not None or settings.resume != "latest":
         return
     if (past := first_step_past(root, settings, begun.lineage)) is not None:
         yield (
-            f"The states that are kept of this run are past steps = {settings.steps}, so it starts at step 0; raise "
-            f"steps to {past} or more to go on from one."
+            f"The saved states of this run are beyond steps = {settings.steps}, so it starts from step 0. To continue "
+            f"from one, raise steps to {past} or more."
         )
     elif other := state_of_other_settings(root, settings):
         yield (

@@ -115,8 +115,8 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
         raise ValueError(f"switch_step is {switch_step}; set it to 0 (by expert_boundary) or more.")
     if boundary and switch_step:
         raise ValueError(
-            f"expert_boundary is {boundary:g} and switch_step is {switch_step}; set one of them to 0, the other says "
-            "where the experts change hands."
+            f"expert_boundary is {boundary:g} and switch_step is {switch_step}; set one of them to 0; the other says "
+            "where the experts switch."
         )
     if high.is_clone(low):
         raise ValueError(SAME_WEIGHTS)
@@ -130,8 +130,8 @@ def two_experts(high: ModelPatcher, low: ModelPatcher, boundary: float = 0.0, sw
         )
     elif not boundary and not switch_step:
         raise ValueError(
-            f"model is a {kinds[0]}, of which it is not known where two experts change hands; set switch_step, as on "
-            "your KSampler (Advanced), or expert_boundary."
+            f"model is a {kinds[0]}, and it's not known where its two experts switch; set switch_step, as on your "
+            "KSampler (Advanced), or expert_boundary."
         )
     return Stages(high, low, boundary, switch_step)
 
@@ -145,7 +145,7 @@ def _check(stages: Stages, samplings: Sequence[Sampling]) -> None:
         if stages.switch_step >= sampling.steps:
             raise ValueError(
                 f"switch_step is {stages.switch_step}, and prompt {number} has {sampling.steps} steps, which leaves "
-                "nothing to the low noise expert; lower it, or set it to 0."
+                "no steps for the low noise expert; lower it, or set it to 0."
             )
 
 
@@ -172,7 +172,7 @@ def _model_of(model: ModelPatcher, lora: AppliedLora | None) -> ModelPatcher:
         raise ValueError(f"loras: {lora.name} cannot be read by ComfyUI ({error}); take it out.") from error
     if not changed:
         raise ValueError(
-            f"loras: {lora.name} changes no weight of this model, so it is a LoRA of another one; take it out, or "
-            "connect the model that it was trained on."
+            f"loras: {lora.name} doesn't change this model, so it belongs to another one; take it out, or connect the "
+            "model that it was trained on."
         )
     return patched
