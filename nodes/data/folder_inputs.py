@@ -23,7 +23,7 @@ def caption_extension(file: str) -> io.Input:
         default=".txt",
         optional=True,
         advanced=True,
-        tooltip=f"The ending of the caption files: {file} takes a.txt. Change it if yours end otherwise, such as "
+        tooltip=f"The file ending of captions: {file} uses a.txt. Change it if yours end differently, such as "
         ".caption.",
     )
 
@@ -36,7 +36,7 @@ def repeats(noun: str) -> io.Input:
         min=1,
         max=1000,
         optional=True,
-        tooltip=f"How many times an epoch shows each {noun} of this folder. Raise it for a small folder that is "
+        tooltip=f"How many times per epoch each {noun} of this folder is shown. Raise it for a small folder that is "
         "chained with a large one.",
     )
 
@@ -51,8 +51,8 @@ def sample_ratio(noun: str) -> io.Input:
         step=0.001,
         optional=True,
         advanced=True,
-        tooltip=f"The part of this folder that an epoch shows, above 0 to 1; the next epoch goes on with the rest, so "
-        f"that all {noun} have their turn. Lower it for a large folder that is chained with a small one.",
+        tooltip="The part of this folder shown per epoch (above 0, up to 1); the next epoch continues with the rest, "
+        f"so all {noun} get their turn. Lower it for a large folder that is chained with a small one.",
     )
 
 
@@ -61,8 +61,8 @@ def trigger_words() -> io.Input:
         "trigger_words",
         default="",
         optional=True,
-        tooltip="Words put before every caption, followed by a comma, to call the LoRA by later. Leave empty if your "
-        "captions already hold them.",
+        tooltip="Words that are added in front of every caption, with a comma; use them in your prompts later. Leave "
+        "it empty if your captions already contain them.",
     )
 
 
@@ -70,5 +70,5 @@ def dataset() -> io.Input:
     return DatasetType.Input(
         "dataset",
         optional=True,
-        tooltip="Another data set, whose pictures and clips come before these. Connect it to train on several folders.",
+        tooltip="Another folder node, to train on several folders; its pictures and clips come first.",
     )

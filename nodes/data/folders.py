@@ -27,8 +27,8 @@ class TesseraImageFolder(io.ComfyNode):
             node_id="TesseraImageFolder",
             display_name="Training Images",
             category="Tessera/data",
-            description="Pictures to train on, each with a caption in a text file of the same name beside it. "
-            "Chain several folders through the dataset input.",
+            description="Loads pictures to train on, each with its caption in a text file of the same name next to "
+            "it. Chain several folders through the dataset input.",
             search_aliases=["dataset", "training images", "caption", "lora"],
             inputs=[
                 io.Combo.Input(
@@ -36,7 +36,7 @@ class TesseraImageFolder(io.ComfyNode):
                     **folder_inputs.choices(list_image_folders(), "input/my_pictures"),
                     tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
-                    "others have to be allowed in the file tessera.json in ComfyUI's user folder.",
+                    "allow others in the file tessera.json in ComfyUI's user folder.",
                 ),
                 folder_inputs.caption_extension("a.jpg"),
                 folder_inputs.repeats("picture"),
@@ -49,7 +49,7 @@ class TesseraImageFolder(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="For edit models (Qwen-Image-Edit, FLUX.1 Kontext, FLUX.2): the folder with the pictures "
-                    "before the edit. a.jpg takes a.png there, or a_0.png, a_1.png, … for several.",
+                    "before the edit. a.jpg uses a.png there, or a_0.png, a_1.png, … for several.",
                 ),
                 image_inputs.mask_folder("pictures"),
                 image_inputs.alpha_mask(),
@@ -117,17 +117,17 @@ class TesseraVideoFolder(io.ComfyNode):
             node_id="TesseraVideoFolder",
             display_name="Training Clips",
             category="Tessera/data",
-            description="Clips to train a video model on, taken out of the video files of a folder, each file with a "
-            "caption in a text file of the same name beside it. Chain it with pictures and other folders through the "
-            "dataset input.",
+            description="Cuts clips from the video files of a folder to train a video model on. Each file has its "
+            "caption in a text file of the same name next to it. Chain it with pictures and other folders through "
+            "the dataset input.",
             search_aliases=["dataset", "training videos", "video", "wan", "caption", "lora"],
             inputs=[
                 io.Combo.Input(
                     "folder",
                     **folder_inputs.choices(list_video_folders(), "input/my_clips"),
-                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders included. "
-                    "Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; others have "
-                    "to be allowed in the file tessera.json in ComfyUI's user folder.",
+                    tooltip="The folder with video files (mp4, webm, mkv, mov, gif) and captions, subfolders "
+                    "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
+                    "allow others in the file tessera.json in ComfyUI's user folder.",
                 ),
                 folder_inputs.caption_extension("a.mp4"),
                 folder_inputs.repeats("clip"),
@@ -135,9 +135,9 @@ class TesseraVideoFolder(io.ComfyNode):
                     "target_frames",
                     default="25",
                     optional=True,
-                    tooltip="How many frames a clip has; several numbers with commas between them, such as 1, 25, 49, "
-                    "give clips of each. They are 4n + 1, as the VAE takes them; others are lowered to that. More "
-                    "frames show longer motion and take more memory and time.",
+                    tooltip="How many frames a clip has; write several numbers, such as 1, 25, 49, to get clips of "
+                    "each length. The VAE needs 4n + 1 frames, so other numbers are lowered. More frames show longer "
+                    "motion and need more memory and time.",
                 ),
                 io.Float.Input(
                     "fps",
@@ -146,17 +146,17 @@ class TesseraVideoFolder(io.ComfyNode):
                     max=240.0,
                     step=0.001,
                     optional=True,
-                    tooltip="Frames per second of the clips, by leaving out or repeating frames: 16 for Wan 2.1 and "
-                    "2.2 14B, 24 for Wan 2.2 5B. 0 takes every frame as it is.",
+                    tooltip="Frames per second of the clips; frames are dropped or repeated to match. Use 16 for Wan "
+                    "2.1 and 2.2 14B, 24 for Wan 2.2 5B. 0 uses every frame.",
                 ),
                 io.Combo.Input(
                     "extraction",
                     options=list(EXTRACTIONS),
                     default=HEAD,
                     optional=True,
-                    tooltip="Which clips are taken out of a file. head: its first frames. chunk: one after the other. "
+                    tooltip="Which clips are cut from a file. head: its first frames. chunk: one after the other. "
                     "slide: one every frame_stride frames. uniform: frame_sample of them, spread evenly. full: all "
-                    "frames up to max_frames as one clip, without regard to target_frames.",
+                    "frames up to max_frames as one clip; target_frames is ignored.",
                 ),
                 folder_inputs.dataset(),
                 folder_inputs.trigger_words(),
@@ -177,8 +177,8 @@ class TesseraVideoFolder(io.ComfyNode):
                     max=10000,
                     optional=True,
                     advanced=True,
-                    tooltip="For uniform: how many clips of each length are taken out of a file. Raise it for long "
-                    "files with much in them.",
+                    tooltip="For uniform: how many clips of each length are cut from a file. Raise it for long, "
+                    "varied files.",
                 ),
                 io.Int.Input(
                     "max_frames",
@@ -187,8 +187,8 @@ class TesseraVideoFolder(io.ComfyNode):
                     max=100000,
                     optional=True,
                     advanced=True,
-                    tooltip="For full: the most frames of a clip; longer files lose their end. Lower it if memory is "
-                    "short.",
+                    tooltip="For full: the most frames of a clip; longer files are cut off at the end. Lower it if "
+                    "memory is short.",
                 ),
                 image_inputs.mask_folder("clips"),
                 image_inputs.unmasked_weight(),

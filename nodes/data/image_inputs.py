@@ -10,16 +10,16 @@ NONE = "none"
 
 def mask_folder(noun: str) -> io.Input:
     """noun: what the folder holds, pictures or clips."""
-    frames = "" if noun == "pictures" else " One mask serves all frames of its file."
+    frames = "" if noun == "pictures" else " One mask is used for all frames of its file."
     return io.Combo.Input(
         "mask_folder",
         options=[NONE, *list_image_folders()],
         default=NONE,
         optional=True,
         advanced=noun != "pictures",
-        tooltip=f"The folder with the masks of these {noun}: a.{'jpg' if noun == 'pictures' else 'mp4'} takes a.png "
-        f"there. White is learnt, black is not, grey in part.{frames} Set it to keep backgrounds or other people out "
-        f"of the LoRA.",
+        tooltip=f"The folder with the masks of these {noun}: a.{'jpg' if noun == 'pictures' else 'mp4'} uses a.png "
+        f"there. White is learnt, black is not, grey partly.{frames} Use it to keep backgrounds or other people out "
+        "of the LoRA.",
     )
 
 
@@ -29,8 +29,8 @@ def alpha_mask() -> io.Input:
         default=False,
         optional=True,
         advanced=True,
-        tooltip="On: the pictures' own alpha channel is their mask; what is transparent is shown with the colours that "
-        "the file holds there and is not learnt. Off: transparent parts show white.",
+        tooltip="On: the alpha channel of the pictures is used as their mask, so transparent parts are not learnt. "
+        "Off: transparent parts become white.",
     )
 
 
@@ -43,8 +43,8 @@ def unmasked_weight() -> io.Input:
         step=0.01,
         optional=True,
         advanced=True,
-        tooltip="How much what the mask leaves out counts all the same, 0 to 1. 0 leaves it out; raise it to 0.1 if "
-        "what is learnt looks pasted in.",
+        tooltip="How much masked parts still count, 0 to 1. 0 ignores them; raise it to 0.1 if the result looks "
+        "pasted in.",
     )
 
 
@@ -57,8 +57,8 @@ def views(noun: str) -> list[io.Input]:
             default=OFF,
             optional=True,
             advanced=True,
-            tooltip=f"horizontal: each {noun} is shown mirrored in half of its draws. Choose it for few pictures of "
-            f"what has no left and right; a face, text and a logo have.",
+            tooltip=f"horizontal: each {noun} is shown mirrored half of the time. Use it if you have few pictures; "
+            "not for faces, text or logos, which look wrong mirrored.",
         ),
         io.Int.Input(
             "crops",
@@ -67,9 +67,9 @@ def views(noun: str) -> list[io.Input]:
             max=64,
             optional=True,
             advanced=True,
-            tooltip=f"How many crops of each {noun} are encoded, of which every showing draws one. They are spread "
-            f"over what would be lost to cropping. Raise it to 2 or 3 for wide panoramas and the like; each takes its "
-            f"time to encode.",
+            tooltip=f"How many different crops of each {noun} are encoded; one is picked each time. They cover the "
+            "parts that a single crop would cut off. Raise it to 2 or 3 for panoramas and the like; each one takes "
+            "time to encode.",
         ),
         io.Float.Input(
             "crop_zoom",
@@ -79,9 +79,8 @@ def views(noun: str) -> list[io.Input]:
             step=0.05,
             optional=True,
             advanced=True,
-            tooltip="With crops of 2 or more: all but the first show a smaller part, up to this many times narrower, "
-            "drawn at random, but never larger than the file's own pixels. Raise it to 1.5 to learn details of large "
-            "pictures.",
+            tooltip="With crops of 2 or more: all but the first zoom into a random part, up to this factor, but "
+            "never enlarge the file's pixels. Raise it to 1.5 to learn details of large pictures.",
         ),
     ]
 
@@ -97,17 +96,17 @@ def weight(noun: str) -> list[io.Input]:
             step=0.01,
             optional=True,
             advanced=True,
-            tooltip=f"What the loss of these {noun} is multiplied by. 1 is as all others; lower it for regularisation "
-            f"that holds back too much (prior_loss_weight elsewhere), or for {noun} of poor quality.",
+            tooltip=f"The loss of these {noun} is multiplied by this. 1 counts like all others; lower it if "
+            f"regularisation is too strong (prior_loss_weight elsewhere), or for {noun} of poor quality.",
         ),
         io.Boolean.Input(
             "regularisation",
             default=False,
             optional=True,
             advanced=True,
-            tooltip=f"On: these {noun} show what the model is to keep, such as people in general while one face is "
-            f"learnt. They take every second showing, whatever their number. Caption them with the class and without "
-            f"trigger words; the model's own pictures of it serve best.",
+            tooltip=f"On: these {noun} show what the model should not forget, such as people in general while it "
+            "learns one face. Every second showing is one of them, however many there are. Caption them with the "
+            "class, without trigger words; pictures made by the model itself work best.",
         ),
     ]
 
@@ -119,16 +118,16 @@ def preservation() -> list[io.Input]:
             default="",
             optional=True,
             advanced=True,
-            tooltip="What the trigger words call one of, such as man, dog or style: it stands in their place in the "
-            "class captions, which preservation_weight of Training Objective holds to what the model makes of them "
-            "now. Where the captions themselves hold the word that is learnt, write word=class: ohwx=man.",
+            tooltip="The class that your trigger words belong to, such as man, dog or style. In the class captions "
+            "it replaces the trigger words, and preservation_weight of Training Objective keeps what the model makes "
+            "of those. If your captions already contain the word to learn, write word=class: ohwx=man.",
         ),
         io.Boolean.Input(
             "blank_prompt_preservation",
             default=False,
             optional=True,
             advanced=True,
-            tooltip="On: preservation_weight of Training Objective holds what the model makes of the empty prompt, in "
-            "place of class captions. For what has no class word, such as a style.",
+            tooltip="On: preservation_weight of Training Objective keeps what the model makes of an empty prompt "
+            "instead of class captions. For things without a class word, such as a style.",
         ),
     ]

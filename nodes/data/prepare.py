@@ -29,8 +29,8 @@ class TesseraPrepareDataset(io.ComfyNode):
             node_id="TesseraPrepareDataset",
             display_name="Prepare Dataset",
             category="Tessera/data",
-            description="Chooses for each picture and clip the grid of tokens that crops it least, and encodes them "
-            "and their captions once: what has been encoded is kept on disk and taken from there.",
+            description="Picks the size for each picture and clip that crops it least, and encodes them and their "
+            "captions. Everything encoded is saved on disk, so it happens only once.",
             search_aliases=["dataset", "bucket", "encode", "cache latents", "lora"],
             # So that the plan can be looked at before anything is trained, and is shown again when nothing changed.
             is_output_node=True,
@@ -55,9 +55,9 @@ class TesseraPrepareDataset(io.ComfyNode):
                     max=16.0,
                     step=0.01,
                     optional=True,
-                    tooltip="The size that pictures and the frames of clips are trained at, in units of 1024 x 1024 "
-                    "pixels. 0.25 (512 x 512) trains about four times as fast, with less detail. 0.38 is 832 x 480, "
-                    "which Wan knows well.",
+                    tooltip="The training size of pictures and video frames, in units of 1024 x 1024 pixels. 0.25 "
+                    "(512 x 512) trains about four times as fast, with less detail. 0.38 is 832 x 480, a size that "
+                    "Wan knows well.",
                 ),
                 io.Int.Input(
                     "max_graphs",
@@ -65,29 +65,29 @@ class TesseraPrepareDataset(io.ComfyNode):
                     min=1,
                     max=8,
                     optional=True,
-                    tooltip="The number of different token counts allowed; each is compiled once. More lets pictures "
-                    "of unusual shape be cropped less. Raise it if the plan shows much cropping. It works with "
-                    "fit whole grids only: a ragged edge takes one, and up to four for control pictures. Clips of "
-                    "different length need as many as the plan says, whatever this is set to.",
+                    tooltip="The number of different token counts allowed; each is compiled once. With more, "
+                    "pictures of unusual shape are cropped less. Raise it if the plan shows a lot of cropping. Only "
+                    "for fit whole grids: a ragged edge needs one, and up to four for control pictures. Clips of "
+                    "different lengths get as many as they need.",
                 ),
                 io.Combo.Input(
                     "fit",
                     options=list(FITS),
                     default=RAGGED_EDGE,
                     optional=True,
-                    tooltip="ragged edge: one graph fits any shape with hardly any cropping; the last row of tokens "
-                    "may be cut short. whole grids: every grid has exactly the same number of tokens, at more "
-                    "cropping; choose it if the plan shows that your pictures lose little. Models that run ComfyUI's "
-                    "own forward take whole grids whatever is set.",
+                    tooltip="ragged edge: one compiled graph fits every shape with hardly any cropping; the last row "
+                    "of tokens may be shorter. whole grids: all grids have exactly the same number of tokens, with "
+                    "more cropping; choose it if the plan shows that little is cropped. Models without a Tessera "
+                    "version of their own always use whole grids.",
                 ),
                 io.Combo.Input(
                     "max_text_length",
                     options=["512", "256"],
                     default="512",
                     optional=True,
-                    tooltip="For FLUX.1 only: the longest caption in tokens; longer ones are cut, shorter ones take "
-                    "256. FLUX.1 schnell takes 256, FLUX.1 dev 512. On disk a caption takes about 4 MB at 256 tokens "
-                    "and 8 MB at 512. Captions of other models have lengths of their own.",
+                    tooltip="For FLUX.1 only: the longest caption in tokens; longer ones are cut off. Use 256 for "
+                    "FLUX.1 schnell, 512 for FLUX.1 dev. A caption takes about 4 MB of disk at 256 tokens and 8 MB "
+                    "at 512. Other models set their own lengths.",
                     advanced=True,
                 ),
                 io.ClipVision.Input(
@@ -100,8 +100,8 @@ class TesseraPrepareDataset(io.ComfyNode):
                     "image_to_video",
                     default=False,
                     optional=True,
-                    tooltip="On: each clip's first frame is the start picture that the model is given. Switch it on to "
-                    "train an image-to-video model of Wan (or 5B to go on from pictures), off for text to video.",
+                    tooltip="On: each clip's first frame is given to the model as start picture. Switch it on to "
+                    "train a Wan image-to-video model (or 5B for image to video), off for text to video.",
                 ),
                 io.Float.Input(
                     "control_megapixels",
@@ -112,8 +112,9 @@ class TesseraPrepareDataset(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="The size that control pictures are encoded at, in units of 1024 x 1024 pixels. Edit "
-                    "models know 1; less trains faster, as control pictures are tokens too. Where it equals "
-                    "megapixels, control pictures of their results' shapes are cropped exactly as those are.",
+                    "models are made for 1; less trains faster, because control pictures cost tokens too. If it "
+                    "equals megapixels, control pictures of the same shape as their results are cropped exactly like "
+                    "them.",
                 ),
                 io.Combo.Input(
                     "edit_prompt",
@@ -121,22 +122,23 @@ class TesseraPrepareDataset(io.ComfyNode):
                     default=PLUS,
                     optional=True,
                     advanced=True,
-                    tooltip="How Qwen-Image's text encoder is shown the control pictures. plus: for "
-                    "Qwen-Image-Edit-2509 and 2511. first edit: for the first Qwen-Image-Edit, with one control "
-                    "picture each.",
+                    tooltip="How Qwen-Image's text encoder sees the control pictures. plus: for Qwen-Image-Edit-2509 "
+                    "and 2511. first edit: for the first Qwen-Image-Edit, with one control picture each.",
                 ),
                 io.Boolean.Input(
                     "encode_empty_caption",
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="On: the empty caption is encoded too, which guidance_loss_scale of Training Objective "
-                    "takes. Folders with caption_dropout have it already.",
+                    tooltip="On: an empty caption is encoded too, which guidance_loss_scale of Training Objective "
+                    "needs. Folders with caption_dropout already have it.",
                 ),
             ],
             outputs=[
                 TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on."),
-                io.Image.Output(display_name="plan", tooltip="The grids, and what is cropped of each picture."),
+                io.Image.Output(
+                    display_name="plan", tooltip="A chart of the sizes, and how much of each picture is cropped."
+                ),
                 io.String.Output(display_name="summary", tooltip="The same in words."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -193,8 +195,8 @@ class TesseraLatentsToDataset(io.ComfyNode):
             node_id="TesseraLatentsToDataset",
             display_name="Latents to Training Data",
             category="Tessera/data",
-            description="Takes what core's VAE Encode, CLIP Text Encode, Make Training Dataset, Load Training Dataset "
-            "and Resolution Bucket give.",
+            description="Makes training data from the outputs of core's VAE Encode, CLIP Text Encode, Make Training "
+            "Dataset, Load Training Dataset and Resolution Bucket.",
             search_aliases=["dataset", "latents", "lora"],
             is_input_list=True,
             inputs=[
@@ -204,7 +206,7 @@ class TesseraLatentsToDataset(io.ComfyNode):
                 io.Conditioning.Input(
                     "positive",
                     tooltip="The encoded captions: one for each picture, in the same order, or one for all pictures. "
-                    "Reference latents and WanImageToVideo's start pictures on them are kept.",
+                    "Reference latents and WanImageToVideo's start pictures on them are used too.",
                 ),
                 io.Int.Input(
                     "max_graphs",
@@ -212,22 +214,21 @@ class TesseraLatentsToDataset(io.ComfyNode):
                     min=1,
                     max=64,
                     optional=True,
-                    tooltip="The number of different token counts allowed; each is compiled once. Latents of more are "
-                    "cropped. Raise it to crop less.",
+                    tooltip="The number of different token counts allowed; each is compiled once. If your latents "
+                    "have more, they are cropped. Raise it to crop less.",
                 ),
                 io.Boolean.Input(
                     "masked_loss",
                     default=False,
                     optional=True,
-                    tooltip="On: of a latent with a noise mask (Set Latent Noise Mask, VAE Encode for Inpainting) only "
-                    "what the mask lets the sampler change is learnt, in parts where it is grey. Off: noise masks are "
-                    "left out.",
+                    tooltip="On: of a latent with a noise mask (Set Latent Noise Mask, VAE Encode for Inpainting) "
+                    "only the masked part is learnt, where it is grey partly. Off: noise masks are ignored.",
                 ),
                 io.Conditioning.Input(
                     "empty",
                     optional=True,
-                    tooltip="The empty caption, from a CLIP Text Encode without text: guidance_loss_scale of Training "
-                    "Objective takes it.",
+                    tooltip="The empty caption, from a CLIP Text Encode without text; guidance_loss_scale of "
+                    "Training Objective needs it.",
                 ),
             ],
             outputs=[TrainingDataType.Output(display_name="data", tooltip="What Train LoRA trains on.")],

@@ -20,22 +20,22 @@ class TesseraAverageStates(io.ComfyNode):
             node_id="TesseraAverageStates",
             display_name="Average States",
             category="Tessera/output",
-            description="Makes the average (EMA) of a training run's LoRA after the training, from the LoRAs that it "
-            "saved on the way, so that several averages can be tried without training again.",
+            description="Averages (EMA) the LoRAs that a training run saved on the way, after the training. Try "
+            "several averages without training again.",
             search_aliases=["ema", "post-hoc ema", "average lora", "merge checkpoints", "moving average"],
             inputs=[
                 io.Combo.Input(
                     "run",
                     options=list_runs(runs_folder()),
-                    tooltip="The run, by its folder in output/loras; those are listed that have two saved LoRAs or "
-                    "more (press R to renew the list). Train with a small save_every, and with keep_last at 0.",
+                    tooltip="The run, by its folder in output/loras. Runs with at least two saved LoRAs are listed "
+                    "(press R to refresh). Train with a small save_every and keep_last at 0.",
                 ),
                 io.Combo.Input(
                     "profile",
                     options=list(PROFILES),
                     default=Profile.kind,
-                    tooltip="How much each step counts. exponential: as ema_decay on Optimizer counts them. power: "
-                    "the more the later, in the same shape for runs of any length. equal: all alike.",
+                    tooltip="How much each save counts. exponential: like ema_decay on Optimizer. power: later ones "
+                    "count more, in the same shape for runs of any length. equal: all the same.",
                 ),
                 io.Float.Input(
                     "decay",
@@ -44,7 +44,7 @@ class TesseraAverageStates(io.ComfyNode):
                     max=0.99999,
                     step=0.0001,
                     round=False,
-                    tooltip="For exponential: the part of the average that stays at each step. 0.999 averages about "
+                    tooltip="For exponential: how much of the average remains at each step. 0.999 averages about "
                     "1000 steps, 0.99 about 100. Raise it for a smoother LoRA.",
                 ),
                 io.Float.Input(
@@ -54,8 +54,8 @@ class TesseraAverageStates(io.ComfyNode):
                     max=WIDEST,
                     step=0.01,
                     round=False,
-                    tooltip="For power: how wide the average is, as a part of the whole run (its standard deviation). "
-                    "0.05 is narrow, 0.25 nearly all of the run.",
+                    tooltip="For power: how wide the average is, as a part of the run (its standard deviation). 0.05 "
+                    "is narrow, 0.25 covers nearly all of the run.",
                 ),
                 io.Float.Input(
                     "last_part",
@@ -64,8 +64,8 @@ class TesseraAverageStates(io.ComfyNode):
                     max=1.0,
                     step=0.01,
                     round=False,
-                    tooltip="The part of the steps, from the end, that is averaged over. Lower it, to 0.25 with equal "
-                    "say, to leave out what was saved before the LoRA had learnt much.",
+                    tooltip="How much of the run is averaged, counted from the end. Lower it (such as 0.25 with "
+                    "equal) to leave out early saves that had not learnt much.",
                 ),
             ],
             outputs=[

@@ -42,15 +42,13 @@ class TesseraCompareLoras(io.ComfyNode):
             node_id="TesseraCompareLoras",
             display_name="Compare LoRAs",
             category="Tessera/output",
-            description="Samples the same prompts and seeds with several LoRAs, or with the saves of one training run, "
-            "and shows the pictures side by side with their names.",
+            description="Samples the same prompts and seeds with several LoRAs, or with all saves of one training "
+            "run, and shows the pictures side by side.",
             search_aliases=["lora grid", "xy plot", "compare checkpoints", "best epoch"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
-                io.Model.Input(
-                    "model", tooltip="The model that the LoRAs are for, from any loader. It stays as it is."
-                ),
+                io.Model.Input("model", tooltip="The model that the LoRAs are for, from any loader. It isn't changed."),
                 io.Vae.Input("vae", tooltip="The model's own VAE, which decodes the pictures."),
                 io.Conditioning.Input("positive", tooltip="The prompt, as it goes to your KSampler."),
                 io.String.Input(
@@ -77,20 +75,21 @@ class TesseraCompareLoras(io.ComfyNode):
                     "without_lora",
                     default=True,
                     advanced=True,
-                    tooltip="The first column is the model without a LoRA, to compare with.",
+                    tooltip="Adds a first column without a LoRA, to compare with.",
                 ),
                 *sampler_inputs(),
                 PreviewType.Input(
                     "more_prompts",
                     optional=True,
-                    tooltip="From Training Preview: further prompts with their own settings, each in rows of its own. "
-                    "When it says to preview, and a model of its own, have no meaning here.",
+                    tooltip="From Training Preview: more prompts with their own settings, each in its own rows. Its "
+                    "every_n_steps and model inputs are ignored here.",
                 ),
                 io.Autogrow.Input(
                     "lora_models",
                     optional=True,
                     template=io.Autogrow.TemplatePrefix(LoraModelType.Input("lora"), prefix="lora", min=0, max=16),
-                    tooltip="LoRAs of the graph, such as Train LoRA's output; another place appears when one is taken.",
+                    tooltip="LoRAs of the graph, such as Train LoRA's output; another input appears when one is "
+                    "connected.",
                 ),
                 io.Model.Input(
                     "model_low_noise",
@@ -113,8 +112,8 @@ class TesseraCompareLoras(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="The sigma at which the two experts change hands. 0 is the model's own: 0.875 for text to "
-                    "video, 0.9 for image to video.",
+                    tooltip="The sigma at which sampling switches from one expert to the other. 0 uses the model's "
+                    "own: 0.875 for text to video, 0.9 for image to video.",
                 ),
                 io.Int.Input(
                     "switch_step",
@@ -123,8 +122,8 @@ class TesseraCompareLoras(io.ComfyNode):
                     max=10000,
                     optional=True,
                     advanced=True,
-                    tooltip="How many steps the high noise expert makes, as end_at_step of its KSampler (Advanced). 0 "
-                    "goes by expert_boundary.",
+                    tooltip="How many steps the high noise expert does, like end_at_step of its KSampler (Advanced). "
+                    "0 uses expert_boundary instead.",
                 ),
                 io.Combo.Input(
                     "clips",
@@ -132,8 +131,8 @@ class TesseraCompareLoras(io.ComfyNode):
                     default="middle frame",
                     optional=True,
                     advanced=True,
-                    tooltip="What the grid shows of a clip: its middle frame, some frames from the first (top) to the "
-                    "last, or, as animation, the clips themselves side by side. Of a picture it is the picture.",
+                    tooltip="How the grid shows a clip: its middle frame, some frames from first (top) to last, or, "
+                    "with animation, the clips themselves side by side. Pictures are not affected.",
                 ),
                 io.Float.Input(
                     "fps",
@@ -150,8 +149,8 @@ class TesseraCompareLoras(io.ComfyNode):
             outputs=[
                 io.Image.Output(
                     display_name="grid",
-                    tooltip="All pictures with their names; of clips what is chosen in clips, as animation a frame for "
-                    "each moment, for Create Video.",
+                    tooltip="The grid with all names. Clips are shown as chosen in clips; with animation it is one "
+                    "frame per moment, for Create Video.",
                 ),
                 io.Image.Output(
                     display_name="pictures",

@@ -37,24 +37,24 @@ class TesseraSaveLora(io.ComfyNode):
                 io.String.Input(
                     "filename_prefix",
                     default="loras/tessera",
-                    tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; a number is added, "
-                    "so nothing is overwritten, and %date:yyyy-MM-dd% becomes the date. What lies under loras/ appears "
-                    "in ComfyUI's LoRA loaders.",
+                    tooltip="Folder and beginning of the file name, inside ComfyUI's output folder; a number is "
+                    "added, so nothing is overwritten, and %date:yyyy-MM-dd% becomes the date. Files under loras/ "
+                    "appear in ComfyUI's LoRA loaders.",
                 ),
                 io.Combo.Input(
                     "format",
                     options=list(FORMATS),
                     default="kohya",
-                    tooltip="Whose key names the file uses. kohya: read by ComfyUI and nearly every other program. "
-                    "comfyui: the model's own names. diffusers: its Python pipelines, plain LoRA only. Not every "
-                    "program reads every format of every model: the node says which do, once it has saved.",
+                    tooltip="The naming of the keys in the file. kohya: read by ComfyUI and nearly every other "
+                    "program. comfyui: the model's own names. diffusers: its Python pipelines, plain LoRA only. Not "
+                    "every program reads every format of every model; after saving, the node says which ones do.",
                 ),
                 io.Combo.Input(
                     "dtype",
                     options=list(DTYPES),
                     default="bf16",
-                    tooltip="Number format of the file. bf16 suits nearly all uses at half the size of fp32; fp16 is "
-                    "finer but overflows above 65504; fp32 keeps the trained values exactly, for merging.",
+                    tooltip="Number format of the file. bf16 is fine for nearly everything, at half the size of "
+                    "fp32; fp16 is finer but overflows above 65504; fp32 saves the exact trained values, for merging.",
                 ),
             ],
             outputs=[io.String.Output(display_name="path", tooltip="Where the file was saved.")],
@@ -80,7 +80,7 @@ class TesseraLossPlot(io.ComfyNode):
             node_id="TesseraLossPlot",
             display_name="Loss Plot",
             category="Tessera/output",
-            description="Draws the loss of each training step, its moving average, and the validation loss.",
+            description="Plots the loss of each training step, its moving average, and the validation loss.",
             search_aliases=["plot loss", "training chart"],
             is_output_node=True,
             inputs=[
@@ -91,13 +91,13 @@ class TesseraLossPlot(io.ComfyNode):
                     min=0.0,
                     max=0.999,
                     step=0.001,
-                    tooltip="How much of the moving average comes from the steps before: 0 draws the plain loss, 0.9 "
-                    "averages about 10 steps, 0.99 about 100. Raise it for long or noisy runs.",
+                    tooltip="How smooth the moving average is: 0 shows the plain loss, 0.9 averages about 10 steps, "
+                    "0.99 about 100. Raise it for long or noisy runs.",
                 ),
                 io.Boolean.Input(
                     "log_scale",
                     default=False,
-                    tooltip="Spaces the values by their ratio. Switch on to see small changes beside a large start.",
+                    tooltip="Uses a logarithmic scale. Switch it on to see small changes after a high start.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="plot", tooltip="The plot, 1024 x 512 pixels.")],

@@ -21,8 +21,8 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
             min=-1,
             max=1000,
             optional=optional,
-            tooltip="How many of the model's blocks stay in the computer's memory and stream to the GPU while it "
-            "computes. 0: none. -1: as many as are needed to fit the free memory. Raise it if memory runs out.",
+            tooltip="How many of the model's blocks stay in RAM and stream to the GPU when they are needed. 0: none. "
+            "-1: as many as needed to fit the free GPU memory. Raise it if memory runs out.",
         ),
         io.Int.Input(
             "prefetch_blocks",
@@ -31,8 +31,8 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
             max=16,
             optional=optional,
             advanced=True,
-            tooltip="How many blocks are copied ahead. Each takes the memory of one more block on the GPU. Raise it to "
-            "2 if the GPU waits for copies. With blocks_to_swap -1 this is the least, and up to 3 may be chosen.",
+            tooltip="How many blocks are copied ahead. Each one takes the GPU memory of one more block. Raise it to "
+            "2 if the GPU waits for copies. With blocks_to_swap -1 this is the minimum, and up to 3 may be chosen.",
         ),
         io.Combo.Input(
             "pin_memory",
@@ -40,9 +40,9 @@ def swap_inputs(default: int, optional: bool = False) -> list[Any]:
             default=SwapSettings.pin_memory,
             optional=optional,
             advanced=True,
-            tooltip="Whether the swapped blocks lie in page-locked memory, from which copies are fastest. auto: where "
-            "it is safe. on: also where memory is short, and they would stream from the file. off: a small page-locked "
-            "buffer is used; choose it if Windows runs short of memory.",
+            tooltip="Puts the swapped blocks into page-locked RAM, where copies are fastest. auto: when it is safe. "
+            "on: even if RAM is short and they would otherwise stream from the file. off: only a small page-locked "
+            "buffer; choose it if Windows runs short of memory.",
         ),
     ]
 
@@ -56,13 +56,14 @@ class TesseraBlockSwap(io.ComfyNode):
             node_id="TesseraBlockSwap",
             display_name="Block Swap",
             category="Tessera/loaders",
-            description="Keeps a part of a diffusion model in the computer's memory and streams it to the GPU while it "
-            "computes, for sampling and for Train LoRA. The pictures are the same.",
+            description="Keeps part of a diffusion model in RAM and streams it to the GPU when needed, for sampling "
+            "and for Train LoRA. The pictures are the same.",
             search_aliases=["block swap", "offload", "low vram", "blocks to swap"],
             has_intermediate_output=True,  # what it says is sent again where the node is cached
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="The diffusion model, from any loader. LoRAs and Compile Model may stand behind."
+                    "model",
+                    tooltip="The diffusion model, from any loader. LoRAs and Compile Model can come after this node.",
                 ),
                 *swap_inputs(default=-1),
             ],

@@ -50,33 +50,33 @@ class TesseraCompileModel(io.ComfyNode):
             node_id="TesseraCompileModel",
             display_name="Compile Model",
             category="Tessera/compile",
-            description="Compiles a diffusion model with torch.compile, so that it samples faster from the second "
-            "picture on. Put it between the loader (or LoRAs) and the sampler; Train LoRA takes its settings too.",
+            description="Compiles a diffusion model with torch.compile, so it samples faster from the second picture "
+            "on. Put it between the loader (or LoRAs) and the sampler; Train LoRA uses its settings too.",
             search_aliases=["torch.compile", "torch compile", "torchcompile", "inductor", "speed up", "optimize model"],
             hidden=[io.Hidden.unique_id],
             has_intermediate_output=True,  # what it says is sent again where the node is cached
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The diffusion model, from any loader. LoRAs may stand before this node or behind it.",
+                    tooltip="The diffusion model, from any loader. LoRAs can come before or after this node.",
                 ),
                 BackendInput(
                     "backend",
                     options=["inductor"],
                     default=CompileSettings.backend,
                     optional=True,
-                    tooltip="What compiles the model. inductor writes fused kernels and is the one that makes it "
-                    "faster. cudagraphs only saves launches. aot_eager and eager compile nothing: take them to find "
-                    "out whether a fault comes from inductor.",
+                    tooltip="What compiles the model. inductor generates fused kernels and is the one that makes it "
+                    "faster. cudagraphs only saves launch time. aot_eager and eager compile nothing; use them to "
+                    "find out whether a problem comes from inductor.",
                 ),
                 io.Combo.Input(
                     "mode",
                     options=list(MODES),
                     default=CompileSettings.mode,
                     optional=True,
-                    tooltip="How hard inductor tries. default compiles fastest. max-autotune-no-cudagraphs measures "
+                    tooltip="How hard inductor tries. default compiles fastest. max-autotune-no-cudagraphs tries "
                     "several kernels for each matrix product: it compiles longer and may sample faster. "
-                    "reduce-overhead and max-autotune add CUDA graphs, which save launches and take memory. Other "
+                    "reduce-overhead and max-autotune add CUDA graphs, which save launch time and need memory. Other "
                     "backends have no modes.",
                 ),
                 io.Combo.Input(
@@ -84,17 +84,17 @@ class TesseraCompileModel(io.ComfyNode):
                     options=list(DYNAMIC),
                     default=CompileSettings.dynamic,
                     optional=True,
-                    tooltip="What a new picture size, batch or prompt length costs. auto: the second size met compiles "
-                    "a graph for any size. true: that graph from the start. false: a graph for each size, the fastest "
-                    "to run; choose it where your sizes stay the same.",
+                    tooltip="What happens with a new picture size, batch or prompt length. auto: the second size "
+                    "compiles one graph for any size. true: that graph from the start. false: a graph for each size, "
+                    "which runs fastest; choose it if your sizes stay the same.",
                 ),
                 io.Boolean.Input(
                     "fullgraph",
                     default=CompileSettings.fullgraph,
                     optional=True,
                     advanced=True,
-                    tooltip="On: what can't be compiled as one graph is an error that names the line. Off: it is "
-                    "compiled in pieces, or runs eager. Switch on only to find out what breaks a graph.",
+                    tooltip="On: code that can't be compiled as one graph is an error that names the line. Off: it "
+                    "is compiled in pieces, or runs uncompiled. Switch it on only to find out what breaks a graph.",
                 ),
                 io.Int.Input(
                     "cache_size_limit",
@@ -103,18 +103,18 @@ class TesseraCompileModel(io.ComfyNode):
                     max=4096,
                     optional=True,
                     advanced=True,
-                    tooltip="The most graphs that each kind of block may hold; sizes beyond that run eager. Raise it "
-                    "if a sentence on this node says that the limit is reached.",
+                    tooltip="The most graphs for each block type; more sizes run uncompiled. Raise it if this node "
+                    "says that the limit is reached.",
                 ),
                 io.Combo.Input(
                     "scope",
                     options=list(SCOPES),
                     default=CompileSettings.scope,
                     optional=True,
-                    tooltip="What is compiled as one piece. blocks: each kind of block once, shared by all of its "
-                    "kind; the shortest compile. stack: a whole run of blocks; the compile grows with their number. "
-                    "model: all of it, which other nodes' patches break most easily. Try the larger ones if sampling "
-                    "many pictures pays for a long compile.",
+                    tooltip="What is compiled as one piece. blocks: each block type once, shared by all blocks of "
+                    "that type; compiles fastest. stack: many blocks in a row; compile time grows with their number. "
+                    "model: everything, which patches of other nodes break most easily. Try the larger ones if you "
+                    "sample many pictures.",
                 ),
                 io.Combo.Input(
                     "preset",
@@ -122,8 +122,8 @@ class TesseraCompileModel(io.ComfyNode):
                     default=CUSTOM,
                     optional=True,
                     tooltip="Fills mode and scope in: fast start compiles soonest, balanced tries more kernels, "
-                    "maximum speed also compiles whole runs of blocks. custom takes mode and scope as they stand. "
-                    "Use one if you don't want to choose.",
+                    "maximum speed also compiles whole runs of blocks. custom uses mode and scope as set. Use a "
+                    "preset if you don't want to choose.",
                     extra_dict={"presets": {name: {"mode": m, "scope": s} for name, (m, s) in PRESETS.items()}},
                 ),
                 io.String.Input(
@@ -134,7 +134,7 @@ class TesseraCompileModel(io.ComfyNode):
                     placeholder="double_blocks.* mode=max-autotune\nsingle_blocks.0-9 eager",
                     tooltip="Other settings for some blocks, a line each: a pattern (with * and ranges such as 0-9), "
                     "then eager (not compiled) or any of backend=, mode=, dynamic=, fullgraph=. The last line that "
-                    "matches a block counts. For a block that gains nothing or fails.",
+                    "matches a block counts. Use it for a block that gains nothing or fails.",
                     advanced=True,
                 ),
             ],
@@ -191,8 +191,8 @@ class TesseraCompileReport(io.ComfyNode):
             node_id="TesseraCompileReport",
             display_name="Compile Report",
             category="Tessera/compile",
-            description="Shows what Compile Model did, for each kind of block: graphs, compile time, what broke or was "
-            "compiled again and why, and how much faster it runs. It counts from when the model was loaded.",
+            description="Shows what Compile Model did for each block type: graphs, compile time, what failed or was "
+            "compiled again and why, and how much faster it runs. It counts since the model was loaded.",
             search_aliases=["torch.compile report", "recompiles", "graph breaks", "compile time", "benchmark"],
             is_output_node=True,
             inputs=[
@@ -200,8 +200,8 @@ class TesseraCompileReport(io.ComfyNode):
                 io.AnyType.Input(
                     "after",
                     optional=True,
-                    tooltip="Makes the report wait: connect what the sampler gives (its LATENT, or the picture made "
-                    "of it). The value is not used. Without it the report may be made before the sampler has run.",
+                    tooltip="Makes the report wait: connect the sampler's LATENT, or the decoded picture. Its value "
+                    "is not used. Without it the report may be made before the sampler has run.",
                 ),
             ],
             outputs=[io.String.Output(display_name="report", tooltip="The same as text.")],

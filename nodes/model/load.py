@@ -39,8 +39,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
             node_id="TesseraLoadDiffusionModel",
             display_name="Load Diffusion Model (Block Swap)",
             category="Tessera/loaders",
-            description="Loads a diffusion model for sampling and for Train LoRA. Where it is larger than the GPU's "
-            "memory, a part of its blocks can stream from the computer's memory: set blocks_to_swap to -1.",
+            description="Loads a diffusion model for sampling and for Train LoRA. If it is larger than the GPU's "
+            "memory, set blocks_to_swap to -1 to stream part of its blocks from RAM.",
             search_aliases=["load unet", "load flux", "unet loader", "block swap", "offload", "low vram"],
             has_intermediate_output=True,  # what it says of block swap is sent again where the node is cached
             inputs=[
@@ -53,9 +53,9 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
                     "weight_dtype",
                     options=list(WEIGHT_DTYPES),
                     default="default",
-                    tooltip="How the weights are kept. default takes the file's own format. fp8 halves the memory of a "
-                    "bf16 file at some loss of detail; fp8_e4m3fn_fast also multiplies in fp8 when sampling, on cards "
-                    "that can.",
+                    tooltip="The format of the weights. default uses the file's own format. fp8 halves the memory of "
+                    "a bf16 file at some loss of detail; fp8_e4m3fn_fast also multiplies in fp8 when sampling, on "
+                    "cards that can.",
                 ),
                 *swap_inputs(default=0, optional=True),
                 io.Combo.Input(
@@ -63,8 +63,8 @@ class TesseraLoadDiffusionModel(io.ComfyNode):
                     options=list(BASES),
                     default=AS_STORED,
                     optional=True,
-                    tooltip="Puts the layers of the blocks of a 16-bit file into 8 bit while it is loaded: half the "
-                    "memory, and half to stream. int8 is the closer of the two (about 1 % off), fp8 about 2.5 %. Leave "
+                    tooltip="Converts the block layers of a 16-bit file to 8 bit while loading: half the memory, and "
+                    "half to stream. int8 is closer to the original (about 1 % off), fp8 about 2.5 %. Leave "
                     "weight_dtype at default.",
                 ),
             ],

@@ -36,22 +36,22 @@ class TesseraTuneCompile(io.ComfyNode):
             node_id="TesseraTuneCompile",
             display_name="Tune Compile",
             category="Tessera/compile",
-            description="Measures which settings of Compile Model sample fastest with this model, size and GPU, and "
-            "compiles the MODEL with them. The result is remembered, so it measures once. Takes the place of Compile "
-            "Model.",
+            description="Measures which Compile Model settings sample fastest with this model, size and GPU, and "
+            "compiles the MODEL with them. The result is remembered, so it measures only once. Use it instead of "
+            "Compile Model.",
             search_aliases=["torch.compile", "autotune", "benchmark compile", "fastest settings", "speed up"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
-                io.Model.Input("model", tooltip="The diffusion model, from any loader. It stays as it is."),
+                io.Model.Input("model", tooltip="The diffusion model, from any loader. It isn't changed."),
                 io.Int.Input(
                     "width",
                     default=1024,
                     min=16,
                     max=16384,
                     step=8,
-                    tooltip="Pixels. Set what you mostly sample; other sizes work with the result too, their gain may "
-                    "differ.",
+                    tooltip="Pixels. Set what you mostly sample; other sizes work with the result too, but their "
+                    "gain may differ.",
                 ),
                 io.Int.Input(
                     "height",
@@ -67,8 +67,8 @@ class TesseraTuneCompile(io.ComfyNode):
                     min=1,
                     max=86400,
                     optional=True,
-                    tooltip="Seconds that measuring may take. What would not fit any more is left out and named; raise "
-                    "it then. One compile that takes longer than expected is still brought to its end.",
+                    tooltip="Seconds that measuring may take. Settings that don't fit in are skipped and listed; "
+                    "raise it then. A compile that takes longer than expected is still finished.",
                 ),
                 io.Int.Input(
                     "frames",
@@ -114,18 +114,18 @@ class TesseraTuneCompile(io.ComfyNode):
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="On: measures again though a result is remembered. Switch on once after a new driver or "
-                    "when the machine was busy, then off.",
+                    tooltip="On: measures again even if a result is remembered. Switch it on once after a driver "
+                    "update or when the machine was busy, then off.",
                 ),
                 io.Conditioning.Input(
                     "positive",
                     optional=True,
-                    tooltip="A prompt to measure with, in place of random text. Connect one for models that take more "
-                    "than text, such as reference pictures, and where this node says that it needs one.",
+                    tooltip="A prompt to measure with instead of random text. Connect one for models that need more "
+                    "than text, such as reference pictures, or if this node asks for one.",
                 ),
             ],
             outputs=[
-                io.Model.Output(tooltip="Compiled with the fastest settings; uncompiled where nothing is faster."),
+                io.Model.Output(tooltip="Compiled with the fastest settings, or uncompiled if nothing is faster."),
                 io.Image.Output(display_name="chart", tooltip="What was measured, 1024 x 512 pixels."),
                 io.String.Output(display_name="report", tooltip="The same as a table."),
             ],

@@ -25,10 +25,10 @@ class TesseraMemory(io.ComfyNode):
                     "checkpointing",
                     options=list(CHECKPOINTING),
                     default=MemoryOptions.checkpointing,
-                    tooltip="What the backward pass computes again in place of keeping it. full: every block, least "
-                    "memory, about a third slower. selective: the part that activation_budget leaves. none: nothing, "
-                    "fastest and largest. auto: the fastest that fits the free memory, measured at the start. The "
-                    "result is the same but for rounding.",
+                    tooltip="Saves memory by computing parts of the forward pass again. full: every block, least "
+                    "memory, about a third slower. selective: as much as activation_budget says. none: nothing, "
+                    "fastest, most memory. auto: the fastest that fits, measured at the start. The result is the "
+                    "same except for rounding.",
                 ),
                 io.Combo.Input(
                     "attention",
@@ -46,7 +46,7 @@ class TesseraMemory(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="For selective checkpointing only: the part of the activations that is kept, 0 (least "
+                    tooltip="For selective checkpointing only: how much of the activations stays in memory, 0 (least "
                     "memory) to 1 (fastest).",
                 ),
                 *swap_inputs(default=MemoryOptions.blocks_to_swap, optional=True),
@@ -54,25 +54,25 @@ class TesseraMemory(io.ComfyNode):
                     "offload_activations",
                     default=MemoryOptions.offload_activations,
                     optional=True,
-                    tooltip="Keeps what full checkpointing keeps of each block in the computer's memory. Switch on for "
-                    "large pictures or batches that do not fit otherwise.",
+                    tooltip="Moves what full checkpointing saves of each block to RAM. Switch it on for large "
+                    "pictures or batches that don't fit otherwise.",
                 ),
                 io.Combo.Input(
                     "products",
                     options=list(PRODUCTS),
                     default=MemoryOptions.products,
                     optional=True,
-                    tooltip="How the model's frozen layers multiply, forward and back. full: in 16 bits, whatever "
-                    "they are stored in. int8 and fp8: in 8 bits, straight from a file that is stored so; faster on "
-                    "cards that are fast in it, and a little less exact. auto: by the card.",
+                    tooltip="How the model's frozen layers multiply. full: in 16 bits, however they are stored. int8 "
+                    "and fp8: in 8 bits, directly from 8-bit weights; faster on cards that support it well, and a "
+                    "little less exact. auto: chosen by the card.",
                 ),
                 io.Combo.Input(
                     "base",
                     options=list(BASES),
                     default=MemoryOptions.base,
                     optional=True,
-                    tooltip="What the frozen layers of a 16-bit model are held in while it trains; the model itself, "
-                    "and previews, stay as they are. int8 and fp8 take half the memory; int8 is the closer one.",
+                    tooltip="Converts the frozen layers of a 16-bit model while it trains; the model itself and "
+                    "previews don't change. int8 and fp8 need half the memory; int8 is closer to the original.",
                 ),
             ],
             outputs=[MemoryType.Output(display_name="memory")],

@@ -34,8 +34,8 @@ class TesseraLoraNetwork(io.ComfyNode):
                 NetworkType.Output(display_name="network"),
                 io.String.Output(
                     display_name="layers",
-                    tooltip="Which layers of the connected model are trained, and with how many numbers; without a "
-                    "model it says how to see them.",
+                    tooltip="Which layers of the connected model are trained, and with how many numbers. Connect a "
+                    "model to see it.",
                 ),
             ],
         )

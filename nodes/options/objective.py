@@ -20,8 +20,8 @@ class TesseraObjective(io.ComfyNode):
             node_id="TesseraObjective",
             display_name="Training Objective",
             category="Tessera/training",
-            description="Sets which noise levels are trained most and what the loss is, and shows the levels as a "
-            "picture. Connect it to Train LoRA.",
+            description="Sets which noise levels are trained most and how the loss is computed, and shows the levels "
+            "as a chart. Connect it to Train LoRA.",
             search_aliases=["timestep sampling", "sigma", "shift", "guidance", "huber", "min snr", "noise offset"],
             inputs=[
                 io.Combo.Input(
@@ -29,9 +29,9 @@ class TesseraObjective(io.ComfyNode):
                     options=list(TIMESTEP_SAMPLING),
                     default=ObjectiveOptions.timestep_sampling,
                     tooltip="How often each noise level is trained. logit_normal: mostly the middle ones, good for "
-                    "nearly all. uniform: all alike, more fine detail. resolution_shifted: more noise for larger "
-                    "pictures, as FLUX's sampler does, good for composition and likeness; resolution_flux2 and "
-                    "resolution_qwen as those samplers do. sigmoid, mode, logsnr, beta, custom: the shapes of the "
+                    "nearly everything. uniform: all equally, more fine detail. resolution_shifted: more noise for "
+                    "larger pictures, like FLUX's sampler, good for composition and likeness; resolution_flux2 and "
+                    "resolution_qwen do what those samplers do. sigmoid, mode, logsnr, beta, custom: set by the "
                     "inputs with these names.",
                 ),
                 io.Float.Input(
@@ -41,16 +41,17 @@ class TesseraObjective(io.ComfyNode):
                     max=100.0,
                     step=0.05,
                     round=False,
-                    tooltip="Moves the noise levels: above 1 towards noise (composition), below 1 towards the picture "
-                    "(detail). 0 takes what suits the model, and none for logsnr and custom; any other value also "
-                    "replaces the shift of the resolution_ samplings.",
+                    tooltip="Moves the noise levels: above 1 towards noise (composition), below 1 towards the "
+                    "picture (detail). 0 uses what suits the model (no shift for logsnr and custom); any other value "
+                    "also replaces the shift of the resolution_ samplings.",
                 ),
                 io.Combo.Input(
                     "loss",
                     options=list(LOSSES),
                     default=ObjectiveOptions.loss,
-                    tooltip="How the velocity's error is measured. mse: its mean square. huber, pseudo_huber: as mse "
-                    "for errors below huber_c, as l1 above, so that odd pictures pull less. l1: its mean size.",
+                    tooltip="How the error is measured. mse: mean square, the usual one. huber, pseudo_huber: like "
+                    "mse for errors below huber_c and like l1 above, so odd pictures have less influence. l1: mean "
+                    "absolute error.",
                 ),
                 io.Float.Input(
                     "guidance",
@@ -59,8 +60,8 @@ class TesseraObjective(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=False,
-                    tooltip="What a guidance-distilled model such as FLUX.1 dev is told while it trains; 1 suits "
-                    "LoRAs, whatever guidance you sample with later. Models without this input do not read it.",
+                    tooltip="The guidance input of models such as FLUX.1 dev while training. 1 is right for LoRAs, "
+                    "whatever guidance you sample with later. Other models ignore it.",
                 ),
                 *noise_levels(),
                 *loss_terms(),
@@ -72,8 +73,8 @@ class TesseraObjective(io.ComfyNode):
                     step=0.1,
                     round=False,
                     optional=True,
-                    tooltip="Differential output preservation: holds what the model makes of class_word (of Training "
-                    "Images) to what it made before. 0 is off. 1 keeps other people as they were while one person is "
+                    tooltip="Differential output preservation: what the model makes of class_word (of Training "
+                    "Images) stays as it was. 0 is off. With 1, other people keep their faces while one person is "
                     "learnt; a step takes about twice as long.",
                 ),
                 io.Float.Input(
@@ -85,14 +86,16 @@ class TesseraObjective(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Experimental. Leaves the guidance in a guidance-distilled model, which plain training "
-                    "takes out. 0 is off. Of a model that holds a guidance of G, 2 - 1/G keeps it: 1.7 for 3.5; more "
-                    "adds some. Takes encode_empty_caption on Prepare Dataset, and two more forwards a step.",
+                    tooltip="Experimental. Preserves the guidance of a guidance-distilled model, which plain "
+                    "training removes. 0 is off. For a guidance of G use 2 - 1/G: 1.7 for 3.5; more adds some. Needs "
+                    "encode_empty_caption on Prepare Dataset, and runs the model twice more per step.",
                 ),
             ],
             outputs=[
                 ObjectiveType.Output(display_name="objective"),
-                io.Image.Output(display_name="distribution", tooltip="The noise levels that are drawn, as a picture."),
+                io.Image.Output(
+                    display_name="distribution", tooltip="A chart of how often each noise level is trained."
+                ),
             ],
         )
 

@@ -53,8 +53,8 @@ def noise_levels() -> list[io.Input]:
             0.0,
             0.995,
             0.005,
-            "The least noise level that is trained, 0 (the picture) to 1 (noise). Raise it to train "
-            "composition only; for Wan 2.2's high noise expert alone set 0.875 (I2V: 0.9).",
+            "The least noise level that is trained, 0 (the picture) to 1 (noise). Raise it to train composition "
+            "only; for Wan 2.2's high noise expert alone set 0.875 (I2V: 0.9).",
         ),
         _number(
             "max_sigma",
@@ -67,16 +67,16 @@ def noise_levels() -> list[io.Input]:
         _choice(
             "sigma_range",
             SIGMA_RANGE,
-            "With min_sigma or max_sigma set. cut: levels outside are not drawn, those inside keep "
-            "their shares. squeeze: the whole distribution is mapped onto the range, shape and all.",
+            "For min_sigma and max_sigma. cut: levels outside are left out, those inside keep their shares. squeeze: "
+            "the distribution is squeezed into the range.",
         ),
         _number(
             "expert_boundary",
             0.0,
             0.995,
             0.005,
-            "With both experts of Wan 2.2 connected: the noise level where the high noise expert hands over to "
-            "the low noise one. 0 takes the model's own: 0.875, and 0.9 for image-to-video.",
+            "With both experts of Wan 2.2 connected: the noise level where the high noise expert hands over to the "
+            "low noise one. 0 uses the model's own: 0.875, or 0.9 for image-to-video.",
         ),
         _number("sigmoid_scale", 0.01, 10.0, 0.1, "Width of sigmoid: above 1 trains the ends more."),
         _number(
@@ -84,8 +84,7 @@ def noise_levels() -> list[io.Input]:
             -1.0,
             1.75,
             0.05,
-            "Shape of mode: above 0 the middle is trained more and the ends still are, below 0 the ends more; "
-            "0 is uniform.",
+            "Shape of mode: above 0 trains the middle more (but still the ends), below 0 the ends; 0 is uniform.",
         ),
         _number(
             "logsnr_mean",
@@ -102,14 +101,14 @@ def noise_levels() -> list[io.Input]:
             default=ObjectiveOptions.sigma_curve,
             optional=True,
             advanced=True,
-            tooltip="The curve of custom: points of sigma:weight in rising order, joined by straight lines, "
-            "such as 0:1, 0.5:3, 1:0. Levels outside the points are not trained.",
+            tooltip="The curve of custom: points sigma:weight in rising order, joined by straight lines, such as "
+            "0:1, 0.5:3, 1:0. Levels outside the points are not trained.",
         ),
         _choice(
             "stratified",
             STRATIFIED,
-            "Spreads the drawn levels evenly. off: each is drawn for itself. batch: over a step's samples. "
-            "epoch: over as many draws as an epoch has. The loss is less noisy, the distribution the same.",
+            "Spreads the noise levels evenly, so the loss is less noisy; the distribution stays the same. off: each "
+            "level is random. batch: evenly within a step. epoch: evenly within an epoch.",
         ),
     ]
 
@@ -119,15 +118,15 @@ def loss_terms() -> list[io.Input]:
         _choice(
             "weighting",
             WEIGHTINGS,
-            "How much each level counts in the loss. none: all alike. sigma_sqrt: 1/sigma², mostly detail. "
-            "cosmap: the middle twice the ends. min_snr: as min_snr_gamma says. The picture shows it.",
+            "How much each level counts in the loss. none: all equally. sigma_sqrt: 1/sigma², mostly detail. cosmap: "
+            "the middle twice the ends. min_snr: see min_snr_gamma. The chart shows it.",
         ),
         _number(
             "min_snr_gamma",
             0.01,
             100.0,
             0.5,
-            "With weighting min_snr: the signal to noise above which levels count no more; 5 is usual, lower "
+            "With weighting min_snr: the signal-to-noise ratio above which levels count no more; 5 is usual, lower "
             "trains detail less.",
         ),
         _number(
@@ -135,7 +134,7 @@ def loss_terms() -> list[io.Input]:
             0.0001,
             10.0,
             0.05,
-            "With loss huber or pseudo_huber: the size of error from which it counts by its size, not its square.",
+            "With loss huber or pseudo_huber: errors above this count linearly, not squared.",
         ),
         _choice(
             "huber_schedule",
@@ -148,22 +147,22 @@ def loss_terms() -> list[io.Input]:
             0.0,
             1.0,
             0.05,
-            "Input perturbation: the model is shown this much more noise than it is to find, so that it learns "
-            "to mend its own errors. 0 turns it off; 0.1 is usual.",
+            "Input perturbation: adds this much extra noise to the input, so the model learns to correct its own "
+            "errors. 0 turns it off; 0.1 is usual.",
         ),
         io.Boolean.Input(
             "ip_noise_gamma_random_strength",
             default=ObjectiveOptions.ip_noise_gamma_random_strength,
             optional=True,
             advanced=True,
-            tooltip="Draws the strength of each sample's input perturbation between 0 and ip_noise_gamma.",
+            tooltip="Picks the strength of each sample's input perturbation at random between 0 and ip_noise_gamma.",
         ),
         _number(
             "noise_offset",
             0.0,
             1.0,
             0.01,
-            "Shifts the noise of each channel as a whole by this much, so that very dark and very bright "
-            "pictures are learnt. 0 turns it off; flow models seldom need it.",
+            "Shifts the noise of each channel by this much, so very dark and very bright pictures are learnt. 0 "
+            "turns it off; flow models rarely need it.",
         ),
     ]

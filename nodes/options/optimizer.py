@@ -17,7 +17,7 @@ class TesseraOptimizer(io.ComfyNode):
             node_id="TesseraOptimizer",
             display_name="Optimizer",
             category="Tessera/training",
-            description="Sets the optimizer and how its learning rate runs. Connect it to Train LoRA.",
+            description="Sets the optimizer and its learning rate schedule. Connect it to Train LoRA.",
             search_aliases=["adamw", "prodigy", "learning rate", "scheduler", "warm-up"],
             inputs=[
                 io.Combo.Input(
@@ -25,12 +25,12 @@ class TesseraOptimizer(io.ComfyNode):
                     options=list(OPTIMIZERS),
                     default=OptimizerOptions.optimizer,
                     tooltip="adamw: the usual one. adamw8bit: the same with a quarter of the memory for its state "
-                    "(needs the package bitsandbytes). prodigy: finds its rate by itself (needs the package "
-                    "prodigyopt; set learning_rate to 1). adafactor: hardly any memory for its state. came: as "
-                    "steady as adamw with half of its memory (needs pytorch-optimizer). adamw_schedulefree: "
-                    "averages by itself and needs no schedule (needs schedulefree). lion: half of adamw's "
-                    "memory, a tenth of its rate (needs pytorch-optimizer). muon: steps all directions of a "
-                    "matrix alike, which suits rank 32 and more. custom: the class named in optimizer_class.",
+                    "(needs the package bitsandbytes). prodigy: finds its own rate (needs the package prodigyopt; "
+                    "set learning_rate to 1). adafactor: hardly any memory for its state. came: as steady as adamw "
+                    "with half its memory (needs pytorch-optimizer). adamw_schedulefree: averages the weights itself "
+                    "and needs no schedule (needs schedulefree). lion: half of adamw's memory, a tenth of its rate "
+                    "(needs pytorch-optimizer). muon: updates all directions of a matrix equally, good for rank 32 "
+                    "and above. custom: the class in optimizer_class.",
                 ),
                 io.Float.Input(
                     "learning_rate",
@@ -39,18 +39,18 @@ class TesseraOptimizer(io.ComfyNode):
                     max=10.0,
                     step=1e-6,
                     round=False,
-                    tooltip="Size of each step. For adamw 0.0001 is a good start: lower it if the pictures fall apart, "
+                    tooltip="Size of each step. For adamw 0.0001 is a good start: lower it if pictures fall apart, "
                     "raise it if nothing is learnt. For prodigy it is 1, for lion about 0.00002.",
                 ),
                 io.Combo.Input(
                     "lr_scheduler",
                     options=list(LR_SCHEDULERS),
                     default=OptimizerOptions.lr_scheduler,
-                    tooltip="How the learning rate runs after the warm-up. constant: stays. cosine and linear: fall to "
-                    "min_lr_ratio of it by the last step, which steadies the end of a long run. So do the others: "
-                    "cosine_with_restarts in lr_cycles falls, polynomial along a power, warmup_stable_decay at the end "
-                    "only, rex late and fast. inverse_sqrt falls ever slower, whatever the length of the run. curve: "
-                    "as lr_curve draws it.",
+                    tooltip="How the learning rate changes after the warm-up. constant: it stays. cosine and linear: "
+                    "it falls to min_lr_ratio by the last step, which steadies the end of a long run. "
+                    "cosine_with_restarts: falls lr_cycles times. polynomial: along a power. warmup_stable_decay: "
+                    "only at the end. rex: late and fast. inverse_sqrt: slower and slower, whatever the length of "
+                    "the run. curve: as set in lr_curve.",
                 ),
                 io.Int.Input(
                     "warmup_steps",
@@ -58,7 +58,7 @@ class TesseraOptimizer(io.ComfyNode):
                     min=0,
                     max=1_000_000,
                     tooltip="Steps over which the learning rate rises to its full value; 0 starts with it. Must be "
-                    "below the steps of the run. 50 to 100 helps where the loss jumps at the start.",
+                    "below steps. 50 to 100 helps if the loss jumps at the start.",
                 ),
                 io.Float.Input(
                     "max_grad_norm",
@@ -67,8 +67,8 @@ class TesseraOptimizer(io.ComfyNode):
                     max=1000.0,
                     step=0.1,
                     round=False,
-                    tooltip="Gradients longer than this (their norm over all of the LoRA) are cut to it, so that one "
-                    "odd batch does no harm. 0 turns it off.",
+                    tooltip="Limits the gradient (its norm over the LoRA) to this, so one odd batch does no harm. 0 "
+                    "turns it off.",
                 ),
                 io.Float.Input(
                     "weight_decay",
@@ -91,7 +91,7 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="How long the mean of the gradients remembers, 0 to below 1. Rarely changed.",
+                    tooltip="How long the average of the gradients remembers, 0 to below 1. Rarely changed.",
                 ),
                 io.Float.Input(
                     "beta2",
@@ -102,8 +102,8 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="How long the mean of their squares remembers, 0 to below 1. 0.99 adapts faster in short "
-                    "runs.",
+                    tooltip="How long the average of the squared gradients remembers, 0 to below 1. 0.99 adapts "
+                    "faster in short runs.",
                 ),
                 io.Float.Input(
                     "eps",
@@ -114,7 +114,7 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Keeps the division by small gradients in bounds. Rarely changed.",
+                    tooltip="Prevents division by very small numbers. Rarely changed.",
                 ),
                 io.Float.Input(
                     "min_lr_ratio",
@@ -125,8 +125,8 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Where the falling schedules end, as a part of learning_rate: 0 falls to nothing, 0.1 to a "
-                    "tenth. constant and curve do not read it.",
+                    tooltip="Where the falling schedules end, as a part of learning_rate: 0 falls to zero, 0.1 to a "
+                    "tenth. Not used by constant and curve.",
                 ),
                 io.Int.Input(
                     "lr_cycles",
@@ -159,17 +159,17 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="The part of the steps after the warm-up over which warmup_stable_decay falls, at the end "
-                    "of the run; before it the rate is constant. 0.1 to 0.2 is usual.",
+                    tooltip="The last part of the run over which warmup_stable_decay falls; before that the rate is "
+                    "constant. 0.1 to 0.2 is usual.",
                 ),
                 io.String.Input(
                     "lr_curve",
                     default=OptimizerOptions.lr_curve,
                     optional=True,
                     advanced=True,
-                    tooltip="The rate that curve follows after the warm-up: points of percent of the steps and a "
-                    "factor of learning_rate, with straight lines between them. 0:1, 50:1, 100:0.1 stays for "
-                    "half of the run and then falls to a tenth.",
+                    tooltip="The rate of curve after the warm-up: points percent:factor, in percent of the steps and "
+                    "as factor of learning_rate, with straight lines between them. 0:1, 50:1, 100:0.1 stays for half "
+                    "the run and then falls to a tenth.",
                 ),
                 io.Float.Input(
                     "ema_decay",
@@ -180,9 +180,9 @@ class TesseraOptimizer(io.ComfyNode):
                     round=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Above 0 the saved LoRA is a moving average of the LoRA over the steps: steadier, a little "
-                    "slower to follow. 0.99 averages over about 100 steps, 0.999 over 1000; shorter at the "
-                    "start of a run. 0 is off.",
+                    tooltip="Above 0 the saved LoRA is a moving average over the steps: steadier, but a little "
+                    "slower to follow. 0.99 averages over about 100 steps, 0.999 over 1000; shorter at the start of "
+                    "a run. 0 is off.",
                 ),
                 io.String.Input(
                     "optimizer_class",
@@ -191,8 +191,8 @@ class TesseraOptimizer(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="For the optimizer custom: a class with its package, such as torch.optim.NAdam or "
-                    "pytorch_optimizer.SOAP. Its own defaults stand for all but learning_rate; optimizer_args changes "
-                    "them.",
+                    "pytorch_optimizer.SOAP. It uses its own defaults except for learning_rate; optimizer_args "
+                    "changes them.",
                 ),
                 io.String.Input(
                     "optimizer_args",
@@ -202,8 +202,8 @@ class TesseraOptimizer(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="Further arguments of the optimizer, one key=value per line, with plain values: "
-                    "betas=(0.9, 0.99) or decouple=True. They go before the inputs above, and an argument that the "
-                    "optimizer does not take is an error.",
+                    "betas=(0.9, 0.99) or decouple=True. They override the inputs above; arguments that the "
+                    "optimizer doesn't know are an error.",
                 ),
             ],
             outputs=[OptimizerType.Output(display_name="optimizer")],

@@ -21,7 +21,7 @@ def sampler_inputs() -> list[io.Input]:
             min=16,
             max=16384,
             step=16,
-            tooltip="Pixels. A smaller size shows as much of a LoRA in less time. Not used where latent_image is "
+            tooltip="Pixels. A smaller size shows as much of a LoRA in less time. Not used if latent_image is "
             "connected.",
         ),
         io.Int.Input(
@@ -46,7 +46,7 @@ def sampler_inputs() -> list[io.Input]:
             max=100.0,
             step=0.1,
             round=0.01,
-            tooltip="As on your KSampler: 1 for FLUX.1, and the negative prompt is not run then; 2.5 to 5 for "
+            tooltip="As on your KSampler: 1 for FLUX.1 (the negative prompt is then not used); 2.5 to 5 for "
             "Qwen-Image and Wan, which takes twice as long.",
         ),
         io.Combo.Input(
@@ -70,7 +70,7 @@ def sampler_inputs() -> list[io.Input]:
             max=MOST_SEED,
             control_after_generate=io.ControlAfterGenerate.fixed,
             advanced=True,
-            tooltip="Of the noise that a picture starts from. The same in each preview, so that only the LoRA differs.",
+            tooltip="The seed of the noise. It is the same in every preview, so only the LoRA differs.",
         ),
         io.Int.Input(
             "seeds",
@@ -78,19 +78,17 @@ def sampler_inputs() -> list[io.Input]:
             min=1,
             max=16,
             advanced=True,
-            tooltip="How many pictures of the prompt: seed, seed + 1 and so on, each in a row of its own.",
+            tooltip="How many pictures of this prompt: seed, seed + 1 and so on, each in its own row.",
         ),
         io.Conditioning.Input(
             "negative",
             optional=True,
-            tooltip="The prompt for what is not wanted, for a cfg above 1. Unconnected it is zeros, as Conditioning "
-            "Zero Out gives.",
+            tooltip="The negative prompt, for a cfg above 1. Not connected it is zeros, like Conditioning Zero Out.",
         ),
         io.Latent.Input(
             "latent_image",
             optional=True,
-            tooltip="A latent to start from, in place of width, height and frames: one of your graph, such as Wan's "
-            "empty video latent.",
+            tooltip="A latent to start from instead of width, height and frames, such as Wan's empty video latent.",
         ),
         io.Int.Input(
             "frames",
@@ -106,7 +104,7 @@ def sampler_inputs() -> list[io.Input]:
             default="",
             optional=True,
             advanced=True,
-            tooltip="What sheets call this prompt. Empty: prompt 1, prompt 2 and so on.",
+            tooltip="The name of this prompt on sheets. Empty: prompt 1, prompt 2 and so on.",
         ),
     ]
 
@@ -120,28 +118,28 @@ class TesseraPreview(io.ComfyNode):
             node_id="TesseraPreview",
             display_name="Training Preview",
             category="Tessera/training",
-            description="Samples a prompt while Train LoRA trains, with the LoRA as it stands, and shows the pictures "
-            "as a sheet over the steps. Chain several nodes for several prompts.",
+            description="Samples a prompt while Train LoRA trains, with the LoRA so far, and shows the pictures as a "
+            "sheet over the steps. Chain several nodes for several prompts.",
             search_aliases=["sample images", "training samples", "preview lora", "sample prompts"],
             inputs=[
                 io.Vae.Input("vae", tooltip="The model's own VAE, which decodes the pictures."),
                 io.Conditioning.Input(
                     "positive",
-                    tooltip="The prompt, as it goes to your KSampler: for FLUX.1 with its guidance on it. Write it as "
-                    "you will use the LoRA, with its trigger words.",
+                    tooltip="The prompt, as you would connect it to KSampler (for FLUX.1 with FluxGuidance). Write "
+                    "it as you will use the LoRA, with its trigger words.",
                 ),
                 io.Int.Input(
                     "every_n_steps",
                     default=250,
                     min=0,
                     max=1_000_000,
-                    tooltip="Training steps between previews; the last step has one in any case. 0 is at the end only. "
-                    "Equal to save_every, or a multiple of it, each column belongs to a saved LoRA.",
+                    tooltip="Training steps between previews; the last step always has one. 0: only at the end. Set "
+                    "it to save_every or a multiple of it, so that each column belongs to a saved LoRA.",
                 ),
                 io.Boolean.Input(
                     "at_start",
                     default=True,
-                    tooltip="Also before the first step: the picture without the LoRA, to compare with.",
+                    tooltip="Adds a preview before the first step: the picture without the LoRA, to compare with.",
                 ),
                 *sampler_inputs(),
                 io.Float.Input(
@@ -159,18 +157,17 @@ class TesseraPreview(io.ComfyNode):
                     default=True,
                     optional=True,
                     advanced=True,
-                    tooltip="On: the LoRA as it would be saved, with the Optimizer's average where it has one. Off: "
-                    "the weights of the step itself; the same where there is no average.",
+                    tooltip="On: the LoRA as it would be saved, averaged if ema_decay is set on Optimizer. Off: the "
+                    "current weights. Without an average both are the same.",
                 ),
                 PreviewType.Input(
-                    "preview", optional=True, tooltip="Another Training Preview, whose prompts come before this one."
+                    "preview", optional=True, tooltip="Another Training Preview; its prompts come first."
                 ),
                 io.Model.Input(
                     "model",
                     optional=True,
-                    tooltip="Another MODEL to sample this prompt on, with the LoRA as it stands: train on the base and "
-                    "look at the LoRA on the turbo model, with that one's steps and cfg. Unconnected it is the model "
-                    "that is trained.",
+                    tooltip="Another MODEL to sample this prompt on: train on the base model and look at the LoRA on "
+                    "the turbo model, with its steps and cfg. Not connected it is the model that you train.",
                 ),
             ],
             outputs=[PreviewType.Output(display_name="preview")],

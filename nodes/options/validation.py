@@ -16,8 +16,8 @@ class TesseraValidation(io.ComfyNode):
             node_id="TesseraValidation",
             display_name="Validation",
             category="Tessera/training",
-            description="Holds pictures out of training and measures the loss on them at fixed noise levels, so that "
-            "two runs can be compared and the best LoRA kept. Connect it to Train LoRA.",
+            description="Sets some pictures aside and measures the loss on them at fixed noise levels, so you can "
+            "compare runs and save the best LoRA. Connect it to Train LoRA.",
             search_aliases=["validation loss", "held out", "evaluation", "overfitting", "keep best"],
             inputs=[
                 io.Float.Input(
@@ -27,9 +27,9 @@ class TesseraValidation(io.ComfyNode):
                     max=MOST_HELD_OUT,
                     step=0.01,
                     round=False,
-                    tooltip="The part of the pictures that is held out and not trained on; at least one. All "
-                    "clips of a film leave together. Raise it for few pictures, lower it for many: each one costs nine "
-                    "forward passes at each measurement. Not read where data is connected.",
+                    tooltip="The part of the pictures that is set aside and not trained on, at least one. All clips "
+                    "of one video go together. Raise it for few pictures, lower it for many: each one costs nine "
+                    "forward passes per measurement. Not used if data is connected.",
                 ),
                 io.Int.Input(
                     "every_n_steps",
@@ -37,18 +37,18 @@ class TesseraValidation(io.ComfyNode):
                     min=1,
                     max=1_000_000,
                     tooltip="Optimizer steps between two measurements; the last step always has one. Lower it to see "
-                    "sooner where the loss turns, raise it where measuring takes too long.",
+                    "sooner when the loss starts to rise, raise it if measuring takes too long.",
                 ),
                 io.Boolean.Input(
                     "at_start",
                     default=ValidationOptions.at_start,
-                    tooltip="Also measures before the first step: the model without the LoRA, to compare with.",
+                    tooltip="Also measures before the first step, without the LoRA, to compare with.",
                 ),
                 io.Boolean.Input(
                     "keep_best",
                     default=ValidationOptions.keep_best,
-                    tooltip="Keeps the LoRA with the least validation loss as <name>-best.safetensors. Switch it off "
-                    "to save the disk space of one LoRA.",
+                    tooltip="Saves the LoRA with the lowest validation loss as <name>-best.safetensors. Switch it "
+                    "off to save the disk space of one LoRA.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -56,8 +56,8 @@ class TesseraValidation(io.ComfyNode):
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=io.ControlAfterGenerate.fixed,
-                    tooltip="Fixes which pictures are held out and the noise on them. Leave it the same in all runs "
-                    "that you want to compare; it is apart from the seed of training.",
+                    tooltip="Decides which pictures are set aside and the noise on them. Use the same in all runs "
+                    "that you want to compare; it is independent of the training seed.",
                 ),
                 io.Float.Input(
                     "min_sigma",
@@ -66,8 +66,8 @@ class TesseraValidation(io.ComfyNode):
                     max=0.99,
                     step=0.001,
                     round=False,
-                    tooltip="Lower end of the noise levels measured at, 0 (the picture) to 1 (noise): they are the "
-                    "nine deciles between min_sigma and max_sigma. Raise it for a high noise expert trained alone.",
+                    tooltip="Lower end of the noise levels measured at, 0 (the picture) to 1 (noise): nine levels, "
+                    "evenly spread from min_sigma to max_sigma. Raise it for a high noise expert trained alone.",
                     advanced=True,
                 ),
                 io.Float.Input(
@@ -77,23 +77,23 @@ class TesseraValidation(io.ComfyNode):
                     max=1.0,
                     step=0.001,
                     round=False,
-                    tooltip="Upper end of the noise levels measured at. Lower it for a low noise expert trained alone; "
-                    "with both experts connected each takes its own side.",
+                    tooltip="Upper end of the noise levels measured at. Lower it for a low noise expert trained "
+                    "alone; with both experts connected each uses its own side.",
                     advanced=True,
                 ),
                 TrainingDataType.Input(
                     "data",
                     optional=True,
-                    tooltip="Pictures of their own to measure on, from another Prepare Dataset; nothing is held out of "
-                    "the training data then. Connect it to compare runs whose training data differ.",
+                    tooltip="Separate pictures to measure on, from another Prepare Dataset; then all training data "
+                    "is trained on. Connect it to compare runs with different training data.",
                 ),
                 io.String.Input(
                     "sigmas",
                     default="",
                     optional=True,
-                    tooltip="Noise levels to measure at in place of the nine, such as 0.2, 0.5, 0.8, above 0 (the "
-                    "picture) and up to 1 (noise); of them those from min_sigma to max_sigma count. Fewer of them make "
-                    "a measurement faster. Empty takes the nine.",
+                    tooltip="Noise levels to measure at instead of the nine, such as 0.2, 0.5, 0.8, above 0 (the "
+                    "picture) and up to 1 (noise); only those from min_sigma to max_sigma count. Fewer levels "
+                    "measure faster. Empty uses the nine.",
                     advanced=True,
                 ),
             ],

@@ -24,22 +24,22 @@ def train_inputs() -> list[io.Input]:
     return [
         io.Model.Input(
             "model",
-            tooltip=f"The model to train on, from any loader: {joined(titles())}, a fine-tune of one, or any "
-            "other model of pictures or video. LoRAs on it stay in force; a Compile Model node in front gives "
-            "its settings.",
+            tooltip=f"The model to train on, from any loader: {joined(titles())}, a fine-tune of one, or any other "
+            "model of pictures or video. LoRAs on it stay active; a Compile Model node in front sets how it compiles.",
         ),
         TrainingDataType.Input("data", tooltip="From Prepare Dataset or Latents to Training Data."),
         io.String.Input(
             "output_name",
             default="my_lora",
-            tooltip="Name of the LoRA file. A subfolder may stand before it: styles/my_lora.",
+            tooltip="Name of the LoRA file. You can put a subfolder in front: styles/my_lora.",
         ),
         io.Int.Input(
             "steps",
             default=1000,
             min=1,
             max=1_000_000,
-            tooltip="Optimizer steps. 1000 to 2000 suit 10 to 30 pictures; raise it and resume to go on.",
+            tooltip="Optimizer steps. 1000 to 2000 are good for 10 to 30 pictures; to train longer, raise it and "
+            "press Run again.",
         ),
         io.Float.Input(
             "learning_rate",
@@ -48,30 +48,30 @@ def train_inputs() -> list[io.Input]:
             max=10.0,
             step=1e-6,
             round=False,
-            tooltip="Size of each step. Lower it if pictures get oversharp or the loss jumps. A connected "
-            "Optimizer's own learning_rate is used instead.",
+            tooltip="Size of each step. Lower it if pictures get oversharp or the loss jumps. If Optimizer is "
+            "connected, its learning_rate is used instead.",
         ),
         io.Int.Input(
             "rank",
             default=16,
             min=1,
             max=1024,
-            tooltip="Capacity of the LoRA: 8 to 32 for a person or a style, more for much detail; the file "
-            "grows with it. Alpha equals rank. A connected LoRA Network's own rank is used instead.",
+            tooltip="How much the LoRA can learn: 8 to 32 for a person or a style, more for a lot of detail; the "
+            "file grows with it. Alpha equals rank. If LoRA Network is connected, its rank is used instead.",
         ),
         io.Int.Input(
             "batch_size",
             default=1,
             min=1,
             max=256,
-            tooltip="Pictures per forward pass; they may differ in aspect ratio. More needs more memory.",
+            tooltip="Pictures trained at once; they can have different aspect ratios. More needs more memory.",
         ),
         io.Int.Input(
             "gradient_accumulation",
             default=1,
             min=1,
             max=1024,
-            tooltip="Batches per optimizer step: the effect of a larger batch without its memory, at the same "
+            tooltip="Batches per optimizer step: the effect of a larger batch without the extra memory, at the same "
             "time per picture.",
             advanced=True,
         ),
@@ -89,49 +89,48 @@ def train_inputs() -> list[io.Input]:
             options=["auto", "off"],
             default="auto",
             advanced=True,
-            tooltip="auto compiles each kind of block once, in the first step, and trains faster from then on, "
-            "with the settings of a Compile Model node in front if there is one; where no compiler "
-            "works it says so and trains eager. off is for short trials.",
+            tooltip="auto compiles each block type once, in the first step, and trains faster from then on, with the "
+            "settings of a Compile Model node in front if there is one. If no compiler works it says so and trains "
+            "uncompiled. off is for short tries.",
         ),
         io.Int.Input(
             "save_every",
             default=250,
             min=0,
             max=1_000_000,
-            tooltip="Steps between saves of the LoRA and of the whole state. 0 saves at the end, at Cancel and "
-            "at an error only; a crash then loses the run.",
+            tooltip="Steps between saves of the LoRA and of the state to resume from. 0 saves only at the end, at "
+            "Cancel and at an error; a crash then loses the run.",
         ),
         io.Combo.Input(
             "resume",
             options=["latest", "off", *list_states(runs_folder())],
             default="latest",
-            tooltip="latest goes on from the newest saved state of the same run, if there is one. off starts "
-            "at step 0, beside what is there. A state goes on from that one. A run that is finished already is "
-            "returned in any case; change the seed or output_name to train it again.",
+            tooltip="latest continues from the newest saved state of the same run, if there is one. off starts from "
+            "step 0 in a new folder. Or choose a state to continue from. A finished run is always returned as it is; "
+            "to train it again, change seed or output_name.",
             advanced=True,
         ),
         NetworkType.Input("network", optional=True, tooltip="From LoRA Network: rank, alpha, targets, dropout."),
-        OptimizerType.Input("optimizer", optional=True, tooltip="From Optimizer; unconnected it is AdamW."),
+        OptimizerType.Input("optimizer", optional=True, tooltip="From Optimizer; not connected it is AdamW."),
         ObjectiveType.Input(
             "objective", optional=True, tooltip="From Training Objective: which noise levels are trained."
         ),
         MemoryType.Input(
             "memory",
             optional=True,
-            tooltip="From Training Memory; unconnected, checkpointing is auto: the fastest that fits.",
+            tooltip="From Training Memory; not connected, checkpointing is auto: the fastest that fits.",
         ),
         io.Model.Input(
             "model_low_noise",
             optional=True,
-            tooltip="Wan 2.2's low noise expert, with the high noise one at model: both are trained, one after "
-            "the other, each for all steps, on its side of the noise levels. Leave it empty for every other "
-            "model.",
+            tooltip="Wan 2.2's low noise expert, with the high noise one at model: both are trained, one after the "
+            "other, each for all steps and on its own noise levels. Leave it empty for all other models.",
         ),
         PreviewType.Input(
             "preview",
             optional=True,
-            tooltip="From Training Preview: prompts that are sampled while it trains, shown on this node. They "
-            "change nothing of what is trained.",
+            tooltip="From Training Preview: prompts that are sampled while it trains, shown on this node. They don't "
+            "change the training.",
         ),
         ValidationType.Input(
             "validation",
@@ -144,11 +143,9 @@ def train_inputs() -> list[io.Input]:
             min=0,
             max=1_000_000,
             optional=True,
-            tooltip="Saves each time that this many epochs were shown, in place of save_every, which has to be "
-            "0 then. An epoch is as many showings as there are pictures, repeats counted (of a folder with "
-            "sample_ratio that part of it), and as many again of "
-            "regularisation pictures where there are any; with mixed sizes and batch_size above 1 some "
-            "pictures come a little sooner than others. 0 is off.",
+            tooltip="Saves every so many epochs instead of save_every, which must be 0 then. An epoch shows every "
+            "picture once, times its repeats (with sample_ratio only that part of a folder), and as many "
+            "regularisation pictures again if there are any. 0 is off.",
             advanced=True,
         ),
         io.Int.Input(
@@ -157,8 +154,8 @@ def train_inputs() -> list[io.Input]:
             min=0,
             max=1_000_000,
             optional=True,
-            tooltip="How many of the LoRAs that are saved on the way stay on disk, the newest; 0 keeps all. "
-            "The finished and the best LoRA always stay. Average States needs all that it is to average.",
+            tooltip="How many of the LoRAs saved on the way stay on disk (the newest ones); 0 keeps all. The "
+            "finished and the best LoRA always stay. Average States needs all LoRAs that it should average.",
             advanced=True,
         ),
         io.String.Input(

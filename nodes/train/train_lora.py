@@ -45,8 +45,8 @@ class TesseraTrainLora(io.ComfyNode):
             display_name="Train LoRA (Tessera)",
             category="Tessera/training",
             description=f"Trains a LoRA on {joined(titles())}, and on every other model of pictures or video that "
-            "ComfyUI samples. Everything a run makes lies in output/loras/<name>-<key>; a run that was finished before "
-            "with the same settings is returned at once.",
+            "ComfyUI samples. Everything a run makes goes to output/loras/<name>-<key>. If the same run already "
+            "finished, its LoRA is returned at once.",
             search_aliases=["lora training", "lora train", "train lora", "train flux", "fine-tune", "trainer"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -56,7 +56,7 @@ class TesseraTrainLora(io.ComfyNode):
                     display_name="lora", tooltip="The trained LoRA, for Save LoRA or Load LoRA Model."
                 ),
                 LossMapType.Output(display_name="loss", tooltip="The loss of every step, for Loss Plot."),
-                io.String.Output(display_name="path", tooltip="Where the LoRA file lies."),
+                io.String.Output(display_name="path", tooltip="Where the LoRA file was saved."),
                 LoraModelType.Output(
                     display_name="lora_low_noise",
                     tooltip="The low noise expert's LoRA, with model_low_noise connected.",
@@ -65,7 +65,7 @@ class TesseraTrainLora(io.ComfyNode):
                     display_name="loss_low_noise",
                     tooltip="The low noise expert's loss, with model_low_noise connected.",
                 ),
-                io.String.Output(display_name="path_low_noise", tooltip="Where the low noise expert's file lies."),
+                io.String.Output(display_name="path_low_noise", tooltip="Where the low noise expert's file was saved."),
                 io.Image.Output(display_name="previews", tooltip="The sheet of the previews, with preview connected."),
                 io.Image.Output(
                     display_name="previews_low_noise",

@@ -131,7 +131,8 @@ def test_what_took_long_is_kept_beside_and_read_the_next_time(tiny_files, load, 
     )
     kept.unlink()
     monkeypatch.setattr(model_file.shutil, "disk_usage", lambda _: type("", (), {"free": 0})())
-    assert load(path, "int8")[1][-1].startswith("base: not kept as a file, since 0.0 GiB of disk are not free")
+    note = load(path, "int8")[1][-1]
+    assert note == f"base: not saved, because {tmp_path.name} doesn't have 0.0 GiB of free disk space."
 
 
 def test_what_is_in_8_bit_or_cannot_be_stays_and_is_named(tiny_files, load, tmp_path) -> None:

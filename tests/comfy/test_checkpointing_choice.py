@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_takes_its_choice_again_where_that_fits(tiny_flux, tm
     second, notes = run(tiny_flux, tmp_path, steps=2)
     assert "Resumed at step 1." in notes
     assert first.summary["checkpointing"] == second.summary["checkpointing"] == "full"
-    assert not any("goes on with" in note for note in notes)
+    assert not any("continues with" in note for note in notes)
 
 
 def test_where_the_choice_does_not_fit_any_more_it_is_said(tiny_flux, tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_takes_its_budget_again_and_a_state_without_one_the_a
     assert read_header(state).environment["activation_budget"] == str(LEAST_BUDGET)
     free(monkeypatch, 2**40)
     second, notes = run(tiny_flux, tmp_path, steps=2)
-    assert "Resumed at step 1." in notes and not any("goes on with" in note for note in notes)
+    assert "Resumed at step 1." in notes and not any("continues with" in note for note in notes)
     assert "saving only attention's results" in second.summary["memory_plan"]
     asked, none = MemoryOptions(activation_budget=0.3), {"checkpointing": "none"}
     assert auto.chosen_before({"checkpointing": "selective"}, asked) == Way("selective", 0.3)
@@ -147,7 +147,7 @@ def test_a_state_that_chose_nothing_binds_nothing(tiny_flux, tmp_path):
     first, _ = run(tiny_flux, tmp_path, steps=1, checkpointing="selective")
     second, notes = run(tiny_flux, tmp_path, steps=2)
     assert (first.summary["checkpointing"], second.summary["checkpointing"]) == ("selective", "none")
-    assert not any("goes on with" in note for note in notes)
+    assert not any("continues with" in note for note in notes)
 
 
 def test_a_step_that_runs_out_of_memory_goes_on_with_less_and_the_state_holds_that(tiny_flux, tmp_path, monkeypatch):

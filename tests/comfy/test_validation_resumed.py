@@ -57,7 +57,7 @@ def test_a_lora_whose_own_name_ends_in_best_is_not_taken_for_the_best(tiny_flux,
     watcher = Watcher()
     state = f"{first.path.parent.name}/state-000003.tessera"
     again = train(tiny_flux, mixed_data(), tmp_path, watcher, resume=state, seed=4, steps=4, **options)
-    assert not [note for note in watcher.notes if "is not kept" in note]
+    assert not [note for note in watcher.notes if "is not saved any more" in note]
     least = min((point for point in again.validation if point["step"]), key=lambda point: point["loss"])
     kept = again.summary["validation"]["best"]
     assert kept["loss"] == least["loss"] <= best["loss"]
@@ -105,7 +105,7 @@ def test_where_the_least_loss_has_no_lora_any_more_that_is_said_and_the_best_cou
     assert told.replace("the best counts from step 2 on", "the best saved one is that of step 3") in watcher.notes
     options |= {"validation": {"data": held_out(), "every_n_steps": 1, "keep_best": False}, "output_name": "fourth"}
     train(tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), **options)
-    assert not [note for note in watcher.notes if "is not kept" in note]
+    assert not [note for note in watcher.notes if "is not saved any more" in note]
 
 
 def test_what_was_trained_on_before_a_resume_is_not_said_to_be_new(tiny_flux, tmp_path):
