@@ -352,7 +352,10 @@ def test_the_real_server_prepares_a_folder_and_refuses_others_at_the_door(server
     inputs = {"folder": "input/served", "caption_extension": ["ending", 0], "caption_dropout": 0.1}
     linked["folder"] = {"class_type": "TesseraImageFolder", "inputs": inputs}
     told = server.run(linked)["outputs"]["prepare"]["tessera"][0]["summary"]
-    assert told.startswith("Pictures: 2. One epoch shows 2,") and "The empty prompt takes a caption's place in 10 % of showings." in told
+    assert (
+        told.startswith("Pictures: 2. One epoch")
+        and "The empty prompt takes a caption's place in 10 % of showings." in told
+    )
     (server.base / "input" / "served" / "1.txt").unlink()
     with pytest.raises(ServerFailure, match=r"1 of 2 pictures in 'served' have no .txt caption file: 1.png; add one"):
         server.run(prompt)
