@@ -193,7 +193,7 @@ def test_compile_model_changes_nothing_that_a_run_is_known_by(tiny_flux, tmp_pat
     assert notes == ()
     again = train(model, mixed_data(), tmp_path, watcher, steps=2)
     assert again.path == trained.path
-    assert any("finished before" in note for note in watcher.notes) and watcher.losses == []
+    assert any("already finished" in note for note in watcher.notes) and watcher.losses == []
     assert inherited_compile(model, "off") == (
         None,
         ["compile is off, so the Compile Model node in front has no effect on training."],

@@ -230,7 +230,7 @@ def test_a_boundary_without_a_second_expert_is_said_to_do_nothing_and_makes_no_o
     plain = train_lora(high, clips(), run_settings(steps=1), tmp_path, Watcher())
     settings = run_settings(steps=1, objective={"expert_boundary": 0.6})
     again = train_lora(high, clips(), settings, tmp_path, watcher)
-    assert again.path == plain.path and "finished before" in watcher.notes[-1]
+    assert again.path == plain.path and "already finished" in watcher.notes[-1]
     assert any("expert_boundary is not used" in note for note in check_run(high, clips(), settings).notes)
 
 

@@ -187,7 +187,7 @@ def test_a_sigma_that_is_none_is_quoted(text):
 
 def test_a_list_that_leaves_nothing_or_holds_too_much_is_refused():
     assert ValidationOptions(sigmas="0.9 0.2 0.5", min_sigma=0.5).noise_levels == (0.5, 0.9)
-    with pytest.raises(ValueError, match="^sigmas is '0.2, 0.3', of which nothing lies between min_sigma 0.5 and max"):
+    with pytest.raises(ValueError, match="^sigmas is '0.2, 0.3', and none of them is between min_sigma 0.5 and max"):
         ValidationOptions(sigmas="0.2, 0.3", min_sigma=0.5)
     with pytest.raises(ValueError, match="^sigmas has 101 noise levels; give at most 100"):
         ValidationOptions(sigmas=" ".join(str(k / 200) for k in range(1, 102)))

@@ -105,7 +105,7 @@ def test_each_process_takes_one_of_the_devices_that_are_named(name, monkeypatch)
 
 def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
-    with pytest.raises(headless.Wrong, match="COMFYUI_PATH is .*, which holds no ComfyUI"):
+    with pytest.raises(headless.Wrong, match="COMFYUI_PATH is .*, which isn't a ComfyUI folder"):
         headless.find_comfyui()
     (tmp_path / "comfy").mkdir()
     (tmp_path / "main.py").touch()
@@ -114,5 +114,5 @@ def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(headless, "__file__", str(tmp_path / "custom_nodes" / "pack" / "run.py"))
     assert headless.find_comfyui() == tmp_path
     monkeypatch.setattr(headless, "__file__", str(tmp_path / "else" / "a" / "b" / "run.py"))
-    with pytest.raises(headless.Wrong, match="put this pack into its custom_nodes"):
+    with pytest.raises(headless.Wrong, match="put this pack into ComfyUI's custom_nodes"):
         headless.find_comfyui()
