@@ -38,6 +38,7 @@ from .encode.vae import VaeEncoder
 from .folders.dataset import Dataset
 from .folders.items import Item, find_items
 from .folders.options import UNCHANGED
+from .media.frames import Crop
 from .media.integrity import check_images
 from .media.masks import TOKENS, mask_notes, token_weights
 from .samples import (
@@ -60,12 +61,14 @@ class PreparedData:
     plan: buckets of the samples.
     sizes: (height, width) in pixels of each image or video, in the order of the samples.
     notes: hints to the user.
+    crops: parts of the images and videos that are trained on, one or more of each.
     """
 
     data: TrainingData
     plan: BucketPlan
     sizes: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
+    crops: tuple[Crop, ...] = ()
 
 
 def prepare(
@@ -194,7 +197,7 @@ def prepare(
     made_with |= {"image_to_video": image_to_video, "control_megapixels": control_megapixels}
     made_with |= {"edit_prompt": edit_prompt, "folders": list(dataset.folders)}
     data = TrainingData(samples, _fingerprint(items, samples, keys, texts), notes, made_with, text.family)
-    return PreparedData(data, plan, sizes, notes)
+    return PreparedData(data, plan, sizes, notes, tuple(variant.crop for of in variants for variant in of))
 
 
 def _fingerprint(

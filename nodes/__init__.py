@@ -9,7 +9,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
 from .common.types import refuse_literals
-from .data import prepare
+from .data import folder_routes, prepare
 from .loras import average, compare, save
 from .model import block_swap, compile, load, tune
 from .options import memory, network, objective, optimizer, preview, validation
@@ -45,6 +45,7 @@ class TesseraExtension(ComfyExtension):
         log.info("Tessera finds in ComfyUI: %s", features())
         run_routes.add_routes()
         run_files.add_routes()
+        folder_routes.add_routes()
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

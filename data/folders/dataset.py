@@ -209,7 +209,7 @@ def folder_fingerprint(
     It changes when a file of this kind, a caption, a control image or a mask is added, removed, renamed or written to.
     Files of unread formats count by name, because a note lists them.
     """
-    extension = _checked_extension(caption_extension)
+    extension = checked_extension(caption_extension)
     entries: list[tuple[str, str]] = []
     without = tuple(other for other in (control_folder, mask_folder) if other is not None)
     for picture in files_in(folder, kind.read, without):
@@ -271,7 +271,7 @@ def _scan(
     without: Sequence[Path] = (),
 ) -> Dataset:
     """List the entries of a folder with their captions."""
-    extension = _checked_extension(caption_extension)
+    extension = checked_extension(caption_extension)
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; set it to 1 or more.")
     files, unread = files_in(folder, kind.read, without), files_in(folder, kind.unread, without)
@@ -285,7 +285,7 @@ def _scan(
     if missing:
         raise ValueError(_missing_captions(folder, files, missing, extension, kind.noun))
     caption_options = caption_options or CaptionOptions()
-    texts = [_read_caption(file, extension) for file in files]
+    texts = [read_caption(file, extension) for file in files]
     variants: dict[str, CaptionVariants] = {}
     for file, text in zip(files, texts, strict=True):
         caption_name = relative_name(folder, caption_file(file, extension))
@@ -309,7 +309,7 @@ def _scan(
     )
 
 
-def _checked_extension(extension: str) -> str:
+def checked_extension(extension: str) -> str:
     """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
     normal = "." + extension.strip().lstrip(".")
     if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
@@ -317,7 +317,7 @@ def _checked_extension(extension: str) -> str:
     return normal
 
 
-def _read_caption(picture: Path, extension: str) -> str:
+def read_caption(picture: Path, extension: str) -> str:
     """Read the caption of an image; raises ValueError where the file is not readable as UTF-8."""
     file = caption_file(picture, extension)
     try:

@@ -58,6 +58,20 @@ def files_in(folder: Path, endings: frozenset[str], without: Sequence[Path] = ()
     return sorted(found, key=lambda path: relative_name(folder, path))
 
 
+def file_below(folder: Path, name: str, endings: frozenset[str]) -> Path | None:
+    """Find a file by its path below the folder, if its name is one that `files_in` would list; None otherwise.
+
+    Links are not resolved: the caller checks where the file lies.
+    """
+    parts = name.split("/")
+    # On Windows these would begin another folder, a drive or a stream of a file.
+    stray = "\0" in name or (os.name == "nt" and any(mark in name for mark in "\\:"))
+    if stray or any(not part or part.startswith(".") for part in parts) or not has_ending(parts[-1], endings):
+        return None
+    file = folder.joinpath(*parts)
+    return file if file.is_file() else None
+
+
 def _leads_back(link: Path) -> bool:
     """Return True if a link leads to a folder that contains it."""
     return Path(os.path.realpath(link.parent)).is_relative_to(os.path.realpath(link))

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import folder_paths
@@ -187,6 +187,22 @@ def is_allowed_folder(text: str) -> bool:
     except ValueError:
         return False
     return any(_drive(str(root)) == _drive(text) and _is_within(Path(text), root) for root in roots)
+
+
+def is_allowed_file(file: Path) -> bool:
+    """Test for a file that lies in one of the folders that workflows may read, links followed."""
+    roots = [*read_settings().allowed_folders, *(root for of in _own_roots().values() for root in of)]
+    return any(_is_within(file, root) for root in roots)
+
+
+def add_to_list(choice: str, *, videos: bool) -> bool:
+    """List a folder that files have just come into, until the list is made anew; returns False if it is listed."""
+    listed = _lists().videos if videos else _lists().images
+    path = PurePosixPath(choice)
+    if choice in listed or ".." in path.parts or path.as_posix() != choice:
+        return False
+    listed.append(choice)
+    return True
 
 
 def _is_within(folder: Path, root: Path) -> bool:

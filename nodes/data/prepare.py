@@ -17,6 +17,7 @@ from ..common.folder_access import cache_folder
 from ..common.images import image_tensor
 from ..common.progress import show_progress_text
 from ..common.types import DatasetType, TrainingDataType
+from .crop_frames import remember_crops
 from .folders import TesseraImageFolder, TesseraVideoFolder
 
 
@@ -179,6 +180,7 @@ class TesseraPrepareDataset(io.ComfyNode):
                 progress=_show_progress(cls.hidden.unique_id),
                 interrupted=check,
             )
+        remember_crops(prepared.crops)
         plan = image_tensor(plot_plan(prepared.plan, prepared.sizes))
         text = summary(prepared)
         shown = {"summary": text, "notes": list(prepared.notes), "mean_crop": prepared.plan.mean_crop}

@@ -36,7 +36,7 @@ function checkFolder(node, folder) {
   setError(node, absent ? `${folder.value} is not among the folders that hold ${FOLDERS[node.type]}. ${fix}` : '')
 }
 
-const folderOf = (node) => node.type in FOLDERS && node.widgets?.find((widget) => widget.name === 'folder')
+const folderOf = (node) => node.comfyClass in FOLDERS && node.widgets?.find((widget) => widget.name === 'folder')
 
 function checkFolders() {
   for (const [node] of ourNodes()) if (folderOf(node)) forget(node)

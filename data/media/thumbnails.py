@@ -1,0 +1,102 @@
+"""Small pictures of image and video files, to look at: bounded in time and memory whatever a file claims to hold."""
+
+from contextlib import nullcontext
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from .images import _is_wide, _plane_reader, check_pillow, open_image
+from .images import _named_errors as _named_image_errors
+from .integrity import _TURN
+from .strips import decode, is_large, resize
+from .videos import _named_errors as _named_video_errors
+from .videos import _opened, _upright, _upright_size
+
+SIDE = 256  # of a thumbnail, in pixels
+QUALITY = 75
+# A file above these is trained on nevertheless; only to look at it is it too large.
+MOST_BYTES = 500_000_000  # of an image file
+MOST_PIXELS = 100_000_000  # of an image
+MOST_FRAME_PIXELS = 40_000_000  # of a frame of a video; 8K has 33 million
+MOST_PACKETS = 2000  # of a video that are read for its first frame
+
+
+def image_thumbnail(path: Path, name: str | None = None) -> bytes:
+    """Make the thumbnail of an image as training sees it: upright, sRGB, transparent parts white; as WebP.
+
+    Its longer side is SIDE at most. Large images are decoded one at a time, as each holds its pixels.
+
+    name: name in messages; the file name by default.
+    Raises ValueError if the file is not an image, or is too large.
+    """
+    check_pillow()
+    name = name or path.name
+    with _named_image_errors(name, path):
+        size = path.stat().st_size
+    if size > MOST_BYTES:  # some formats are read whole when they are opened
+        raise ValueError(_too_large("picture", name, f"{size / 1e6:.0f} MB"))
+    with _named_image_errors(name, path):
+        image = open_image(path)
+    with image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(_too_large("picture", name, f"{image.width} x {image.height} pixels"))
+        turn = _TURN if is_large(image.size) else nullcontext()
+        with _named_image_errors(name, path), turn:
+            return _encoded(_scaled(image))
+
+
+def _scaled(image: Image.Image) -> np.ndarray:
+    """Decode an opened image and scale it: (H, W) or (H, W, 3), 0 to 1."""
+    wide, factor = _is_wide(image), 1
+    while 6 * factor * SIDE <= max(image.size):  # no less than three times the size is left
+        factor *= 2
+    upright = decode(image, factor)
+    height, width = _fitting(upright.height, upright.width)
+    whole = (0, 0, upright.width, upright.height)
+    planes = resize(upright, _plane_reader(upright, False, wide), whole, height, width)
+    return np.stack(planes, axis=-1) if len(planes) > 1 else planes[0]
+
+
+def video_thumbnail(path: Path, name: str | None = None) -> bytes:
+    """Make the thumbnail of a video's first frame, as `image_thumbnail` does; raises ValueError as that."""
+    name = name or path.name
+    with _named_video_errors(name), _opened(path) as (container, stream):
+        across, down = stream.codec_context.width, stream.codec_context.height
+        if across * down <= MOST_FRAME_PIXELS:
+            # The header may lie: the decoder keeps to the bound too.
+            stream.codec_context.options = {"max_pixels": str(MOST_FRAME_PIXELS)}
+            stream.thread_type = "NONE"  # others would decode further frames
+            frame = _first_frame(container, stream)
+            height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio))
+            pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
+            scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)
+            return _encoded(np.asarray(scaled, dtype=np.float32) / 255)
+    raise ValueError(_too_large("clip", name, f"{across} x {down} pixels"))
+
+
+def _first_frame(container: Any, stream: Any) -> Any:
+    """Decode the first frame; raises ValueError where the beginning of the file holds none."""
+    for packet, _ in zip(container.demux(), range(MOST_PACKETS), strict=False):
+        for frame in packet.decode() if packet.stream.index == stream.index else ():
+            return frame
+    raise ValueError("there is no frame at its beginning")
+
+
+def _fitting(height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) of a thumbnail."""
+    scale = min(1.0, SIDE / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _encoded(pixels: np.ndarray) -> bytes:
+    """Encode pixels from 0 to 1 as WebP."""
+    data = BytesIO()
+    Image.fromarray((pixels.clip(0, 1) * 255 + 0.5).astype(np.uint8)).save(data, "WEBP", quality=QUALITY)
+    return data.getvalue()
+
+
+def _too_large(noun: str, name: str, size: str) -> str:
+    return f"The {noun} {name!r} ({size}) is too large to be shown here; it can be trained on."

@@ -1,0 +1,186 @@
+"""Routes by which Training Images and Training Clips show what lies in their folder.
+
+GET `/tessera/folder?kind=pictures&folder=input/foxes&page=0` lists a page with captions and crops. GET
+`/tessera/folder/thumbnail?kind=&folder=&file=` gives a small picture of a file, or of a clip's first frame. The folder
+must be one that a workflow may read, and the file one that the scan of the folder lists; links are followed before the
+check. Both only read.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from server import PromptServer
+
+from ...data.folders.dataset import IMAGES, VIDEOS
+from ...data.folders.files import file_below, file_state
+from ...data.folders.pages import FolderPage, PageEntry, read_page
+from ...data.media.thumbnails import image_thumbnail, video_thumbnail
+from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
+from .crop_frames import crops_of
+from .image_inputs import NONE
+
+MOST_THREADS = 2  # that decode thumbnails at once
+MOST_CACHED = 32 << 20  # bytes of thumbnails in memory, about 3000
+CACHED_SECONDS = 3600  # by the browser: the address changes with the file
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {"pictures": (IMAGES, image_thumbnail), "clips": (VIDEOS, video_thumbnail)}
+
+
+class Thumbnails:
+    """Thumbnails of files, the last ones kept in memory."""
+
+    def __init__(self, most: int = MOST_CACHED) -> None:
+        self._most, self._held = most, 0
+        self._made: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, kind: str, folder: str, file: str) -> bytes:
+        """Return the thumbnail of a file, as WebP.
+
+        file: as `_id` names it.
+        Raises ValueError for a folder that may not be read, a file that is not listed there, and one without a picture.
+        """
+        sort, make = _KINDS[kind]
+        name = _name(file)
+        found = file_below(resolve_folder(folder), name, sort.read)
+        if found is None:
+            raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
+        if not is_allowed_file(found):
+            raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
+        path = Path(os.path.realpath(found))
+        key = (kind, str(path), file_state(path))
+        with self._lock:
+            data = self._made.pop(key, None)
+            if data is not None:
+                self._made[key] = data
+                return data
+        data = make(path, _clean(name))
+        with self._lock:
+            self._held += len(data) - len(self._made.pop(key, b""))
+            self._made[key] = data
+            while self._held > self._most:
+                self._held -= len(self._made.popitem(last=False)[1])
+        return data
+
+
+def _id(name: str) -> str:
+    """Name a file in an address; names need not be valid Unicode."""
+    return base64.urlsafe_b64encode(os.fsencode(name)).decode()
+
+
+def _name(id: str) -> str:
+    try:
+        return os.fsdecode(base64.urlsafe_b64decode(id.encode("ascii")))
+    except (UnicodeError, binascii.Error) as error:
+        raise ValueError("This is no name of a file; list the folder first.") from error
+
+
+def _clean(text: str) -> str:
+    """Replace what no text may hold, of names that are not valid Unicode."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
+    """List a page of a folder, see `read_page`; raises ValueError as that."""
+    choice = query.get("folder", "")
+    folder = resolve_folder(choice)
+    others = [query.get(name) for name in ("control_folder", "mask_folder") if kind == "pictures"]
+    without = [resolve_folder(other) for other in others if other not in (None, "", NONE)]
+    sort, _ = _KINDS[kind]
+    found = read_page(
+        folder,
+        sort,
+        query.get("caption_extension", ".txt"),
+        page,
+        without=without,
+        missing_only=query.get("missing") == "1",
+        may_read=is_allowed_file,
+    )
+    is_new = found.count > 0 and add_to_list(choice, videos=kind == "clips")
+    return _page(found) | {"new": is_new}
+
+
+def _page(found: FolderPage) -> dict[str, Any]:
+    entries = [_entry(entry) for entry in found.entries]
+    told = {"count": found.count, "missing": found.missing, "unread": _clean(found.unread)}
+    return told | {"page": found.page, "pages": found.pages, "entries": entries}
+
+
+def _entry(entry: PageEntry) -> dict[str, Any]:
+    return {
+        "file": _id(entry.name),
+        "state": file_state(entry.path),
+        "name": _clean(entry.name),
+        "caption": entry.caption,
+        "problem": _clean(entry.problem),
+        "crops": crops_of(entry.path),
+    }
+
+
+_thumbnails = Thumbnails()
+_threads = ThreadPoolExecutor(MOST_THREADS, "tessera-thumbnail")
+# Two lists at a time: a folder on a slow drive must not take the threads that ComfyUI needs.
+_listers = ThreadPoolExecutor(2, "tessera-folder")
+
+
+async def list_folder(request: web.Request) -> web.Response:
+    """Answer `/tessera/folder`."""
+    query = dict(request.query)
+    page = query.get("page", "0")
+    if not (page.isascii() and page.isdigit() and len(page) < 9):
+        return _refused("page is no number; give one from 0 on.")
+    if query.get("kind") not in _KINDS:
+        return _refused("kind is neither pictures nor clips.")
+    endings = sorted(_KINDS[query["kind"]][0].read)  # for a folder that is still to be made too
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.run_in_executor(_listers, _list, query["kind"], query, int(page))
+    except ValueError as error:
+        return _refused(str(error), endings=endings)
+    except OSError as error:
+        return _refused(f"The folder can't be read ({error.strerror}).", endings=endings)
+    return web.json_response(found | {"endings": endings}, headers=_HEADERS)
+
+
+async def show_thumbnail(request: web.Request) -> web.Response:
+    """Answer `/tessera/folder/thumbnail`."""
+    query = request.query
+    kind, folder, file = query.get("kind", ""), query.get("folder", ""), query.get("file", "")
+    if kind not in _KINDS:
+        return _refused("kind is neither pictures nor clips.")
+    loop = asyncio.get_running_loop()
+    try:
+        data = await loop.run_in_executor(_threads, _thumbnails.get, kind, folder, file)
+    except ValueError as error:
+        return _refused(str(error))
+    except Exception as error:  # decoders raise many kinds of errors over files that are broken on purpose
+        logger.info("A thumbnail can't be made: %r", error)
+        return _refused("The file can't be read.")
+    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": f"private, max-age={CACHED_SECONDS}"}
+    return web.Response(body=data, content_type="image/webp", headers=headers)
+
+
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+
+
+def _refused(sentence: str, **more: Any) -> web.Response:
+    return web.json_response({"error": _clean(sentence), **more}, status=400, headers=_HEADERS)
+
+
+def add_routes() -> None:
+    """Add the routes to ComfyUI's server, where there is one."""
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        server.routes.get("/tessera/folder")(list_folder)
+        server.routes.get("/tessera/folder/thumbnail")(show_thumbnail)

@@ -1,0 +1,188 @@
+// Training Images and Training Clips show what lies in their folder: thumbnails with captions, a page at a time.
+import { app } from '../../../../scripts/app.js'
+import { api } from '../../../../scripts/api.js'
+import { nodeAt, ourNodes } from '../nodes.js'
+import { drawPage, makeGallery } from './tiles.js'
+import { acceptDrops, catchDrops } from './upload.js'
+
+const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
+const WIDGET = 'tessera_gallery'
+const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
+const LEAST_HEIGHT = 300 // of the gallery: two rows; a taller node shows more of them
+const LEAST_WIDTH = 380
+
+/** A widget of the node; none where its value comes from another node. */
+function ownWidget(node, name) {
+  const linked = node.inputs?.find((input) => input.widget?.name === name)?.link != null
+  return linked ? undefined : node.widgets?.find((widget) => widget.name === name)
+}
+
+const captionExtension = (node) => ownWidget(node, 'caption_extension')?.value || '.txt'
+
+/** Tells whether what the node gives reaches a Prepare Dataset; within other subgraphs any is taken for that one. */
+function isPrepared(node, seen = new Set()) {
+  if (seen.has(node)) return false
+  seen.add(node)
+  const links = (node.outputs ?? []).flatMap((output) => output.links ?? [])
+  return links.some((id) => {
+    const { target_id: target, target_slot: slot } = node.graph.getLink?.(id) ?? node.graph.links.get(id) ?? {}
+    const next = node.graph.getNodeById(target)
+    if (!next || next.subgraph) return [...ourNodes()].some(([one]) => one.type === 'TesseraPrepareDataset')
+    if (next.type === 'TesseraPrepareDataset') return true
+    const goesOn = next.type in KINDS ? next.inputs[slot]?.name === 'dataset' : next.type === 'Reroute'
+    return goesOn && isPrepared(next, seen)
+  })
+}
+
+function galleryOf(node) {
+  if (node.tesseraGallery) return node.tesseraGallery
+  const gallery = makeGallery((page, missing) => turn(node, page, missing))
+  const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
+    serialize: false, // out of the prompt, and below out of the saved workflow
+    hideOnZoom: false,
+    getMinHeight: () => LEAST_HEIGHT,
+  })
+  widget.serialize = false
+  node.tesseraGallery = gallery
+  const [width, height] = node.computeSize()
+  node.setSize([Math.max(node.size[0], width, LEAST_WIDTH), Math.max(node.size[1], height)])
+  return gallery
+}
+
+function removeGallery(node) {
+  const widget = node.widgets?.find(({ name }) => name === WIDGET)
+  if (!widget) return
+  const room = widget.computedHeight ?? 0
+  node.tesseraGallery.stop()
+  node.tesseraGallery = undefined
+  node.removeWidget(widget)
+  node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - room)])
+}
+
+function turn(node, page, missing) {
+  Object.assign(node.tesseraPage, { page, missing })
+  return refresh(node)
+}
+
+/** Shows the folder as it is now. One question at a time; what comes meanwhile asks again after it. */
+export async function refresh(node) {
+  const state = (node.tesseraPage ??= { page: 0, missing: false })
+  if (state.asking) {
+    state.again = true
+    return
+  }
+  state.asking = true
+  try {
+    do {
+      state.again = false
+      await update(node, state)
+    } while (state.again)
+  } catch (error) {
+    console.warn('Tessera: the folder could not be listed', error) // the server is away
+  } finally {
+    state.asking = false
+  }
+}
+
+async function update(node, state) {
+  const folder = ownWidget(node, 'folder')
+  if (!folder?.value || !node.graph) return removeGallery(node)
+  const kind = KINDS[node.type]
+  const place = { kind, folder: folder.value }
+  for (const name of ASKED) place[name] = ownWidget(node, name)?.value ?? ''
+  place.caption_extension = captionExtension(node)
+  if (state.folder !== folder.value) Object.assign(state, { folder: folder.value, page: 0, missing: false })
+  const asked = new URLSearchParams({ ...place, page: state.page, missing: state.missing ? 1 : 0 })
+  const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' })
+  const found = await answer.json()
+  if (!node.graph) return removeGallery(node) // deleted meanwhile
+  if (found.endings) state.endings = found.endings
+  if (!answer.ok) return removeGallery(node) // errors.js and the run say why
+  Object.assign(state, { page: found.page, isNew: found.new })
+  const url = ({ file, state: changed }) =>
+    api.apiURL(`/tessera/folder/thumbnail?${new URLSearchParams({ kind, folder: folder.value, file, changed })}`)
+  drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
+  node.graph?.setDirtyCanvas(true, true)
+}
+
+const folderNodes = () => [...ourNodes()].map(([node]) => node).filter(({ type }) => type in KINDS)
+
+function refreshAll() {
+  for (const node of folderNodes()) refresh(node)
+}
+
+/** Names the subfolder of ComfyUI's input that dropped files go to: the node's own, or a new one. */
+function placeFor(node) {
+  const folder = ownWidget(node, 'folder')
+  if (!folder) return undefined
+  const [root, ...below] = String(folder.value ?? '').split('/')
+  if (root === 'input' && below.length) return below.join('/')
+  const taken = folder.options?.values ?? []
+  const name = (count) => `dropped_${KINDS[node.type]}${count > 1 ? `_${count}` : ''}`
+  let count = 1
+  while (taken.includes(`input/${name(count)}`)) count += 1
+  return name(count)
+}
+
+async function showFolder(node, subfolder) {
+  const folder = ownWidget(node, 'folder')
+  const value = `input/${subfolder}`
+  if (folder && folder.value !== value) {
+    folder.value = value
+    folder.callback?.(value)
+  }
+  await refresh(node)
+  if (node.tesseraPage.isNew) await app.refreshComboInNodes?.() // or errors.js takes it for absent
+}
+
+let soon
+const refreshSoon = () => {
+  soon ??= setTimeout(() => {
+    soon = undefined
+    refreshAll()
+  }, 200)
+}
+
+app.registerExtension({
+  name: 'tessera.gallery',
+  setup() {
+    catchDrops(folderNodes)
+    api.addEventListener('executed', ({ detail }) => {
+      if (nodeAt(detail.node)?.type === 'TesseraPrepareDataset') refreshSoon() // it has planned the crops
+    })
+    for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) api.addEventListener(end, refreshSoon)
+    document.addEventListener('visibilitychange', () => document.visibilityState === 'visible' && refreshSoon())
+  },
+  nodeCreated(node) {
+    if (!(node.comfyClass in KINDS)) return // its type is not known yet
+    for (const name of ASKED) {
+      const widget = node.widgets?.find((one) => one.name === name)
+      if (!widget) continue
+      const { callback } = widget
+      widget.callback = function (...rest) {
+        const result = callback?.apply(this, rest)
+        refresh(node)
+        return result
+      }
+    }
+    const { onConnectionsChange, onRemoved } = node
+    node.onConnectionsChange = function (...rest) {
+      onConnectionsChange?.apply(this, rest)
+      refreshSoon()
+    }
+    node.onRemoved = function (...rest) {
+      onRemoved?.apply(this, rest)
+      node.tesseraGallery?.stop()
+    }
+    acceptDrops(node, {
+      gallery: () => galleryOf(node),
+      place: () => placeFor(node),
+      endings: () => node.tesseraPage?.endings,
+      captionEnding: () => `.${captionExtension(node).trim().replace(/^\.+/, '')}`,
+      shown: (subfolder) => showFolder(node, subfolder),
+    })
+    refreshSoon()
+  },
+  afterConfigureGraph: refreshSoon,
+  refreshComboInNodes: refreshSoon,
+})

@@ -1,0 +1,150 @@
+// A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
+
+const THUMB = 84 // pixels a tile's picture is high
+const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
+const FRAME = '#f59e0b'
+const ASIDE = 'var(--descrip-text)'
+
+function part(parent, style, tag = 'div') {
+  const element = document.createElement(tag)
+  Object.assign(element.style, style)
+  parent.append(element)
+  return element
+}
+
+function button(row, text, title, press) {
+  const element = part(row, {
+    font: 'inherit', lineHeight: '18px', padding: '0 8px', cursor: 'pointer', borderRadius: '4px', flex: 'none',
+    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
+  }, 'button')
+  Object.assign(element, { type: 'button', textContent: text, title })
+  element.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
+  element.addEventListener('click', press)
+  return element
+}
+
+/** Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page. */
+export function makeGallery(turn) {
+  const element = document.createElement('div')
+  element.className = 'tessera-gallery'
+  Object.assign(element.style, {
+    boxSizing: 'border-box', width: '100%', height: '100%', display: 'flex', flexDirection: 'column', gap: '4px',
+    padding: '6px', fontSize: '11px', lineHeight: '14px', color: 'var(--input-text)', overflow: 'hidden',
+    background: 'var(--comfy-input-bg)', borderRadius: '4px', userSelect: 'text',
+  })
+  const head = part(element, { display: 'flex', gap: '6px', alignItems: 'center', flex: 'none', minHeight: '20px' })
+  const count = part(head, { flex: '1', overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' })
+  const lacking = button(head, '', '', () => turn(0, !element.view.missing))
+  lacking.style.color = 'var(--error-text)'
+  const back = button(head, '‹', 'Previous page', () => turn(element.view.page - 1, element.view.missing))
+  const on = button(head, '›', 'Next page', () => turn(element.view.page + 1, element.view.missing))
+  const said = part(element, { flex: 'none', color: ASIDE, overflowWrap: 'anywhere', display: 'none' })
+  const news = part(element, { flex: 'none', fontWeight: '600', overflowWrap: 'anywhere', display: 'none' })
+  news.setAttribute('role', 'status')
+  const tiles = part(element, {
+    flex: '1 1 0', minHeight: 0, overflowY: 'auto', display: 'grid', gap: '6px', alignContent: 'start',
+    gridTemplateColumns: 'repeat(auto-fill, minmax(84px, 1fr))',
+  })
+  tiles.tabIndex = 0
+  tiles.dataset.captureWheel = 'true' // it scrolls, where the canvas would zoom
+  tiles.addEventListener('wheel', (event) => {
+    if (tiles.scrollHeight > tiles.clientHeight && !event.ctrlKey) event.stopPropagation()
+  })
+  Object.assign(element, { parts: { count, lacking, back, on, said, news, tiles }, view: {}, stop: () => element.loads?.abort() })
+  return element
+}
+
+const counted = (count, noun) => `${count.toLocaleString('en')} ${count === 1 ? noun.slice(0, -1) : noun}`
+
+/**
+ * Shows a page as the server's route tells it. `kind`: pictures or clips. `missing`: only those without a caption are
+ * listed. `framed`: the parts that are trained on are drawn. `url` gives the address of an entry's thumbnail.
+ */
+export function drawPage(gallery, found, { kind, missing, framed, url }) {
+  const { count, lacking, back, on, said, tiles } = gallery.parts
+  const told = JSON.stringify([found, kind, missing, framed])
+  if (gallery.told === told) return
+  Object.assign(gallery, { told, view: { page: found.page, missing } })
+  const total = missing ? found.missing : found.count
+  const first = found.page * 24
+  const range = found.pages > 1 ? `${first + 1}–${first + found.entries.length} of ` : ''
+  count.textContent = `${range}${counted(total, kind)}${missing ? ' without a caption' : ''}`
+  lacking.style.display = found.missing ? '' : 'none'
+  lacking.textContent = missing ? `Show all ${found.count.toLocaleString('en')}` : `${found.missing.toLocaleString('en')} without a caption`
+  lacking.title = missing ? '' : 'Show only those'
+  for (const each of [back, on]) each.style.display = found.pages > 1 ? '' : 'none'
+  back.disabled = !found.page
+  on.disabled = found.page === found.pages - 1
+  for (const each of [back, on]) each.style.opacity = each.disabled ? 0.4 : 1
+  const frames = framed && found.entries.some((entry) => entry.crops.length)
+  tell(said, [
+    !found.count && `This folder holds no ${kind} yet. Drop some here.`,
+    found.unread && `Not read, being of other kinds: ${found.unread}.`,
+    frames && 'Orange frame: the part that is trained on.',
+  ])
+  gallery.stop()
+  gallery.loads = new AbortController()
+  const waiting = found.entries.map((entry) => tile(tiles, entry, framed, url(entry)))
+  tiles.replaceChildren(...waiting.map(({ element }) => element))
+  tiles.scrollTop = 0
+  for (let n = 0; n < AT_ONCE; n += 1) loadNext(waiting, gallery.loads.signal)
+}
+
+/** Says under the head of a gallery what becomes of dropped files. */
+export const tellNews = (gallery, text) => tell(gallery.parts.news, [text])
+
+function tell(element, sentences) {
+  element.textContent = sentences.filter(Boolean).join(' ')
+  element.style.display = element.textContent ? '' : 'none'
+}
+
+function tile(parent, entry, framed, url) {
+  const element = document.createElement('div')
+  element.className = 'tessera-tile'
+  element.title = [entry.name, entry.problem || (entry.caption ?? 'no caption')].join('\n\n')
+  const stage = part(element, { height: `${THUMB}px`, display: 'flex', alignItems: 'center', justifyContent: 'center' })
+  const shown = part(stage, { position: 'relative', overflow: 'hidden', maxWidth: '100%', lineHeight: 0, borderRadius: '2px' })
+  const caption = part(element, {
+    height: '28px', marginTop: '2px', overflow: 'hidden', overflowWrap: 'anywhere', display: '-webkit-box',
+    webkitLineClamp: 2, webkitBoxOrient: 'vertical',
+  })
+  const wrong = entry.problem || entry.caption == null
+  caption.textContent = wrong ? (entry.problem ? 'caption can’t be read' : 'no caption') : entry.caption || '(empty)'
+  if (wrong) Object.assign(caption.style, { color: 'var(--error-text)', fontWeight: '600' })
+  else if (!entry.caption) caption.style.color = ASIDE
+  return { element, shown, url, crops: framed ? entry.crops : [], name: entry.name }
+}
+
+/** Loads thumbnails one after the other until none waits. */
+async function loadNext(waiting, signal) {
+  for (let next; !signal.aborted && (next = waiting.shift()); ) await load(next, signal)
+}
+
+async function load({ element, shown, url, crops, name }, signal) {
+  try {
+    const answer = await fetch(url, { signal })
+    if (!answer.ok) throw new Error((await answer.json()).error)
+    const image = part(shown, { display: 'block', maxWidth: '100%', maxHeight: `${THUMB}px` }, 'img')
+    image.alt = name
+    image.draggable = false
+    image.src = URL.createObjectURL(await answer.blob())
+    image.onload = () => URL.revokeObjectURL(image.src)
+    const dims = crops.length === 1 // several would darken one another
+    for (const box of crops) frame(shown, box, dims)
+  } catch (error) {
+    if (signal.aborted) return
+    element.title += `\n\n${error.message}`
+    Object.assign(shown.style, { lineHeight: '14px', color: 'var(--error-text)', textAlign: 'center' })
+    shown.textContent = 'can’t be shown'
+  }
+}
+
+function frame(shown, [left, top, right, bottom], dims) {
+  const percent = (value) => `${(100 * value).toFixed(2)}%`
+  const element = part(shown, {
+    position: 'absolute', boxSizing: 'border-box', left: percent(left), top: percent(top), width: percent(right - left),
+    height: percent(bottom - top), border: `1.5px solid ${FRAME}`, pointerEvents: 'none',
+    boxShadow: dims ? '0 0 0 999px rgb(0 0 0 / 55%)' : 'none',
+  })
+  element.className = 'tessera-frame'
+}

@@ -1,0 +1,82 @@
+// Files that are dropped on a folder node go into a subfolder of ComfyUI's input, by core's own route, which overwrites
+// nothing: a file whose name is taken gets another one.
+import { api } from '../../../../scripts/api.js'
+import { tellNews } from './tiles.js'
+
+const endingOf = (name) => (/\.[^.]+$/.exec(name)?.[0] ?? '').toLowerCase()
+const stemOf = (name) => name.slice(0, name.length - endingOf(name).length)
+const hasFiles = (event) => [...(event?.dataTransfer?.items ?? [])].some(({ kind }) => kind === 'file')
+
+/**
+ * Has a node take dropped files. `gallery` gives what shows them; `place` the subfolder that they go to,
+ * none where the folder is another node's; `endings` those that are read;
+ * `captionEnding` that of captions; `shown(subfolder)` shows the folder.
+ */
+export function acceptDrops(node, { gallery, place, endings, captionEnding, shown }) {
+  const say = (text) => tellNews(gallery(), text)
+  const { onDragOver, onDragDrop } = node
+  node.onDragOver = function (event) {
+    return hasFiles(event) || (onDragOver?.call(this, event) ?? false)
+  }
+  node.onDragDrop = async function (event) {
+    const files = [...(event?.dataTransfer?.files ?? [])]
+    if (!files.length) return onDragDrop?.call(this, event) ?? false
+    await take(files)
+    return true
+  }
+
+  async function take(files) {
+    const subfolder = place()
+    if (!subfolder) return say('The folder comes from another node; drop files there.')
+    const listed = endings()
+    if (!listed) return say('The server has not told which files it reads; try again.')
+    const chosen = files.filter((file) => listed.includes(endingOf(file.name)))
+    const ending = captionEnding()
+    const captionOf = (file) => files.find(({ name }) => name === `${stemOf(file.name)}${ending}`)
+    const taken = [...chosen, ...chosen.map(captionOf)]
+    const others = files.filter((file) => !taken.includes(file)).map(({ name }) => name)
+    const problems = []
+    if (others.length) {
+      const named = `${others.slice(0, 5).join(', ')}${others.length > 5 ? ` and ${others.length - 5} more` : ''}`
+      problems.push(`Not taken: ${named}. Drop files of ${listed.join(' ')}, and their captions (${ending}) with them.`)
+    }
+    for (const [at, file] of chosen.entries()) {
+      say(`Copying ${at + 1} of ${chosen.length}: ${file.name}`)
+      try {
+        const name = await upload(file, file.name, subfolder)
+        const caption = captionOf(file)
+        if (caption) await upload(caption, `${stemOf(name)}${ending}`, subfolder)
+      } catch (error) {
+        problems.push(`${file.name} was not copied: ${error.message}`)
+      }
+    }
+    if (chosen.length) await shown(subfolder)
+    say(problems.join(' '))
+  }
+}
+
+/** On the canvas renderer the elements of widgets cover the canvas, which would have told the node. */
+export function catchDrops(nodes) {
+  const isOver = (target) => (node) => node.widgets?.some(({ element }) => element?.contains(target))
+  for (const type of ['dragenter', 'dragover', 'drop']) {
+    document.addEventListener(type, (event) => {
+      if (!hasFiles(event) || event.target.closest?.('[data-node-id]')) return // there Nodes 2.0 tells the node
+      const node = nodes().find(isOver(event.target))
+      if (!node) return
+      event.preventDefault()
+      event.stopPropagation()
+      if (type === 'drop') node.onDragDrop(event)
+    }, true)
+  }
+}
+
+async function upload(file, name, subfolder) {
+  const body = new FormData()
+  body.append('image', file, name)
+  body.append('type', 'input')
+  body.append('subfolder', subfolder)
+  const answer = await api.fetchApi('/upload/image', { method: 'POST', body })
+  if (answer.status === 413) throw new Error('it is larger than this server takes (see --max-upload-size); put it into the folder by hand.')
+  if (!answer.ok) throw new Error(`the server answered ${answer.status}.`)
+  return (await answer.json()).name
+}
