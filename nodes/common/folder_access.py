@@ -195,14 +195,12 @@ def is_allowed_file(file: Path) -> bool:
     return any(_is_within(file, root) for root in roots)
 
 
-def add_to_list(choice: str, *, videos: bool) -> bool:
-    """List a folder that files have just come into, until the list is made anew; returns False if it is listed."""
+def add_to_list(choice: str, *, videos: bool) -> None:
+    """List a folder that files have just come into, until the list is made anew."""
     listed = _lists().videos if videos else _lists().images
     path = PurePosixPath(choice)
-    if choice in listed or ".." in path.parts or path.as_posix() != choice:
-        return False
-    listed.append(choice)
-    return True
+    if choice not in listed and ".." not in path.parts and path.as_posix() == choice:
+        listed.append(choice)
 
 
 def _is_within(folder: Path, root: Path) -> bool:

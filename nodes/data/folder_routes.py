@@ -107,8 +107,9 @@ def _list(kind: str, query: dict[str, str], page: int) -> dict[str, Any]:
         missing_only=query.get("missing") == "1",
         may_read=is_allowed_file,
     )
-    is_new = found.count > 0 and add_to_list(choice, videos=kind == "clips")
-    return _page(found) | {"new": is_new}
+    if found.count:
+        add_to_list(choice, videos=kind == "clips")
+    return _page(found)
 
 
 def _page(found: FolderPage) -> dict[str, Any]:

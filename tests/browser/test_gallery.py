@@ -167,16 +167,13 @@ FRAMES = """() => [...document.querySelectorAll('.tessera-frame')].map(({ style:
 
 
 def picture(frontend, theme, new_renderer):
-    """Takes the picture of the help page where it is asked for."""
+    """Takes the picture for docs where it is asked for."""
     if folder := os.environ.get("TESSERA_PICTURES"):
         page = frontend.page
         center(page)
         page.wait_for_timeout(500)
-        name = f"training_images_{theme}_{new_renderer}" if "DEBUG" in os.environ else "training_images"
-        if "DEBUG" in os.environ:
-            page.screenshot(path=f"{folder}/{name}.png")
-        elif new_renderer and theme == "dark":
-            page.locator("[data-node-id='1']").screenshot(path=f"{folder}/{name}.png")
+        if new_renderer and theme == "dark":
+            page.locator("[data-node-id='1']").screenshot(path=f"{folder}/training_images.png")
 
 
 @RENDERERS

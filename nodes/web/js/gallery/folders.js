@@ -8,7 +8,7 @@ import { acceptDrops, catchDrops } from './upload.js'
 const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 const WIDGET = 'tessera_gallery'
 const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
-const LEAST_HEIGHT = 300 // of the gallery: two rows; a taller node shows more of them
+const LEAST_HEIGHT = 330 // of the gallery: two rows; a taller node shows more of them
 const LEAST_WIDTH = 380
 
 /** A widget of the node; none where its value comes from another node. */
@@ -65,22 +65,21 @@ function turn(node, page, missing) {
 }
 
 /** Shows the folder as it is now. One question at a time; what comes meanwhile asks again after it. */
-export async function refresh(node) {
+export function refresh(node) {
   const state = (node.tesseraPage ??= { page: 0, missing: false })
-  if (state.asking) {
-    state.again = true
-    return
-  }
-  state.asking = true
-  try {
-    do {
-      state.again = false
+  state.again = true
+  state.asking ??= askUntilShown(node, state).finally(() => (state.asking = undefined))
+  return state.asking
+}
+
+async function askUntilShown(node, state) {
+  while (state.again) {
+    state.again = false
+    try {
       await update(node, state)
-    } while (state.again)
-  } catch (error) {
-    console.warn('Tessera: the folder could not be listed', error) // the server is away
-  } finally {
-    state.asking = false
+    } catch (error) {
+      console.warn('Tessera: the folder could not be listed', error) // the server is away
+    }
   }
 }
 
@@ -98,7 +97,7 @@ async function update(node, state) {
   if (!node.graph) return removeGallery(node) // deleted meanwhile
   if (found.endings) state.endings = found.endings
   if (!answer.ok) return removeGallery(node) // errors.js and the run say why
-  Object.assign(state, { page: found.page, isNew: found.new })
+  state.page = found.page
   const url = ({ file, state: changed }) =>
     api.apiURL(`/tessera/folder/thumbnail?${new URLSearchParams({ kind, folder: folder.value, file, changed })}`)
   drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
@@ -131,8 +130,8 @@ async function showFolder(node, subfolder) {
     folder.value = value
     folder.callback?.(value)
   }
-  await refresh(node)
-  if (node.tesseraPage.isNew) await app.refreshComboInNodes?.() // or errors.js takes it for absent
+  await refresh(node) // the server lists the folder from now on
+  if (node.tesseraError || !folder?.options?.values?.includes(value)) await app.refreshComboInNodes?.()
 }
 
 let soon
