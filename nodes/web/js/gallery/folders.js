@@ -8,7 +8,7 @@ import { acceptDrops, catchDrops } from './upload.js'
 const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 const WIDGET = 'tessera_gallery'
 const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
-const LEAST_HEIGHT = 330 // of the gallery: two rows; a taller node shows more of them
+const LEAST_HEIGHT = 345 // of the gallery: two rows; a taller node shows more of them
 const LEAST_WIDTH = 380
 
 /** A widget of the node; none where its value comes from another node. */
