@@ -163,7 +163,7 @@ _RECOMPILES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"stride mismatch|\.stride\(\)",
-        "A tensor lies in memory in another order than before, as a node in front or another batch makes it.",
+        "A tensor has another memory layout than before, because of a node in front or another batch.",
     ),
     (
         r"___check_type_id|type mismatch",

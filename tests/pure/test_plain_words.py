@@ -1,0 +1,55 @@
+"""Texts for users do without phrases that only the code's authors understand."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
+PHRASES = (
+    r"kinds? of blocks?",
+    r"like blocks",
+    r"(runs?|trains?|falls back to) eager\b",
+    r"of the settings of now",
+    r"cannot honour",
+    r"goes out uncompiled",
+    r"as it stands",
+    r"in the mean\b",
+    r"(is|are) passed over",
+)
+UNCLEAR = re.compile("|".join(PHRASES))
+
+
+def literals(source: str) -> Iterator[str]:
+    """The strings of a module that are no docstrings."""
+    tree = ast.parse(source)
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node.value
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Each text that a user may read, with the name of its file."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for text in literals(path.read_text(encoding="utf-8")):
+                yield path.name, text
+    for path in (ROOT / "run.py",):
+        for text in literals(path.read_text(encoding="utf-8")):
+            yield path.name, text
+    for path in [ROOT / "README.md", *sorted((ROOT / "nodes/web").rglob("*.md"))]:
+        yield path.name, path.read_text(encoding="utf-8")
+
+
+def test_no_text_for_users_speaks_the_codes_own_words():
+    found = [f"{name}: {m[0]}" for name, text in texts() for m in UNCLEAR.finditer(text)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("text", ["one graph for each kind of block", "it runs eager", "9 % in the mean"])
+def test_the_phrases_are_found(text):
+    assert UNCLEAR.search(text)
