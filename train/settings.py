@@ -42,6 +42,7 @@ class MemoryOptions:
     products: precision in which the blocks' frozen Linears multiply, forward and back, one of PRODUCTS; 'auto' goes by
         the card.
     base: what the blocks' frozen Linears of 16 and 32 bits are held in while they train, one of BASES.
+    shard: the devices of one machine each keep a part of every swapped block, which then comes from them all.
     """
 
     checkpointing: str = "auto"
@@ -53,6 +54,7 @@ class MemoryOptions:
     offload_activations: bool = False
     products: str = FULL
     base: str = AS_STORED
+    shard: bool = option(False, _OF_SWAP)
 
     def __post_init__(self) -> None:
         finite(self)
@@ -265,7 +267,9 @@ class TrainSettings:
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory options that tell runs apart. In version 0.1 full checkpointing was the default."""
-        return {k: v for k, v in changed_fields(self.memory).items() if (k, v) != ("checkpointing", "full")}
+        changed = changed_fields(self.memory)
+        changed.pop("shard", None)  # of where the same bytes come from
+        return {k: v for k, v in changed.items() if (k, v) != ("checkpointing", "full")}
 
     def _key(self, lineage: str, memory: dict[str, Any]) -> str:
         whole = {"lineage": lineage, "steps": self.steps, "memory": memory, "compile": self.compile}

@@ -18,6 +18,7 @@ from ..lora.files.lora_model import LoraModel
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
+from .distributed.node import check_shard, shard_notes
 from .distributed.ranks import check_alike, others_told, rank_facts
 from .distributed.share import share_of
 from .distributed.world import LONE, World
@@ -193,10 +194,12 @@ def _train(
 ) -> TrainResult:
     checked = check_run(model, data, settings)
     share_of(world.rank, world.size, settings.batch_size, settings.gradient_accumulation)
+    check_shard(world, model.load_device, settings.memory)
     observer.phase("Reading the model's fingerprint")
     begun = find_run_start(model, checked, settings, root)
     state_name = "finished" if begun.finished else begun.state.name if begun.state else ""
-    check_alike(world, "facts", rank_facts(begun.weights, checked.data.fingerprint, begun.key, state_name))
+    facts = begun.weights, checked.data.fingerprint, begun.key, state_name, settings.memory.shard
+    check_alike(world, "facts", rank_facts(*facts))
     folder, start_notes = begun.folder, tuple(run_start_notes(begun, settings, root))
     if begun.finished:
         for note in start_notes:
@@ -230,7 +233,8 @@ def _run(
     """Train a run that is checked, into its folder."""
     settings, world, folder, state = context.settings, context.world, begun.folder, begun.state
     record = RunRecord(folder.path, {**run_facts(begun, context, watchers), **queued}, world.is_first)
-    recorder = _Recorder(observer, record, (*checked.data.notes, *checked.notes, *start_notes, *context.notes))
+    notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
+    recorder = _Recorder(observer, record, notes)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
     with recorder.errors(), torch.enable_grad():

@@ -42,7 +42,7 @@ class Watcher(Protocol):
     def between_steps(self, trainer: "Trainer") -> None:
         """Inspect the run, before the first step and after each step once a due save is written.
 
-        `trainer.progress.step` steps are done. The final save follows the last call.
+        `trainer.progress.step` steps are done. All ranks call it, and rank 0 writes. The final save follows the last.
         A watcher may unload the model's weights: the next step loads them again.
         It must not change the LoRA, the optimizer, the gradients or any random state.
         An exception ends the run.
@@ -173,7 +173,7 @@ class Trainer:
                     break
             self.check_ranks("final")  # an error in it saves, as any other here
         except BaseException as error:
-            self.sync.leave(error, progress.step + 1)
+            self.sync.leave(error, progress.step + 1, self.placed.sharing.leave)
             self.saver.save_unsaved_progress()
             last_save = self.saver.describe_last_save()
             if (
@@ -188,17 +188,17 @@ class Trainer:
             for key, requests in self.batches.first_of(self.progress.step, self.progress.batches, count):
                 self.observer.check_interrupted()
                 self.micro_batch(requests, key, count, torch.zeros((), device=self.device))
+            self.placed.sharing.finish()
         self.learner.zero_grad()
         self.losses.preserved.clear()
         reset_memory_peak(self.device)
 
     def between_steps(self) -> None:
-        """Call the watchers on rank 0; the others wait where something is due, as long as it takes."""
-        for watcher in self.watchers if self.world.is_first else ():
+        """Call the watchers, and wait where something is due until rank 0 has written it, as long as it takes."""
+        for watcher in self.watchers:
             watcher.between_steps(self)
         step, steps = self.progress.step, self.settings.steps
-        due = bool(self.asked) or any(watcher.is_due(step, steps) for watcher in self.watchers)
-        self.world.wait_for_first(step, due)
+        self.world.wait_for_first(step, bool(self.asked) or any(one.is_due(step, steps) for one in self.watchers))
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Accumulate gradients over the micro-batches on the LoRA's fp32 weights.
@@ -217,7 +217,7 @@ class Trainer:
             self.note_uncompiled()
             return result
         except Exception as error:
-            smaller = comfy.model_management.is_oom(error) and self.placed.step_down(self.progress.step)
+            smaller = comfy.model_management.is_oom(error) and self.placed.step_down(self.progress.step, error)
             asked_for = isinstance(error, CompileFailed)  # by fullgraph on Compile Model
             compiles = self.placed.runner.planned_graphs and not smaller and not asked_for
             cause = cannot_compile(error) if compiles else None
@@ -274,6 +274,7 @@ class Trainer:
             self.micro_batch(requests, (self.progress.step, micro), count, total)
         self.make_ahead()  # before the room is made, so that an OOM of the optimizer can't be its doing
         auto.make_room_to_step(self.learner.optimizer, self.settings.optimizer.spec)
+        self.placed.sharing.finish()
         self.copies = self.placed.copies() - copies
         return total
 

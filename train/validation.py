@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ class Validation:
         if any(point["step"] == progress.step for point in progress.validation):
             return
         trainer.observer.phase(f"Validating at step {progress.step}")
-        losses = trainer.attempt(lambda: self.losses(trainer))
+        losses = self.losses(trainer)
         if progress.step < trainer.settings.steps:
             trainer.observer.phase(trainer.placed.runner.doing())
         loss = math.fsum(losses) / len(losses)
@@ -70,17 +71,29 @@ class Validation:
         return step % self.options.every_n_steps == 0 or step == steps
 
     def losses(self, trainer: "Trainer") -> list[float]:
-        """Return the mean loss at each sigma."""
+        """Return the mean loss at each sigma. Several devices measure as many batches each."""
         sums: dict[int, list[float]] = defaultdict(list)
+        own = trainer.attempt(lambda: self.own_losses(trainer))
+        for told in trainer.world.exchange(f"validation {trainer.progress.step}", own):
+            for place, loss in told:
+                sums[place].append(loss)
+        return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
+
+    def own_losses(self, trainer: "Trainer") -> list[tuple[int, float]]:
+        """Measure this device's batches. Returns for each of their rows the sigma's number and the loss."""
+        found: list[tuple[int, float]] = []
+        world = trainer.world
         read: dict[int, SampleTensors] = {}
         trainer.placed.ensure()
         with trainer.learner.as_saved():
-            for rows in self._batches(trainer.placed.settings.batch_size):
+            batches = self._batches(trainer.placed.settings.batch_size)
+            for rows in islice(batches, world.rank, None, world.size):
                 trainer.observer.check_interrupted()
                 read = {n: read[n] if n in read else self.samples[n].load() for n, _ in rows}
-                for (_, place), loss in zip(rows, self._batch_losses(trainer, rows, read), strict=False):
-                    sums[place].append(loss)
-        return [math.fsum(sums[place]) / len(sums[place]) for place in range(len(self.sigmas))]
+                losses = self._batch_losses(trainer, rows, read)
+                found += [(place, loss) for (_, place), loss in zip(rows, losses, strict=False)]
+            trainer.placed.sharing.finish()
+        return found
 
     def _batches(self, size: int) -> Iterator[list[Row]]:
         """Yield batches of (sample, sigma) indices, each of one graph key, until every pair was taken."""

@@ -4,16 +4,17 @@ A plan is made from bytes and seconds that were measured: what each block weighs
 compute, and the bandwidth of the link. The seconds of a step come from simulating the slot ring's order of copies.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..host.file_bandwidth import FileBandwidth, worth_streaming
 from .block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
 from .selection import evenly_spaced
 
 GB = 2**30
+PIECE_STEP = 256  # bytes; pieces begin where tensors may
 # A slot more saves two copies a step, as a block does that stays, which is no larger. So more slots than these shorten
 # a step by less than 3 % on paper, in the same memory.
 MOST_PREFETCH = 3
@@ -34,6 +35,7 @@ class Hardware:
     free: bytes of device memory that may be used; link: bytes per second from the host.
     host: free bytes there, in which weights already have their place; file: rates of the file that weights lie in.
     place: what holds `free`, in words.
+    shards: devices that share the swapped blocks and gather them by the link; 1 has them on the host.
     """
 
     free: int
@@ -41,6 +43,12 @@ class Hardware:
     host: int
     file: FileBandwidth | None = None
     place: str = "on the GPU"
+    shards: int = 1
+
+
+def piece_bytes(size: int, shards: int) -> int:
+    """Bytes that each of so many devices keeps of a block of `size` bytes, which is filled up to equal pieces."""
+    return -(-size // (shards * PIECE_STEP)) * PIECE_STEP
 
 
 def memory_place(device_type: str) -> str:
@@ -98,6 +106,15 @@ class SwapPlan:
     seconds: float
     fits: bool
     text: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return the plan as plain JSON, for another device."""
+        return asdict(self) | {"swapped": sorted(self.swapped)}
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> "SwapPlan":
+        """Make the plan that `plain` has told of."""
+        return SwapPlan(**{**plain, "swapped": frozenset(plain["swapped"])})
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,9 @@ def _candidates(
     for count in sorted(choices.counts):
         swapped = evenly_spaced(count, groups)
         sizes = [block.weights for block in blocks if block.name in swapped]
-        slots = min(prefetch + 1, count) * max(sizes, default=0)
+        pieces = [piece_bytes(size, machine.shards) for size in sizes] if machine.shards > 1 else []
+        slot = max(pieces) * machine.shards if pieces else max(sizes, default=0)
+        slots = min(prefetch + 1, count) * slot + sum(pieces)
         resident = sum(block.weights for block in blocks if block.name not in swapped)
         speed, from_file = _speed([block for block in blocks if block.name in swapped], machine, way.checkpointing)
         yield _Candidate(
@@ -279,7 +298,10 @@ def _text(chosen: _Candidate, total: int, machine: Hardware, fits: bool) -> str:
     else:
         verdict = f"Needs {_size(chosen.host)} of RAM, of which {_size(machine.host)} are free, even with this"
     how: list[str] = []
-    if chosen.from_file:
+    if machine.shards > 1 and chosen.swapped:
+        how.append(f"{len(chosen.swapped)} of {total} blocks are shared by {machine.shards} devices")
+        how.append(f"{chosen.prefetch} gathered ahead at {machine.link / 1e9:.1f} GB/s")
+    elif chosen.from_file:
         how.append(
             f"{len(chosen.swapped)} of {total} blocks stream from the model file at {chosen.speed / 1e9:.1f} GB/s"
         )

@@ -30,16 +30,20 @@ class CopyStream:
         this stream, and is taken again by work that is queued on this stream behind it.
         """
         if self.stream is None:
-            slot[: host.numel()].copy_(host)
+            self.fill(slot[: host.numel()], host)
             if then is not None:
                 then()
             return None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            slot[: host.numel()].copy_(host, non_blocking=True)
+            self.fill(slot[: host.numel()], host)
             if then is not None:
                 then()
             return self.stream.record_event()
+
+    def fill(self, slot: Tensor, host: Any) -> None:
+        """Queue the copy itself on the current stream. slot: as many bytes as the weights have."""
+        slot.copy_(host, non_blocking=self.stream is not None)
 
     def wait(self, copied: Any) -> None:
         """Let everything computed from here on start after that copy."""
@@ -61,6 +65,7 @@ class SlotRing:
     flat_weights: flat host buffers of the blocks, or their stand-ins, in the order of the forward.
     prefetch: blocks copied ahead; one slot more than that is used.
     finish(j): called after each copy of block j, on the stream of the copies.
+    stream: makes the copies; None chooses by where the flat weights lie.
     copies, bytes_copied: counters.
     """
 
@@ -70,13 +75,14 @@ class SlotRing:
         device: torch.device,
         prefetch: int,
         finish: Callable[[int], None] | None = None,
+        stream: CopyStream | None = None,
     ):
         assert prefetch >= 1 and flat_weights
         self.flat_weights: list[Tensor | ScatteredBuffer] = list(flat_weights)
         self.device, self.prefetch, self.finish = device, prefetch, finish
         self.count = min(prefetch + 1, len(self.flat_weights))
         self.slot_bytes = max(weights.numel() for weights in self.flat_weights)
-        staged = staged_stream(flat_weights, device, finish is not None)
+        staged = stream or staged_stream(flat_weights, device, finish is not None)
         self.stream: CopyStream | StagedStream = staged or CopyStream(device)
         self.copies = 0
         self.bytes_copied = 0

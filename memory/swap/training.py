@@ -41,16 +41,19 @@ class BlockSwap:
         self.refs = [_frozen_places(block) for block in self.blocks]
         self.layouts = [_layout(refs) for refs in self.refs]
         self._foreign: set[tuple[int, str]] = set()  # what the MODEL has otherwise: these are patched or cast
-        flat_weights = [
-            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved)
-            for refs, layout in zip(self.refs, self.layouts, strict=True)
-        ]
-        self.ring = SlotRing(flat_weights, device, prefetch)
+        self.ring = self._make_ring(device, prefetch, pinned, in_place)
         try:
             self.take()
         except BaseException:  # the slots do not fit
             self.end()
             raise
+
+    def _make_ring(self, device: torch.device, prefetch: int, pinned: bool, in_place: bool) -> SlotRing:
+        flat_weights = [
+            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved)
+            for refs, layout in zip(self.refs, self.layouts, strict=True)
+        ]
+        return SlotRing(flat_weights, device, prefetch)
 
     def held_bytes(self) -> int:
         """Bytes of the slots on the device."""

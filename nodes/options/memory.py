@@ -1,4 +1,4 @@
-"""Training Memory: checkpointing, attention, block swap, offload, products and base."""
+"""Training Memory: checkpointing, attention, block swap, offload, products, base and shard."""
 
 from comfy_api.latest import io
 
@@ -74,6 +74,15 @@ class TesseraMemory(io.ComfyNode):
                     tooltip="Converts the frozen layers of a 16-bit model while it trains; the model itself and "
                     "previews don't change. int8 and fp8 need half the memory; int8 is closer to the original.",
                 ),
+                io.Boolean.Input(
+                    "shard",
+                    default=MemoryOptions.shard,
+                    optional=True,
+                    tooltip="For a run on several GPUs of one machine: each keeps a part of every swapped block, and "
+                    "blocks come from all GPUs in place of the computer's memory. For a model that is too large for "
+                    "each of them. Needs NCCL and blocks_to_swap.",
+                    advanced=True,
+                ),
             ],
             outputs=[MemoryType.Output(display_name="memory")],
         )
@@ -90,6 +99,7 @@ class TesseraMemory(io.ComfyNode):
         offload_activations: bool = MemoryOptions.offload_activations,
         products: str = MemoryOptions.products,
         base: str = MemoryOptions.base,
+        shard: bool = MemoryOptions.shard,
     ) -> io.NodeOutput:
         options = MemoryOptions(
             checkpointing,
@@ -101,6 +111,7 @@ class TesseraMemory(io.ComfyNode):
             offload_activations,
             products,
             base,
+            shard,
         )
         return io.NodeOutput(options)
 

@@ -1,3 +1,14 @@
 """These tests run in a process with torch and ComfyUI."""
 
+import pytest
 from with_comfyui import pytest_configure as pytest_configure
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory, tiny_files):
+    """Processes that train together; started by the first test that uses them."""
+    from tiny.ranks import Ranks
+
+    started = Ranks(tmp_path_factory.mktemp("ranks"), tiny_files["flux"])
+    yield started
+    started.close()

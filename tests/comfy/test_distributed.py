@@ -3,16 +3,11 @@
 import json
 
 import pytest
-import torch
 from tessera.train.distributed.world import LONE, SWITCH, current_world
-from tiny.ranks import Ranks
+from tiny.ranks import STEP, near, same, told
 from tiny.runs import mixed_data, train
 
-STEPS = 4
-# 12 samples a step, which 2, 3 and 4 ranks can share.
-STEP = {"steps": STEPS, "batch_size": 4, "gradient_accumulation": 3, "save_every": 0}
-# Adam enlarges the last bits of gradients that are all but zero, unless eps is of their size.
-STEP |= {"optimizer": {"eps": 1e-4}}
+STEPS = STEP["steps"]
 DROPS = {"dropout": 0.3, "rank_dropout": 0.2, "module_dropout": 0.2}
 CASES = {
     "plain": STEP,
@@ -22,28 +17,6 @@ CASES = {
     "average": STEP | {"optimizer": {"eps": 1e-4, "ema_decay": 0.3}, "objective": {"stratified": "batch"}},
     "epoch": STEP | {"objective": {"stratified": "epoch"}, "network": {"algorithm": "dora"}},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory, tiny_files):
-    started = Ranks(tmp_path_factory.mktemp("ranks"), tiny_files["flux"])
-    yield started
-    started.close()
-
-
-def near(found, wanted, part=1e-5):
-    """Equal to a part of each tensor's norm."""
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name] - tensor).norm() <= part * tensor.norm(), (name, (found[name] - tensor).norm())
-
-
-def same(first, second):
-    assert first.keys() == second.keys() and not [n for n in first if not torch.equal(first[n], second[n])]
-
-
-def told(answers):
-    return [answer.get("error", "") for answer in answers]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -35,6 +35,7 @@ ADDED = {
     "sample_ratio": 1.0,
     "products": "full",
     "base": "as stored",
+    "shard": False,
     "loaded_base": "as stored",
 }
 

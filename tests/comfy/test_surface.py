@@ -274,6 +274,7 @@ SURFACE = {
             "offload_activations? BOOLEAN = false",
             'products? COMBO = "full"',
             'base? COMBO = "as stored"',
+            "shard? BOOLEAN = false",
         ],
         ["TESSERA_MEMORY memory"],
     ),
@@ -437,7 +438,7 @@ CONTRACT = {
     "TesseraLoraNetwork": "algorithm rank alpha targets dropout",
     "TesseraOptimizer": "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm",
     "TesseraObjective": "timestep_sampling shift loss guidance",
-    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations products base",
+    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations products base shard",
     "TesseraPreview": "vae positive every_n_steps at_start width height steps cfg sampler_name scheduler seed seeds "
     "negative latent_image frames label fps use_ema preview",
     "TesseraTrainLora": "model data output_name steps learning_rate rank batch_size gradient_accumulation seed compile "

@@ -231,7 +231,7 @@ def test_what_cannot_be_measured_ends_in_one_sentence(tiny_flux, tmp_path):
 
 def test_where_compiling_does_not_work_it_is_found_out_here_and_the_run_goes_on_eager(tiny_flux, tmp_path, monkeypatch):
     """The measurement at the start is the first thing that compiles."""
-    calls, losses = [], Validation.losses
+    calls, losses = [], Validation.own_losses
 
     def fails_once(self, trainer):
         calls.append(trainer.placed.runner.planned_graphs)
@@ -239,9 +239,9 @@ def test_where_compiling_does_not_work_it_is_found_out_here_and_the_run_goes_on_
             raise TorchDynamoException("no compiler")
         return losses(self, trainer)
 
-    monkeypatch.setattr(Validation, "losses", fails_once)
+    monkeypatch.setattr(Validation, "own_losses", fails_once)
     watcher = Watcher()
     options = {"steps": 1, "validation": {"data": held_out()}}
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, **options, compile="auto")
     assert calls[0] > 0 and calls[1:] == [0, 0] and len(result.validation) == 2
-    assert sum("Compiling failed, so training runs eager" in note for note in watcher.notes) == 1
+    assert sum("Compiling failed, so training runs uncompiled" in note for note in watcher.notes) == 1

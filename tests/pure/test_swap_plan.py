@@ -14,7 +14,16 @@ from tessera.memory.activations.cost import (
 )
 from tessera.memory.host.file_bandwidth import FileBandwidth, worth_streaming
 from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
-from tessera.memory.swap.plan import Hardware, SearchSpace, Way, plan, prefetches, step_down
+from tessera.memory.swap.plan import (
+    Hardware,
+    SearchSpace,
+    SwapPlan,
+    Way,
+    piece_bytes,
+    plan,
+    prefetches,
+    step_down,
+)
 from tessera.memory.swap.selection import choose_blocks
 
 GB = 2**30
@@ -370,3 +379,12 @@ def test_sampling_says_how_fast_the_file_is_and_swaps_no_other_blocks() -> None:
     assert "5 of 8 blocks stream from RAM, 1 ahead at 25 GB/s." in plain.text
     kept = replace(machine, file=FileBandwidth(1.9e9, 8e9, 5 * GB, GB))
     assert "stream from the model file at 8.0 GB/s" in plan(lying_in(weights), GB, kept, (), choices).text
+
+
+def test_devices_that_share_blocks_hold_a_part_of_each_beside_the_slots() -> None:
+    blocks = [BlockCost(f"a.{i}", 1000, forward=1.0) for i in range(6)]
+    assert [piece_bytes(size, shards) for size, shards in ((1000, 2), (1024, 2), (1, 3))] == [512, 512, 256]
+    made = [plan(blocks, 100, Hardware(10**9, 1e9, 10**9, shards=n), (), SearchSpace((6,), (1,))) for n in (1, 2, 3)]
+    assert [one.device_bytes for one in made] == [100 + 2 * 1000, 100 + 2 * 1024 + 6 * 512, 100 + 2 * 1536 + 6 * 512]
+    assert "6 of 6 blocks are shared by 2 devices, 1 gathered ahead at 1.0 GB/s" in made[1].text
+    assert SwapPlan.of(made[1].plain()) == made[1]

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path[0] = str(Path(__file__).resolve().parents[1] / "support")  # not this folder, which has a gguf of its own
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what ComfyUI prints is no answer
 
@@ -34,10 +34,12 @@ def act_at(job: dict[str, Any], world: Any) -> None:
         raise InterruptProcessingException
 
     def acting(losses: Any, batch: Any, rng_key: tuple[int, int]) -> torch.Tensor:
+        if act["do"] == "more":
+            losses.placed.velocity_without(batch.inputs)
         loss = of_batch(losses, batch, rng_key)
         if act["do"] == "slow":
             time.sleep(act["seconds"])
-        elif rng_key[0] == act["step"]:
+        elif rng_key[0] == act.get("step"):
             if act["do"] == "kill":
                 os.kill(os.getpid(), 9)
             if act["do"] == "hang":
@@ -60,6 +62,63 @@ def act_at(job: dict[str, Any], world: Any) -> None:
         StepLosses.of_batch = acting  # type: ignore[method-assign]
 
 
+def act_in_forward(act: dict[str, Any], world: Any) -> Any:
+    """Let something go wrong on one rank where it has brought a shared block to its slot for the `at`th time."""
+    from comfy.model_management import InterruptProcessingException
+    from tessera.memory.swap.sharded import ShardedRing
+
+    forward, calls = ShardedRing.forward, 0
+
+    def acting(ring: Any, j: int) -> None:
+        nonlocal calls
+        forward(ring, j)
+        calls += 1
+        if world.rank == act.get("rank") and calls == act["at"]:
+            if act["do"] == "kill":
+                os.kill(os.getpid(), 9)
+            if act["do"] == "cancel":
+                raise InterruptProcessingException
+            if act["do"] == "oom":
+                raise torch.OutOfMemoryError("planted")
+
+    if act:
+        ShardedRing.forward = acting  # type: ignore[method-assign]
+    return forward
+
+
+def gguf_model(kind: str) -> Any:
+    from tiny.gguf import flux_state, model_of
+
+    return model_of(flux_state(kind))
+
+
+class Held:
+    """Watcher that looks at what a rank holds of shared blocks, before the first step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def between_steps(self, trainer: Any) -> None:
+        from tessera.memory.swap.training import frozen_modules
+
+        swap = trainer.placed.swap
+        if self.is_due(trainer.progress.step, 0) and hasattr(swap, "peers"):
+            slots = {slot.untyped_storage().data_ptr() for slot in swap.ring.slots}
+            held = [b for one in swap.blocks for m in frozen_modules(one).values() for b in m.buffers()]
+            self.found = {
+                "held": swap.held_bytes(),
+                "known": trainer.placed.resident.bytes,
+                "sizes": [layout.size for layout in swap.layouts],
+                "outside": sum(tensor.untyped_storage().data_ptr() not in slots for tensor in held),
+            }
+
+    def is_due(self, step: int, steps: int) -> bool:
+        return step == 0
+
+    def facts(self, trainer: Any) -> dict[str, Any]:
+        return {}
+
+
 class Slow:
     """Watcher that takes its time where it is called, after the second step."""
 
@@ -67,7 +126,7 @@ class Slow:
         self.seconds, self.calls = seconds, 0
 
     def between_steps(self, trainer: Any) -> None:
-        if self.is_due(trainer.progress.step, 0):
+        if trainer.world.is_first and self.is_due(trainer.progress.step, 0):
             self.calls += 1
             time.sleep(self.seconds)
 
@@ -79,7 +138,11 @@ class Slow:
 
 
 def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
+    from tessera.compile.settings import CompileSettings
+    from tessera.memory.swap.sharded import ShardedRing
+    from tessera.train.distributed import node
     from tessera.train.distributed import world as worlds
+    from tessera.train.placement import auto
     from tessera.train.placement.products import BlockProducts
     from tessera.train.step.losses import StepLosses
     from tessera.train.train_lora import train_lora
@@ -89,14 +152,14 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
     world.wait_limit = 60.0
-    world.meets = job.get("meets", False)
+    world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
     if "step_limit" in job:
         world.step_limit = worlds.timedelta(seconds=job["step_limit"])
     sent: list[int] = []
     others: list[str] = []
     all_reduce = dist.all_reduce
     kept = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
-    of_batch, begin = StepLosses.of_batch, BlockProducts.__init__
+    of_batch, begin, free = StepLosses.of_batch, BlockProducts.__init__, auto.free_memory
 
     def having(products: str) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -112,20 +175,32 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     dist.all_reduce = counted
     for name in OTHER_COLLECTIVES:
         setattr(dist, name, lambda *args, name=name, **options: others.append(name))
+    gathers: list[int] = []
+    gather = node.gather_pieces
+
+    def counted_gather(into: torch.Tensor, piece: torch.Tensor, **options: Any) -> Any:
+        gathers.append(into.numel())
+        return gather(into, piece, **options)
+
+    node.gather_pieces = counted_gather
     if job.get("act"):
         act_at(job, world)
     if products := job.get("products", {}).get(str(world.rank)):
         BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
-    watcher = Watcher()
+    watcher, held = Watcher(), Held()
     # At the sum of a step its report is not there yet.
     watcher.asks = {int(step) - 1: frozenset(asked) for step, asked in job.get("asks", {}).items()}
-    watchers = [Slow(job["slow_watcher"])] if "slow_watcher" in job else []
+    watchers = [held, *([Slow(job["slow_watcher"])] if "slow_watcher" in job else [])]
+    ring_forward = act_in_forward(job.get("in_forward", {}), world)
     answer: dict[str, Any] = {}
     try:
-        model = tiny.load_flux(Path(job["model"]))
+        model = tiny.load_flux(Path(job["model"])) if "gguf" not in job else gguf_model(job["gguf"])
         settings = run_settings(**(job["settings"] | job.get("own", {}).get(str(world.rank), {})))
         data = mixed_data() if "data" not in job else getattr(tiny.runs, job["data"])()
-        result = train_lora(model, data, settings, Path(job["root"]), watcher, None, watchers, world=world)
+        compiler = CompileSettings(backend=job["backend"]) if "backend" in job else None
+        if "free" in job:
+            auto.free_memory = lambda patcher: job["free"][world.rank]
+        result = train_lora(model, data, settings, Path(job["root"]), watcher, compiler, watchers, world=world)
         answer["loss"], answer["summary"] = result.loss, result.summary
         from safetensors.torch import save_file
 
@@ -134,14 +209,16 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         answer["error"] = f"{type(error).__name__}: {error}"
         answer["trace"] = traceback.format_exc()
     finally:
+        node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
-        BlockProducts.__init__ = begin  # type: ignore[method-assign]
+        BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
         for name, function in kept.items():
             setattr(dist, name, function)
         if dist.is_initialized():
             dist.destroy_process_group()
     notes = {"notes": watcher.notes, "files": watcher.files, "done": watcher.done}
-    return answer | notes | {"sent": sent, "others": others, "waited": world.waited, "sums": world.sums}
+    counted = {"sent": sent, "others": others, "gathers": gathers, "waited": world.waited, "sums": world.sums}
+    return answer | notes | counted | held.found
 
 
 def main() -> None:

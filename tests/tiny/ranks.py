@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+# 12 samples a step, which 2, 3 and 4 ranks can share.
+STEP = {"steps": 4, "batch_size": 4, "gradient_accumulation": 3, "save_every": 0}
+# Adam enlarges the last bits of gradients that are all but zero, unless eps is of their size.
+STEP |= {"optimizer": {"eps": 1e-4}}
+
 PROCESS = Path(__file__).with_name("rank_process.py")
 
 
@@ -39,7 +44,7 @@ class Ranks:
         """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed."""
         self.start(size)
         self.number += 1
-        job |= {"number": self.number, "size": size, "model": str(self.model), "root": str(root)}
+        job = {"model": str(self.model)} | job | {"number": self.number, "size": size, "root": str(root)}
         job |= {"settings": settings or {}, "out": str(self.folder / f"lora {self.number}")}
         used = self.processes[:size]
         for rank, process in enumerate(used):
@@ -56,3 +61,19 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+def near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], part: float = 1e-5) -> None:
+    """Equal to a part of each tensor's norm."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).norm() <= part * tensor.norm(), (name, (found[name] - tensor).norm())
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Equal to the bit."""
+    assert first.keys() == second.keys() and not [n for n in first if not torch.equal(first[n], second[n])]
+
+
+def told(answers: list[dict[str, Any]]) -> list[str]:
+    return [answer.get("error", "") for answer in answers]

@@ -1,7 +1,7 @@
 """Sum of the gradients over devices, one collective for each optimizer step."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -89,17 +89,19 @@ class GradientSync:
             return self.observer.asked()
         return {what for what, number in _ASKS.items() if self._asked & number}
 
-    def leave(self, error: BaseException, step: int) -> None:
+    def leave(self, error: BaseException, step: int, leave_gathers: Callable[[], None]) -> None:
         """Leave the run with the others, for an error of this rank: all end at the step that it did not finish.
 
         step: number of that step, from 1.
+        leave_gathers: leaves those that share blocks with this rank, before; where it raises, no other comes to a sum.
         """
         if self.world.is_lone:
             return
         with contextlib.suppress(Exception, InterruptProcessingException):  # the error itself must reach the user
             self.world.tell(error, error_sentence(error))
-            if self.sums_left:
-                self.sums_left = 0
+            left, self.sums_left = self.sums_left, 0
+            leave_gathers()
+            if left:
                 self.buffer.zero_()
                 self.told[_LEAVING] = 1.0
                 self.world.sum(self.buffer, step)

@@ -19,6 +19,7 @@ _MENDS = {
     "data": "take Prepare Dataset, whose cache they share, and copy the same pictures to all hosts",
     "kind of product": "set products on Training Memory to full, or take devices of one kind",
     "run": "give all of them the same workflow, with one Train LoRA in it",
+    "shard": "switch it on or off for all of them",
     "state": "put ComfyUI's output folder where all hosts see the same files",
 }
 
@@ -33,14 +34,15 @@ def others_told(world: World) -> Iterator[None]:
         raise
 
 
-def rank_facts(model: str, data: str, run: str, state: str) -> dict[str, str]:
+def rank_facts(model: str, data: str, run: str, state: str, shard: bool = False) -> dict[str, str]:
     """Return what has to be equal on all ranks before the first step.
 
     model, data, run: fingerprints of the model, of the data and of the run with its settings.
     state: file that the run goes on from; empty at step 0.
+    shard: the devices of a machine share blocks.
     """
     versions = {"Tessera": VERSION, "ComfyUI": comfyui_version.__version__, "torch": torch.__version__}
-    return versions | {"model": model, "data": data, "run": run, "state": state}
+    return versions | {"model": model, "data": data, "run": run, "state": state, "shard": "on" if shard else "off"}
 
 
 def check_alike(world: World, meeting: str, facts: Mapping[str, str]) -> None:

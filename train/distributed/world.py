@@ -33,14 +33,20 @@ class World:
     others would be stuck.
 
     store: torch's key-value store that all ranks reach; None alone.
-    local_size: ranks on this host.
+    local_size: ranks on this host; local_rank: number of this one among them, by default as torchrun numbers them.
+    node: the ranks of this host that share the model's blocks (`node.NodeRanks`), once they are connected.
     waited: seconds that this rank has waited for others, in sums and on keys.
     sums: collectives that it took part in.
     sent: bytes that it gave to them.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Any = None, local_size: int = 1):
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Any = None, local_size: int = 1, local_rank: int | None = None
+    ):
         self.rank, self.size, self.store, self.local_size = rank, size, store, local_size
+        self.local_rank = rank % local_size if local_rank is None else local_rank
+        self.node: Any = None
+        self.gathers_by_gloo = False  # NCCL alone is worth it, and gloo shows that it is right
         self.step_limit, self.wait_limit = STEP_LIMIT, WAIT_LIMIT
         self.meets = False  # before each sum, as NCCL needs
         self.waited, self.sums, self.sent = 0.0, 0, 0
@@ -100,6 +106,13 @@ class World:
                 pause = min(0.1, 1.5 * pause)
         finally:
             self.waited += time.monotonic() - begun
+
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Return what each rank gives, by rank. value: plain JSON. All have to call it."""
+        if self.is_lone:
+            return [value]
+        self.post(f"{key}/{self.rank}", [value])
+        return [self.wait(f"{key}/{rank}")[0] for rank in range(self.size)]
 
     def agreed(self, key: str, value: Any) -> Any:
         """Return rank 0's value on every rank. value: plain JSON."""
@@ -217,7 +230,8 @@ class World:
         Raises TimeoutError past the limit, or soon after an interrupt, which else is raised behind the sum.
         """
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # a rank has come when its gradients are there
+            # A rank has come when its gradients are there, and no gather of its blocks is under way.
+            torch.cuda.current_stream(device).synchronize() if self.node is None else torch.cuda.synchronize(device)
         number, end, missing = self.sums + 1, time.monotonic() + self.step_limit.total_seconds(), set(range(self.size))
         self.post(f"met/{self.rank}", number)
         while missing := {rank for rank in missing if (self.read(f"met/{rank}") or 0) < number}:
@@ -237,6 +251,10 @@ class World:
         if self._sum_events is not None:
             begun, ended = self._sum_events
             self.waited, self._sum_events = self.waited + begun.elapsed_time(ended) / 1000, None
+        self.raise_interrupted()
+
+    def raise_interrupted(self) -> None:
+        """Raise what interrupted this rank while it waited for others that counted on it."""
         if self.interrupted is not None:
             error, self.interrupted = self.interrupted, None
             raise error
@@ -279,4 +297,5 @@ def current_world() -> World:
     if not is_switched_on():
         return LONE
     store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
-    return World(rank, size, dist.PrefixStore("tessera", store), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return World(rank, size, dist.PrefixStore("tessera", store), *local)

@@ -139,6 +139,10 @@ class AutomaticMemory:
         checkpointing = (way.checkpointing,) if way.checkpointing else ()
         return replace(self.choices, checkpointing=checkpointing, budgets=(way.budget,))
 
+    def adopt(self, made: SwapPlan) -> None:
+        """Take another device's plan, and keep to it as long as the memory suffices."""
+        self.plan, self.may_plan_again = made, False
+
     def rename(self, structures: Sequence[str]) -> None:
         """Note the blocks' structures where they are called otherwise than when they were measured."""
         names = dict(zip(self.measured.structures, structures, strict=True))

@@ -1,6 +1,5 @@
 """Model of a run: its weights placed on device and host by the memory options, its LoRA and its block runner."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -10,26 +9,29 @@ import comfy.model_management
 import psutil
 import torch
 
-from ...data.samples import GraphKey, Sample, TrainingData
+from ...data.samples import TrainingData
 from ...lora.network import LoraNetwork, build_network
 from ...memory.host.mapped_file import bytes_in_file
 from ...memory.host.page_locked import give_back
 from ...memory.host.pinning import HostPlacement, HostWeights, place_on_host, unpinned_message
 from ...memory.swap.selection import choose_blocks
+from ...memory.swap.sharded import ShardedSwap
 from ...memory.swap.training import BlockSwap, frozen_modules
 from ...memory.weights.requantise import base_of
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
-from ...models.family import Block, Family, ModelInputs, RunBlock, Transformer
+from ...models.family import Block, ModelInputs, RunBlock, Transformer
+from ..distributed.node import connect_node
 from ..observer import Observer
 from ..preflight.context import RunContext
-from ..settings import TrainSettings
 from . import auto
 from .auto import AutomaticMemory
 from .base import base_facts, base_notes
 from .block_clock import BlockClock
 from .block_runner import BlockRunner
+from .graph_count import count_graphs
 from .products import BlockProducts
+from .sharing import SharedBlocks
 
 
 class PlacedModel:
@@ -42,10 +44,11 @@ class PlacedModel:
         self.patcher, self.family, self.observer = context.patcher, context.family, observer
         self.settings, self.world, self.share = context.device_settings, context.world, context.share
         data, targets = context.all_data, context.targets
-        self.compile_settings, self.graphs = context.compile_settings, _count_graphs(data, self.family, self.settings)
+        self.compile_settings, self.graphs = context.compile_settings, count_graphs(data, self.family, self.settings)
         self.device = self.patcher.load_device
         self.dtype = self.patcher.model.get_dtype_inference()
         self.memory, self.before = self.settings.memory, context.environment
+        self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
         self.products = BlockProducts(self.memory.products, self.device, self.dtype, context.products)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
@@ -71,7 +74,10 @@ class PlacedModel:
         given = self.patcher, self.family, data, targets, self.settings, self.compile_settings
         measured = auto.measure(*given, self.world.local_size)
         before = auto.chosen_before(self.before, self.settings.memory)
-        self.automatic = AutomaticMemory(self.settings.memory, measured, self.family.swap_order, before)
+        given_plan = self.settings.memory, measured, self.family.swap_order, before
+        self.automatic, reason = self.sharing.plan(*given_plan)
+        if reason:
+            self.observer.note(f"shard is not used: {reason}.")
         self.memory = self.automatic.options()
         self.observer.note(self.automatic.plan.text)
 
@@ -88,13 +94,18 @@ class PlacedModel:
         while True:
             try:
                 self.transformer, self.swap = self._build()
+                self.sharing.check_built(self._holders())
                 break
             except Exception as error:
-                if not comfy.model_management.is_oom(error) or not self.step_down(step):
+                if not comfy.model_management.is_oom(error):
+                    raise
+                self.sharing.not_built(error)
+                if not self.step_down(step):
                     raise
             # Outside the handler: inside it the exception's frames still hold the tensors.
             comfy.model_management.soft_empty_cache()
         self.place = {id(block): number for number, (_, block) in enumerate(self.transformer.blocks())}
+        self.sharing.swap = self.swap
         self.resident = ResidentWeights(self._holders(), self.device, self.patcher.offload_device)
 
     def _build(self) -> tuple[Transformer, BlockSwap | None]:
@@ -105,10 +116,13 @@ class PlacedModel:
         how = memory.attention, swapped, memory.base
         transformer = self.family.build(self.patcher, self.device, self.dtype, *how)
         self.products.set(transformer.blocks())
-        self.base_notes = list(base_notes(memory.base, transformer.blocks(), swapped))
+        on_host = swapped if self.sharing.node is None else ()
+        self.base_notes = list(base_notes(memory.base, transformer.blocks(), on_host))
         if not swapped:
             return transformer, None
         blocks = [block for name, block in transformer.blocks() if name in swapped]
+        if self.sharing.node is not None:
+            return transformer, ShardedSwap(blocks, self.device, memory.prefetch_blocks, self.sharing.node)
         needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
         available = psutil.virtual_memory().available // self.world.local_size
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
@@ -126,13 +140,18 @@ class PlacedModel:
     def _build_runner(self) -> BlockRunner:
         return BlockRunner(self.transformer.blocks(), self.memory, self.compile_settings, self.graphs, self.device)
 
-    def step_down(self, step: int) -> bool:
+    def step_down(self, step: int, error: Exception | None = None) -> bool:
         """Switch to the next smaller plan and report it. Returns False without an automatic plan or a smaller one.
 
         step: optimizer steps done.
+        error: the OOM of a forward or backward, here or on a device that shares blocks; None while the model is placed.
         """
-        less = self.automatic.step_down() if self.automatic else None
-        if self.automatic is None or less is None:
+        if self.automatic is None:
+            return False
+        if error is not None:
+            self.sharing.ask_for_less(error)
+        less = self.sharing.agreed(self.automatic, self.automatic.step_down())
+        if less is None:
             return False
         self.memory = self.automatic.options()
         self.observer.note(f"Out of memory at step {step + 1}, so training continues with less. {less.text}")
@@ -160,7 +179,7 @@ class PlacedModel:
         self.runner.discard_offloaded()
         self.resident.release()
         # Drop our references to the host weights: then only ComfyUI's modules hold them, and moving one frees it.
-        self.resident.modules, self.swap = (), None
+        self.resident.modules, self.swap, self.sharing.swap = (), None, None
         comfy.model_management.soft_empty_cache()
         self._build_within_memory(step)
         self.network.attach(self.transformer.linears())
@@ -301,6 +320,7 @@ class PlacedModel:
         """Free all memory of the model."""
         self.runner.discard_offloaded()  # first: waits for copies of an interrupted step that may still be running
         self.unload()
+        self.sharing.swap = None
         del self.resident, self.runner, self.swap, self.transformer, self.network
         give_back()  # page-locked memory of activations and batches
 
@@ -318,6 +338,7 @@ class PlacedModel:
             "compile_seconds": round(counts.seconds, 2),
             "blocks_swapped": len(self.swap.blocks) if self.swap else 0,
             "block_copies": self.copies(),
+            **self.sharing.facts(),
             "checkpointing": self.memory.checkpointing,
             "memory_plan": self._plan_text(),
             "activations_offloaded_mib": self.runner.offload.bytes_out // 2**20 if self.runner.offload else 0,
@@ -325,25 +346,3 @@ class PlacedModel:
             **self.products.facts(),
             **base_facts(base_of(self.patcher), self.memory.base),
         }
-
-
-def _count_graphs(data: TrainingData, family: Family, settings: TrainSettings) -> int:
-    """Count the shapes in which batches reach a block.
-
-    ComfyUI's own forward runs samples of other sides or other lengths of text apart, so that of a batch any number may
-    be of one shape.
-    """
-    guided = settings.objective.guidance_loss_scale > 0
-    if not family.whole_grids:
-        return len(data.graph_keys(empty=guided))
-    together: dict[GraphKey, list[Sample]] = defaultdict(list)
-    for sample in data.samples:
-        together[sample.graph_key].append(sample)
-    shapes = set()
-    for samples in together.values():
-        captions = {(s.grid, *key) for s in samples for key in s.graph_keys}
-        empty = {(s.grid, s.tokens, s.references, s.empty_length) for s in samples if guided and s.empty_length}
-        for forms in (captions, empty):
-            sizes = range(1, settings.batch_size + 1) if len(forms) > 1 else (settings.batch_size,)
-            shapes |= {(size, *form) for size in sizes for form in forms}
-    return len(shapes)

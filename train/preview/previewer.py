@@ -176,7 +176,7 @@ class Previewer:
         step, steps = trainer.progress.step, trainer.settings.steps
         asked = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # stopped, it ends as at its last step
         due = [row for row in self.rows if asked or row.preview.is_due(step, steps)]
-        if not (asked or self.is_due(step, steps)):
+        if not (asked or self.is_due(step, steps)) or not trainer.world.is_first:
             return
         if self.shots is None:
             self._begin(trainer)

@@ -1,0 +1,216 @@
+"""Swapped blocks that the devices of one machine share: each keeps a piece of every block, and slots are gathered.
+
+All ranks have to take part in each gather, in one order, whatever each computes: one may run more forwards than
+another, stop its backward earlier, or compute nothing. So the ring goes through all its blocks in sweeps, forward or
+back. Before each sweep the ranks meet and say what they need. Where they differ, forward comes first, and who needs
+something else goes through that sweep without computing. Who has nothing left to do takes part until nobody has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..host.flat_buffer import Layout, empty_bytes
+from ..host.flat_weights import WeightRef, parts_of
+from .plan import piece_bytes
+from .slot_ring import CopyStream, SlotRing
+from .training import BlockSwap
+
+FORWARD, BACKWARD, DONE, SMALLER = "forward", "backward", "done", "smaller"
+
+
+class Peers(Protocol):
+    """Ranks that share blocks.
+
+    count: number of them; place: of this one among them.
+    """
+
+    count: int
+    place: int
+
+    def gather(self, into: Tensor, piece: Tensor) -> None:
+        """Queue a gather of everyone's piece on the current stream. into: (count·n,), piece: (n,), bytes."""
+        ...
+
+    def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
+        """Wait for all ranks. Returns what each has given, by place. Raises where one leaves or does not come."""
+        ...
+
+    def leave(self) -> None:
+        """Say that this rank comes to no other meeting."""
+        ...
+
+
+class OutOfMemoryElsewhere(torch.OutOfMemoryError):
+    """Another rank is out of memory, and all that share blocks have to go on with less."""
+
+
+@dataclass(frozen=True)
+class ShardedBuffer:
+    """Stand-in for a flat buffer of which this rank has a piece. count: number of pieces, all of one size."""
+
+    piece: Tensor
+    count: int
+
+    def numel(self) -> int:
+        return self.piece.numel() * self.count
+
+    def is_pinned(self) -> bool:
+        return False
+
+
+class GatherStream(CopyStream):
+    """Fills slots by gathering the ranks' pieces."""
+
+    def __init__(self, device: torch.device, peers: Peers):
+        super().__init__(device)
+        self.peers = peers
+
+    def fill(self, slot: Tensor, host: ShardedBuffer) -> None:
+        self.peers.gather(slot, host.piece)
+
+
+class ShardedRing(SlotRing):
+    """Slot ring that is filled by all ranks together, sweep by sweep.
+
+    A sweep brings all blocks in the order of the forward, or against it; every rank makes the same copies, as what lies
+    in the slots is the same on all of them.
+    """
+
+    flat_weights: list[ShardedBuffer]  # type: ignore[assignment]
+
+    def __init__(self, pieces: Sequence[ShardedBuffer], device: torch.device, prefetch: int, peers: Peers):
+        self.peers, self.fresh, self.over = peers, True, False
+        self.direction, self.at = "", 0  # the sweep that is under way, and how many of its blocks were brought
+        super().__init__(pieces, device, prefetch, stream=GatherStream(device, peers))  # type: ignore[arg-type]
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self.fresh = True  # the others' slots are emptied too, when they meet
+
+    def forward(self, j: int) -> None:
+        self._reach(FORWARD, j, j)
+
+    def backward(self, j: int) -> None:
+        self._reach(BACKWARD, len(self.flat_weights) - 1 - j, j)
+        self.check(j)
+
+    def _reach(self, direction: str, number: int, j: int) -> None:
+        """Bring block j, which is the `number`th of a sweep in this direction."""
+        if direction != self.direction or number < self.at - 1:
+            self._end_sweep()
+            while self._meet(direction) != direction:
+                self._end_sweep()
+        self._walk(number + 1)
+        self.stream.wait(self._copied[j % self.count])
+
+    def _meet(self, wish: str) -> str:
+        """Begin the sweep that comes next on all ranks; returns its direction, or DONE or SMALLER."""
+        told = self.peers.meet(wish, self.fresh)
+        if any(fresh for _, fresh in told):
+            super().invalidate()
+            self.fresh = False
+        wishes = [what for what, _ in told]
+        if SMALLER in wishes:
+            if wish != SMALLER:
+                raise OutOfMemoryElsewhere("Another device is out of memory.")
+            return SMALLER
+        chosen = next((one for one in (FORWARD, BACKWARD) if one in wishes), DONE)
+        self.direction, self.at = ("" if chosen == DONE else chosen), 0
+        return chosen
+
+    def _walk(self, until: int) -> None:
+        """Bring the sweep's blocks up to this number of them, and ask for those behind them."""
+        blocks, back = len(self.flat_weights), self.direction == BACKWARD
+        while self.at < until:
+            for number in range(self.at, min(blocks, self.at + 1 + self.prefetch)):
+                self._copy(blocks - 1 - number if back else number)
+            self.at += 1
+
+    def _end_sweep(self) -> None:
+        if self.direction:
+            self._walk(len(self.flat_weights))
+            self.direction, self.at = "", 0
+
+    def end_work(self) -> None:
+        """Take part in the others' sweeps until nobody has anything to compute."""
+        self._end_sweep()
+        while self._meet(DONE) != DONE:
+            self._end_sweep()
+
+    def ask_for_less(self) -> None:
+        """Have all ranks stop and go on with a smaller plan: for the others this is `OutOfMemoryElsewhere`."""
+        self._end_sweep()
+        while self._meet(SMALLER) != SMALLER:
+            self._end_sweep()
+
+    def leave(self) -> None:
+        """Leave the others, who will not begin another sweep; the one that is under way is ended with them."""
+        if not self.over:
+            self.over = True
+            try:
+                self._end_sweep()
+            finally:
+                self.peers.leave()
+
+
+class ShardedSwap(BlockSwap):
+    """Block swap whose blocks lie in pieces on the devices of all ranks. The MODEL keeps its own weights as they are.
+
+    While the device is needed for something else the pieces wait in this computer's memory.
+    """
+
+    ring: ShardedRing
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, prefetch: int, peers: Peers):
+        self.peers = peers
+        super().__init__(blocks, device, prefetch, pinned=False)
+
+    def _make_ring(self, device: torch.device, prefetch: int, pinned: bool, in_place: bool) -> SlotRing:
+        pairs = zip(self.refs, self.layouts, strict=True)
+        pieces = [_piece(refs, layout, device, self.peers) for refs, layout in pairs]
+        return ShardedRing(pieces, device, prefetch, self.peers)
+
+    def held_bytes(self) -> int:
+        """Bytes of the slots and the pieces on the device."""
+        device = self.ring.device.type
+        pieces = [weights.piece for weights in self.ring.flat_weights]
+        return self.ring.held_bytes() + sum(piece.numel() for piece in pieces if piece.device.type == device)
+
+    def take(self) -> None:
+        self._move(self.ring.device)
+        super().take()
+
+    def release(self) -> None:
+        super().release()
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        weights = self.ring.flat_weights
+        for j, one in enumerate(weights):
+            weights[j] = replace(one, piece=one.piece.to(device))
+
+    def end(self) -> None:
+        """Free the pieces."""
+        self.ring.flat_weights = []
+
+
+def _piece(refs: Sequence[WeightRef], layout: Layout, device: torch.device, peers: Peers) -> ShardedBuffer:
+    """Put this rank's piece of a block on the device; the block's modules let go of all of it."""
+    size = piece_bytes(layout.size, peers.count)
+    first = size * peers.place
+    flat = empty_bytes(size * peers.count, torch.device("cpu"))  # only the pages that are written take memory
+    for ref, field in zip(refs, layout.fields, strict=True):
+        tensor = ref.tensor()
+        assert tensor is not None
+        if field.offset < first + size and field.offset + tensor.nbytes > first:
+            (part,) = parts_of(tensor)
+            field.on(flat).copy_(torch.zeros_like(part, device="cpu") if part.is_meta else part)
+        ref.table[ref.attribute] = None
+        del tensor
+    piece = empty_bytes(size, device)
+    piece.copy_(flat[first : first + size])
+    return ShardedBuffer(piece, peers.count)

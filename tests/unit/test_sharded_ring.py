@@ -1,0 +1,69 @@
+"""The ring that several devices fill together: what lies in a slot when it is read, whatever the others need."""
+
+import random
+
+import torch
+from tessera.memory.swap.sharded import BACKWARD, DONE, FORWARD, ShardedBuffer, ShardedRing
+
+BLOCKS = 5
+
+
+class Others:
+    """Another rank, which needs something else now and then; pieces are known by their number."""
+
+    def __init__(self, seed):
+        self.count, self.place, self.random = 2, 0, random.Random(seed)
+        self.met, self.late = [], False
+        self.pending = []
+
+    def gather(self, into, piece):
+        def copy():
+            into[: len(piece)], into[len(piece) :] = piece, piece + 100
+
+        self.pending.append(copy) if self.late else copy()
+
+    def meet(self, wish, fresh):
+        other = self.random.choice((FORWARD, BACKWARD, DONE)) if len(self.met) % 5 else DONE
+        self.met.append((wish, other))
+        return [(wish, fresh), (other, False)]
+
+    def leave(self):
+        pass
+
+
+def ring_of(others, prefetch):
+    pieces = [ShardedBuffer(torch.full((256,), j, dtype=torch.uint8), 2) for j in range(BLOCKS)]
+    ring = ShardedRing(pieces, torch.device("cpu"), prefetch, others)
+    ring.take()
+    return ring
+
+
+def test_a_block_lies_whole_in_its_slot_at_its_turn():
+    for prefetch in (1, 2, 3):
+        others = Others(prefetch)
+        ring = ring_of(others, prefetch)
+        choose = random.Random(prefetch)
+        for turn in range(60):  # forwards that leave blocks out, backwards that stop early
+            visited = sorted(choose.sample(range(BLOCKS), choose.randint(1, BLOCKS)))
+            for j in visited if turn % 3 else visited[::-1]:
+                (ring.forward if turn % 3 else ring.backward)(j)
+                slot = ring.slot_of(j)
+                assert slot[:256].eq(j).all() and slot[256:].eq(100 + j).all(), (turn, j)
+            if turn % 7 == 0:
+                ring.end_work()
+        assert {wish for wish, _ in others.met} == {FORWARD, BACKWARD, DONE}
+
+
+def test_a_block_is_waited_for(monkeypatch):
+    others = Others(0)
+    ring = ring_of(others, 1)
+    others.late = True
+
+    def wait(copied):
+        while others.pending:
+            others.pending.pop(0)()
+
+    monkeypatch.setattr(ring.stream, "wait", wait)
+    for j in range(BLOCKS):
+        ring.forward(j)
+        assert ring.slot_of(j)[:256].eq(j).all()

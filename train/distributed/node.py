@@ -1,0 +1,183 @@
+"""Devices of one machine that share the blocks of a model: their gathers, and the meetings that keep these in order."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CannotContinue
+from ..settings import MemoryOptions
+from .world import GRACE, World
+
+gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name of the same
+TRIAL_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
+LEAVING = "leaving"
+
+
+class NodeRanks:
+    """Ranks of one machine, as `memory.swap.sharded.Peers`.
+
+    They gather over connections of their own: the sum of gradients has others, and never runs beside a gather.
+
+    gathers, bytes_gathered: counters.
+    """
+
+    def __init__(self, world: World, ranks: range, group: Any):
+        self.world, self.ranks, self.group = world, ranks, group
+        self.count, self.place = len(ranks), ranks.index(world.rank)
+        self.gathers, self.bytes_gathered = 0, 0
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Begin a run: all ranks count its meetings from the first."""
+        self._number, self._exchanges, self._pending, self._lost_one = 0, 0, False, False
+        self._said: dict[str, Any] = {}
+
+    def gather(self, into: Tensor, piece: Tensor) -> None:
+        """Queue a gather of everyone's piece on the current stream; on a CPU it is done at once.
+
+        into: (count·n,), piece: (n,), bytes. Raises CannotContinue where a rank is gone.
+        """
+        if self._lost_one:
+            raise CannotContinue("Another device is gone.")
+        try:
+            gather_pieces(into, piece, group=self.group)
+        except Exception as error:
+            raise self._lost() from error
+        self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + into.numel()
+
+    def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
+        """Wait until all ranks have come to this meeting. Returns what each has given, by place.
+
+        A rank comes when it has queued every gather before: so what one has queued does never wait for a meeting.
+        Raises what `World.stopped` makes where a rank leaves, and CannotContinue where one does not come.
+        """
+        world, begun = self.world, time.monotonic()
+        if not self._pending:  # else this rank was interrupted here, and has said already what it needs
+            self._number, self._pending = self._number + 1, True
+            # With what it said before, which another may not have read yet.
+            before = str(self._number - 1)
+            self._said = {before: self._said.get(before)} | {str(self._number): [wish, fresh]}
+            world.post(f"meeting/{world.rank}", self._said)
+        end, pause = begun + world.step_limit.total_seconds(), 0.0005
+        found: dict[int, tuple[str, bool]] = {}
+        while len(found) < self.count:
+            for rank in self.ranks:
+                told = None if rank in found else world.read(f"meeting/{rank}")
+                if told is not None and (given := told.get(str(self._number))) is not None:
+                    found[rank] = given[0], given[1]
+                elif told is not None and LEAVING in told:
+                    raise world.stopped(world.fault())
+            if world.interrupted is None:
+                try:
+                    world.check_interrupted()
+                except BaseException as error:  # raised where all have come: they count on this rank
+                    world.interrupted, end = error, min(end, time.monotonic() + 2 * GRACE)
+            if time.monotonic() > end and len(found) < self.count:
+                self._lost_one = True
+                raise self._missing([rank for rank in self.ranks if rank not in found])
+            if len(found) < self.count:
+                time.sleep(pause)
+                pause = min(0.02, 1.3 * pause)
+        self._pending = False
+        world.waited += time.monotonic() - begun
+        return [found[rank] for rank in self.ranks]
+
+    def leave(self) -> None:
+        """Say that this rank comes to no other meeting. Raises CannotContinue where another rank is gone."""
+        self._said = self._said | {LEAVING: True}
+        self.world.post(f"meeting/{self.world.rank}", self._said)
+        if self._lost_one:
+            raise CannotContinue("Another device is gone.")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each rank gives, by place. value: plain JSON. All have to call it."""
+        self._exchanges += 1
+        world, key = self.world, f"exchange {self._exchanges}"
+        world.post(f"{key}/{world.rank}", [value])
+        return [world.wait(f"{key}/{rank}")[0] for rank in self.ranks]
+
+    def bandwidth(self, device: torch.device) -> float:
+        """Measure bytes per second at which a slot is gathered, the slowest rank's best of three. All call it."""
+        piece = torch.zeros(TRIAL_BYTES.get(device.type, TRIAL_BYTES["cpu"]), dtype=torch.uint8, device=device)
+        into = torch.empty(len(piece) * self.count, dtype=torch.uint8, device=device)
+        self.exchange("begin")
+        seconds = min(self._seconds(into, piece) for _ in range(3))
+        return len(into) / max(self.exchange(seconds))
+
+    def _seconds(self, into: Tensor, piece: Tensor) -> float:
+        begun = time.perf_counter()
+        self.gather(into, piece)
+        if into.device.type == "cuda":
+            torch.cuda.synchronize(into.device)
+        return time.perf_counter() - begun
+
+    def _lost(self) -> BaseException:
+        """Say which rank is gone, by which of the others have come to say the same."""
+        self._lost_one = True
+        try:
+            self.world.post(f"lost/{self.world.rank}", True)
+            end = time.monotonic() + GRACE
+            missing = list(self.ranks)
+            while missing and time.monotonic() < end:
+                missing = [rank for rank in missing if not self.world.read(f"lost/{rank}")]
+                time.sleep(0.05)
+            return self._missing(missing)
+        except Exception:  # the store went with the launcher
+            return self._missing([])
+
+    def _missing(self, ranks: list[int]) -> BaseException:
+        if (abort := getattr(self.group, "abort", None)) is not None and dist.get_backend(self.group) == "nccl":
+            abort()  # what is queued behind a gather would wait for ever, and the LoRA could not be saved
+        if (fault := self.world.fault()) is not None:
+            return self.world.stopped(fault)
+        who = f"Device {ranks[0]}" if ranks else "Another device"
+        return CannotContinue(
+            f"{who} did not come to share its part of the model: its process was killed, ran out of host memory, or "
+            "hangs."
+        )
+
+
+def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> NodeRanks | None:
+    """Connect the ranks of each machine to share blocks, where that is asked for; all ranks have to call it.
+
+    None where this machine has one rank, or `shards` is False.
+    """
+    if world.is_lone or not shards(memory):
+        return None
+    if isinstance(world.node, NodeRanks):
+        world.node.begin_run()
+        return world.node
+    world.post(f"node/{world.rank}", [world.rank - world.local_rank, world.local_size])
+    found = {tuple(world.wait(f"node/{rank}")) for rank in range(world.size)}
+    for first, size in sorted(found):
+        ranks = range(first, first + size)
+        if size > 1:
+            group = dist.new_group(list(ranks), timeout=world.step_limit)
+            if world.rank in ranks:
+                world.node = NodeRanks(world, ranks, group)
+    return world.node if isinstance(world.node, NodeRanks) else None
+
+
+def shards(memory: MemoryOptions) -> bool:
+    """Return True where the devices of a machine are to share blocks, if there are several and blocks are swapped."""
+    return memory.shard and memory.blocks_to_swap != 0
+
+
+def check_shard(world: World, device: torch.device, memory: MemoryOptions) -> None:
+    """Raise ValueError where blocks are to be shared without NCCL."""
+    has_nccl = device.type == "cuda" and dist.is_nccl_available()
+    if shards(memory) and world.local_size > 1 and not has_nccl and not world.gathers_by_gloo:
+        raise ValueError(
+            "shard is on and needs NCCL between the devices, which torch has for NVIDIA's GPUs on Linux only; switch "
+            "shard off on Training Memory."
+        )
+
+
+def shard_notes(world: World, memory: MemoryOptions) -> tuple[str, ...]:
+    """Return a sentence where there is no other device to share blocks with."""
+    if not shards(memory) or world.local_size > 1:
+        return ()
+    return ("shard is not used: one device of this machine trains, so there is none to share the blocks with.",)
