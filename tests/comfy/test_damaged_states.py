@@ -207,7 +207,7 @@ def test_a_field_that_this_version_does_not_know_says_which_version_wrote_it(whe
     field = {"algorithm": "algorithm boft", "format": "format"}.get(where, "another")
     assert f"does not know its field '{field}'; update Tessera, choose another state" in sentence
     state, (note,) = begun(stopped)
-    assert state.name == "state-000001.tessera" and f"passed over: it was written by {writer} of Tessera" in note
+    assert state.name == "state-000001.tessera" and f"skipped: it was written by {writer} of Tessera" in note
 
 
 def test_a_damaged_state_of_a_run_with_other_settings_is_not_spoken_of(stopped):

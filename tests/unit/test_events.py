@@ -344,7 +344,7 @@ def with_scale(block):
         (
             lambda b: (b, torch.ones(4, 2).t()),
             "tensor 'args[0]' stride mismatch. expected [4, 1], actual [1, 2]",
-            "in memory in another order",
+            "another memory layout",
         ),
         (
             lambda b: (b.double(), torch.ones(2, 4).double()),
