@@ -16,6 +16,7 @@ from ..common.types import (
     TrainingDataType,
     ValidationType,
 )
+from .presets import CUSTOM, PRESETS, for_the_browser
 from .run import runs_folder
 
 
@@ -165,5 +166,14 @@ def train_inputs() -> list[io.Input]:
             tooltip="The GPUs to train on together: 'this one', 'all', or their numbers, such as 0,1. The LoRA is the "
             "same, in less time: batch_size stays the whole batch, which they share. See docs/many_cards.md.",
             advanced=True,
+        ),
+        io.Combo.Input(
+            "preset",
+            options=[CUSTOM, *PRESETS],
+            default=CUSTOM,
+            optional=True,
+            tooltip="Fills in steps, learning_rate, rank and gradient_accumulation for what you train and for your "
+            "model. Change any of them afterwards and this turns to custom. Use one if you don't know what to set.",
+            extra_dict=for_the_browser(),
         ),
     ]

@@ -29,6 +29,7 @@ from ..common.progress import ServerObserver
 from ..common.types import LoraModelType, LossMapType
 from .devices import OnDevices, SameRun, chosen_devices
 from .inherited_settings import overridden_notes, shared_lora_notes
+from .presets import CUSTOM, preset_notes
 from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
 from .saved_workflow import workflow_files
 from .session_outputs import record_outputs, record_stopped, times_lost
@@ -113,6 +114,7 @@ class TesseraTrainLora(io.ComfyNode):
         save_every_epochs: int = TrainSettings.save_every_epochs,
         keep_last: int = TrainSettings.keep_last,
         devices: str = THIS_ONE,
+        preset: str = CUSTOM,
     ) -> io.NodeOutput:
         settings = TrainSettings(
             output_name=output_name,
@@ -131,7 +133,11 @@ class TesseraTrainLora(io.ComfyNode):
             keep_last=keep_last,
             validation=validation,
         )
-        data = replace(data, notes=(*data.notes, *overridden_notes(settings, rank, learning_rate)))
+        filled = {"steps": steps, "rank": rank, "learning_rate": learning_rate}
+        filled["gradient_accumulation"] = gradient_accumulation
+        notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model).title, filled)
+        notes += overridden_notes(settings, rank, learning_rate)
+        data = replace(data, notes=(*data.notes, *notes))
         prompt, extra, job = cls.hidden.prompt, cls.hidden.extra_pnginfo, Job.current()
         files = workflow_files(prompt, extra) if job is None else job.facts.files
         observer = ServerObserver(cls.hidden.unique_id, steps if model_low_noise is None else 2 * steps)

@@ -331,6 +331,7 @@ SURFACE = {
             "save_every_epochs? INT = 0",
             "keep_last? INT = 0",
             'devices? STRING = "this one"',
+            'preset? COMBO = "custom"',
         ],
         [
             "LORA_MODEL lora",

@@ -1,5 +1,6 @@
 // Compile Model: a preset fills in the widgets that it stands for, and changing one of them ends the preset.
 import { app } from '../../../scripts/app.js'
+import { after } from './widgets.js'
 
 const CUSTOM = 'custom'
 
@@ -28,15 +29,5 @@ function followPresets(node, presets) {
       const wanted = presets[preset.value]?.[name]
       if (wanted !== undefined && wanted !== widget(name).value) preset.value = CUSTOM
     })
-  }
-}
-
-/** Calls `then` after the user has changed a widget. */
-function after(widget, then) {
-  const { callback } = widget
-  widget.callback = function (...rest) {
-    const result = callback?.apply(this, rest)
-    then()
-    return result
   }
 }

@@ -79,6 +79,21 @@ export function setError(node, text) {
   }
 }
 
+/** A line on what the node is set to, below an error and above all else; none takes it away. */
+export function setHint(node, text) {
+  if ((text ?? '') === (node.tesseraHint ?? '')) return
+  node.tesseraHint = text
+  show(node, node.tesseraContent ?? [])
+}
+
+function hintLine(text) {
+  const element = document.createElement('div')
+  element.className = 'tessera-hint'
+  element.textContent = text
+  element.style.color = 'var(--descrip-text)'
+  return element
+}
+
 /** The panel of a run, above the lines; none takes it away. `home` is the run's node, or a subgraph node around it. */
 export function setPanel(home, node, panel) {
   keep(home, 'tesseraPanels', node, panel)
@@ -118,7 +133,8 @@ function remove(node) {
 export function show(node, content, leastWidth = 0) {
   node.tesseraContent = content
   const errors = [node.tesseraError, ...kept(node, 'tesseraErrors')].filter(Boolean)
-  const head = [...errors.map(errorLine), ...kept(node, 'tesseraPanels')]
+  const hint = node.tesseraHint ? [hintLine(node.tesseraHint)] : []
+  const head = [...errors.map(errorLine), ...hint, ...kept(node, 'tesseraPanels')]
   const said = [...head, ...content].filter(Boolean)
   if (!said.length) {
     remove(node)

@@ -1,0 +1,81 @@
+"""Presets of Train LoRA: what the browser fills in for a kind of subject, and what a prompt that differs is told.
+
+Steps, rank and accumulation are those of the help page's table, which names its sources (ai-toolkit's FLUX example;
+DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are those of
+ai-toolkit's examples (FLUX, SDXL: 1e-4) and of musubi-tuner's docs (Wan and HunyuanVideo 2e-4, Qwen-Image 5e-5).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+CUSTOM = "custom"
+MOTION = "motion"
+USUAL_RATE = 1e-4
+
+# kind of subject → (steps, rank, gradient_accumulation), quick, balanced and best.
+KINDS = {
+    "face": ((1000, 16, 1), (2000, 16, 1), (3000, 32, 1)),
+    "style": ((1000, 16, 2), (2000, 16, 4), (3000, 32, 4)),
+    "object": ((800, 8, 1), (1200, 16, 1), (1500, 16, 1)),
+    MOTION: ((1500, 32, 1), (2000, 32, 1), (3000, 32, 1)),
+}
+# (name, what the title of its family or the name of its file holds in small letters, is it of video, learning rate)
+FAMILIES = (
+    ("Wan", r"(^|[^a-z])wan", True, 2e-4),
+    ("HunyuanVideo", r"hunyuan[ _-]?video", True, 2e-4),
+    ("LTX", r"(^|[^a-z])ltx", True, USUAL_RATE),
+    ("Kandinsky Video", r"kandinsky.*(video|[ti]2v)", True, USUAL_RATE),
+    ("MiniMax", r"minimax", True, USUAL_RATE),
+    ("Qwen-Image", r"qwen[ _-]?image", False, 5e-5),
+    ("FLUX", r"flux", False, USUAL_RATE),
+    ("Chroma", r"chroma", False, USUAL_RATE),
+    ("Z-Image", r"z[ _-]?image", False, USUAL_RATE),
+    ("Krea", r"krea", False, USUAL_RATE),
+    ("Anima", r"(^|[^a-z])anima([^a-z]|$)", False, USUAL_RATE),
+    ("SDXL", r"sd[ _-]?xl", False, USUAL_RATE),
+    ("SD", r"(^|[^a-z])sd[ _-]?[0-9]", False, USUAL_RATE),
+)
+
+PRESETS = {
+    f"{kind}, {effort}": {"steps": steps, "rank": rank, "gradient_accumulation": accumulation}
+    for kind, rows in KINDS.items()
+    for effort, (steps, rank, accumulation) in zip(("quick", "balanced", "best"), rows, strict=True)
+}
+
+
+def for_the_browser() -> dict[str, Any]:
+    """Options of the widget, which its own file in web/js goes by."""
+    families = [{"name": n, "pattern": p, "video": v, "learning_rate": r} for n, p, v, r in FAMILIES]
+    return {"presets": PRESETS, "families": families, "learning_rate": USUAL_RATE}
+
+
+def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[str]:
+    """Notes where a prompt's values are not those that its preset stands for: the values count.
+
+    title: of the model's family, such as Wan 2.1.
+    values: of the node's own inputs, by name.
+
+    Raises ValueError for a preset that does not exist, and for one of motion on a model of pictures.
+    """
+    if preset == CUSTOM:
+        return []
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; choose one of {', '.join((CUSTOM, *PRESETS))}.")
+    known = next((family for family in FAMILIES if re.search(family[1], title.lower())), None)
+    _, _, video, rate = known or ("", "", True, USUAL_RATE)
+    if preset.startswith(MOTION) and not video:
+        raise ValueError(
+            f"preset is {preset!r}, which is for video models, and {title} makes pictures; choose one of a face, a "
+            "style or an object, or custom."
+        )
+    stands_for = {**PRESETS[preset], "learning_rate": rate}
+    other = {name: value for name, value in stands_for.items() if values[name] != value}
+    if not other:
+        return []
+    mine = ", ".join(f"{name} {values[name]:g}" for name in other)
+    theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
+    return [
+        f"The preset '{preset}' stands for {theirs} with {title}, but this run uses {mine}: the inputs count. Choose "
+        "the preset again on the node to fill them in."
+    ]

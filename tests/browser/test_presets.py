@@ -1,0 +1,60 @@
+"""Train LoRA's presets in ComfyUI's own frontend: what they fill in, by the model, and when they end."""
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+NEW = """file => {
+  app.graph.clear()
+  const [loader, train] = ['UNETLoader', 'TesseraTrainLora'].map((type) => LiteGraph.createNode(type))
+  app.graph.add(loader)
+  app.graph.add(train)
+  train.pos = [400, 0]
+  loader.widgets[0].value = file
+  loader.connect(0, train, 0)
+}"""
+TRAIN = "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')"
+CONNECT_OPTIMIZER = f"""() => {{
+  const options = LiteGraph.createNode('TesseraOptimizer')
+  app.graph.add(options)
+  options.connect(0, {TRAIN}, {TRAIN}.inputs.findIndex((i) => i.name === 'optimizer'))
+}}"""
+
+
+def set_train(frontend, **values):
+    frontend.set_widgets({"TesseraTrainLora": values})
+
+
+def values(frontend):
+    names = ("steps", "rank", "gradient_accumulation", "learning_rate", "preset")
+    return frontend.page.evaluate(f"names => names.map((n) => {TRAIN}.widgets.find((w) => w.name === n).value)", names)
+
+
+@pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_renderer):
+    page = frontend.page
+    frontend.use_new_renderer(new_renderer)
+    hint = page.locator(".tessera-hint")
+
+    page.evaluate(NEW, "flux1-dev.safetensors")
+    set_train(frontend, preset="style, balanced")
+    assert values(frontend) == [2000, 16, 4, 1e-4, "style, balanced"]
+    told = "style, balanced, for FLUX: steps 2000, rank 16, gradient_accumulation 4, learning_rate 0.0001."
+    playwright.expect(hint).to_have_text(told)
+    page.evaluate(CONNECT_OPTIMIZER)
+    playwright.expect(hint).to_have_text(f"{told} The connected Optimizer sets learning_rate instead.")
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    playwright.expect(hint).to_have_text(f"{told} The connected Optimizer sets learning_rate instead.")
+    assert values(frontend) == [2000, 16, 4, 1e-4, "style, balanced"]
+    set_train(frontend, steps=1999)
+    assert values(frontend) == [1999, 16, 4, 1e-4, "custom"]
+    playwright.expect(hint).to_have_count(0)
+    set_train(frontend, preset="motion, quick")
+    assert values(frontend) == [1999, 16, 4, 1e-4, "custom"]
+    playwright.expect(hint).to_contain_text("FLUX makes pictures")
+
+    page.evaluate(NEW, "wan2.1_t2v_1.3B_fp16.safetensors")
+    set_train(frontend, preset="motion, quick")
+    assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
+    playwright.expect(hint).to_contain_text("motion, quick, for Wan: steps 1500")
+    assert not frontend.crashes

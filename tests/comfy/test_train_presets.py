@@ -1,0 +1,39 @@
+"""Presets of Train LoRA on the server: the inputs of a prompt count, and a preset that they don't match is told."""
+
+import re
+
+import pytest
+from tessera.nodes.train.presets import CUSTOM, FAMILIES, PRESETS, preset_notes
+
+FACE = {"steps": 1000, "rank": 16, "gradient_accumulation": 1, "learning_rate": 1e-4}
+
+
+def test_a_preset_that_the_inputs_match_is_told_nothing_of():
+    assert preset_notes("face, quick", "FLUX.1", FACE) == []
+    assert preset_notes("face, quick", "Wan 2.1", {**FACE, "learning_rate": 2e-4}) == []
+    assert preset_notes(CUSTOM, "FLUX.1", {}) == []
+    assert len(PRESETS) == 12
+
+
+def test_a_preset_that_the_inputs_do_not_match_is_named_with_both():
+    (note,) = preset_notes("face, quick", "Wan 2.1", {**FACE, "rank": 8})
+    assert note.startswith(
+        "The preset 'face, quick' stands for rank 16, learning_rate 0.0002 with Wan 2.1, but this run uses rank 8, "
+        "learning_rate 0.0001: the inputs count."
+    )
+
+
+def test_a_motion_is_for_models_of_video():
+    with pytest.raises(ValueError, match="FLUX.1 makes pictures; choose one of a face"):
+        preset_notes("motion, best", "FLUX.1", FACE)
+    with pytest.raises(ValueError, match="preset is 'cat'; choose one of custom, face, quick"):
+        preset_notes("cat", "FLUX.1", FACE)
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [("Wan 2.2", "Wan"), ("HunyuanVideo 1.5", "HunyuanVideo"), ("Qwen-Image", "Qwen-Image"), ("FLUX.2", "FLUX")]
+    + [("LTX-Video", "LTX"), ("SDXL", "SDXL"), ("SD 1.5", "SD"), ("Swan", None), ("HunyuanImage 2.1", None)],
+)
+def test_titles_of_families_are_known(title, name):
+    assert next((f[0] for f in FAMILIES if re.search(f[1], title.lower())), None) == name
