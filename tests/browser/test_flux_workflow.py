@@ -21,6 +21,8 @@ SMALL = {
     "TesseraTrainLora": {"steps": 3, "compile": "off"},
     "EmptySD3LatentImage": {"width": 128, "height": 128},
     "KSampler": {"steps": 2},
+    "TesseraPreview": {"width": 128, "height": 128, "steps": 2},
+    "TesseraMemory": {"blocks_to_swap": 0},
 }
 
 

@@ -21,6 +21,7 @@ NAMES += [
     "flux2_lora",
     "everything_at_once",
     "lora_with_everything",
+    "lora_with_validation",
     "compare_loras",
 ]
 

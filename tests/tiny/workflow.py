@@ -35,6 +35,8 @@ def fit_workflow(
             inputs |= {"width": 64, "height": 64, "length": 5}
         elif kind == "KSampler":
             inputs["steps"] = 2
+        elif kind == "TesseraPreview":
+            inputs |= {"width": 64, "height": 64, "steps": 2, "frames": min(inputs["frames"], 5)}
         elif kind == "TesseraTrainLora":
             inputs.update(train)
     return fitted

@@ -1,10 +1,9 @@
-"""Writes the shared training workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions beside
-this file, and gives those that were laid out by hand the inputs that nodes have got since.
+"""Writes the shared workflows, `workflows/*.json` and `workflows/api/*.json`, from their descriptions beside this file.
 
 Run: python tools/workflows http://127.0.0.1:8188
 The address is that of a ComfyUI with this pack, such as `python dev.py serve` starts; it tells what inputs nodes have.
 A file with what its `/object_info` answered does as well.
-Thumbnails are pictures of the frontend with a workflow open, 1200 pixels wide or more.
+Thumbnails are drawn by `python tools/workflows/cards.py`.
 """
 
 import json
@@ -14,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import chroma
+import compiled
 import flux
 import native
 import qwen_image
 import wan
-from graph import Graph, bring_up_to_date
+from graph import Graph
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
-FAMILIES = (wan, qwen_image, flux, chroma, native)
+FAMILIES = (wan, qwen_image, flux, chroma, native, compiled)
 DESCRIPTIONS: list[Callable[[Graph], None]] = [describe for family in FAMILIES for describe in family.DESCRIPTIONS]
 
 
@@ -35,10 +35,6 @@ def main(source: str) -> None:
         graph = Graph(describe.__name__, object_info)
         describe(graph)
         graph.write(WORKFLOWS)
-    described = {describe.__name__ for describe in DESCRIPTIONS}
-    for path in WORKFLOWS.glob("*.json"):
-        if path.stem not in described:
-            bring_up_to_date(path, object_info)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from flux import FLUX_VAE
 from graph import Graph, ModelFile
-from parts import SAMPLE, first_column, hub_file, ksampler, load, picture, pictures, prompts, train
+from parts import NARROW, hub_file, ksampler, load, picture, pictures, preview, prompts, train, training_note
 
 T5 = ModelFile(
     "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp8_e4m3fn_scaled.safetensors",
@@ -15,28 +15,19 @@ def chroma_lora(graph: Graph) -> None:
         "Chroma1-HD_repackaged/resolve/main/split_files/diffusion_models/Chroma1-HD-fp8mixed.safetensors",
         "diffusion_models",
     )
-    first_column(graph, [model_file, T5, FLUX_VAE])
+    training_note(graph, [model_file, T5, FLUX_VAE])
     model, clip, vae = load(graph, model_file, "chroma", [T5], FLUX_VAE)
-    data = pictures(graph, vae, clip, "Captions may be of any length: what fills them up is masked exactly.")
-    trained = train(graph, "my_chroma_lora", model, data)
-    graph.column(
-        "Sample with the LoRA",
-        360,
-        "Sample",
-        SAMPLE.format(more="Chroma samples with a **cfg** of 3 to 5 and a negative prompt."),
-    )
-    positive, negative = prompts(
-        graph,
-        clip,
-        "a photograph of a fox in a misty forest at sunrise",
-        "low quality, blurry, unfinished sketch, oversaturated",
-    )
+    data = pictures(graph, vae[0], clip[0])
+    text = "a photograph of a fox in a misty forest at sunrise"
+    positive, negative = prompts(graph, clip[0], text, "low quality, blurry, unfinished sketch, oversaturated")
+    options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=3.5, steps=26, scheduler="beta")
+    trained = train(graph, "my_chroma_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=1)
-    graph.beside()
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=26, cfg=3.5, scheduler="beta")
-    picture(graph, sampled[0], vae, "my_chroma_lora")
+    picture(graph, sampled[0], vae[0], "my_chroma_lora")
 
 
 DESCRIPTIONS = [chroma_lora]

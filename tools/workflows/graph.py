@@ -1,10 +1,10 @@
 """A workflow described in a few lines, written in the two forms in which ComfyUI reads one.
 
-A graph is a row of columns, each a group with a note at its top and its nodes below one another. What inputs a node
-has, which of them are widgets and what their defaults are is read from a server's `/object_info`.
+A graph is a row of columns, each a group with its nodes below one another, and one note above the first. What inputs
+a node has, which of them are widgets and what their defaults are is read from a server's `/object_info`. A wire that
+would run under a node takes a way around it (`wires`).
 """
 
-import copy
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TOP, GAP, NOTE_HEIGHT, ROW, HEAD = 70, 45, 200, 25, 40
+from wires import Wire, around
+
+TOP, GAP, APART = 66, 46, 70
+SLOT, ROW, FOOT, EDGE = 20, 24, 8, 6  # heights as LiteGraph computes them
+MULTILINE, BUTTON = 4, 1  # rows of a field of text, and of what shows the other widgets
+COLOURS = ("#3f789e", "#8a6d3b", "#5d7a3a", "#7a4a7a", "#a1574d", "#3b7a78")
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
 VERSIONS = {"tessera": ("tessera", "0.1.0"), "core": ("comfy-core", "0.30.0")}
 
@@ -41,6 +46,7 @@ class Node:
     given: dict[str, Any]
     title: str | None = None
     tall: int = 0
+    after: str = "fixed"  # what becomes of its seed after a run
     files: tuple[ModelFile, ...] = ()
 
     def __getitem__(self, output: int) -> Output:
@@ -49,40 +55,54 @@ class Node:
 
 @dataclass
 class Column:
+    """widths: of the rows of nodes beside one another."""
+
     title: str
-    width: int
-    note: tuple[str, str]
-    note_height: int = NOTE_HEIGHT
+    widths: list[int]
     nodes: list[list[Node]] = field(default_factory=lambda: [[]])
-    widths: list[int] = field(default_factory=list)  # of the rows of nodes beside one another; `width` unless given
 
 
 class Graph:
-    """`column` begins a column, `beside` a second row of nodes in it (of another width if one is given), `node` puts a
-    node below the last one."""
+    """`note` writes above the first column, `column` begins one, `beside` a second row of nodes in it (of another width
+    if one is given), `node` puts a node below the last one."""
 
     def __init__(self, name: str, object_info: Mapping[str, Any]):
         self.name, self.info = name, object_info
         self.columns: list[Column] = []
-        self._last = 0
+        self.text, self.text_height = "", 0
+        self._last = 1  # the note's
+        self._row = -1
 
-    def column(self, title: str, width: int, heading: str, note: str, note_height: int = NOTE_HEIGHT) -> None:
-        self.columns.append(Column(title, width, (heading, note), note_height, widths=[width]))
-        self._last += 1  # the note's
+    def note(self, text: str, height: int) -> None:
+        self.text, self.text_height = text, height
+
+    def column(self, title: str, width: int) -> None:
+        self.columns.append(Column(title, [width]))
+        self._row = -1
 
     def beside(self, width: int = 0) -> None:
         column = self.columns[-1]
         column.nodes.append([])
-        column.widths.append(width or column.width)
+        column.widths.append(width or column.widths[0])
+
+    def back(self) -> None:
+        """Go on below the last node of the column's first row."""
+        self._row = 0
 
     def node(
-        self, kind: str, title: str | None = None, tall: int = 0, files: Sequence[ModelFile] = (), **given: Any
+        self,
+        kind: str,
+        title: str | None = None,
+        tall: int = 0,
+        files: Sequence[ModelFile] = (),
+        seed_after: str = "fixed",
+        **given: Any,
     ) -> Node:
         known = {name for name, _ in self._inputs(kind)}
         assert given.keys() <= known, (kind, given.keys() - known)
         self._last += 1
-        made = Node(self._last, kind, given, title, tall, tuple(files))
-        self.columns[-1].nodes[-1].append(made)
+        made = Node(self._last, kind, given, title, tall, seed_after, tuple(files))
+        self.columns[-1].nodes[self._row].append(made)
         return made
 
     def files(self) -> list[ModelFile]:
@@ -130,34 +150,26 @@ class Graph:
         return prompt
 
     def ui(self) -> dict[str, Any]:
-        """The form that the frontend opens and saves."""
+        """The form that the frontend opens and saves. It has no view, so that the frontend fits it to the window."""
         links: list[list[Any]] = []
-        made: list[dict[str, Any]] = []
+        made = [_note(self.columns[0].widths[0], self.text, self.text_height)]
         groups: list[dict[str, Any]] = []
-        x = number = 0
-        bottom = 0
+        x = 0
         for place, column in enumerate(self.columns):
-            number += 1
-            width = sum(column.widths) + (len(column.nodes) - 1) * GAP
-            made.append(_note(number, x, width, *column.note, column.note_height))
-            left = x
+            top = 0 if place else self.text_height + 20
+            left, bottom = x, top
             for row_width, nodes in zip(column.widths, column.nodes, strict=True):
-                y = TOP + column.note_height + 60
+                y = top + TOP
                 for node in nodes:
-                    number += 1
-                    assert number == node.id, (number, node)
                     drawn = self._draw(node, left, y, row_width, links)
                     made.append(drawn)
-                    y += drawn["size"][1] + GAP + 10
-                bottom = max(bottom, y)
+                    y += drawn["size"][1] + GAP
+                bottom = max(bottom, y - GAP + 20)
                 left += row_width + GAP
-            groups.append(
-                {"id": place + 1, "title": f"{place + 1}  {column.title}", "bounding": [x - 20, 0, width + 40, 0]}
-            )
-            x += width + 80
-        for group in groups:
-            group["bounding"][3] = bottom
-            group |= {"color": "#3f789e", "flags": {}}
+            bounding = [x - 20, top, left - GAP - x + 40, bottom - top]
+            group = {"id": place + 1, "title": f"{place + 1}  {column.title}", "bounding": bounding}
+            groups.append(group | {"color": COLOURS[place % len(COLOURS)], "flags": {}})
+            x = left - GAP + APART
         by_id = {node["id"]: node for node in made}
         for link in links:
             output = by_id[link[1]]["outputs"][link[2]]
@@ -167,13 +179,13 @@ class Graph:
         return {
             "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"tessera/{self.name}")),
             "revision": 0,
-            "last_node_id": number,
+            "last_node_id": self._last,
             "last_link_id": len(links),
             "nodes": made,
             "links": links,
             "groups": groups,
             "config": {},
-            "extra": {"ds": {"scale": 0.6, "offset": [110, 90]}},
+            "extra": around(made, [Wire(*link[:5]) for link in links]),
             "version": 0.4,
         }
 
@@ -182,7 +194,7 @@ class Graph:
         optional = info["input"].get("optional", {})
         inputs: list[dict[str, Any]] = []
         values: list[Any] = []
-        rows = 0
+        rows, hidden = 0, False
         specs = self._inputs(node.kind)
         # The frontend puts what can only be linked first.
         for name, spec in sorted(specs, key=lambda item: self._is_widget(item[1])):
@@ -199,16 +211,22 @@ class Graph:
                 options = spec[1] if len(spec) > 1 else {}
                 linked = isinstance(node.given.get(name), tuple)
                 values.append(options.get("default") if linked else self._value(node, name, spec))
-                rows += 4 if options.get("multiline") else 1
+                own = 1 if not options.get("multiline") else MULTILINE
                 if name in ("seed", "noise_seed") and options.get("control_after_generate"):
-                    values.append("fixed")
-                    rows += 1
+                    values.append(node.after)
+                    own += 1
+                if options.get("advanced") and not linked and name not in node.given:
+                    hidden = True
+                else:
+                    rows += own
         outputs = [
             {"localized_name": name, "name": name, "type": kind, "links": None}
             for kind, name in zip(info["output"], info["output_name"], strict=True)
         ]
         slots = sum("widget" not in slot for slot in inputs)
-        height = max(node.tall, HEAD + ROW * (max(slots, len(outputs)) + rows))
+        rows += hidden * BUTTON
+        height = EDGE + SLOT * max(slots, len(outputs)) + (FOOT + ROW * rows if rows else 0)
+        height = max(node.tall, height)
         properties: dict[str, Any] = {"Node name for S&R": node.kind}
         if node.files:
             properties["models"] = [{"name": f.name, "url": f.url, "directory": f.directory} for f in node.files]
@@ -223,6 +241,7 @@ class Graph:
             "mode": 0,
         }
         drawn |= {"inputs": inputs, "outputs": outputs} | ({"title": node.title} if node.title else {})
+        drawn |= {"showAdvanced": False} if hidden else {}
         return drawn | {"properties": properties | {"cnr_id": origin, "ver": version}, "widgets_values": values}
 
     def write(self, folder: Path) -> None:
@@ -233,41 +252,12 @@ class Graph:
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def bring_up_to_date(path: Path, object_info: Mapping[str, Any]) -> None:
-    """Gives the nodes of a workflow that was laid out by hand, in both of its forms, the inputs and outputs that have
-    been appended to their kinds since, with their defaults."""
-    graph = Graph(path.stem, object_info)
-    api_path = path.parent / "api" / path.name
-    before = [json.loads(file.read_text(encoding="utf-8")) for file in (path, api_path)]
-    ui, api = copy.deepcopy(before)
-    for node in ui["nodes"]:
-        if (info := object_info.get(node["type"])) is None:
-            continue
-        known = {slot["name"] for slot in node["inputs"]}
-        fresh = graph._draw(Node(node["id"], node["type"], {}), 0, 0, 0, [])
-        added = [slot for slot in fresh["inputs"] if slot["name"] not in known]
-        for slot in added:
-            node["inputs"].append(slot)
-            if "widget" in slot:
-                spec = next(spec for name, spec in graph._inputs(node["type"]) if name == slot["name"])
-                value = graph._value(Node(0, node["type"], {}), slot["name"], spec)
-                node["widgets_values"].append(value)
-                api[str(node["id"])]["inputs"][slot["name"]] = value
-        node["outputs"] += (
-            fresh["outputs"][len(node["outputs"]) :] if len(info["output"]) > len(node["outputs"]) else []
-        )
-    for file, content, old in zip((path, api_path), (ui, api), before, strict=True):
-        if content != old:
-            file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _note(number: int, x: int, width: int, heading: str, text: str, height: int) -> dict[str, Any]:
-    note: dict[str, Any] = {"id": number, "type": "MarkdownNote", "pos": [x, TOP], "size": [width, height]}
-    note |= {"flags": {}, "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": heading, "properties": {}}
+def _note(width: int, text: str, height: int) -> dict[str, Any]:
+    note: dict[str, Any] = {"id": 1, "type": "MarkdownNote", "pos": [0, 30], "size": [width, height - 10]}
+    note |= {"flags": {}, "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Three steps", "properties": {}}
     return note | {"widgets_values": [text], "color": "#222", "bgcolor": "#000"}
 
 
 def list_of_files(files: Sequence[ModelFile]) -> str:
     """The lines of a note that say where to get each file and where it goes."""
-    lines = [f"- [{file.name}]({file.url}) in `{file.directory}`" for file in files]
-    return "\n".join(["Files and where they go, below `ComfyUI/models`:", "", *lines])
+    return "\n".join(f"- [{file.name}]({file.url}) in `{file.directory}`" for file in files)

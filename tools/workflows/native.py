@@ -1,26 +1,24 @@
 """The workflows of models that train with ComfyUI's own forward. Files, sampler, steps and cfg are those of ComfyUI's
 own workflow templates, which tests/pure/test_native_workflows.py compares."""
 
-from graph import Graph, ModelFile, Node, Output
+from graph import Graph, ModelFile, Node
 from parts import (
-    DATA,
-    PLAN_TALL,
-    SAMPLE,
-    first_column,
+    NARROW,
+    clips,
     hub_file,
     ksampler,
     load,
     picture,
     pictures,
+    preview,
     prompts,
     train,
+    training_note,
     video,
 )
 
 PROMPT = "a photograph of a fox in a misty forest at sunrise"
 CLIP_PROMPT = "a fox runs through deep snow between pine trees"
-PLAIN = "Captions may be of any length."
-CHECKPOINT = "The file holds the text encoders and the VAE too."
 
 
 def _hub(owner: str, path: str, directory: str) -> ModelFile:
@@ -36,22 +34,19 @@ def z_image_lora(graph: Graph) -> None:
     model_file = hub_file(f"{base}/diffusion_models/z_image_bf16.safetensors", "diffusion_models")
     clip_file = hub_file(f"{turbo}/text_encoders/qwen_3_4b.safetensors", "text_encoders")
     vae_file = hub_file(f"{turbo}/vae/ae.safetensors", "vae")
-    first_column(graph, [model_file, clip_file, vae_file])
+    more = "The LoRA works on Z-Image-Turbo too: load that to sample, with 8 **steps** and **cfg** 1."
+    training_note(graph, [model_file, clip_file, vae_file], more)
     model, clip, vae = load(graph, model_file, "lumina2", [clip_file], vae_file)
-    data = pictures(graph, vae, clip, PLAIN)
-    trained = train(graph, "my_z_image_lora", model, data)
-    more = (
-        "The LoRA works on Z-Image-Turbo too: load that here, with 8 **steps** and **cfg** 1. Training on Turbo itself "
-        "undoes what makes it fast."
-    )
-    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more=more), 220)
-    positive, negative = prompts(graph, clip, PROMPT, "blurry, low quality")
+    data = pictures(graph, vae[0], clip[0])
+    positive, negative = prompts(graph, clip[0], PROMPT, "blurry, low quality")
+    options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=4, sampler_name="res_multistep")
+    trained = train(graph, "my_z_image_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3)
-    graph.beside()
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=25, cfg=4, sampler="res_multistep")
-    picture(graph, sampled[0], vae, "my_z_image_lora")
+    picture(graph, sampled[0], vae[0], "my_z_image_lora")
 
 
 def krea2_lora(graph: Graph) -> None:
@@ -61,25 +56,21 @@ def krea2_lora(graph: Graph) -> None:
     )
     clip_file = hub_file("Krea-2/resolve/main/text_encoders/qwen3vl_4b_fp8_scaled.safetensors", "text_encoders")
     vae_file = hub_file("Krea-2/resolve/main/vae/qwen_image_vae.safetensors", "vae")
-    first_column(graph, [raw_file, turbo_file, clip_file, vae_file])
+    more = "Krea 2 is trained on **Raw** and sampled on **Turbo**, as its makers advise."
+    training_note(graph, [raw_file, turbo_file, clip_file, vae_file], more)
     model, clip, vae = load(graph, raw_file, "krea2", [clip_file], vae_file, title="Krea 2 Raw, to train on")
-    data = pictures(graph, vae, clip, PLAIN)
-    trained = train(graph, "my_krea2_lora", model, data)
-    graph.column(
-        "Sample with the LoRA",
-        360,
-        "Sample",
-        SAMPLE.format(more="Krea 2 is trained on **Raw** and sampled on **Turbo**, as its makers advise."),
-    )
-    positive, negative = prompts(graph, clip, PROMPT)
-    latent = graph.node("EmptyLatentImage", width=1024, height=1024)
+    data = pictures(graph, vae[0], clip[0])
+    positive, negative = prompts(graph, clip[0], PROMPT)
     turbo = graph.node(
         "UNETLoader", title="Krea 2 Turbo, to sample with", files=[turbo_file], unet_name=turbo_file.name
     )
+    options = preview(graph, vae[0], positive[0], steps=8, model=turbo[0])
+    trained = train(graph, "my_krea2_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
+    latent = graph.node("EmptyLatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=turbo[0], lora=trained[0])
-    graph.beside()
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=8, cfg=1)
-    picture(graph, sampled[0], vae, "my_krea2_lora")
+    picture(graph, sampled[0], vae[0], "my_krea2_lora")
 
 
 def anima_lora(graph: Graph) -> None:
@@ -87,55 +78,33 @@ def anima_lora(graph: Graph) -> None:
     model_file = _hub(owner, f"{files}/diffusion_models/anima-base-v1.0.safetensors", "diffusion_models")
     clip_file = _hub(owner, f"{files}/text_encoders/qwen_3_06b_base.safetensors", "text_encoders")
     vae_file = _hub(owner, f"{files}/vae/qwen_image_vae.safetensors", "vae")
-    first_column(graph, [model_file, clip_file, vae_file])
+    training_note(graph, [model_file, clip_file, vae_file], "Captions may be tags or sentences.")
     model, clip, vae = load(graph, model_file, "stable_diffusion", [clip_file], vae_file)
-    data = pictures(graph, vae, clip, "Captions may be tags or sentences.")
-    trained = train(graph, "my_anima_lora", model, data)
-    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="1024 x 1024 is what it was made for."))
-    positive, negative = prompts(
-        graph, clip, "1girl, solo, fox ears, misty forest, sunrise", "worst quality, low quality"
-    )
+    data = pictures(graph, vae[0], clip[0])
+    tags = "1girl, solo, fox ears, misty forest, sunrise"
+    positive, negative = prompts(graph, clip[0], tags, "worst quality, low quality")
+    options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=4)
+    trained = train(graph, "my_anima_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptyLatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
-    graph.beside()
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=30, cfg=4)
-    picture(graph, sampled[0], vae, "my_anima_lora")
+    picture(graph, sampled[0], vae[0], "my_anima_lora")
 
 
 def sdxl_lora(graph: Graph) -> None:
     file = _hub("stabilityai", "stable-diffusion-xl-base-1.0/resolve/main/sd_xl_base_1.0.safetensors", "checkpoints")
-    first_column(graph, [file], f"{CHECKPOINT} Fine-tunes such as Illustrious and Pony load the same way.")
+    training_note(graph, [file], "Fine-tunes such as Illustrious and Pony load the same way.")
     loaded = _checkpoint(graph, file)
-    graph.column(
-        "Pictures and captions",
-        440,
-        "Pictures",
-        DATA.format(
-            what="10 to 30 pictures", folder="my_pictures", ending="jpg", more="75 tokens of a caption are a chunk."
-        ),
-        240,
-    )
-    chosen = graph.node("TesseraImageFolder", folder="input/my_pictures")
-    data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=loaded[2], clip=loaded[1])
-    trained = train(graph, "my_sdxl_lora", loaded, data)
-    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="1024 x 1024 is what it was made for."))
-    positive, negative = (
-        graph.node("CLIPTextEncode", title=title, clip=loaded[1], text=text)
-        for title, text in (("Prompt", PROMPT), ("Negative prompt", "blurry, low quality"))
-    )
+    data = pictures(graph, loaded[2], loaded[1])
+    positive, negative = prompts(graph, loaded[1], PROMPT, "blurry, low quality")
+    options = preview(graph, loaded[2], positive[0], negative=negative[0], cfg=8, scheduler="normal")
+    trained = train(graph, "my_sdxl_lora", loaded[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptyLatentImage", width=1024, height=1024)
     with_lora = graph.node("LoraModelLoader", model=loaded[0], lora=trained[0])
-    graph.beside()
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=25, cfg=8, scheduler="normal")
-    images = graph.node("VAEDecode", samples=sampled[0], vae=loaded[2])
-    graph.node("SaveImage", tall=400, images=images[0], filename_prefix="my_sdxl_lora")
-
-
-def _clips(graph: Graph, vae: Output, clip: Node, more: str, fps: int, target_frames: str) -> Node:
-    note = DATA.format(what="10 to 30 clips", folder="my_clips", ending="mp4", more=more)
-    graph.column("Clips and captions", 440, "Clips", note, 240)
-    clips = graph.node("TesseraVideoFolder", folder="input/my_clips", target_frames=target_frames, fps=fps)
-    return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=clips[0], vae=vae, clip=clip[0], megapixels=0.25)
+    picture(graph, sampled[0], loaded[2], "my_sdxl_lora")
 
 
 def hunyuan_video15_lora(graph: Graph) -> None:
@@ -146,47 +115,49 @@ def hunyuan_video15_lora(graph: Graph) -> None:
         for name in ("qwen_2.5_vl_7b_fp8_scaled", "byt5_small_glyphxl_fp16")
     ]
     vae_file = hub_file(f"{files}/vae/hunyuanvideo15_vae_fp16.safetensors", "vae")
-    first_column(graph, [model_file, *clip_files, vae_file])
-    model, clip, vae = load(graph, model_file, "hunyuan_video_15", clip_files, vae_file)
     more = (
-        "**target_frames** are the lengths that are cut from each clip, 4 n + 1 frames at **fps**. What a caption puts "
-        "in double quotes is text that the clip shows. Still pictures train as well: chain *Training Images* to "
-        "`dataset`."
+        "**target_frames** are the lengths cut from each clip, 4 n + 1 frames. What a caption puts in double quotes is "
+        "text that the clip shows."
     )
-    data = _clips(graph, vae[0], clip, more, 24, "17, 33")
-    trained = train(graph, "my_hunyuan_video_lora", model, data)
-    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more="1280 x 720 is what it was made for."))
-    positive, negative = prompts(graph, clip, CLIP_PROMPT)
+    training_note(graph, [model_file, *clip_files, vae_file], more, "my_clips", "your clips")
+    model, clip, vae = load(graph, model_file, "hunyuan_video_15", clip_files, vae_file)
+    data = clips(graph, vae[0], clip[0], "17, 33", 24)
+    positive, negative = prompts(graph, clip[0], CLIP_PROMPT)
+    small = {"width": 480, "height": 272, "frames": 17, "fps": 24}
+    options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=6, **small)
+    trained = train(graph, "my_hunyuan_video_lora", model[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptyHunyuanVideo15Latent", width=1280, height=720, length=33)
     with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=7)
-    graph.beside()
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=20, cfg=6)
+    graph.beside(NARROW)
     video(graph, sampled[0], vae[0], "my_hunyuan_video_lora", 24)
 
 
 def ltx_video_lora(graph: Graph) -> None:
     file = _hub("Lightricks", "LTX-Video/resolve/main/ltx-video-2b-v0.9.safetensors", "checkpoints")
     clip_file = _hub("comfyanonymous", "flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders")
-    first_column(graph, [file, clip_file], "The checkpoint holds the VAE too. Later LTX-Video files load the same way.")
+    more = (
+        "**target_frames** are the lengths cut from each clip, 8 n + 1 frames. Give *LTXVConditioning* the **fps** of "
+        "your clips. Later LTX-Video files load the same way."
+    )
+    training_note(graph, [file, clip_file], more, "my_clips", "your clips")
     loaded = _checkpoint(graph, file)
     clip = graph.node("CLIPLoader", files=[clip_file], clip_name=clip_file.name, type="ltxv")
-    more = (
-        "**target_frames** are the lengths that are cut from each clip, 8 n + 1 frames at **fps**, which the model is "
-        "told. Still pictures train as well: chain *Training Images* to `dataset`."
-    )
-    data = _clips(graph, loaded[2], clip, more, 25, "25, 49")
-    trained = train(graph, "my_ltx_video_lora", loaded, data)
-    more = "768 x 512 is what it was made for. Give *LTXVConditioning* the **fps** of your clips."
-    graph.column("Sample with the LoRA", 360, "Sample", SAMPLE.format(more=more))
-    negative_prompt = "low quality, worst quality, deformed, distorted, disfigured, motion smear, motion artifacts"
-    positive, negative = prompts(graph, clip, CLIP_PROMPT, negative_prompt)
+    data = clips(graph, loaded[2], clip[0], "25, 49", 25)
+    worst = "low quality, worst quality, deformed, distorted, disfigured, motion smear, motion artifacts"
+    positive, negative = prompts(graph, clip[0], CLIP_PROMPT, worst)
     told = graph.node("LTXVConditioning", positive=positive[0], negative=negative[0], frame_rate=25)
+    small = {"width": 480, "height": 288, "frames": 25, "fps": 25}
+    options = preview(graph, loaded[2], told[0], negative=told[1], cfg=3, **small)
+    trained = train(graph, "my_ltx_video_lora", loaded[0], data, **options)
+    graph.column("Sample", NARROW)
     latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
     sigmas = graph.node("LTXVScheduler", latent=latent[0], steps=30)
-    graph.beside()
     with_lora = graph.node("LoraModelLoader", model=loaded[0], lora=trained[0])
     sampler = graph.node("KSamplerSelect", sampler_name="euler")
+    graph.beside(NARROW)
     sampled = graph.node(
         "SamplerCustom",
         model=with_lora[0],

@@ -49,6 +49,8 @@ def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
         del prompt[key]
     for node in prompt.values():
         kind = node["class_type"]
+        if kind == "TesseraPreview":
+            node["inputs"] |= {"width": 64, "height": 64, "steps": 2, "frames": min(node["inputs"]["frames"], 9)}
         node["inputs"] |= SMALL.get(kind, {}) | (training if kind == "TesseraTrainLora" else {})
         if folder and kind in FOLDERS:
             node["inputs"]["folder"] = folder

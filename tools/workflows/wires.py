@@ -1,0 +1,101 @@
+"""The ways of wires around nodes: the frontend draws a wire straight from slot to slot, over and under what lies between.
+
+A wire that would cross a node that it does not belong to goes out to the right of its origin, up to a lane of its own
+above all nodes, along that and down again to the left of its target, by reroutes. Links of one output share the way as
+far as they can.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TITLE, SLOT = 30, 20  # heights of a node's title and of a slot's row
+LANE, ASIDE, BETWEEN = 12, 12, 6  # between lanes; from a node's side to a wire, and between wires there
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link, with the ids of its nodes and the numbers of their slots."""
+
+    id: int
+    origin: int
+    output: int
+    target: int
+    input: int
+
+
+def crosses(rect: Sequence[float], start: Point, end: Point) -> bool:
+    """Tell whether the line from start to end meets the inside of rect (left, top, right, bottom). After Liang and
+    Barsky 1984, A New Concept and Method for Line Clipping."""
+    (x, y), (dx, dy) = start, (end[0] - start[0], end[1] - start[1])
+    first, last = 0.0, 1.0
+    for step, room in ((-dx, x - rect[0]), (dx, rect[2] - x), (-dy, y - rect[1]), (dy, rect[3] - y)):
+        if step == 0:
+            if room <= 0:
+                return False
+        elif step < 0:
+            first = max(first, room / step)
+        else:
+            last = min(last, room / step)
+    return first < last
+
+
+def rect_of(node: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    (x, y), (width, height) = node["pos"], node["size"]
+    return x, y - TITLE, x + width, y + height
+
+
+def start_of(node: Mapping[str, Any], output: int) -> Point:
+    return node["pos"][0] + node["size"][0], node["pos"][1] + SLOT * (output + 0.7)
+
+
+def end_of(node: Mapping[str, Any], number: int) -> Point:
+    """Where a link enters; what belongs to a widget enters at it, which is near enough to the node's middle."""
+    plain = [place for place, slot in enumerate(node["inputs"]) if "widget" not in slot]
+    x, y = node["pos"]
+    return x, y + SLOT * (plain.index(number) + 0.7) if number in plain else y + node["size"][1] / 2
+
+
+def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[str, Any]:
+    """Give the `extra` of a workflow with the reroutes of all wires that would cross a node."""
+    by_id = {node["id"]: node for node in nodes}
+    reroutes: list[dict[str, Any]] = []
+    ends: list[dict[str, int]] = []
+    ways: dict[tuple[int, int], tuple[float, int]] = {}  # of an output: its lane, and its last reroute there
+    turns: dict[tuple[int, int], int] = {}  # of an output and a place to turn down: the reroute there
+    beside: dict[tuple[float, int], int] = {}  # wires that run up and down at a side of nodes
+    highest = min(rect_of(node)[1] for node in nodes) - LANE
+
+    def at_side(x: float, step: int) -> float:
+        number = beside[x, step] = beside.get((x, step), -1) + 1
+        return x + step * (ASIDE + BETWEEN * number)
+
+    def reroute(at: Point, parent: int | None, link: int) -> int:
+        own = {"id": len(reroutes) + 1, "pos": [round(at[0]), round(at[1])], "linkIds": [link]}
+        reroutes.append(own | ({} if parent is None else {"parentId": parent}))
+        return len(reroutes)
+
+    def join(number: int | None, link: int) -> None:
+        while number is not None:
+            if link not in reroutes[number - 1]["linkIds"]:
+                reroutes[number - 1]["linkIds"].append(link)
+            number = reroutes[number - 1].get("parentId")
+
+    for wire in wires:
+        start, end = start_of(by_id[wire.origin], wire.output), end_of(by_id[wire.target], wire.input)
+        others = (rect_of(node) for key, node in by_id.items() if key not in (wire.origin, wire.target))
+        if not any(crosses(rect, start, end) for rect in others):
+            continue
+        source = (wire.origin, wire.output)
+        if source not in ways:
+            lane, side = highest - LANE * len(ways), at_side(start[0], 1)
+            ways[source] = lane, reroute((side, lane), reroute((side, start[1]), None, wire.id), wire.id)
+        lane, up = ways[source]
+        left = by_id[wire.target]["pos"][0]
+        if (*source, left) not in turns:
+            turns[*source, left] = reroute((at_side(left, -1), lane), up, wire.id)
+        down = reroute((reroutes[turns[*source, left] - 1]["pos"][0], end[1]), turns[*source, left], wire.id)
+        join(down, wire.id)
+        ends.append({"id": wire.id, "parentId": down})
+    return {"reroutes": reroutes, "linkExtensions": ends} if ends else {}
