@@ -19,8 +19,9 @@ REPORT = (
     "Compile** in its place measures which settings are fastest on your GPU. {more}"
 )
 SWAPPED = (
-    "Nothing to set\n**blocks_to_swap** -1 keeps as many blocks in the computer's memory as it takes for a picture of one megapixel. "
-    "The pictures are the same with and without. To sample without compiling, select *Compile Model* and press Ctrl+B."
+    "Nothing to set\n**blocks_to_swap** -1 keeps as many blocks in the computer's memory as it takes for a picture of "
+    "one megapixel. The pictures are the same with and without. To sample without compiling, select *Compile Model* "
+    "and press Ctrl+B."
 )
 
 SHORT = "Short of memory? Set **blocks_to_swap** to -1."

@@ -3,6 +3,7 @@
 from graph import Graph, ModelFile, Node, Output
 from parts import (
     EDIT,
+    FOLDER_TALL,
     MIDDLE,
     NARROW,
     PICTURE_TALL,
@@ -135,7 +136,9 @@ def flux2_lora(graph: Graph) -> None:
 def _face(graph: Graph, clip: Output, vae: Output, **given: object) -> tuple[Node, Node, Output]:
     """A folder of pictures of one person, and the prompt of the previews."""
     graph.column("Pictures and captions", WIDE)
-    own = graph.node("TesseraImageFolder", folder="input/my_pictures", trigger_words="ohwx woman", **given)
+    own = graph.node(
+        "TesseraImageFolder", tall=FOLDER_TALL, folder="input/my_pictures", trigger_words="ohwx woman", **given
+    )
     data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=own[0], vae=vae, clip=clip)
     graph.column("Prompt and previews", MIDDLE)
     prompt = graph.node("CLIPTextEncode", title="Prompt", clip=clip, text="ohwx woman reading in a cafe by the window")

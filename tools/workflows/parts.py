@@ -14,6 +14,7 @@ def hub_file(path: str, directory: str) -> ModelFile:
 SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
 # Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
 PLAN_TALL, PANEL_TALL, PICTURE_TALL = 740, 600, 330
+FOLDER_TALL, CLIPS_TALL = 265, 315  # with the sentence that the folder is not there yet
 WIDE, MIDDLE, NARROW = 340, 300, 290  # columns of data, of prompts, and rows of two beside one another
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 EDIT = (
@@ -85,14 +86,18 @@ def load(
 def pictures(graph: Graph, vae: Output, clip: Output, folder: str = "my_pictures", **given: object) -> Node:
     graph.column("Pictures and captions", WIDE)
     controls = {"control_folder": given.pop("control_folder")} if "control_folder" in given else {}
-    chosen = graph.node("TesseraImageFolder", folder=f"input/{folder}", **controls)
+    chosen = graph.node(
+        "TesseraImageFolder", tall=FOLDER_TALL + 90 * bool(controls), folder=f"input/{folder}", **controls
+    )
     return graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=vae, clip=clip, **given)
 
 
 def clips(graph: Graph, vae: Output, clip: Output, target_frames: str, fps: int = 16, **given: object) -> Node:
     graph.column("Clips and captions", WIDE)
     speed = {} if fps == 16 else {"fps": fps}
-    chosen = graph.node("TesseraVideoFolder", tall=310, folder="input/my_clips", target_frames=target_frames, **speed)
+    chosen = graph.node(
+        "TesseraVideoFolder", tall=CLIPS_TALL, folder="input/my_clips", target_frames=target_frames, **speed
+    )
     return graph.node(
         "TesseraPrepareDataset", tall=PLAN_TALL, dataset=chosen[0], vae=vae, clip=clip, megapixels=0.25, **given
     )

@@ -1,4 +1,4 @@
-"""The ways of wires around nodes: the frontend draws a wire straight from slot to slot, over and under what lies between.
+"""The ways of wires around nodes: the frontend draws a wire straight from slot to slot, under what lies between.
 
 A wire that would cross a node that it does not belong to goes out to the right of its origin, up to a lane of its own
 above all nodes, along that and down again to the left of its target, by reroutes. Links of one output share the way as
@@ -63,7 +63,7 @@ def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[st
     reroutes: list[dict[str, Any]] = []
     ends: list[dict[str, int]] = []
     ways: dict[tuple[int, int], tuple[float, int]] = {}  # of an output: its lane, and its last reroute there
-    turns: dict[tuple[int, int], int] = {}  # of an output and a place to turn down: the reroute there
+    turns: dict[tuple[tuple[int, int], float], int] = {}  # of an output and a side to turn down at: the reroute there
     beside: dict[tuple[float, int], int] = {}  # wires that run up and down at a side of nodes
     highest = min(rect_of(node)[1] for node in nodes) - LANE
 
@@ -93,9 +93,10 @@ def around(nodes: Sequence[Mapping[str, Any]], wires: Sequence[Wire]) -> dict[st
             ways[source] = lane, reroute((side, lane), reroute((side, start[1]), None, wire.id), wire.id)
         lane, up = ways[source]
         left = by_id[wire.target]["pos"][0]
-        if (*source, left) not in turns:
-            turns[*source, left] = reroute((at_side(left, -1), lane), up, wire.id)
-        down = reroute((reroutes[turns[*source, left] - 1]["pos"][0], end[1]), turns[*source, left], wire.id)
+        if (source, left) not in turns:
+            turns[source, left] = reroute((at_side(left, -1), lane), up, wire.id)
+        turn = turns[source, left]
+        down = reroute((reroutes[turn - 1]["pos"][0], end[1]), turn, wire.id)
         join(down, wire.id)
         ends.append({"id": wire.id, "parentId": down})
     return {"reroutes": reroutes, "linkExtensions": ends} if ends else {}

@@ -1,0 +1,47 @@
+"""The pack's workflows in ComfyUI's list of templates, and each of them as the frontend opens it."""
+
+import json
+
+import pytest
+from comfy_server import PACK
+from PIL import Image
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+NAMES = sorted(path.stem for path in (PACK / "workflows").glob("*.json"))
+LEAST_ZOOM = 0.58
+SCREEN = {"width": 1920, "height": 1200}
+TITLES = json.loads((PACK / "locales" / "en" / "main.json").read_text(encoding="utf-8"))["templateWorkflows"]
+OPEN = "app.extensionManager.command.execute('Comfy.BrowseTemplates')"
+
+
+def test_every_workflow_has_a_title_with_its_number_a_description_and_a_card():
+    for kind in ("template", "templateDescription"):
+        for folder in TITLES[kind].values():
+            assert sorted(folder) == NAMES
+    titles = TITLES["template"]["tessera"].values()
+    assert sorted(int(title.split()[0]) for title in titles) == list(range(1, len(NAMES) + 1))
+    for name in NAMES:
+        with Image.open(PACK / "workflows" / f"{name}.jpg") as card:
+            assert card.size == (1280, 720)
+
+
+def test_the_list_of_templates_shows_titles_in_their_order(frontend):
+    frontend.page.set_viewport_size(SCREEN)
+    frontend.page.evaluate(OPEN)
+    frontend.page.get_by_text("Tessera: LoRA training").first.click()
+    titles = sorted(TITLES["template"]["tessera"].values(), key=lambda title: int(title.split()[0]))
+    playwright.expect(frontend.page.get_by_text(titles[0], exact=True)).to_be_visible()
+    shown = frontend.page.locator("[data-testid^='template-workflow-'] h3").all_inner_texts()
+    assert shown[:6] == titles[:6]
+    playwright.expect(frontend.page.get_by_text(TITLES["templateDescription"]["tessera"]["flux_lora"])).to_be_visible()
+    assert frontend.crashes == []
+
+
+def test_each_workflow_opens_legible_and_without_a_node_on_another(frontend):
+    frontend.page.set_viewport_size(SCREEN)
+    for name in NAMES:
+        frontend.drop((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+        assert frontend.page.evaluate("app.canvas.ds.scale") >= LEAST_ZOOM, name
+        assert frontend.faults() == {}, name
+    assert frontend.crashes == []
