@@ -154,6 +154,12 @@ def draw_sheet(photos: dict[str, tuple[Path, str]], rows: dict[str, dict[str, Pa
     return sheet
 
 
+def add_loss_plot(prompt: dict[str, Any]) -> None:
+    """Put Loss Plot behind Train LoRA."""
+    (train,) = (key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
+    prompt["loss plot"] = node("TesseraLossPlot", loss=[train, 1], smoothing=0.9, log_scale=False)
+
+
 def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     shutil.rmtree(base / "output", ignore_errors=True)
     names = write_models(base / "models")
@@ -161,6 +167,7 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     # Compiling takes a CPU longer than the whole training of the tiny model.
     settings = SETTINGS | {"compile": "off" if cpu else "auto"}
     prompt = fit_workflow(json.loads(WORKFLOW.read_text(encoding="utf-8")), names, "input/tessera_demo", **settings)
+    add_loss_plot(prompt)
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
@@ -219,6 +226,7 @@ def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: 
         write_clips(photos, base / folder)
     settings = {"output_name": "demo", "steps": 60, "learning_rate": 1e-3, "batch_size": 2}
     prompt = fitted(workflow, folder, **settings, compile="off" if cpu else "auto")
+    add_loss_plot(prompt)
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:

@@ -2,7 +2,7 @@
 
 from flux import FLUX_VAE
 from graph import Graph, ModelFile
-from parts import NARROW, hub_file, ksampler, load, picture, pictures, preview, prompts, train, training_note
+from parts import LORA_TALL, NARROW, hub_file, ksampler, load, picture, pictures, preview, prompts, train, training_note
 
 T5 = ModelFile(
     "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main/t5xxl_fp8_e4m3fn_scaled.safetensors",
@@ -24,7 +24,7 @@ def chroma_lora(graph: Graph) -> None:
     trained = train(graph, "my_chroma_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=1)
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=26, cfg=3.5, scheduler="beta")
     picture(graph, sampled[0], vae[0], "my_chroma_lora")

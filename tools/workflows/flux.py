@@ -4,6 +4,7 @@ from graph import Graph, ModelFile, Node, Output
 from parts import (
     EDIT,
     FOLDER_TALL,
+    LORA_TALL,
     MIDDLE,
     NARROW,
     PICTURE_TALL,
@@ -46,7 +47,7 @@ def _sampled(
     """The last column: a picture with the LoRA."""
     graph.column(title, NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=model, lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model, lora=trained[0])
     sampled = ksampler(graph, with_lora, *given, latent[0], steps=20, cfg=1)
     picture(graph, sampled[0], vae, name)
     return sampled
@@ -61,7 +62,7 @@ def flux_lora(graph: Graph) -> None:
     trained = train(graph, "my_lora", model[0], data, steps=1500, **preview(graph, vae[0], guided))
     graph.column("With and without the LoRA", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     sampled = []
     for words, chosen in (("Without", model), ("With", with_lora)):
         title = f"{words} the LoRA"
@@ -96,7 +97,7 @@ def flux_kontext_lora(graph: Graph) -> None:
     guided = graph.node("FluxGuidance", conditioning=positive[0], guidance=2.5)
     trained = train(graph, "my_kontext_lora", model[0], data, **preview(graph, vae[0], guided[0]))
     graph.column("Edit with the LoRA", NARROW)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     sampled = ksampler(graph, with_lora, guided[0], negative[0], latent[0], steps=20, cfg=1)
     picture(graph, sampled[0], vae[0], "my_kontext_lora")
 
@@ -115,7 +116,7 @@ def flux2_lora(graph: Graph) -> None:
     options = preview(graph, vae[0], positive[0], negative=negative[0], cfg=5)
     trained = train(graph, "my_flux2_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     guider = graph.node("CFGGuider", model=with_lora[0], positive=positive[0], negative=negative[0], cfg=5)
     noise = graph.node("RandomNoise")
     sampler = graph.node("KSamplerSelect", sampler_name="euler")
@@ -137,7 +138,7 @@ def _face(graph: Graph, clip: Output, vae: Output, **given: object) -> tuple[Nod
     """A folder of pictures of one person, and the prompt of the previews."""
     graph.column("Pictures and captions", WIDE)
     own = graph.node(
-        "TesseraImageFolder", tall=FOLDER_TALL, folder="input/my_pictures", trigger_words="ohwx woman", **given
+        "TesseraImageFolder", tall=FOLDER_TALL + 30, folder="input/my_pictures", trigger_words="ohwx woman", **given
     )
     data = graph.node("TesseraPrepareDataset", tall=PLAN_TALL, dataset=own[0], vae=vae, clip=clip)
     graph.column("Prompt and previews", MIDDLE)

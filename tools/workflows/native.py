@@ -3,6 +3,7 @@ own workflow templates, which tests/pure/test_native_workflows.py compares."""
 
 from graph import Graph, ModelFile, Node
 from parts import (
+    LORA_TALL,
     NARROW,
     clips,
     hub_file,
@@ -43,7 +44,7 @@ def z_image_lora(graph: Graph) -> None:
     trained = train(graph, "my_z_image_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3)
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=25, cfg=4, sampler="res_multistep")
     picture(graph, sampled[0], vae[0], "my_z_image_lora")
@@ -68,7 +69,7 @@ def krea2_lora(graph: Graph) -> None:
     trained = train(graph, "my_krea2_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyLatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=turbo[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=turbo[0], lora=trained[0])
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=8, cfg=1)
     picture(graph, sampled[0], vae[0], "my_krea2_lora")
 
@@ -87,7 +88,7 @@ def anima_lora(graph: Graph) -> None:
     trained = train(graph, "my_anima_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyLatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=30, cfg=4)
     picture(graph, sampled[0], vae[0], "my_anima_lora")
 
@@ -102,7 +103,7 @@ def sdxl_lora(graph: Graph) -> None:
     trained = train(graph, "my_sdxl_lora", loaded[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyLatentImage", width=1024, height=1024)
-    with_lora = graph.node("LoraModelLoader", model=loaded[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=loaded[0], lora=trained[0])
     sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=25, cfg=8, scheduler="normal")
     picture(graph, sampled[0], loaded[2], "my_sdxl_lora")
 
@@ -128,7 +129,7 @@ def hunyuan_video15_lora(graph: Graph) -> None:
     trained = train(graph, "my_hunyuan_video_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyHunyuanVideo15Latent", width=1280, height=720, length=33)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=7)
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=20, cfg=6)
     graph.beside(NARROW)
@@ -154,8 +155,8 @@ def ltx_video_lora(graph: Graph) -> None:
     trained = train(graph, "my_ltx_video_lora", loaded[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
-    sigmas = graph.node("LTXVScheduler", latent=latent[0], steps=30)
-    with_lora = graph.node("LoraModelLoader", model=loaded[0], lora=trained[0])
+    sigmas = graph.node("LTXVScheduler", tall=200, latent=latent[0], steps=30)
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=loaded[0], lora=trained[0])
     sampler = graph.node("KSamplerSelect", sampler_name="euler")
     graph.beside(NARROW)
     sampled = graph.node(

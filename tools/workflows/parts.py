@@ -13,7 +13,8 @@ def hub_file(path: str, directory: str) -> ModelFile:
 
 SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
 # Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
-PLAN_TALL, PANEL_TALL, PICTURE_TALL = 740, 600, 330
+PLAN_TALL, PANEL_TALL, PICTURE_TALL = 740, 740, 330
+LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 215
 FOLDER_TALL, CLIPS_TALL = 265, 315  # with the sentence that the folder is not there yet
 WIDE, MIDDLE, NARROW = 340, 300, 290  # columns of data, of prompts, and rows of two beside one another
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
@@ -50,7 +51,7 @@ def note(graph: Graph, files: list[ModelFile], text: str, **given: str) -> None:
     shown = (re.sub(r"\]\([^)]*\)|[*`#]", "", line) for line in text.splitlines() if line)
     lines = sum(1 + len(line) // 58 for line in shown)
     graph.column("Model", WIDE)
-    graph.note(text, 60 + 15 * lines + 12 * text.count("\n\n") + 20 * text.count("###"))
+    graph.note(text, 70 + 17 * lines + 11 * text.count("\n\n") + 20 * text.count("###"))
 
 
 def training_note(
@@ -73,6 +74,7 @@ def load(
     loaded = graph.node(
         "TesseraLoadDiffusionModel",
         title=title,
+        tall=LOADER_TALL if title != "High noise expert" else 185,
         files=[model],
         unet_name=model.name,
         blocks_to_swap=blocks_to_swap,
@@ -105,7 +107,7 @@ def clips(graph: Graph, vae: Output, clip: Output, target_frames: str, fps: int 
 
 def preview(graph: Graph, vae: Output, positive: Output, **given: object) -> dict[str, Output]:
     """Training Memory at auto and Training Preview, below the prompt: what `train` links."""
-    memory = graph.node("TesseraMemory", checkpointing="auto", blocks_to_swap=-1)
+    memory = graph.node("TesseraMemory", tall=MEMORY_TALL, checkpointing="auto", blocks_to_swap=-1)
     shown = graph.node("TesseraPreview", vae=vae, positive=positive, **given)
     return {"memory": memory[0], "preview": shown[0]}
 
@@ -117,9 +119,14 @@ def train(graph: Graph, name: str, model: Output, data: Node, low: Node | None =
         "TesseraTrainLora", tall=PANEL_TALL, model=model, data=data[0], output_name=name, **linked, **given
     )
     for place, title in ((0, ""),) if low is None else ((0, "_high_noise"), (3, "_low_noise")):
-        graph.node("TesseraSaveLora", lora=trained[place], filename_prefix=f"loras/{name}{title}")
-    if low is None:
-        graph.node("TesseraLossPlot", tall=270, loss=trained[1])
+        graph.node(
+            "TesseraSaveLora",
+            tall=SAVED_TALL if low is None else 130,
+            lora=trained[place],
+            filename_prefix=f"loras/{name}{title}",
+        )
+    row = graph.columns[-1].nodes[-1]
+    row.append(row.pop(0))  # at the bottom, where what it shows of the run has room
     return trained
 
 

@@ -3,6 +3,7 @@
 from graph import Graph
 from parts import (
     EDIT,
+    LORA_TALL,
     MIDDLE,
     NARROW,
     hub_file,
@@ -35,7 +36,7 @@ def qwen_image_lora(graph: Graph) -> None:
     trained = train(graph, "my_qwen_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=1328, height=1328)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3.1)
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=20, cfg=2.5)
     picture(graph, sampled[0], vae[0], "my_qwen_lora")
@@ -67,7 +68,7 @@ def qwen_edit_lora(graph: Graph) -> None:
     latent = graph.node("VAEEncode", pixels=scaled[0], vae=vae[0])
     trained = train(graph, "my_qwen_edit_lora", model[0], data, **options)
     graph.column("Edit with the LoRA", NARROW)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingAuraFlow", model=with_lora[0], shift=3)
     normed = graph.node("CFGNorm", model=shifted[0])
     sampled = ksampler(graph, normed, positive[0], negative[0], latent[0], steps=20, cfg=2.5)

@@ -1,7 +1,19 @@
 """The workflows of Wan."""
 
 from graph import Graph, ModelFile
-from parts import NARROW, clips, hub_file, ksampler, load, preview, prompts, train, training_note, video
+from parts import (
+    LORA_TALL,
+    NARROW,
+    clips,
+    hub_file,
+    ksampler,
+    load,
+    preview,
+    prompts,
+    train,
+    training_note,
+    video,
+)
 
 
 def _wan(version: str, name: str, directory: str = "diffusion_models") -> ModelFile:
@@ -27,7 +39,7 @@ def wan_t2v_lora(graph: Graph) -> None:
     trained = train(graph, "my_wan_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
     latent = graph.node("EmptyHunyuanLatentVideo", width=832, height=480, length=33)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     sampled = ksampler(graph, shifted, positive[0], negative[0], latent[0], steps=30, cfg=6, sampler="uni_pc")
     graph.beside(NARROW)
@@ -64,7 +76,7 @@ def wan_i2v_lora(graph: Graph) -> None:
     options = preview(graph, vae[0], started[0], negative=started[1], **sampler)
     trained = train(graph, "my_i2v_lora", model[0], data, **options)
     graph.column("Sample", NARROW)
-    with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[0])
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
     shifted = graph.node("ModelSamplingSD3", model=with_lora[0], shift=8)
     sampled = ksampler(graph, shifted, started[0], started[1], started[2], steps=20, cfg=6, sampler="uni_pc")
     video(graph, sampled[0], vae[0], "my_i2v_lora")
@@ -72,15 +84,13 @@ def wan_i2v_lora(graph: Graph) -> None:
 
 def wan22_two_experts_lora(graph: Graph) -> None:
     high_file, low_file = (_wan("2.2", f"wan2.2_t2v_{side}_noise_14B_fp8_scaled") for side in ("high", "low"))
-    more = (
-        "Each expert is trained for all **steps**, one after the other, and only one has to fit. There are two LoRAs: "
-        "`_high_noise` and `_low_noise`."
-    )
+    more = "The experts are trained one after the other, so that one has to fit. There are two LoRAs."
     training_note(graph, [high_file, low_file, UMT5, WAN_VAE], more, "my_clips", "your clips")
     high, clip, vae = load(graph, high_file, "wan", [UMT5], WAN_VAE, title="High noise expert")
     low = graph.node(
         "TesseraLoadDiffusionModel",
         title="Low noise expert",
+        tall=185,
         files=[low_file],
         unet_name=low_file.name,
         blocks_to_swap=-1,
@@ -93,7 +103,7 @@ def wan22_two_experts_lora(graph: Graph) -> None:
     graph.column("Sample with both LoRAs", NARROW)
     shifted = []
     for model, output in ((high, 0), (low, 3)):
-        with_lora = graph.node("LoraModelLoader", model=model[0], lora=trained[output])
+        with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[output])
         shifted.append(graph.node("ModelSamplingSD3", model=with_lora[0], shift=5))
     graph.beside(NARROW)
     common = {"positive": positive[0], "negative": negative[0], "steps": 20, "cfg": 3.5, "sampler_name": "euler"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TITLE, SLOT = 30, 20  # heights of a node's title and of a slot's row
-LANE, ASIDE, BETWEEN = 12, 12, 6  # between lanes; from a node's side to a wire, and between wires there
+LANE, ASIDE, BETWEEN = 8, 12, 6  # between lanes; from a node's side to a wire, and between wires there
 Point = tuple[float, float]
 
 
