@@ -24,13 +24,3 @@ export function nodeAt(path) {
   }
   return isOurs(node) ? node : undefined
 }
-
-/** The subgraph nodes that a node is in, at every level; none for a node of the outermost graph. */
-export function hostsOf(node, graph = root(), around = []) {
-  const found = new Set()
-  for (const other of graph?.nodes ?? []) {
-    if (other === node) around.forEach((host) => found.add(host))
-    if (other.subgraph) hostsOf(node, other.subgraph, [...around, other]).forEach((host) => found.add(host))
-  }
-  return [...found]
-}

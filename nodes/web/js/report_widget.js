@@ -1,5 +1,4 @@
 // The text on a node, made when there is first something to show: before that a node looks as its schema says.
-import { hostsOf } from './nodes.js'
 
 const WIDGET = 'tessera_report'
 const LINE_HEIGHT = 15
@@ -68,15 +67,11 @@ function height(node, element) {
   return Math.min(lines, most) * LINE_HEIGHT + shown + 2 * (PADDING + MARGIN)
 }
 
-/** The sentence of an error, in red above all else; none takes it away. On the subgraph nodes around it too. */
+/** The sentence of an error, in red above all else; none takes it away. */
 export function setError(node, text) {
   if ((text ?? '') === (node.tesseraError ?? '')) return
   node.tesseraError = text
   show(node, node.tesseraContent ?? [])
-  for (const host of hostsOf(node)) {
-    keep(host, 'tesseraErrors', node, text && `${node.title}: ${text}`)
-    show(host, [])
-  }
 }
 
 /** A line on what the node is set to, below an error and above all else; none takes it away. */
@@ -94,20 +89,11 @@ function hintLine(text) {
   return element
 }
 
-/** The panel of a run, above the lines; none takes it away. `home` is the run's node, or a subgraph node around it. */
-export function setPanel(home, node, panel) {
-  keep(home, 'tesseraPanels', node, panel)
-  show(home, home.tesseraContent ?? [], panel && PANEL_WIDTH)
+/** The panel of a run, above the lines; none takes it away. */
+export function setPanel(node, panel) {
+  node.tesseraPanel = panel
+  show(node, node.tesseraContent ?? [], panel && PANEL_WIDTH)
 }
-
-/** Keeps what a node says on its own or on another node, by the node that says it. */
-function keep(home, name, node, said) {
-  home[name] ??= new Map()
-  if (said) home[name].set(node, said)
-  else home[name].delete(node)
-}
-
-const kept = (home, name) => [...(home[name] ?? [])].filter(([node]) => node.graph).map(([, said]) => said)
 
 function errorLine(text) {
   const element = document.createElement('div')
@@ -132,9 +118,8 @@ function remove(node) {
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
 export function show(node, content, leastWidth = 0) {
   node.tesseraContent = content
-  const errors = [node.tesseraError, ...kept(node, 'tesseraErrors')].filter(Boolean)
-  const hint = node.tesseraHint ? [hintLine(node.tesseraHint)] : []
-  const head = [...errors.map(errorLine), ...hint, ...kept(node, 'tesseraPanels')]
+  const { tesseraError: error, tesseraHint: hint, tesseraPanel: panel } = node
+  const head = [error && errorLine(error), hint && hintLine(hint), panel]
   const said = [...head, ...content].filter(Boolean)
   if (!said.length) {
     remove(node)

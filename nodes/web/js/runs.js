@@ -3,7 +3,7 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { addComparison } from './compare_loras.js'
-import { hostsOf, ourNodes } from './nodes.js'
+import { ourNodes } from './nodes.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from './report_widget.js'
 
@@ -94,7 +94,7 @@ async function update(node, live) {
   const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
-    for (const home of [node, ...hostsOf(node)]) if (home.tesseraPanels?.has(node)) setPanel(home, node, undefined)
+    if (node.tesseraPanel) setPanel(node, undefined)
     return
   }
   const last = () => live.points.at(-1)?.[0] ?? 0
@@ -108,7 +108,7 @@ async function update(node, live) {
   live.run = run
   live.points.push(...run.loss)
   await updatePreviews(live)
-  for (const home of [node, ...hostsOf(node)]) drawOn(home, node, live)
+  drawOn(node, live)
   const failure = run.status === 'failed' ? run.text : ''
   if (failure && live.failed !== run.started) setError(node, failure)
   else if (!failure && live.failed) setError(node, '')
@@ -125,9 +125,9 @@ async function updatePreviews(live) {
   live.sampled = sampled
 }
 
-/** Draws a run's panel on its node, or on a subgraph node around that. */
-function drawOn(home, node, live) {
-  const before = home.tesseraPanels?.get(node)
+/** Draws a run's panel on its node. */
+function drawOn(node, live) {
+  const before = node.tesseraPanel
   const panel = before ?? makePanel(
     (what) => askFor(live, what),
     { copy: () => copyName(live), compare: () => compareSaves(node, live), goOn: () => goOn(node, live) },
@@ -136,7 +136,7 @@ function drawOn(home, node, live) {
   )
   const height = panel.dataset.height
   draw(panel, live.run, live.points, live.previews, furtherSteps(node, live.run))
-  if (!before || height !== panel.dataset.height) setPanel(home, node, panel)
+  if (!before || height !== panel.dataset.height) setPanel(node, panel)
 }
 
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
