@@ -38,9 +38,10 @@ def _processes() -> str:
         return ""
 
 
-_MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".encode(), digest_size=4).hexdigest()
+# This machine, for files that several may write to.
+MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".encode(), digest_size=4).hexdigest()
 _SESSION = uuid.uuid4().hex[:8]
-_OWNER = f"-{_MACHINE}-{os.getpid()}-{_SESSION}"
+_OWNER = f"-{MACHINE}-{os.getpid()}-{_SESSION}"
 _ABANDONED = 24 * 60 * 60  # seconds
 
 
@@ -85,9 +86,9 @@ def sweep_unfinished(folder: Path) -> None:
 
 def _is_left(unfinished: Path) -> bool:
     named = re.fullmatch(r"\.[0-9a-f]{32}-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})\.part", unfinished.name)
-    if named and named[1] == _MACHINE and int(named[2]) == os.getpid():
+    if named and named[1] == MACHINE and int(named[2]) == os.getpid():
         return named[3] != _SESSION  # of an earlier process with this number, as in a container that was restarted
-    if named and named[1] == _MACHINE and not psutil.pid_exists(int(named[2])):
+    if named and named[1] == MACHINE and not psutil.pid_exists(int(named[2])):
         return True
     return time.time() - unfinished.stat().st_mtime > _ABANDONED
 

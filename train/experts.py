@@ -12,7 +12,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ..common.fingerprint import weights_fingerprint
 from ..data.samples import TrainingData
-from .checkpoint.run_folder import RunFolder, is_of_run, place_of
+from .checkpoint.run_folder import RunFolder, place_of
+from .checkpoint.run_names import name_of
 from .expert_pair import HIGH, LOW, SAME_WEIGHTS, meeting_sigma
 from .observer import Observer, StepReport
 from .preflight.checks import check_run
@@ -132,7 +133,7 @@ def _resume(side: str, settings: TrainSettings) -> str:
         return settings.resume
     name = place_of(settings.output_name).name
     folder = PurePosixPath(settings.resume).parent.name
-    owner = next((one for one in (HIGH, LOW) if is_of_run(folder, f"{name}_{one}")), None)
+    owner = next((one for one in (HIGH, LOW) if name_of(folder) == f"{name}_{one}"), None)
     if owner is None:
         raise ValueError(
             f"resume: {settings.resume!r} is a state of neither {name}_{HIGH} nor {name}_{LOW}; choose one of these, "

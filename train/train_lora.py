@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 
 from ..common.core import features, loaded_from
-from ..common.files import read_tensors
+from ..common.files import MACHINE, read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
@@ -84,8 +84,8 @@ class _Recorder:
     cancelled: sentence of a run that is cancelled now.
     """
 
-    def __init__(self, observer: Observer, record: RunRecord, notes: tuple[str, ...]):
-        self._observer, self._record, self._step = observer, record, 0
+    def __init__(self, observer: Observer, record: RunRecord, folder: Path, notes: tuple[str, ...]):
+        self._observer, self._record, self._folder, self._step = observer, record, folder, 0
         self.notes: list[str] = []
         self.files: list[str] = []
         self.cancelled = stopped_message(0, 0, "", "")
@@ -128,9 +128,10 @@ class _Recorder:
         self._observer.step(report)
 
     def saved(self, path: Path) -> None:
-        if path.name not in self.files:
-            self.files.append(path.name)
-        self._record.add("saved", step=self._step, file=path.name)
+        name = path.relative_to(self._folder).as_posix()
+        if name not in self.files:
+            self.files.append(name)
+        self._record.add("saved", step=self._step, file=name)
         self._observer.saved(path)
 
     def previewed(self, sheet: Path, step: int) -> None:
@@ -211,11 +212,13 @@ def _train(
         return result
 
     if world.is_first:
-        folder.check_writable()
         check_disk_space(folder, required_space(checked, settings, begun))
     if elsewhere is not None and (made := elsewhere(begun)) is not None:
         return made
     context = make_context(checked, begun, settings, compile_settings, workflow, world)
+    name = world.agreed("folder", folder.taken().path.name if world.is_first else "")
+    folder = RunFolder(folder.path.with_name(name), folder.name)
+    context, begun = replace(context, folder=folder), replace(begun, folder=folder)
     with folder.claimed() if world.is_first else nullcontext():
         return _run(context, checked, begun, observer, watchers, start_notes, spare_folder, queued)
 
@@ -234,7 +237,7 @@ def _run(
     settings, world, folder, state = context.settings, context.world, begun.folder, begun.state
     record = RunRecord(folder.path, {**run_facts(begun, context, watchers), **queued}, world.is_first)
     notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
-    recorder = _Recorder(observer, record, notes)
+    recorder = _Recorder(observer, record, folder.path, notes)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
     with recorder.errors(), torch.enable_grad():
@@ -310,6 +313,7 @@ def run_facts(begun: RunStart, context: RunContext, watchers: Sequence[Watcher])
         "started": context.started,
         "can_go_on": settings.can_go_on,
         "can_sample": any(isinstance(watcher, Previewer) for watcher in watchers),
+        "machine": MACHINE,
     }
 
 

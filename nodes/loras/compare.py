@@ -55,9 +55,9 @@ class TesseraCompareLoras(io.ComfyNode):
                     "loras",
                     default="",
                     multiline=True,
-                    placeholder="one LoRA per line, such as my_lora-1a2b3c4d/*",
+                    placeholder="one LoRA per line, such as my_lora (001)/*",
                     tooltip="LoRAs by the names that ComfyUI's LoRA loaders list, one per line. * stands for any text: "
-                    "my_lora-*/* is every save of the runs of that name.",
+                    "my_lora (*)/* is every save of the runs of that name.",
                 ),
                 io.Combo.Input(
                     "run",

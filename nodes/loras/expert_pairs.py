@@ -14,11 +14,22 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...common.text import shown
+from ...train.checkpoint.run_names import name_of, without_numbers
 from ...train.expert_pair import HIGH, LOW
-from .lora_list import ENDING, NONE, check_count, lines_of, listed_loras, loras_of_run, matching, path_of, unknown_lora
+from .lora_list import (
+    ENDING,
+    NONE,
+    check_count,
+    lines_of,
+    listed_loras,
+    loras_of_run,
+    matching,
+    path_of,
+    run_folder,
+    unknown_lora,
+)
 
 _SEPARATOR = " + "
-_RUN = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(-\d+)?")
 # Metadata fields, and prefixes of option fields, that differ between the two runs of one pair.
 _OF_ONE_RUN = {"output_name", "base_model", "loaded_base", "started", "finished", "final_loss"}
 _OF_ONE_EXPERT = ("min_sigma", "max_sigma", "start_from", "base_lora", "base_strength", "training_adapter")
@@ -47,8 +58,8 @@ class Pair:
         if len(names) == 1:
             return f"{names[0]} ({_spoken(HIGH if self.low is None else LOW)} only)"
         both = [without_side(name) for name in names]
-        plain = [re.sub(r"-[0-9a-f]{8}(-\d+)?(?=/)", "", name) for name in both]  # two runs have two keys
-        return both[0] if plain[0] == plain[1] else _SEPARATOR.join(names)
+        # Two runs may have two numbers.
+        return both[0] if without_numbers(both[0]) == without_numbers(both[1]) else _SEPARATOR.join(names)
 
 
 def pairs(loras: str, run: str) -> list[Pair]:
@@ -146,16 +157,16 @@ def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list
         return [str(wanted)]
     if side == LOW and (plain := without_side(name)) in listed:
         return [plain]
-    own = _RUN.fullmatch(wanted.parent.name)
+    folder = run_folder(name)
+    own = name_of(folder.name)
     if own is None:
         return []
     found = []
     for one in listed:
-        place = PurePosixPath(one)
-        run = _RUN.fullmatch(place.parent.name)
-        is_sibling = place.name == wanted.name and place.parent.parent == wanted.parent.parent
-        if is_sibling and run is not None and run["name"] == own["name"].replace(side, other):
-            found.append(one)
+        beside = run_folder(one)
+        if PurePosixPath(one).name == wanted.name and beside.parent == folder.parent:
+            if name_of(beside.name) == own.replace(side, other):
+                found.append(one)
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import folder_paths
 
 from ...common.text import shown
+from ...train.checkpoint.run_names import STEPS
 
 NONE = "none"
 MOST_LORAS = 32
@@ -27,7 +28,7 @@ def _order(name: str) -> tuple[str, str, float]:
     place = PurePosixPath(name)
     step = _STEP.search(place.stem)
     stem = place.stem[: step.start()] if step else place.stem
-    return str(place.parent), stem, float(step.group(1)) if step else math.inf
+    return str(run_folder(name)), stem, float(step.group(1)) if step else math.inf
 
 
 def path_of(name: str) -> Path:
@@ -37,8 +38,15 @@ def path_of(name: str) -> Path:
 
 def listed_runs() -> list[str]:
     """Folders that hold saves of a training run, relative to the LoRA folders."""
-    places = map(PurePosixPath, listed_loras())
-    return sorted({str(p.parent) for p in places if _STEP.search(p.stem) and str(p.parent) != "."})
+    runs = {str(run_folder(name)) for name in listed_loras() if _STEP.search(PurePosixPath(name).stem)}
+    return sorted(runs - {"."})
+
+
+def run_folder(name: str) -> PurePosixPath:
+    """Folder of the run that saved a LoRA: those of its steps lie in a folder of their own in it."""
+    place = PurePosixPath(name)
+    steps = place.parent.name.endswith(STEPS) and place.name.startswith(f"{place.parent.name.removesuffix(STEPS)}-step")
+    return place.parent.parent if steps else place.parent
 
 
 def lines_of(loras: str) -> list[str]:
@@ -46,13 +54,17 @@ def lines_of(loras: str) -> list[str]:
 
 
 def matching(line: str, listed: Sequence[str]) -> list[str]:
-    """LoRAs that match a line: the one of that name, else those that fit its * pattern."""
+    """LoRAs that match a line: the one of that name, else those that fit its * pattern.
+
+    `my_lora-*/` of version 0.1, for every run of a name, finds the folders of today too.
+    """
     exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
-    return exact or [name for name in listed if fnmatchcase(name, line)]
+    patterns = {line, line.replace("-*/", " (*)/")}
+    return exact or [name for name in listed if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:
-    return [] if run == NONE else [name for name in listed if str(PurePosixPath(name).parent) == run]
+    return [] if run == NONE else [name for name in listed if str(run_folder(name)) == run]
 
 
 def unknown_lora(line: str) -> ValueError:

@@ -14,7 +14,7 @@ from ...data.samples import TrainingData
 from ...lora.base import with_base
 from ...lora.options import NetworkOptions
 from ...models.registry import family_of, titles
-from ...train.checkpoint.resume import list_states
+from ...train.checkpoint.resume import find_state
 from ...train.distributed.device_list import THIS_ONE
 from ...train.distributed.launcher import Job
 from ...train.experts import ExpertObserver, plan_experts
@@ -46,8 +46,8 @@ class TesseraTrainLora(io.ComfyNode):
             display_name="Train LoRA (Tessera)",
             category="Tessera/training",
             description=f"Trains a LoRA on {joined(titles())}, and on every other model of pictures or video that "
-            "ComfyUI samples. Everything a run makes goes to output/loras/<name>-<key>. If the same run already "
-            "finished, its LoRA is returned at once.",
+            "ComfyUI samples. Everything a run makes goes to output/loras/<name> (001), (002) and so on. If the "
+            "same run already finished, its LoRA is returned at once.",
             search_aliases=["lora training", "lora train", "train lora", "train flux", "fine-tune", "trainer"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -81,7 +81,7 @@ class TesseraTrainLora(io.ComfyNode):
             chosen_devices(THIS_ONE if devices is None else devices)
         except ValueError as error:
             return str(error)
-        if resume not in (None, "latest", "off") and resume not in list_states(runs_folder()):
+        if resume not in (None, "latest", "off") and find_state(runs_folder(), resume) is None:
             return f"resume: there is no state {shown(resume)} any more; choose another, 'latest' or 'off'."
         return True
 

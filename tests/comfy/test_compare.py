@@ -1,5 +1,7 @@
 """Compare LoRAs: each picture is that of core's nodes, under its name; what can't be compared is told at once."""
 
+import shutil
+
 import comfy.model_management
 import folder_paths
 import nodes as core
@@ -38,6 +40,26 @@ def files(lora_folder):
     save_file({**lora_of(0), "lora_unet_img_in.alpha": torch.ones(4)}, lora_folder / "broken.safetensors")
     folder_paths.filename_list_cache.clear()
     return [f"{RUN}/film{end}.safetensors" for end in ("-step000020", "-step000100", "")]
+
+
+def test_the_saves_of_runs_of_both_layouts_are_listed_by_step(lora_folder, files):
+    places = [
+        f"styles/who ({number})/{name}"
+        for number in ("001", "002")
+        for name in ("who_steps/who-step000020", "who_steps/who-step000100", "who")
+    ]
+    for name in reversed(places):
+        save_lora(lora_folder / f"{name}.safetensors", lora_of(1))
+    save_lora(lora_folder / "styles/who-1a2b3c4d/who-step000001.safetensors", lora_of(1))
+    folder_paths.filename_list_cache.clear()
+    names = [f"{name}.safetensors" for name in places]
+    assert listed_runs() == [RUN, "styles/who (001)", "styles/who (002)", "styles/who-1a2b3c4d"]
+    assert loras_named("", "styles/who (002)") == names[3:]
+    assert loras_named("styles/who (*)/*", "none") == names
+    every = [*names, "styles/who-1a2b3c4d/who-step000001.safetensors"]
+    assert loras_named("styles/who-*/*", "none") == every  # as workflows of version 0.1 have it
+    shutil.rmtree(lora_folder / "styles")
+    folder_paths.filename_list_cache.clear()
 
 
 def run(model, vae, **changes):

@@ -15,6 +15,7 @@ from tessera.lora.files.lora_model import LoraModel, LowRank
 from tessera.nodes.loras.compare import TesseraCompareLoras
 from tessera.nodes.loras.compare_columns import read_pair_strengths
 from tessera.nodes.loras.expert_pairs import Pair, pairs
+from tessera.nodes.loras.lora_list import run_folder
 from tessera.nodes.options.preview import TesseraPreview
 from tessera.train.experts import ExpertObserver, plan_experts
 from tessera.train.preview import compare as module
@@ -191,7 +192,7 @@ def test_of_several_runs_those_that_were_trained_alike_are_a_pair(experts, files
     for high, low in runs:
         found = pairs("", high)
         assert found == pairs("", low) and len(found) == 3
-        folders = {tuple(Path(half).parent.as_posix() for half in (pair.high, pair.low)) for pair in found}
+        folders = {tuple(str(run_folder(half)) for half in (pair.high, pair.low)) for pair in found}
         assert folders == {(high, low)}
         assert all(Path(pair.low).name == Path(pair.high).name.replace("high", "low") for pair in found)
 

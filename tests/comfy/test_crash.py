@@ -16,7 +16,7 @@ from tiny.server_runs import STEPS, held, newest_step, put_pictures, training_gr
 
 
 def folder_of(server, name):
-    (folder,) = (server.base / "output" / "loras").glob(f"{name}-*")
+    (folder,) = (server.base / "output" / "loras").glob(f"{name} (*)")
     return folder
 
 
@@ -69,7 +69,7 @@ def test_cancel_leaves_a_lora_that_loads_and_queueing_again_finishes_the_run(ser
     done = summary["steps_done"]
     assert summary["status"] == "cancelled" and 4 <= done < STEPS and len(summary["loss"]) == done
     assert newest_step(server, "cancelled") == done
-    lora = load_file(folder / f"cancelled-step{done:06d}.safetensors")
+    lora = load_file(folder / "cancelled_steps" / f"cancelled-step{done:06d}.safetensors")
     keys = comfy.lora.model_lora_keys_unet(tiny_flux.model, {})
     patches = comfy.lora.load_lora(lora, keys)
     modules = {key.removesuffix(".alpha") for key in lora if key.endswith(".alpha")}

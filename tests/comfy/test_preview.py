@@ -76,7 +76,7 @@ def test_the_picture_at_a_step_is_what_core_makes_of_the_lora_saved_at_it(tiny_f
     files = [f"previews/step{step:06d}_{row}.png" for step in (0, 2, 4) for row in range(4)]
     assert result.summary["previews"] == {"sheet": "previews/sheet.png", "files": files, "graphs_compiled": 0}
     made = {}
-    for step, lora in {0: None, 2: folder / "tiny-step000002.safetensors", 4: result.path}.items():
+    for step, lora in {0: None, 2: folder / "tiny_steps" / "tiny-step000002.safetensors", 4: result.path}.items():
         for row, (seed, text) in enumerate([(5, 0), (6, 0), (5, 3)]):
             made[step, row] = read(folder, f"step{step:06d}_{row}.png")
             assert np.array_equal(made[step, row], of_core(tiny_flux, tiny_vae, lora, seed, text)), (step, row)
@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_unloaded_after_a_preview_ends_the_run_with_its_s
     with pytest.raises(TrainingStopped, match="not take the model off the device after the preview at step 2.* resume"):
         run(tiny_flux, tmp_path, [preview(tiny_vae, at_start=False)])
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert (folder / "tiny-step000002.safetensors").is_file()
+    assert (folder / "tiny_steps" / "tiny-step000002.safetensors").is_file()
     with pytest.raises(ValueError, match="The MODEL is still in use elsewhere"):
         FrozenWeights(tiny_flux, torch.device("cpu"), torch.float32)
 
@@ -264,7 +264,7 @@ def test_cancel_while_a_preview_is_made_keeps_what_was_trained_and_the_run_goes_
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         run(tiny_flux, tmp_path / "broken", previews, Cancels())
     (folder,) = (tmp_path / "broken").iterdir()
-    assert (folder / "tiny-step000003.safetensors").is_file()
+    assert (folder / "tiny_steps" / "tiny-step000003.safetensors").is_file()
     assert comfy.model_management.current_loaded_models == []
     resumed = run(tiny_flux, tmp_path / "broken", previews, watcher := Watcher())
     assert "Resumed at step 3." in watcher.notes and resumed.loss == whole.loss

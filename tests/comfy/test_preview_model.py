@@ -76,7 +76,7 @@ def test_it_is_what_core_makes_of_the_saved_lora_on_that_model_and_the_run_is_as
 
     own, other = (comfy.sd.load_lora_for_models(one, None, tensors, 0.2, 0)[0] for one in (tiny_flux, turbo))
     folder = result.path.parent
-    for step, lora in {0: None, 1: folder / "tiny-step000001.safetensors", 2: result.path}.items():
+    for step, lora in {0: None, 1: folder / "tiny_steps" / "tiny-step000001.safetensors", 2: result.path}.items():
         for row, (model, seed) in enumerate([(other, 5), (own, 5), (other, 6)]):
             made = read(folder, f"step{step:06d}_{row}.png")
             assert np.array_equal(made, of_core(model, tiny_vae, lora, seed)), (step, row)
@@ -160,7 +160,7 @@ def test_where_it_fails_or_is_cancelled_what_was_trained_is_kept_and_the_sheet_g
     assert "Resumed at step 2." in watcher.notes and resumed.loss == quiet.loss
     files = [f"previews/step00000{step}_0.png" for step in (1, 2)]
     assert resumed.summary["previews"]["files"] == files
-    for step, lora in ((1, "tiny-step000001.safetensors"), (2, "tiny.safetensors")):
+    for step, lora in ((1, "tiny_steps/tiny-step000001.safetensors"), (2, "tiny.safetensors")):
         made = read(resumed.path.parent, f"step00000{step}_0.png")
         assert np.array_equal(made, of_core(turbo, tiny_vae, resumed.path.parent / lora, 5))
     on_turbo, own = (module.rows_of([one])[0].shot(1) for one in (previews[0], replace(previews[0], model=None)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from itertools import count
@@ -44,6 +45,10 @@ def equal(first, second):
 def run_folder(root):
     (folder,) = root.iterdir()
     return folder
+
+
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def cancelled(model, data, root, step, **changes):
@@ -265,7 +270,7 @@ def test_weights_that_are_half_moved_are_never_saved(tiny_flux, tmp_path):
         hook.remove()
     folder = run_folder(tmp_path / "part")
     assert sorted(p.name for p in folder.glob("*.tessera")) == ["state-000002.tessera", "state-000004.tessera"]
-    assert not (folder / "tiny-step000005.safetensors").exists()
+    assert not list(folder.rglob("tiny-step000005.safetensors"))
     equal(train(tiny_flux, data, tmp_path / "part", **HARD), whole)
 
 
@@ -279,7 +284,7 @@ def test_a_named_state_goes_on_from_just_that_one_as_often_as_it_is_queued(tiny_
     watcher = Watcher()
     equal(train(tiny_flux, data, part, watcher, **queued), whole)
     assert "Resumed at step 2." in watcher.notes and len(watcher.losses) == 4
-    assert any(f"Choose {folder.name}/state-000005.tessera in resume" in note for note in watcher.notes)
+    assert any(f"choose {folder.name}/state-000005.tessera under resume" in note for note in watcher.notes)
     assert sorted(path.name[6:12] for path in folder.glob("*.tessera")) == ["000002", "000005", "000006"]
     equal(train(tiny_flux, data, part, watcher, **queued), whole)
     assert len(watcher.losses) == 4
@@ -288,7 +293,9 @@ def test_a_named_state_goes_on_from_just_that_one_as_often_as_it_is_queued(tiny_
 def test_a_named_state_that_is_gone_is_told_and_no_finished_run_is_taken_for_its(tiny_flux, tmp_path):
     train(tiny_flux, mixed_data(), tmp_path, steps=1)
     gone = f"{run_folder(tmp_path).name}/state-000002.tessera"
-    with pytest.raises(ValueError, match=f"^resume: there is no state '{gone}'; choose one of the list, 'latest'"):
+    with pytest.raises(
+        ValueError, match=f"^resume: there is no state '{re.escape(gone)}'; choose one of the list, 'latest'"
+    ):
         train(tiny_flux, mixed_data(), tmp_path, steps=1, resume=gone)
 
 
@@ -297,11 +304,12 @@ def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, 
     cancelled(tiny_flux, data, tmp_path / "five", 5)
     folder = run_folder(tmp_path / "five")
     names = sorted(path.name for path in folder.iterdir())
-    loras = [f"tiny-step00000{step}.safetensors" for step in (2, 4, 5)]
+    loras = sorted((folder / "tiny_steps").iterdir())
+    assert [path.name for path in loras] == [f"tiny-step00000{step}.safetensors" for step in (2, 4, 5)]
     states = ["state-000004.tessera", "state-000005.tessera"]
-    assert names == ["progress.jsonl", "run.json", *states, "summary.json", *loras]
+    assert names == ["progress.jsonl", "run.json", *states, "summary.json", "tiny_steps"]
     five = train(tiny_flux, data, tmp_path / "run of five", steps=5)
-    saved = safetensors.torch.load_file(folder / loras[-1])
+    saved = safetensors.torch.load_file(loras[-1])
     assert saved.keys() == five.lora.keys() and all(torch.equal(saved[name], five.lora[name]) for name in saved)
     states = [load_state(folder / f"state-00000{step}.tessera") for step in (4, 5)]
     assert [(s.step, s.batches, len(s.loss)) for s in states] == [(4, 4, 4), (5, 5, 5)]
@@ -309,16 +317,36 @@ def test_a_cancelled_run_leaves_whole_states_and_a_lora_of_that_step(tiny_flux, 
     assert (summary["status"], summary["steps_done"], summary["loss"]) == ("cancelled", 5, five.loss)
 
 
+def test_runs_are_numbered_and_found_finished_by_their_key_wherever_they_were_copied(tiny_flux, tmp_path):
+    data, root, other = mixed_data(), tmp_path / "here", tmp_path / "there"
+    first = train(tiny_flux, data, root, steps=2, output_name="styles/tiny")
+    second = train(tiny_flux, data, root, steps=2, output_name="styles/tiny", seed=9)
+    names = [result.path.relative_to(root).as_posix() for result in (first, second)]
+    assert names == ["styles/tiny (001)/tiny.safetensors", "styles/tiny (002)/tiny.safetensors"]
+    assert json.loads((first.path.parent / "run.json").read_text())["key"] == first.summary["key"]
+    # To another machine, where runs of that name have these numbers already, and to one with names of version 0.1.
+    folders = {"styles/tiny (005)": first, f"styles/tiny-{second.summary['key'][:8]}": second}
+    for folder, result in folders.items():
+        shutil.copytree(result.path.parent, other / folder)
+    for folder, result in folders.items():
+        seed = {} if result is first else {"seed": 9}
+        again = train(tiny_flux, data, other, steps=2, output_name="styles/tiny", **seed)
+        assert again.path == other / folder / "tiny.safetensors" and again.loss == result.loss
+        state = f"{folder}/state-000002.tessera"
+        longer = train(tiny_flux, data, other, steps=3, output_name="styles/tiny", resume=state, **seed)
+        assert longer.loss[:2] == result.loss and longer.path.parent.name == f"tiny ({6 if result is first else 7:03})"
+
+
 def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
     data = mixed_data()
     cancelled(tiny_flux, data, tmp_path, 3)
     folder = run_folder(tmp_path)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = files_in(folder)
     other = RunFolder(folder, "tiny")
-    said = f"another ComfyUI on this machine is training into {folder.name} right now; wait for it"
+    said = f"another ComfyUI on this machine is training into {re.escape(folder.name)} right now; wait for it"
     with other.claimed(), pytest.raises(ValueError, match=said):
         train(tiny_flux, data, tmp_path)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert files_in(folder) == before
     assert len(train(tiny_flux, data, tmp_path).loss) == 6
     with other.claimed():  # it has let go of it
         pass
@@ -339,7 +367,7 @@ def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
 def test_a_changed_setting_starts_anew_beside_the_other_run(change, tiny_flux, tmp_path):
     data = mixed_data()
     cancelled(tiny_flux, data, tmp_path, 4)
-    before = {path: path.read_bytes() for path in run_folder(tmp_path).iterdir()}
+    before = files_in(run_folder(tmp_path))
     watcher = Watcher()
     result = train(tiny_flux, data, tmp_path, watcher, **change)
     assert len(watcher.losses) == 6 and not [n for n in watcher.notes if "Resumed" in n]
@@ -454,7 +482,7 @@ def test_a_run_started_anew_goes_on_in_its_own_folder_and_what_a_killed_process_
 @pytest.mark.parametrize("resume", ["latest", "off"])
 def test_a_run_that_was_killed_before_its_first_save_uses_its_folder_again(resume, tiny_flux, tmp_path):
     folder = train(tiny_flux, mixed_data(), tmp_path, steps=2).path.parent
-    for path in folder.iterdir():
+    for path in set(folder.iterdir()) - {folder / "run.json", folder / "progress.jsonl"}:
         path.unlink()
     (folder / "previews").mkdir()
     for name in ("previews/step000000_0.png", "previews/.0123.part", "tiny.workflow.json"):
@@ -466,7 +494,7 @@ def test_a_run_that_was_killed_before_its_first_save_uses_its_folder_again(resum
     lora, summary = folder / "tiny.safetensors", folder / "summary.json"
     for kept in (lora, folder / "state-000002.tessera", summary):
         for path in folder.iterdir():
-            if path not in (kept, folder / "previews"):
+            if path not in (kept, folder / "previews", folder / "run.json"):
                 path.rename(tmp_path / path.name)
         other = train(tiny_flux, mixed_data(), tmp_path, steps=2, resume="off").path.parent
         assert other != folder

@@ -23,7 +23,7 @@ def run_folder(root):
 
 
 def steps_kept(folder):
-    return sorted(int(path.stem.rpartition("-step")[2]) for path in folder.glob("*-step*.safetensors"))
+    return sorted(int(path.stem.rpartition("-step")[2]) for path in folder.rglob("*-step*.safetensors"))
 
 
 def test_the_newest_loras_stay_and_nothing_else_goes(tiny_flux, tmp_path):
@@ -34,6 +34,7 @@ def test_the_newest_loras_stay_and_nothing_else_goes(tiny_flux, tmp_path):
         (folder,) = set(tmp_path.iterdir()) - {first}
         for name in foreign:
             (folder / name).write_text("foreign")
+            (folder / "tiny_steps" / name).write_text("foreign")
 
     watcher = Watcher(at_step=lambda step: put(step) if step == 3 else None)
     options = {
@@ -44,10 +45,12 @@ def test_the_newest_loras_stay_and_nothing_else_goes(tiny_flux, tmp_path):
     }
     result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=6, **options)
     folder = result.path.parent
-    loras = {"tiny.safetensors", "tiny-best.safetensors", "tiny-step000004.safetensors", "tiny-step000005.safetensors"}
+    of_steps = {"tiny-step000004.safetensors", "tiny-step000005.safetensors"}
+    loras = {"tiny.safetensors", "tiny-best.safetensors"}
     assert {path.name for path in folder.iterdir() if "safetensors" in path.name} == loras | set(foreign)
+    assert {path.name for path in (folder / "tiny_steps").iterdir()} == of_steps | set(foreign)
     assert steps_kept(first) == [1, 2]
-    assert set(result.summary["files"]) == loras
+    assert set(result.summary["files"]) == loras | {f"tiny_steps/{name}" for name in of_steps}
 
 
 def test_a_run_that_goes_on_earlier_leaves_what_lies_ahead(tiny_flux, tmp_path):
@@ -181,13 +184,13 @@ def test_the_workflow_beside_the_lora_is_what_was_queued_and_trains_it_again(ser
     (summary,) = entry["outputs"]["train"]["tessera"]
     assert [point["step"] for point in summary["validation"]["points"]] == [0, 1, 2]
     assert len(summary["validation"]["samples"]) == 1 and entry["outputs"]["plot"]["images"]
-    (folder,) = (server.base / "output" / "loras").glob("again-*")
+    (folder,) = (server.base / "output" / "loras").glob("again (*)")
     queued = json.loads((folder / "again.api.json").read_text(encoding="utf-8"))
     assert json.loads((folder / "again.workflow.json").read_text(encoding="utf-8")) == workflow and queued == prompt
     first = load_file(folder / "again.safetensors")
     folder.rename(folder.with_name("moved"))
     server.post("/free", {"unload_models": True, "free_memory": True})  # what core has kept of it
     server.run(queued)
-    (folder,) = (server.base / "output" / "loras").glob("again-*")
+    (folder,) = (server.base / "output" / "loras").glob("again (*)")
     again = load_file(folder / "again.safetensors")
     assert all(torch.equal(again[name], first[name]) for name in first)

@@ -44,7 +44,9 @@ def test_a_stopped_run_is_kept_and_goes_on_to_what_an_uninterrupted_one_gives(op
     assert json.loads((folder / "progress.jsonl").read_text().splitlines()[-1])["text"] == sentence
     written = load_file(stopped.path)
     assert all(torch.equal(written[name], tensor) for name, tensor in stopped.lora.items())
-    assert (folder / f"{stopped.path.stem}-step000002.safetensors").is_file()  # saved when it was asked
+    assert (
+        folder / f"{stopped.path.stem}_steps" / f"{stopped.path.stem}-step000002.safetensors"
+    ).is_file()  # saved when it was asked
     assert (folder / "state-000005.tessera").is_file()
 
     again = train(tiny_flux, data, tmp_path / "stopped", watcher := Watcher(), **options)
@@ -56,7 +58,7 @@ def test_a_stopped_run_is_kept_and_goes_on_to_what_an_uninterrupted_one_gives(op
 def test_asked_at_the_last_step_they_change_nothing(tiny_flux, tmp_path):
     result = train(tiny_flux, mixed_data(), tmp_path, asking(step8={SAVE, STOP}), **OPTIONS)
     assert result.summary["status"] == "finished" and not result.stopped
-    assert not (result.path.parent / f"{result.path.stem}-step000008.safetensors").exists()
+    assert not list(result.path.parent.rglob("*-step000008.safetensors"))
 
 
 def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae, tmp_path):

@@ -177,13 +177,13 @@ def _without(kind: str, *names: str) -> Callable[[dict[str, Any]], None]:
 def test_the_saves_of_a_run_are_compared_in_a_grid(filled):
     """A column without LoRA and one for each save of `my_best_face`, a row for each of three prompts with two seeds."""
     filled.run(fitted("lora_with_validation"))  # what ran above is not trained again
-    saves = list((filled.base / "output" / "loras").glob("my_best_face-*/my_best_face*.safetensors"))
+    saves = list((filled.base / "output" / "loras").glob("my_best_face (*)/**/my_best_face*.safetensors"))
     prompt = fit_workflow(json.loads((API / "compare_loras.json").read_text(encoding="utf-8")), FLUX)
     for node in prompt.values():
         if node["class_type"] in ("TesseraCompareLoras", "TesseraPreview"):
             node["inputs"] |= {"width": 64, "height": 64, "steps": 1}
         if node["class_type"] == "TesseraCompareLoras":
-            node["inputs"]["loras"] = "my_best_face-*/*"
+            node["inputs"]["loras"] = "my_best_face (*)/*"
     (grid,) = saved_frames(filled, filled.run(prompt))
     width, height = Image.open(grid).size
     columns, rows = width // 64, height // 64

@@ -58,7 +58,7 @@ def test_what_ends_it_ends_the_run_which_is_saved(tiny_flux, tmp_path, error):
     with pytest.raises(ends):
         run(tiny_flux, tmp_path, looks := Looks(at=3, error=error))
     assert looks.seen == [0, 1, 2, 3]
-    assert (tmp_path / "test-step000003.safetensors").is_file()
+    assert (tmp_path / "test_steps" / "test-step000003.safetensors").is_file()
 
 
 def test_what_it_has_to_say_stands_in_the_summary(tiny_flux, tmp_path):

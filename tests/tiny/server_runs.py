@@ -51,7 +51,7 @@ def held(server: Any, step: int) -> Iterator[None]:
 
 
 def newest_step(server: Any, name: str) -> int:
-    states = (server.base / "output" / "loras").glob(f"{name}-*/state-*.tessera")
+    states = (server.base / "output" / "loras").glob(f"{name} (*)/state-*.tessera")
     return max((int(path.stem.removeprefix("state-")) for path in states), default=0)
 
 

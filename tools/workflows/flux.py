@@ -197,7 +197,7 @@ def everything_at_once(graph: Graph) -> None:
 
 def compare_loras(graph: Graph) -> None:
     second = (
-        "Name the LoRAs\n`my_lora-*/*` in **loras** of *Compare LoRAs* is every save of the runs named *my_lora*. Or "
+        "Name the LoRAs\n`my_lora (*)/*` in **loras** of *Compare LoRAs* is every save of the runs named *my_lora*. Or "
         "name them as a LoRA loader lists them, one to a line, or choose a **run**."
     )
     third = (
@@ -229,7 +229,7 @@ def compare_loras(graph: Graph) -> None:
         model=model[0],
         vae=vae[0],
         positive=guided[0][0],
-        loras="my_lora-*/*",
+        loras="my_lora (*)/*",
         seeds=2,
         more_prompts=more["preview"],
     )

@@ -21,6 +21,7 @@ from ...common.text import shown
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
 from .run_folder import step_loras
+from .run_names import STEPS
 
 PROFILES = (EXPONENTIAL, POWER, EQUAL) = ("exponential", "power", "equal")
 WIDEST = 0.28  # the relative width of a power profile with gamma = 0, an equal mean, is 1 / sqrt(12)
@@ -67,13 +68,14 @@ class Profile:
 
 def list_runs(root: Path) -> list[str]:
     """List the run folders below the LoRA folder that hold at least two LoRAs, relative to it."""
-    folders = sorted({path.parent for path in root.rglob("*-step*.safetensors")}) if root.is_dir() else []
+    places = {path.parent for path in root.rglob("*-step*.safetensors")} if root.is_dir() else set[Path]()
+    folders = sorted({place.parent if place.name.endswith(STEPS) else place for place in places})
     return [folder.relative_to(root).as_posix() for folder in folders if len(snapshots(folder)) > 1]
 
 
 def snapshots(folder: Path) -> list[Snapshot]:
-    """List the LoRAs of the run in this folder by step. The folder's name begins with the run's name."""
-    name = next((name for name in _names(folder) if folder.name.startswith(f"{name}-")), None)
+    """List the LoRAs of the run in this folder by step."""
+    name = next(iter(_names(folder)), None)
     if name is None:
         return []
     found = step_loras(folder, name)
@@ -84,7 +86,12 @@ def snapshots(folder: Path) -> list[Snapshot]:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted({path.name.rpartition("-step")[0] for path in folder.glob("*-step*.safetensors")}, reverse=True)
+    """List the names of the run in this folder, the likeliest first. The folder's name begins with it, but where the
+    LoRAs of steps have a folder of their own, which tells it too.
+    """
+    own = sorted((path.name.removesuffix(STEPS) for path in folder.glob(f"*{STEPS}") if path.is_dir()), reverse=True)
+    flat = {path.name.rpartition("-step")[0] for path in folder.glob("*-step*.safetensors")}
+    return [*own, *(name for name in sorted(flat, reverse=True) if folder.name.startswith(f"{name}-"))]
 
 
 def _steps_of(path: Path) -> int | None:

@@ -1,12 +1,14 @@
 """Choice of the state to resume from, and of the other states to mention to the user."""
 
+import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ...common.fingerprint import fingerprint
 from ...common.text import shown
 from ..settings import TrainSettings
 from .run_folder import find_finished, run_folders
+from .run_names import early_key, name_of
 from .schema import StateHeader
 from .state import STATE_SUFFIX, DamagedState, read_header
 
@@ -18,12 +20,39 @@ def named_state(root: Path, settings: TrainSettings) -> Path | None:
     """
     if not settings.names_state:
         return None
-    path = (root / settings.resume).resolve()
-    if not (path.is_relative_to(root.resolve()) and path.is_file()):
+    path = find_state(root, settings.resume)
+    if path is None:
         raise ValueError(
             f"resume: there is no state {shown(settings.resume)}; choose one of the list, 'latest' or 'off'."
         )
     return path
+
+
+def find_state(root: Path, name: str) -> Path | None:
+    """Return the state of this name, as `list_states` gives it; None where there is none below the LoRA folder.
+
+    A name of version 0.1 also finds the run of its key in a folder of today, such as of a run trained on this machine
+    of a workflow that was shared.
+    """
+    place = PurePosixPath(name)
+    if re.fullmatch(rf"state-\d{{6,}}{re.escape(STATE_SUFFIX)}", place.name) is None:
+        return None
+    for folder in (root / place.parent, *_folders_of_early_name(root, place.parent)):
+        try:
+            path = (folder / place.name).resolve()
+            if path.is_relative_to(root.resolve()) and path.is_file():
+                return path
+        except (OSError, ValueError):  # ValueError: a NUL in the name
+            continue
+    return None
+
+
+def _folders_of_early_name(root: Path, place: PurePosixPath) -> list[Path]:
+    """List the run folders of the output name and the key in a folder's name of version 0.1."""
+    name, key = name_of(place.name), early_key(place.name)
+    if not (name and key) or place.is_absolute() or ".." in place.parts:
+        return []
+    return [folder.path for folder in run_folders(root, str(place.with_name(name)), key)]
 
 
 def find_states(root: Path, settings: TrainSettings, lineage: str) -> list[Path]:

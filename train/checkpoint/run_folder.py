@@ -1,11 +1,13 @@
 """Folder of a run: its file names, retention of old files, and the search for runs.
 
 It lies in ComfyUI's LoRA folder, so that each saved LoRA can be chosen in any LoRA loader:
-`<output name>-<key>/<output name>.safetensors`, `<output name>-step000100.safetensors`, states, `summary.json`.
+`<name> (003)/<name>.safetensors`, `<name>_steps/<name>-step000100.safetensors`, states, `run.json`, `summary.json`.
+See `run_names` for the folder's name.
 """
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,12 +16,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
-from unicodedata import normalize
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from ...common.files import sweep_unfinished, write_atomically
+from ...common.files import MACHINE, sweep_unfinished, write_atomically
+from .run_names import STEPS, has_key, name_of, number_of, numbered
+from .run_record import RunReader
 from .schema import is_plain
 from .state import STATE_SUFFIX
 
@@ -44,10 +47,12 @@ class RunFolder:
 
     path: the folder.
     name: last part of the output name; every LoRA's file name begins with it.
+    is_new: True before `taken`: the folder is not made, and its number may still go to another run.
     """
 
     path: Path
     name: str
+    is_new: bool = False
 
     @property
     def lora_path(self) -> Path:
@@ -56,7 +61,7 @@ class RunFolder:
 
     def step_lora_path(self, step: int) -> Path:
         """Return the path of the intermediate LoRA of a step."""
-        return self.path / f"{self.name}-step{step:06d}.safetensors"
+        return self.path / f"{self.name}{STEPS}" / f"{self.name}-step{step:06d}.safetensors"
 
     @property
     def best_path(self) -> Path:
@@ -78,14 +83,12 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def is_free(self) -> bool:
-        """True where a new run may write here: nothing was saved, and no finished run says that something was."""
-        if not self.path.exists():
-            return True
-        if not self.path.is_dir():
-            return False
+        """True where a run of this machine was killed here before its first save, and nothing says that it ended."""
         summary = self.read_summary()
-        saved = any(path.suffix in (".safetensors", STATE_SUFFIX) for path in self.path.iterdir())
-        return not saved and (summary is None or summary["status"] not in ("finished", "unsaved"))
+        saved = any(path.suffix in (".safetensors", STATE_SUFFIX) for path in self.path.rglob("*"))
+        ended = summary is not None and summary["status"] in ("finished", "unsaved")
+        # On a shared disk another machine's run may still be at it.
+        return not saved and not ended and RunReader(self.path).facts().get("machine") == MACHINE
 
     def states(self) -> list[Path]:
         """List the saved states by ascending step."""
@@ -108,16 +111,36 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a file that is held open elsewhere goes at the next save
                 path.unlink(missing_ok=True)
 
-    def check_writable(self) -> None:
-        """Write and delete a trial file. Raises ValueError where the folder is not writable."""
-        trial, is_new = self.path / "trial", not self.path.exists()
+    def taken(self) -> "RunFolder":
+        """Make a new run's folder and return it: `mkdir` claims its number, or the next that nobody else has.
+
+        Raises ValueError where the folder is not writable.
+        """
         try:
-            write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
-            trial.unlink()
-            if is_new:
-                self.path.rmdir()
+            taken = self._made() if self.is_new else self
+            trial = taken.path / "trial"
+            try:
+                write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
+                trial.unlink()
+            except OSError:
+                if self.is_new:
+                    taken.path.rmdir()
+                raise
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
+        return taken
+
+    def _made(self) -> "RunFolder":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        number = number_of(self.path.name)
+        while True:
+            path = self.path.with_name(numbered(self.name, number))
+            try:
+                path.mkdir()
+            except FileExistsError:  # another server or thread came first
+                number += 1
+                continue
+            return RunFolder(path, self.name)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -161,9 +184,13 @@ class RunFolder:
 
 
 def step_loras(folder: Path, name: str) -> dict[int, Path]:
-    """Map the number of each `<name>-step<number>.safetensors` in a folder to its path, in ascending order."""
+    """Map the number of each `<name>-step<number>.safetensors` of a run folder to its path, in ascending order.
+
+    They lie in `<name>_steps`, or in the folder itself, where version 0.1 put them.
+    """
     pattern = re.compile(rf"{re.escape(name)}-step(\d{{6,}})\.safetensors")
-    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    places = [place for place in (folder, folder / f"{name}{STEPS}") if place.is_dir()]
+    found = ((pattern.fullmatch(path.name), path) for place in places for path in place.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
@@ -171,20 +198,18 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def is_of_run(folder: str, name: str, key: str = "") -> bool:
-    """Test whether a folder's name belongs to the output name `name`, and to `key` where one is given."""
-    ending = re.escape(key[:8]) or "[0-9a-f]{8}"
-    # macOS may list a name in another Unicode normal form than it was created with.
-    return re.fullmatch(rf"{re.escape(name)}-{ending}(-\d{{1,6}})?", normalize("NFC", folder)) is not None
-
-
 def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
-    """List the run folders of this output name, with `key` only those of this key."""
+    """List the run folders of this output name by number, with `key` only those of this key, whose beginning suffices.
+
+    Those of version 0.1 come first.
+    """
     place = root / place_of(output_name)
     if not place.parent.is_dir():
         return []
-    paths = sorted(path for path in place.parent.iterdir() if is_of_run(path.name, place.name, key) and path.is_dir())
-    return [RunFolder(path, place.name) for path in paths]
+    with os.scandir(place.parent) as entries:
+        names = [entry.name for entry in entries if name_of(entry.name) == place.name and entry.is_dir()]
+    paths = [place.parent / name for name in sorted(names, key=lambda name: (number_of(name), name))]
+    return [RunFolder(path, place.name) for path in paths if not key or has_key(path, key)]
 
 
 def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolder | None:
@@ -226,19 +251,20 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
     """Return the folder to write to: the folder of `state` if it belongs to the same run, else a new one.
 
     A folder of this run without LoRA and state, as of a process that was killed before its first save, is taken again.
-    Deletes what killed processes left in the folders of this output name.
+    A new one is not made yet, see `RunFolder.taken`. Deletes what killed processes left in the folders of this output
+    name.
     """
-    for folder in run_folders(root, output_name):
+    place, folders = root / place_of(output_name), run_folders(root, output_name)
+    for folder in folders:
         sweep_unfinished(folder.path)
-    place = root / place_of(output_name)
-    first = RunFolder(place.with_name(f"{place.name}-{key[:8]}"), place.name)
-    if state is not None and _same(state.parent.parent, place.parent) and is_of_run(state.parent.name, place.name, key):
-        return RunFolder(state.parent, place.name)
-    folder, number = first, 1
-    while not folder.is_free():
-        number += 1
-        folder = RunFolder(first.path.with_name(f"{first.path.name}-{number}"), place.name)
-    return folder
+    own = [folder for folder in folders if has_key(folder.path, key)]
+    for folder in own:
+        if state is not None and _same(state.parent, folder.path):
+            return folder
+    if (free := next((folder for folder in own if folder.is_free()), None)) is not None:
+        return free
+    number = 1 + max((number_of(folder.path.name) for folder in folders), default=0)
+    return RunFolder(place.with_name(numbered(place.name, number)), place.name, is_new=True)
 
 
 def _same(first: Path, second: Path) -> bool:
