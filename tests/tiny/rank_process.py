@@ -6,6 +6,7 @@ It is started by its path, once for many jobs, since torch and ComfyUI take seco
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -40,7 +41,11 @@ def act_at(job: dict[str, Any], world: Any) -> None:
         if act["do"] == "slow":
             time.sleep(act["seconds"])
         elif rng_key[0] == act.get("step"):
-            if act["do"] == "kill":
+            if act["do"] == "kill" and act.get("seconds"):
+                if world.killing is None:  # it may come in a save as well as in a sum
+                    world.killing = threading.Timer(act["seconds"], os.kill, (os.getpid(), 9))
+                    world.killing.start()
+            elif act["do"] == "kill":
                 os.kill(os.getpid(), 9)
             if act["do"] == "hang":
                 time.sleep(3600)
@@ -152,6 +157,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
     world.wait_limit = 60.0
+    world.killing = None
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
     if "step_limit" in job:
         world.step_limit = worlds.timedelta(seconds=job["step_limit"])
@@ -212,6 +218,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
+        if world.killing is not None:
+            world.killing.cancel()
         for name, function in kept.items():
             setattr(dist, name, function)
         if dist.is_initialized():

@@ -41,7 +41,7 @@ class Ranks:
             assert process.stdout.readline() == "ready\n"
 
     def train(self, size: int, root: Path, settings: dict[str, Any] | None = None, **job: Any) -> list[dict[str, Any]]:
-        """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed."""
+        """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed, or hangs and is."""
         self.start(size)
         self.number += 1
         job = {"model": str(self.model)} | job | {"number": self.number, "size": size, "root": str(root)}
@@ -50,8 +50,13 @@ class Ranks:
         for rank, process in enumerate(used):
             process.stdin.write(json.dumps(job | {"rank": rank}) + "\n")
             process.stdin.flush()
-        answers = [process.stdout.readline() for process in used]
-        return [json.loads(answer) if answer else {} for answer in answers]
+        act = job.get("act") or {}
+        hangs = act["rank"] if act.get("do") == "hang" else None
+        answers = {rank: process.stdout.readline() for rank, process in enumerate(used) if rank != hangs}
+        if hangs is not None:
+            used[hangs].kill()
+            used[hangs].wait()
+        return [json.loads(answers[rank]) if answers.get(rank) else {} for rank in range(size)]
 
     def lora(self, rank: int = 0) -> dict[str, torch.Tensor]:
         """The LoRA that a rank gave back last."""

@@ -36,6 +36,20 @@ def mixed_data() -> Any:
     return training_data(*(sample(f"picture {i}", *shape) for i, shape in enumerate(shapes)))
 
 
+def masked_data() -> Any:
+    """The same with masks, some of which leave out most."""
+    from tessera.data.samples import SampleTensors
+
+    def masked(one: Any, left_out: int) -> Any:
+        read, weights = one.load(), torch.ones(one.grid[1] * one.grid[2])
+        weights[:left_out] = 0.0
+        tensors = SampleTensors(read.latent, read.text, read.conditioning, weights)
+        return replace(one, load=lambda *_: tensors)
+
+    whole = mixed_data().samples
+    return training_data(*(masked(one, 6 * number) if 0 < number < 3 else one for number, one in enumerate(whole)))
+
+
 def run_settings(**changes: Any) -> Any:
     """Settings of a short eager run. Options are given as dicts: network={"rank": 4}."""
     from tessera.lora.options import NetworkOptions
