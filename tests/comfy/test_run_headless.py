@@ -114,13 +114,23 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     assert not any(process.is_running() for process in trained.values())
     assert not list(output.rglob("many.safetensors")) and list(output.rglob("state-*.tessera"))
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command = torchrun + line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "1", "--"]
+    command += line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
+    with held(server, 9):
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + PATIENCE
+        while not any(event.get("kind") == "step" and event["step"] >= 8 for event in events_of(log)):
+            assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()
+            time.sleep(0.05)
+        processes_of(launcher)[1].kill()  # and torchrun starts both again
+    output_of, errors_of = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 0, errors_of
+    starts = [event for event in events_of(log) if event.get("kind") == "begin"]
+    assert len(starts) == 3  # that of --launch, and two of torchrun
     assert json.loads((tmp_path / "result").read_text())["code"] == 0
     (found,) = output.rglob("many.safetensors")
-    assert done.stdout.splitlines().count(f"  {found.relative_to(output).as_posix()}") == 1
+    assert output_of.splitlines().count(f"  {found.relative_to(output).as_posix()}") == 1
     (summary,) = events_of(log)[-1]["outputs"]["train"]["tessera"]
     assert summary["world_size"] == 2 and any("Resumed at step" in note for note in summary["notes"])
     assert json.loads((found.parent / "summary.json").read_text())["seconds_waiting"] >= 0

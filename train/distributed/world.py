@@ -298,4 +298,6 @@ def current_world() -> World:
         return LONE
     store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    return World(rank, size, dist.PrefixStore("tessera", store), *local)
+    # torchrun's agent may keep one store through its restarts, with what the processes before have told in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return World(rank, size, dist.PrefixStore(f"tessera/{attempt}", store), *local)
