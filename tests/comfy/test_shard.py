@@ -74,6 +74,15 @@ def test_a_device_that_runs_more_forwards_finds_the_others_there(ranks, tmp_path
     assert points == theirs and [point["step"] for point in points] == [0, 2]
 
 
+def test_a_device_that_was_needed_for_something_else_has_all_slots_filled_anew(ranks, tmp_path):
+    _, wanted, answers = both(ranks, 2, tmp_path, SHORT | {"batch_size": 2}, unloads=True)
+    assert not any(told(answers)), answers
+    for rank, answer in enumerate(answers):
+        same(ranks.lora(rank), wanted)
+        blocks = [whole(one, 2) for one in answer["sizes"]]
+        assert answer["gathers"] == [blocks[j] for j in 2 * [0, 1, 2, 0]]
+
+
 def test_devices_out_of_memory_go_on_with_one_smaller_plan(ranks, tmp_path):
     memory = {"checkpointing": "auto", "blocks_to_swap": 4, "shard": True}
     settings = SHORT | {"memory": memory, "batch_size": 2}

@@ -97,6 +97,23 @@ def gguf_model(kind: str) -> Any:
     return model_of(flux_state(kind))
 
 
+class Unloading:
+    """Watcher that takes the weights of one rank off its device after the first step, as previews do."""
+
+    def between_steps(self, trainer: Any) -> None:
+        from tessera.memory.weights.frozen import unload
+
+        if trainer.world.is_first and trainer.progress.step == 1:
+            unload()
+            assert not trainer.placed.swap.ring.slots
+
+    def is_due(self, step: int, steps: int) -> bool:
+        return step == 1
+
+    def facts(self, trainer: Any) -> dict[str, Any]:
+        return {}
+
+
 class Held:
     """Watcher that looks at what a rank holds of shared blocks, before the first step."""
 
@@ -197,6 +214,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     # At the sum of a step its report is not there yet.
     watcher.asks = {int(step) - 1: frozenset(asked) for step, asked in job.get("asks", {}).items()}
     watchers = [held, *([Slow(job["slow_watcher"])] if "slow_watcher" in job else [])]
+    watchers += [Unloading()] if job.get("unloads") else []
     ring_forward = act_in_forward(job.get("in_forward", {}), world)
     answer: dict[str, Any] = {}
     try:
