@@ -97,6 +97,27 @@ def gguf_model(kind: str) -> Any:
     return model_of(flux_state(kind))
 
 
+def previewer(job: dict[str, Any], world: Any, model: Any) -> Any:
+    """Previews of this many prompts at each step; one of them fails on a rank."""
+    from tessera.train.preview import previewer as module
+
+    import tiny
+    from tiny.runs import tiny_preview
+
+    vae = tiny.load_vae(Path(job["vae"]))
+    made = module.Previewer([tiny_preview(vae, number) for number in range(job["previews"])], model)
+    if world.rank == job.get("fails"):
+        make = made._make
+
+        def failing(trainer: Any, step: int, due: Any) -> Any:
+            if step == 1:
+                raise RuntimeError("no colours left")
+            return make(trainer, step, due)
+
+        made._make = failing  # type: ignore[method-assign]
+    return made
+
+
 class Unloading:
     """Watcher that takes the weights of one rank off its device after the first step, as previews do."""
 
@@ -221,6 +242,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         model = tiny.load_flux(Path(job["model"])) if "gguf" not in job else gguf_model(job["gguf"])
         settings = run_settings(**(job["settings"] | job.get("own", {}).get(str(world.rank), {})))
         data = mixed_data() if "data" not in job else getattr(tiny.runs, job["data"])()
+        watchers += [previewer(job, world, model)] if "previews" in job else []
         compiler = CompileSettings(backend=job["backend"]) if "backend" in job else None
         if "free" in job:
             auto.free_memory = lambda patcher: job["free"][world.rank]

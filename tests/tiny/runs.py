@@ -142,3 +142,13 @@ def train(model: Any, data: Any, root: Path, watcher: Any = None, **changes: Any
     from tessera.train.train_lora import train_lora
 
     return train_lora(model, data, run_settings(**changes), root, watcher or Watcher())
+
+
+def tiny_preview(vae: Any, number: int) -> Any:
+    """A preview of two steps at each optimizer step, whose text and seed go by its number."""
+    from tessera.train.preview.previewer import Preview
+    from tessera.train.preview.sampling import Sampling
+
+    from .sampling import conditioning
+
+    return Preview(Sampling(vae, conditioning("flux", 16, number), width=64, height=48, steps=2, seed=number), 1)

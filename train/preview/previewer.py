@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,19 +176,26 @@ class Previewer:
         step, steps = trainer.progress.step, trainer.settings.steps
         asked = not {SAMPLE, STOP}.isdisjoint(trainer.asked)  # stopped, it ends as at its last step
         due = [row for row in self.rows if asked or row.preview.is_due(step, steps)]
-        if not (asked or self.is_due(step, steps)) or not trainer.world.is_first:
+        if not (asked or self.is_due(step, steps)):
             return
         if self.shots is None:
             self._begin(trainer)
+        world, made, failed = trainer.world, list[Shot](), ""
         try:
-            self._make(trainer, step, due)
-            self.failures = 0
+            made = self._make(trainer, step, due)
         except Exception as error:
             log.warning("A preview failed", exc_info=error)
             if any(map(is_patched, self.own_models)):  # patched weights remain: must not be trained on
                 raise errors.not_unloaded(step) from error
-            self.failures += 1
-            trainer.observer.note(self._failed(step, error))
+            failed = _why(error)
+        told = world.exchange(f"previews {step}", [failed, [asdict(shot) for shot in made]])
+        failed = next((why for why, _ in told if why), "")
+        if not failed:
+            shots = made if world.is_lone else [Shot(**shot) for _, theirs in told for shot in theirs]
+            failed = world.agreed(f"sheet {step}", self._write(trainer, step, shots))
+        self.failures = self.failures + 1 if failed else 0
+        if failed:
+            trainer.observer.note(self._failed(step, failed))
         if step < steps:
             trainer.observer.phase(trainer.placed.runner.doing())
 
@@ -214,19 +221,20 @@ class Previewer:
         before = [s for s in read_index(self.folder) if s.step <= trainer.progress.step]
         self.shots = [s for s in before if s.row in made and made[s.row].same_row(s)]
 
-    def _failed(self, step: int, error: Exception) -> str:
-        oom = comfy.model_management.is_oom(error)
-        why = "out of memory; make the previews smaller" if oom else str(error).strip().partition("\n")[0]
+    def _failed(self, step: int, why: str) -> str:
         then = "no more are made" if self.failures >= MOST_FAILURES else "training goes on and the next one is tried"
         return f"The preview at step {step} failed ({why}); {then}."
 
-    def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> None:
-        assert self.folder is not None and self.shots is not None
+    def _make(self, trainer: "Trainer", step: int, due: list[Row]) -> list[Shot]:
+        """Make the previews of a step and their files; on several devices, the part of them that this one takes."""
+        assert self.folder is not None
+        due, made = _part(due, trainer.world.rank, trainer.world.size), []
+        if not due:
+            return []
         loras = {ema: convert(trainer.learner.snapshot(ema)) for ema in {row.preview.use_ema for row in due}}
         trainer.observer.phase(f"Preview at step {step}")
         untrained = step == 0 and trainer.settings.network.start_from is None
         stages = {_sampled_by(row): self._stages_of(row.preview, loras, untrained) for row in due}
-        due = [row for key in stages for row in due if _sampled_by(row) == key]  # so that each model is loaded once
         unload()  # the trained weights and the sampled model may not fit on the device together
         with ExitStack() as stack:
             for model in self.models:
@@ -243,10 +251,25 @@ class Previewer:
                 frames = decode(row.preview.sampling.vae, latent)
                 shot = row.shot(step, len(frames))
                 save_shot(self.folder, shot, frames, row.preview.sampling.fps)
-                self.shots = [s for s in self.shots if (s.step, s.row) != (step, row.number)] + [shot]
+                made.append(shot)
+        return made
+
+    def _write(self, trainer: "Trainer", step: int, made: list[Shot]) -> str:
+        """Write index and sheet with the shots of a step. Returns why they could not be written; else empty."""
+        assert self.folder is not None and self.shots is not None
+        places = {(shot.step, shot.row) for shot in made}
+        self.shots = [s for s in self.shots if (s.step, s.row) not in places] + made
         self.shots.sort(key=lambda shot: (shot.step, shot.row))
-        write_index(self.folder, self.shots)
-        trainer.observer.previewed(write_sheet(self.folder, self.shots, [row.title for row in self.rows]), step)
+        if not trainer.world.is_first:
+            return ""
+        try:
+            write_index(self.folder, self.shots)
+            sheet = write_sheet(self.folder, self.shots, [row.title for row in self.rows])
+        except Exception as error:
+            log.warning("The sheet of the previews could not be written", exc_info=error)
+            return _why(error)
+        trainer.observer.previewed(sheet, step)
+        return ""
 
     def _stages_of(self, preview: Preview, loras: Mapping[bool, dict[str, Tensor]], untrained: bool) -> Stages:
         """Put the LoRA on the models that sample a preview.
@@ -283,6 +306,19 @@ class Previewer:
         attached = [compiled_model_of(model) for model in (self.model, *self.others)]
         compiled = {id(one): one for one in attached if one is not None}
         return sum(one.report().counts().graphs for one in compiled.values())
+
+
+def _part(due: list[Row], rank: int, size: int) -> list[Row]:
+    """Rows that a device takes: some behind one another, in an order in which each model is loaded once."""
+    keys = list(dict.fromkeys(map(_sampled_by, due)))
+    due = sorted(due, key=lambda row: keys.index(_sampled_by(row)))
+    return due[len(due) * rank // size : len(due) * (rank + 1) // size]
+
+
+def _why(error: Exception) -> str:
+    if comfy.model_management.is_oom(error):
+        return "out of memory; make the previews smaller"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _sampled_by(row: Row) -> tuple[int, bool]:
