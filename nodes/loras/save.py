@@ -1,5 +1,6 @@
 """Save LoRA and Loss Plot."""
 
+import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,7 +18,12 @@ from ...lora.files.readers import reader_notes
 from ...train.preview.loss_plot import plot_loss
 from ..common.dates import fill_in_dates
 from ..common.images import image_tensor
+from ..common.saved_workflow import workflow_files, workflow_texts
 from ..common.types import LoraModelType, LossMapType
+
+MOST_LETTERS = (
+    3_500_000  # of workflow and prompt; the frontend reads 4 MB of a file, in which the tensors are named too
+)
 
 
 class TesseraSaveLora(io.ComfyNode):
@@ -56,19 +62,40 @@ class TesseraSaveLora(io.ComfyNode):
                     tooltip="Number format of the file. bf16 is fine for nearly everything, at half the size of "
                     "fp32; fp16 is finer but overflows above 65504; fp32 saves the exact trained values, for merging.",
                 ),
+                io.Boolean.Input(
+                    "save_workflow",
+                    default=False,
+                    optional=True,
+                    tooltip="Puts the workflow into the file, so that dropping the LoRA into ComfyUI opens it. Switch "
+                    "it on to find out later how a LoRA was made; whoever gets the file can read it too.",
+                ),
             ],
             outputs=[io.String.Output(display_name="path", tooltip="Where the file was saved.")],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
     @classmethod
-    def execute(cls, lora: Mapping[str, torch.Tensor], filename_prefix: str, format: str, dtype: str) -> io.NodeOutput:
+    def execute(
+        cls,
+        lora: Mapping[str, torch.Tensor],
+        filename_prefix: str,
+        format: str,
+        dtype: str,
+        save_workflow: bool = False,
+    ) -> io.NodeOutput:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             checked_prefix(filename_prefix), folder_paths.get_output_directory()
         )
         file = Path(folder) / f"{name}_{counter:05}.safetensors"
-        save_lora(file, lora, format, dtype)
+        facts, note = dict(getattr(lora, "metadata", {})), ""
+        if save_workflow:
+            texts = workflow_texts(workflow_files(cls.hidden.prompt, cls.hidden.extra_pnginfo))
+            note = without_workflow(texts)
+            facts |= {} if note else texts
+        save_lora(file, lora, format, dtype, facts)
         saved = {"filename": file.name, "subfolder": subfolder, "type": "output", "format": format, "dtype": dtype}
-        return io.NodeOutput(str(file), ui={"tessera": [{**saved, "notes": reader_notes(lora, format)}]})
+        notes = [*reader_notes(lora, format), *filter(None, [note])]
+        return io.NodeOutput(str(file), ui={"tessera": [{**saved, "notes": notes}]})
 
 
 class TesseraLossPlot(io.ComfyNode):
@@ -113,6 +140,15 @@ class TesseraLossPlot(io.ComfyNode):
         picture = plot_loss([float(value) for value in series], smoothing, log_scale, validation=points)
         image = image_tensor(picture)
         return io.NodeOutput(image, ui=ui.PreviewImage(image, cls=cls))
+
+
+def without_workflow(texts: Mapping[str, str]) -> str:
+    """Say why a file can't carry the workflow; empty where it can."""
+    if not texts:
+        return "save_workflow: ComfyUI runs with --disable-metadata, so the workflow is not in the file."
+    if sum(len(json.dumps(text)) for text in texts.values()) > MOST_LETTERS:
+        return "save_workflow: the workflow is too large, ComfyUI reads 4 MB of a LoRA, so it is not in the file."
+    return ""
 
 
 def checked_prefix(prefix: str) -> str:

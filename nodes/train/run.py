@@ -25,6 +25,7 @@ from ...train.preview.previewer import Partner, Preview, Previewer, preview_note
 from ...train.settings import TrainSettings
 from ...train.train_lora import TrainResult, train_lora
 from ..common.images import image_tensor
+from ..common.saved_workflow import workflow_texts
 from .inherited_settings import inherited_compile, inherited_memory
 
 
@@ -50,7 +51,8 @@ def run(
     elsewhere: see `train_lora`.
     """
     previews = on_other_models(previews, model, settings.network)
-    watchers = [Previewer(previews, with_base(model, settings.network), partner)] if previews else []
+    based = with_base(model, settings.network)
+    watchers = [Previewer(previews, based, partner, workflow_texts(files))] if previews else []
     memory, memory_notes = inherited_memory(model, settings.memory)
     compile_settings, compile_notes = inherited_compile(model, settings.compile)
     data = replace(data, notes=(*data.notes, *compile_notes, *memory_notes, *preview_notes(previews, model)))

@@ -26,12 +26,12 @@ from ...train.preview.previewer import Partner, Preview, check_previews
 from ...train.settings import MemoryOptions, TrainSettings, ValidationOptions
 from ...train.train_lora import TrainResult
 from ..common.progress import ServerObserver
+from ..common.saved_workflow import workflow_files
 from ..common.types import LoraModelType, LossMapType
 from .devices import OnDevices, SameRun, chosen_devices
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .presets import CUSTOM, preset_notes
 from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
-from .saved_workflow import workflow_files
 from .session_outputs import record_outputs, record_stopped, times_lost
 from .train_inputs import train_inputs
 

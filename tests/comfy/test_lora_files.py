@@ -11,6 +11,7 @@ from pathlib import Path
 import folder_paths
 import pytest
 import torch
+from comfy_api.latest import io
 from comfy_extras.nodes_train import LoraModelLoader, LossGraphNode, SaveLoRA, _setup_lora_adapters
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -80,6 +81,29 @@ def test_save_lora_numbers_its_files_and_tells_the_frontend(modules):
         assert file.metadata() == {"ss_sd_model_name": "flux.safetensors"}
         assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}
     assert load_file(folder / "mine_00002.safetensors").keys() == convert(lora, "comfyui").keys()
+
+
+def test_a_saved_lora_carries_the_workflow_that_its_user_asks_for(modules, tmp_path):
+    """Under the names that the frontend reads, and of a folder elsewhere the last name only."""
+    lora = LoraModel.from_modules(modules, {"ss_tag": "kept"})
+    (tmp_path / "secret" / "faces").mkdir(parents=True)
+    prompt = {"1": {"class_type": "TesseraImageFolder", "inputs": {"folder": str(tmp_path / "secret" / "faces")}}}
+    workflow = {"nodes": [{"id": 1, "widgets_values": ["loras/mine", 'a "quoted" caption']}]}
+
+    def headers(workflow, **asked):
+        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: {"workflow": workflow}}
+        clone = TesseraSaveLora.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
+        output = clone.execute(lora, "loras/with_workflow", "kohya", "bf16", **asked)
+        with safe_open(output.args[0], "pt") as file:
+            return file.metadata(), output.ui["tessera"][0]["notes"]
+
+    found, notes = headers(workflow, save_workflow=True)
+    assert json.loads(found["workflow"]) == workflow and found["ss_tag"] == "kept"
+    assert "secret" not in json.dumps(found)
+    assert not any("save_workflow" in note for note in notes)
+    assert headers(workflow)[0] == {"ss_tag": "kept"}
+    found, notes = headers({"nodes": ['"' * 1_000_000]}, save_workflow=True)  # four letters each in the file's header
+    assert found == {"ss_tag": "kept"} and notes[-1].startswith("save_workflow: the workflow is too large")
 
 
 @pytest.mark.parametrize("prefix", ["../mine", "loras/../../mine", "/srv/mine", "C:\\mine", "..\\mine", "~/mine", ""])

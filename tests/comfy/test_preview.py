@@ -28,6 +28,7 @@ from tiny.runs import Watcher, run_settings, sample, training_data
 from tiny.sampling import conditioning, unload_outside_inference_mode
 
 SIZE = {"width": 64, "height": 48, "steps": 2}
+TEXTS = {"workflow": '{"nodes": ["ä"]}', "prompt": "{}"}
 
 
 def preview(vae, seed=5, every=2, text=0, at_start=True, use_ema=True, **changes):
@@ -41,7 +42,7 @@ def one_size():
 
 def run(model, root, previews=(), watcher=None, **changes):
     changes = {"steps": 4, "optimizer": {"learning_rate": 0.05}, **changes}
-    watchers = [Previewer(previews, model)] if previews else []
+    watchers = [Previewer(previews, model, texts=TEXTS)] if previews else []
     how = CompileSettings("eager")
     return train_lora(model, one_size(), run_settings(**changes), root, watcher or Watcher(), how, watchers)
 
@@ -75,6 +76,8 @@ def test_the_picture_at_a_step_is_what_core_makes_of_the_lora_saved_at_it(tiny_f
     folder = result.path.parent
     files = [f"previews/step{step:06d}_{row}.png" for step in (0, 2, 4) for row in range(4)]
     assert result.summary["previews"] == {"sheet": "previews/sheet.png", "files": files, "graphs_compiled": 0}
+    with Image.open(folder / "previews" / "sheet.png") as sheet:
+        assert sheet.text == TEXTS
     made = {}
     for step, lora in {0: None, 2: folder / "tiny_steps" / "tiny-step000002.safetensors", 4: result.path}.items():
         for row, (seed, text) in enumerate([(5, 0), (6, 0), (5, 3)]):

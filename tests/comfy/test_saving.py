@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tessera.nodes.train.saved_workflow import workflow_files
+from tessera.nodes.common.saved_workflow import workflow_files
 from tessera.train.preview.gallery import Shot, save_shot
 from tiny.prompt import node
 from tiny.runs import Watcher, cancel_at, mixed_data, run_settings, sample, train, training_data

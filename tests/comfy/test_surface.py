@@ -352,6 +352,7 @@ SURFACE = {
             'filename_prefix STRING = "loras/tessera"',
             'format COMBO = "kohya"',
             'dtype COMBO = "bf16"',
+            "save_workflow? BOOLEAN = false",
         ],
         ["STRING path"],
     ),

@@ -5,7 +5,7 @@ The folder `previews` in the run's folder holds images (`step000100_0.png`), vid
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,12 @@ def write_index(folder: Path, shots: Sequence[Shot]) -> None:
     write_atomically(folder / INDEX, write)
 
 
-def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Path:
+def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str], texts: Mapping[str, str]) -> Path:
     """Write the contact sheet, with a row per prompt and seed and a column per step. Returns its path.
 
     Of more than MOST_COLUMNS steps, evenly spaced ones from first to last are shown.
+
+    texts: text chunks of the PNG, by keyword.
     """
     steps = spread(sorted({shot.step for shot in shots}), MOST_COLUMNS)
     cells = {}
@@ -121,7 +123,10 @@ def write_sheet(folder: Path, shots: Sequence[Shot], rows: Sequence[str]) -> Pat
             cells[shot.row, steps.index(shot.step)] = picture
     sheet = render_sheet(rows, [f"step {step}" for step in steps], cells)
     path = folder / SHEET
-    write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
+    metadata = PngInfo()
+    for key, text in texts.items():
+        metadata.add_text(key, text)
+    write_atomically(path, lambda beside: sheet.save(beside, "PNG", pnginfo=metadata))
     return path
 
 

@@ -145,6 +145,7 @@ class Previewer:
 
     model: the user's MODEL with its patches, block swap and compile settings.
     partner: the other expert of Wan 2.2, None for a single model.
+    texts: what the sheet carries, by key: the graph that made it.
 
     A preview with a MODEL of its own is sampled on that, see `other_model`.
 
@@ -154,10 +155,16 @@ class Previewer:
     Raises ValueError where a preview does not match the model.
     """
 
-    def __init__(self, previews: Sequence[Preview], model: ModelPatcher, partner: Partner | None = None):
+    def __init__(
+        self,
+        previews: Sequence[Preview],
+        model: ModelPatcher,
+        partner: Partner | None = None,
+        texts: Mapping[str, str] | None = None,
+    ):
         family = family_of(model)
         check_previews(previews, family, model)
-        self.rows, self.model, self.partner = rows_of(previews), model, partner
+        self.rows, self.model, self.partner, self.texts = rows_of(previews), model, partner, texts or {}
         self.boundary = None if partner is None else partner.boundary or family.expert_boundary(model.model)
         self.own_models = [model] if partner is None else [model, partner.model]
         # Each once, by identity: previews of a chain may share one.
@@ -264,7 +271,7 @@ class Previewer:
             return ""
         try:
             write_index(self.folder, self.shots)
-            sheet = write_sheet(self.folder, self.shots, [row.title for row in self.rows])
+            sheet = write_sheet(self.folder, self.shots, [row.title for row in self.rows], self.texts)
         except Exception as error:
             log.warning("The sheet of the previews could not be written", exc_info=error)
             return _why(error)

@@ -1,4 +1,4 @@
-"""The queued graph, saved beside a run so that it can be opened and queued again."""
+"""The queued graph, saved with what was made by it so that it can be opened and queued again."""
 
 import json
 from collections.abc import Mapping
@@ -28,6 +28,12 @@ def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
         nodes = {id: {key: node[key] for key in node if key != "is_changed"} for id, node in prompt.items()}
         files[API] = json.dumps(_without_folders(nodes), indent=1)
     return files
+
+
+def workflow_texts(files: Mapping[str, str]) -> dict[str, str]:
+    """Return what `workflow_files` gives, by the names under which ComfyUI's frontend reads it in a PNG or a LoRA file."""
+    keys = {"workflow": WORKFLOW, "prompt": API}
+    return {key: json.dumps(json.loads(files[suffix])) for key, suffix in keys.items() if suffix in files}
 
 
 def _without_folders(value: Any) -> Any:
