@@ -2,6 +2,7 @@
 
 from graph import Graph, ModelFile, Node, Output
 from parts import (
+    DATA,
     EDIT,
     FOLDER_TALL,
     LORA_TALL,
@@ -12,7 +13,6 @@ from parts import (
     PLAN_TALL,
     QUICK,
     SWAPPED,
-    WIDE,
     hub_file,
     ksampler,
     load,
@@ -136,7 +136,7 @@ def flux2_lora(graph: Graph) -> None:
 
 def _face(graph: Graph, clip: Output, vae: Output, **given: object) -> tuple[Node, Node, Output]:
     """A folder of pictures of one person, and the prompt of the previews."""
-    graph.column("Pictures and captions", WIDE)
+    graph.column("Pictures and captions", DATA)
     own = graph.node(
         "TesseraImageFolder", tall=FOLDER_TALL + 30, folder="input/my_pictures", trigger_words="ohwx woman", **given
     )
@@ -152,7 +152,7 @@ def lora_with_everything(graph: Graph) -> None:
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data, _, guided = _face(graph, clip[0], vae[0], caption_dropout=0.05)
     options = preview(graph, vae[0], guided, width=768, height=768)
-    graph.column("Options", 310)
+    graph.column("Options", NARROW)
     network = graph.node("TesseraLoraNetwork", tall=560, rank=16, alpha=16, model=model[0])
     optimizer = graph.node("TesseraOptimizer", lr_scheduler="cosine", warmup_steps=50, ema_decay=0.99)
     graph.beside(NARROW)

@@ -16,7 +16,7 @@ SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
 PLAN_TALL, PANEL_TALL, PICTURE_TALL = 430, 740, 330
 LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 215
 FOLDER_TALL, CLIPS_TALL = 620, 670  # with thumbnails, or the sentence that the folder is not there yet
-WIDE, MIDDLE, NARROW = 340, 300, 290  # columns of data, of prompts, and rows of two beside one another
+WIDE, DATA, MIDDLE, NARROW = 340, 380, 300, 290  # columns of data, of prompts, and rows of two beside one another
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
 EDIT = (
     "The picture before the edit goes into `input/{folder}` under the same name; several for one picture: `a_0.jpg`, "
@@ -86,7 +86,7 @@ def load(
 
 
 def pictures(graph: Graph, vae: Output, clip: Output, folder: str = "my_pictures", **given: object) -> Node:
-    graph.column("Pictures and captions", WIDE)
+    graph.column("Pictures and captions", DATA)
     controls = {"control_folder": given.pop("control_folder")} if "control_folder" in given else {}
     chosen = graph.node(
         "TesseraImageFolder", tall=FOLDER_TALL + 90 * bool(controls), folder=f"input/{folder}", **controls
@@ -95,7 +95,7 @@ def pictures(graph: Graph, vae: Output, clip: Output, folder: str = "my_pictures
 
 
 def clips(graph: Graph, vae: Output, clip: Output, target_frames: str, fps: int = 16, **given: object) -> Node:
-    graph.column("Clips and captions", WIDE)
+    graph.column("Clips and captions", DATA)
     speed = {} if fps == 16 else {"fps": fps}
     chosen = graph.node(
         "TesseraVideoFolder", tall=CLIPS_TALL, folder="input/my_clips", target_frames=target_frames, **speed
