@@ -31,7 +31,7 @@ def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
 
 
 def workflow_texts(files: Mapping[str, str]) -> dict[str, str]:
-    """Return what `workflow_files` gives, by the names under which ComfyUI's frontend reads it in a PNG or a LoRA file."""
+    """Return what `workflow_files` gives, by the names that the frontend reads in a PNG or a LoRA file."""
     keys = {"workflow": WORKFLOW, "prompt": API}
     return {key: json.dumps(json.loads(files[suffix])) for key, suffix in keys.items() if suffix in files}
 

@@ -145,6 +145,12 @@ def without_side(name: str) -> str:
     return re.sub(f"_({HIGH}|{LOW})", "", name)
 
 
+def _plain(name: str) -> str:
+    """A LoRA's name without a side, in the same folder: numbers of runs of different names say nothing of a pair."""
+    place = PurePosixPath(name)
+    return str(place.with_name(without_side(place.name)))
+
+
 def _swapped(name: str, side: str, other: str) -> PurePosixPath:
     place = PurePosixPath(name)
     return place.with_name(place.name.replace(side, other))
@@ -155,7 +161,7 @@ def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list
     wanted = _swapped(name, side, other)
     if str(wanted) in listed:
         return [str(wanted)]
-    if side == LOW and (plain := without_side(name)) in listed:
+    if side == LOW and (plain := _plain(name)) in listed:
         return [plain]
     folder = run_folder(name)
     own = name_of(folder.name)
@@ -172,7 +178,7 @@ def _candidates(name: str, side: str, other: str, listed: Sequence[str]) -> list
 
 def _named_after(name: str, listed: Sequence[str]) -> list[str]:
     """Find the low noise half of a LoRA whose own name states no side."""
-    halves = {_side_of(one): one for one in listed if _side_of(one) and without_side(one) == name}
+    halves = {_side_of(one): one for one in listed if _side_of(one) and _plain(one) == name}
     return [halves[LOW]] if halves.keys() == {LOW} else []
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 import folder_paths
@@ -60,7 +59,8 @@ def matching(line: str, listed: Sequence[str]) -> list[str]:
     """
     exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
     patterns = {line, line.replace("-*/", " (*)/")}
-    return exact or [name for name in listed if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    kinds = [re.compile(re.escape(pattern).replace(r"\*", ".*"), re.DOTALL) for pattern in patterns]
+    return exact or [name for name in listed if any(kind.fullmatch(name) for kind in kinds)]
 
 
 def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:

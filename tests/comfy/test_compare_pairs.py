@@ -42,7 +42,8 @@ FILES = [
     *("own_high_noise", "own_low_noise", "lone_low_noise", "both", "saved/own_high_noise_00001"),
     *("saved/own_low_noise_00001", "saved/own_low_noise_00002", "light_HIGH", "light_LOW", "old", "old_low_noise"),
     *("two_high_noise-1a2b3c4d/two_high_noise", "two_low_noise-00000000/two_low_noise"),
-    *("two_low_noise-00000000-2/two_low_noise",),
+    *("two_low_noise-00000000-2/two_low_noise", "twin (001)/twin", "twin_high_noise (001)/twin_high_noise"),
+    *("twin_low_noise (001)/twin_low_noise", "v[2] (001)/v[2]", "v[2] (001)/v[2]_low_noise"),
 ]
 
 
@@ -162,6 +163,9 @@ def test_either_half_names_a_pair_and_either_run_all_of_its_saves(files):
     assert pairs("saved\\own_00001", "none") == pairs("saved/own_low_noise_00001", "none") == [numbered]
     for line in ("old", "old_low_noise"):  # which once was the high noise half's name
         assert pairs(line, "none") == [Pair(file("old"), file("old_low_noise"))]
+    twin = Pair(file("twin_high_noise (001)/twin_high_noise"), file("twin_low_noise (001)/twin_low_noise"))
+    assert pairs("twin_low_noise (001)/*", "none") == [twin]  # and not another run that has the same number
+    assert pairs("v[2] (*)/*", "none") == [Pair(file("v[2] (001)/v[2]"), file("v[2] (001)/v[2]_low_noise"))]
     assert pairs("light_HIGH + light_LOW", "none") == [Pair(file("light_HIGH"), file("light_LOW"))]
     assert pairs("both + both", "none") == [Pair(file("both"), file("both"))]
     assert pairs("none + lone_low_noise", "none") == [Pair(None, file("lone_low_noise"))]

@@ -1,6 +1,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from pathlib import Path
 from unicodedata import normalize
 
 import pytest
@@ -102,6 +103,30 @@ def test_a_new_run_takes_its_folder_and_leaves_nothing_else_in_it(tmp_path):
     taken = folder.taken()
     assert taken == RunFolder(tmp_path / "styles" / "face (001)", "face") and not list(taken.path.iterdir())
     assert taken.taken() == taken and not list(taken.path.iterdir())
+
+
+def test_the_number_of_a_deleted_folder_is_not_given_again(tmp_path):
+    """ComfyUI would show the LoRA of that name that it has in memory."""
+    for number in (1, 2, 3):
+        taken = open_folder(tmp_path, "face", KEY, None).taken()
+        assert taken.path.name == f"face (00{number})"
+        taken.path.rmdir()
+    assert open_folder(tmp_path, "other", KEY, None).path.name == "other (001)"
+
+
+def test_a_folder_whose_longest_file_does_not_fit_is_refused_before_training(tmp_path, monkeypatch):
+    """As Windows does it past 260 letters: the LoRA of a step has the longest path."""
+    folder, touch = open_folder(tmp_path, "face", KEY, None), Path.touch
+
+    def short(path, **how):
+        if path.parent.name == "face_steps":
+            raise FileNotFoundError(2, "too long", str(path))
+        touch(path, **how)
+
+    monkeypatch.setattr(Path, "touch", short)
+    with pytest.raises(ValueError, match="output_name: the run's folder cannot be written"):
+        folder.taken()
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_two_runs_take_one_folder_however_many_begin_at_once(tmp_path):

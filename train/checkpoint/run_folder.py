@@ -41,6 +41,11 @@ def place_of(output_name: str) -> PurePosixPath:
     return PurePosixPath(output_name.replace("\\", "/"))
 
 
+# The last number that this process gave to a run of a path and name. It is not given again after the folder was
+# deleted: ComfyUI keeps LoRAs in memory by the names of their files.
+_highest: dict[Path, int] = {}
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Folder of one run.
@@ -118,14 +123,17 @@ class RunFolder:
         """
         try:
             taken = self._made() if self.is_new else self
-            trial = taken.path / "trial"
+            trial = taken.step_lora_path(0).with_suffix(
+                ".trial"
+            )  # the longest path: Windows may allow no more than 260
             try:
                 write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
                 trial.unlink()
             except OSError:
                 if self.is_new:
-                    taken.path.rmdir()
+                    _remove_empty(trial.parent, taken.path)
                 raise
+            _remove_empty(trial.parent)
         except OSError as error:
             raise ValueError(f"output_name: the run's folder cannot be written: {error.strerror}") from error
         return taken
@@ -135,6 +143,7 @@ class RunFolder:
         number = number_of(self.path.name)
         while True:
             path = self.path.with_name(numbered(self.name, number))
+            _highest[path.parent / self.name] = number
             try:
                 path.mkdir()
             except FileExistsError:  # another server or thread came first
@@ -192,6 +201,12 @@ def step_loras(folder: Path, name: str) -> dict[int, Path]:
     places = [place for place in (folder, folder / f"{name}{STEPS}") if place.is_dir()]
     found = ((pattern.fullmatch(path.name), path) for place in places for path in place.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def _remove_empty(*folders: Path) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds files
+            folder.rmdir()
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -263,7 +278,8 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
             return folder
     if (free := next((folder for folder in own if folder.is_free()), None)) is not None:
         return free
-    number = 1 + max((number_of(folder.path.name) for folder in folders), default=0)
+    numbers = [number_of(folder.path.name) for folder in folders]
+    number = 1 + max([_highest.get(place, 0), *numbers])
     return RunFolder(place.with_name(numbered(place.name, number)), place.name, is_new=True)
 
 

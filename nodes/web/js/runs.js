@@ -59,10 +59,18 @@ function ownWidget(node, name) {
   return linked ? undefined : node.widgets?.find((widget) => widget.name === name)
 }
 
+/** Tells whether the node's name is the run's, or that of the pair of experts which the run is one of. */
+function isNamed(node, run) {
+  const plain = (name) => name?.trim().replaceAll('\\', '/').normalize('NFC')
+  const [own, name] = [plain(ownWidget(node, 'output_name')?.value), plain(run.output_name)]
+  return own === name || own === name?.replace(/_(high|low)_noise$/, '')
+}
+
 /** The steps that Continue raises `steps` to; none where the graph would not go on with this run. */
 function furtherSteps(node, run) {
   const [steps, resume] = [ownWidget(node, 'steps'), ownWidget(node, 'resume')]
   const isOver = run.status === 'finished' && !run.running && run.can_go_on
+  if (!isNamed(node, run)) return undefined
   const goesOn = isOver && resume?.value === 'latest' && steps && steps.value <= run.steps
   const further = run.steps + run.first_steps
   return goesOn && further <= (steps.options?.max ?? Infinity) ? further : undefined
@@ -89,9 +97,15 @@ async function copyName({ run }) {
   }
 }
 
-async function update(node, live) {
+/** The newest run of the node's name. */
+async function newestOf(node) {
   const name = ownWidget(node, 'output_name')?.value
-  const [newest] = (name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`)))?.runs ?? []
+  return name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`))?.runs[0]
+}
+
+async function update(node, live) {
+  // A run in training is asked for by itself: its name may be changed on the node meanwhile.
+  const newest = live.run?.running ? { id: live.id } : await newestOf(node)
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
     if (node.tesseraPanel) setPanel(node, undefined)
@@ -104,7 +118,10 @@ async function update(node, live) {
     live.points = []
     run = await ask(`/tessera/runs/${newest.id}?since=0`)
   }
-  if (!run) return
+  if (!run) {
+    live.run = undefined // its folder is gone
+    return
+  }
   live.run = run
   live.points.push(...run.loss)
   await updatePreviews(live)
@@ -121,7 +138,10 @@ async function updatePreviews(live) {
   if (sampled === live.sampled) return
   const listed = live.run.previews.length ? (await ask(`/tessera/runs/${live.id}/previews`))?.previews : []
   if (!listed) return
-  live.previews = listed.filter(({ step }) => live.run.previews.includes(step)) // not those of steps that were given up
+  const { id } = live // which a preview that is open large keeps
+  live.previews = listed
+    .filter(({ step }) => live.run.previews.includes(step)) // not those of steps that were given up
+    .map((preview) => ({ ...preview, id }))
   live.sampled = sampled
 }
 
@@ -131,8 +151,8 @@ function drawOn(node, live) {
   const panel = before ?? makePanel(
     (what) => askFor(live, what),
     { copy: () => copyName(live), compare: () => compareSaves(node, live), goOn: () => goOn(node, live) },
-    ({ step, row, changed }, small) =>
-      api.apiURL(`/tessera/runs/${live.id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`),
+    ({ id, step, row, changed }, small) =>
+      api.apiURL(`/tessera/runs/${id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`),
   )
   const height = panel.dataset.height
   draw(panel, live.run, live.points, live.previews, furtherSteps(node, live.run))

@@ -45,7 +45,13 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
       try {
         const name = await upload(file, file.name, subfolder)
         const caption = captionOf(file)
-        if (caption) await upload(caption, `${stemOf(name)}${ending}`, subfolder)
+        if (name !== file.name) problems.push(`There is another ${file.name} already, so it is ${name} now.`)
+        if (!caption) continue
+        const wanted = `${stemOf(name)}${ending}`
+        const got = await upload(caption, wanted, subfolder)
+        if (got !== wanted) {
+          problems.push(`${wanted} is there already with other text and stays in use; the caption that you dropped is ${got}.`)
+        }
       } catch (error) {
         problems.push(`${file.name} was not copied: ${error.message}`)
       }
