@@ -267,7 +267,7 @@ class CompiledModel:
                 return
             found = self._wiring[name] = tracer.wiring()
             if isinstance(found, str):
-                self.note(f"scope stack: {name} is compiled block by block, since {found}.")
+                self.note(f"scope stack: {name} is compiled block by block, because {found}.")
 
         placed.push(learn)
         for block in blocks:

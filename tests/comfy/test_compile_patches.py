@@ -272,7 +272,7 @@ def test_what_a_controlnet_adds_is_added(name, residuals, scope, tiny_files):
         == compiled_model.report().counts().graphs
         == {"blocks": 12 if name == "sdxl" else 2, "stack": 2, "model": 1}[scope]
     )
-    said = "scope stack: this run compiles block by block, since a ControlNet adds to the blocks' results."
+    said = "scope stack: this run compiles block by block, because a ControlNet adds to the blocks' results."
     assert compiled_model.notes == ([said] if scope == "stack" else [])
 
 
@@ -280,7 +280,7 @@ def test_vace_is_compiled_block_by_block_with_scope_stack(tiny_files):
     model = tiny.load_model("wan_vace", tiny_files["wan_vace"])
     clone, compiled_model = compiled(model, scope="stack")
     assert torch.equal(sample(clone, "wan_vace"), sample(model, "wan_vace"))
-    said = "scope stack: this run compiles block by block, since VACE adds to the blocks' results."
+    said = "scope stack: this run compiles block by block, because VACE adds to the blocks' results."
     assert compiled_model.notes == [said]
     assert {region.report.label.partition(" ")[0] for region in compiled_model.regions.values()} == {
         "WanAttentionBlock",
