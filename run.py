@@ -22,6 +22,7 @@ import importlib
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
@@ -287,9 +288,14 @@ class Run:
             main.cleanup_temp()
 
     def end_by_signal(self, number: int, _: Any) -> None:
-        """Cancel, as the browser's button does: a run that trains saves first. The second time ends it at once."""
+        """Cancel, as the browser's button does: a run that trains saves first. A second Ctrl+C ends it at once.
+
+        A second SIGTERM is one that several have sent, such as systemd and torchrun, while it saves.
+        """
         if self.signal is not None:
-            os._exit(128 + number)
+            if number == signal.SIGINT:
+                os._exit(128 + number)
+            return
         self.signal = number
         importlib.import_module("nodes").interrupt_processing()
 
@@ -495,7 +501,12 @@ def watch_parent(rank: Rank, launches: bool) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            if given and launches:
+                # The server's end of this pipe is closed as well where the server starts anew in its own process.
+                if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 1):
+                    break
+            else:
+                time.sleep(0.5)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="tessera-parent", daemon=True).start()
@@ -580,7 +591,7 @@ def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
             "--result",
             path,
         ]
-        failed = torchrun_failure([*torchrun, *behind])
+        failed = torchrun_failure([*torchrun, *behind], devices)
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -599,7 +610,7 @@ def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
     return int(code)
 
 
-def torchrun_failure(arguments: Sequence[str]) -> tuple[int, int] | None:
+def torchrun_failure(arguments: Sequence[str], devices: int) -> tuple[int, int] | None:
     """Run torchrun. Returns rank and exit code of the process that failed first; None where none has of itself."""
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     api = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
@@ -607,6 +618,14 @@ def torchrun_failure(arguments: Sequence[str]) -> tuple[int, int] | None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Seconds until torchrun kills a process that it has asked to end: a long micro-batch comes before the save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    # It holds where torchrun itself is asked to end; where a process has failed, torchrun gives the others 30 seconds.
+    close = api.PContext.close
+
+    def patient(context: Any, death_sig: Any = None, timeout: int = 30) -> None:
+        close(context, death_sig, max(timeout, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])))
+
+    api.PContext.close = patient
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))  # torchrun would set 1
     for name in ("torch.distributed.elastic", "torch.distributed.run"):  # what is worth telling is told in a sentence
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -231,6 +231,8 @@ class Saver:
 
     def keep_best(self, loss: float) -> None:
         """Write the best LoRA if `loss` is lower than the loss of the one on disk. A failure to write is reported."""
+        if not self.writes:
+            return
         if self.best is not None and loss >= self.best.loss:
             return
         best = Best(self.folder.best_path.name, self.progress.step, loss, self.validation_key)

@@ -196,6 +196,13 @@ class OnDevices:
             observer.validated(event["step"], event["loss"])
 
 
+def stopped_before(begun: RunStart) -> TrainResult | None:
+    """Return a run of a node in front of the one that trains here, where its user has stopped it: that LoRA went on."""
+    summary = begun.folder.read_summary()
+    is_it = summary is not None and summary["key"] == begun.key and summary["status"] == STOPPED
+    return read_finished(begun.folder) if is_it else None
+
+
 class SameRun:
     """Check, in a process that trains for the node of a server, that its first run is the one that the node asks for.
 

@@ -28,7 +28,7 @@ from ...train.train_lora import TrainResult
 from ..common.progress import ServerObserver
 from ..common.saved_workflow import workflow_files
 from ..common.types import LoraModelType, LossMapType
-from .devices import OnDevices, SameRun, chosen_devices
+from .devices import OnDevices, SameRun, chosen_devices, stopped_before
 from .inherited_settings import overridden_notes, shared_lora_notes
 from .presets import CUSTOM, preset_notes
 from .run import node_ui, outputs, preview_sheet, run, runs_folder, settings_of_run
@@ -145,7 +145,8 @@ class TesseraTrainLora(io.ComfyNode):
         if chosen := chosen_devices(devices):
             elsewhere = OnDevices(chosen, prompt, extra, settings, files, observer)
         elif job is not None:
-            elsewhere = SameRun(job.facts.key)
+            trains = observer.node_id == job.facts.queued.get("node")
+            elsewhere = SameRun(job.facts.key) if trains else stopped_before
         with torch.inference_mode(False):
             if model_low_noise is None:
                 result = run(model, data, settings, observer, files, preview, elsewhere=elsewhere)

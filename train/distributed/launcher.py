@@ -133,7 +133,7 @@ class Launched:
             self.process = subprocess.Popen(
                 [sys.executable, *own, "--", *options],
                 env=child_environment(os.environ, [] if on_cpu else devices, comfyui, job.folder),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # which tells it when this process is gone
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
