@@ -1,6 +1,6 @@
 """Presets of Train LoRA: what the browser fills in for a kind of subject, and what a prompt that differs is told.
 
-Steps, rank and accumulation are those of the help page's table, which names its sources (ai-toolkit's FLUX example;
+Steps, rank and accumulation are those of the help page, which names its sources (ai-toolkit's FLUX example;
 DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are those of
 ai-toolkit's examples (FLUX, SDXL: 1e-4) and of musubi-tuner's docs (Wan and HunyuanVideo 2e-4, Qwen-Image 5e-5).
 """

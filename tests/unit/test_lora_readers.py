@@ -94,5 +94,5 @@ def readers(family: Family, layout: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_help_page_lists_the_same(family):
-    row = " | ".join((family.title, *(readers(family, layout) for layout in FORMATS)))
-    assert f"| {row} |\n" in PAGE.read_text(encoding="utf-8")
+    item = "<br>".join((f"- **{family.title}**", *(f"`{layout}`: {readers(family, layout)}" for layout in FORMATS)))
+    assert f"{item}\n" in PAGE.read_text(encoding="utf-8")
