@@ -1,0 +1,88 @@
+"""Translations of the nodes: none is missing, none is left over, and each has the numbers of the English sentence."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tessera.nodes import NODES
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCALES = ROOT / "locales"
+LANGUAGES = sorted(path.parent.name for path in LOCALES.glob("*/nodeDefs.json"))
+DEFINITIONS = {
+    language: json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8")) for language in LANGUAGES
+}
+SCHEMAS = {node.GET_SCHEMA().node_id: node.GET_SCHEMA() for node in NODES}
+# Of the README's first run; the frontend shows the English page of a node that has none in its language.
+FIRST_RUN = [
+    "TesseraLoadDiffusionModel",
+    "TesseraImageFolder",
+    "TesseraPrepareDataset",
+    "TesseraTrainLora",
+    "TesseraSaveLora",
+]
+NOTE = "_machine_made"
+SYNTAX = set("{}|@")  # of vue-i18n, which reads names and descriptions as messages but tooltips as they are
+
+every_language = pytest.mark.parametrize("language", LANGUAGES)
+every_node = pytest.mark.parametrize("node_id", SCHEMAS)
+
+
+def numbers(text: str) -> set[str]:
+    """The numbers of a sentence, without those of names such as FLUX.2, int8 and a_0.png."""
+    return set(re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?!\w|-\d)", text, re.ASCII))
+
+
+def test_these_languages_are_translated():
+    assert LANGUAGES == ["zh"]
+
+
+@every_language
+def test_a_language_has_exactly_the_nodes(language):
+    assert set(DEFINITIONS[language]) == {*SCHEMAS, NOTE}
+
+
+@every_language
+@every_node
+def test_a_language_has_exactly_the_inputs_and_outputs_of_a_node(language, node_id):
+    schema, found = SCHEMAS[node_id], DEFINITIONS[language][node_id]
+    assert set(found) == {"display_name", "description", "inputs", "outputs"}
+    assert list(found["inputs"]) == [i.id for i in sorted(schema.inputs, key=lambda each: each.optional)]
+    assert list(found["outputs"]) == [str(number) for number, _ in enumerate(schema.outputs)]
+    for item in found["inputs"].values():
+        assert set(item) == {"name", "tooltip"}
+    for output, item in zip(schema.outputs, found["outputs"].values(), strict=True):
+        assert set(item) == ({"name", "tooltip"} if output.tooltip else {"name"})
+
+
+@every_language
+@every_node
+def test_a_translation_has_text_for_the_frontend_everywhere(language, node_id):
+    found = DEFINITIONS[language][node_id]
+    items = [*found["inputs"].values(), *found["outputs"].values()]
+    messages = [found["display_name"], found["description"], *(item["name"] for item in items)]
+    assert [text for text in messages if not text.strip() or SYNTAX & set(text)] == []
+    assert [item for item in items if len(item.get("tooltip", "long enough")) < 5] == []
+
+
+@every_language
+@every_node
+def test_a_tooltip_ends_with_the_name_that_messages_of_the_server_use(language, node_id):
+    for name, item in DEFINITIONS[language][node_id]["inputs"].items():
+        assert item["tooltip"].endswith(f" [{name}]")
+
+
+@every_language
+@every_node
+def test_a_translation_has_the_numbers_of_the_english_sentence(language, node_id):
+    schema, found = SCHEMAS[node_id], DEFINITIONS[language][node_id]
+    english = {i.id: i.tooltip for i in schema.inputs}
+    translated = {name: item["tooltip"].removesuffix(f" [{name}]") for name, item in found["inputs"].items()}
+    wrong = {name: numbers(english[name]) ^ numbers(text) for name, text in translated.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+@every_language
+def test_a_translation_says_that_it_is_machine_made(language):
+    assert DEFINITIONS[language][NOTE].endswith("Machine-made; no speaker has read it yet.")
