@@ -14,7 +14,8 @@ DEFINITIONS = {
     language: json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8")) for language in LANGUAGES
 }
 SCHEMAS = {node.GET_SCHEMA().node_id: node.GET_SCHEMA() for node in NODES}
-# Of the README's first run; the frontend shows the English page of a node that has none in its language.
+DOCS = ROOT / "nodes" / "web" / "docs"
+# Of the first workflow. The frontend asks for <node id>/<language>.md and then for <node id>.md, which is English.
 FIRST_RUN = [
     "TesseraLoadDiffusionModel",
     "TesseraImageFolder",
@@ -86,3 +87,20 @@ def test_a_translation_has_the_numbers_of_the_english_sentence(language, node_id
 @every_language
 def test_a_translation_says_that_it_is_machine_made(language):
     assert DEFINITIONS[language][NOTE].endswith("Machine-made; no speaker has read it yet.")
+
+
+def test_the_nodes_of_the_first_run_have_a_chinese_help_page():
+    assert {path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*")} == {f"{node}/zh.md" for node in FIRST_RUN}
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ((?:`[^`]*`)?) ?\| ", english.split("\n## Inputs\n")[1].split("\n## ")[0], re.M)
+    inputs = DEFINITIONS["zh"][node_id]["inputs"]
+    assert [name for name, _ in rows] == list(inputs)
+    for name, default in rows:
+        assert f"| `{name}` | {inputs[name]['name']} | {default} | " in page
+    assert page.startswith(f"# {DEFINITIONS['zh'][node_id]['display_name']}\n")
+    assert "Machine-made; no speaker has read it yet." in page

@@ -575,8 +575,9 @@ def test_the_help_page_explains_every_input_with_its_default(node_id):
 
 
 def test_every_help_page_belongs_to_a_node():
-    assert {page.stem for page in DOCS.iterdir()} == set(SURFACE)
-    for page in DOCS.iterdir():
+    pages = [each for each in DOCS.iterdir() if each.is_file()]  # folders hold translations, see test_locales
+    assert {page.stem for page in pages} == set(SURFACE)
+    for page in pages:
         assert page.read_text(encoding="utf-8").startswith(f"# {SURFACE[page.stem][0]}\n")
 
 
