@@ -36,7 +36,7 @@ def numbers(text: str) -> set[str]:
 
 
 def test_these_languages_are_translated():
-    assert LANGUAGES == ["ja", "zh"]
+    assert LANGUAGES == ["ja", "ko", "zh"]
 
 
 @every_language
