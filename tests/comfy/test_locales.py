@@ -106,3 +106,20 @@ def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(n
         assert f"| `{name}` | {inputs[name]['name']} | {default} | " in page
     assert page.startswith(f"# {DEFINITIONS['zh'][node_id]['display_name']}\n")
     assert "Machine-made; no speaker has read it yet." in page
+
+
+@every_language
+def test_the_titles_of_all_workflows_are_translated(language):
+    english, found = (
+        json.loads((LOCALES / each / "main.json").read_text(encoding="utf-8")) for each in ("en", language)
+    )
+    assert found.pop(NOTE) == DEFINITIONS[language][NOTE]
+    assert found.keys() == english.keys() == {"templateWorkflows"}
+    for kind, folders in english["templateWorkflows"].items():
+        translated = found["templateWorkflows"][kind]
+        assert translated.keys() == folders.keys()
+        for folder, texts in folders.items():
+            assert kind == "category" or translated[folder].keys() == texts.keys()
+    for folder, titles in english["templateWorkflows"]["template"].items():  # the list is sorted by their numbers
+        for name, title in titles.items():
+            assert found["templateWorkflows"]["template"][folder][name].split()[0] == title.split()[0]
