@@ -99,11 +99,13 @@ def test_the_nodes_of_the_first_run_have_a_chinese_help_page():
 def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(node_id):
     english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
     page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| ((?:`[^`]*`)?) ?\| ", english.split("\n## Inputs\n")[1].split("\n## ")[0], re.M)
+    section = re.split(r"\n##+ ", english.split("\n## Inputs\n", 1)[1])[0]
+    rows = re.findall(r"^- `(\w+)`(?: \((?:default (`.*?`|.*?)(?:, )?)?(?:advanced)?\))?<br>", section, re.M)
     inputs = DEFINITIONS["zh"][node_id]["inputs"]
     assert [name for name, _ in rows] == list(inputs)
     for name, default in rows:
-        assert f"| `{name}` | {inputs[name]['name']} | {default} | " in page
+        default = f"（默认 {default}）" if default else ""
+        assert f"- `{name}` {inputs[name]['name']}{default}<br>" in page
     assert page.startswith(f"# {DEFINITIONS['zh'][node_id]['display_name']}\n")
     assert "Machine-made; no speaker has read it yet." in page
 
