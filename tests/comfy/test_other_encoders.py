@@ -178,7 +178,7 @@ def test_what_tiny_encoders_of_a_model_make_trains_the_tiny_model(name, widths, 
     prepared = run(scan_images(folder), tiny.load_vae(tiny_files[vae]), clip, tmp_path, megapixels=megapixels)
     assert all(sample.text_lengths == (sample.text_length,) for sample in prepared.data.samples)
     lengths = len({key[2] for key in prepared.data.graph_keys()})
-    told = [note for note in prepared.notes if note.startswith(f"The captions have {lengths} lengths (")]
+    told = [note for note in prepared.notes if note.startswith(f"The captions have {lengths} different lengths (")]
     assert (lengths == 1 and not told) if name == "sdxl" else (lengths == 2 and len(told) == 1)
     watcher = Watcher()
     train(build(row), prepared.data, tmp_path / "runs", watcher)
