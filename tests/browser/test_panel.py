@@ -90,6 +90,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     assert page.evaluate(STRIP) == titles(0, 4, at, 8, 12, seed=4)
     assert frontend.prompt() == before
 
+    center(page)
     page.get_by_role("button", name="Compare saves").click()
     panel_says(frontend, "Compare LoRAs is in the graph; press Run.")
     compare = next(n for n in frontend.prompt().values() if n["class_type"] == "TesseraCompareLoras")["inputs"]
@@ -102,6 +103,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     assert history["status"]["status_str"] == "success"
     (grid,) = [output["images"] for key, output in history["outputs"].items() if key not in before]
     assert len(grid) == 1
+    center(page)
     page.get_by_role("button", name="Compare saves").click()
     assert page.evaluate("app.graph.nodes.filter((n) => n.type === 'TesseraCompareLoras').length") == 1
     assert frontend.faults() == {} and frontend.crashes == []

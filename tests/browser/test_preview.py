@@ -31,7 +31,7 @@ def graph(encoders):
 WATCH = """() => {
   window.heights = []
   const look = () => {
-    const image = document.querySelector('.tessera-report img')
+    const image = document.querySelector('.tessera-report > img')
     const height = image?.getBoundingClientRect().height ?? 0
     if (height > 20 || window.heights.length) window.heights.push(height)
     requestAnimationFrame(look)
@@ -52,14 +52,14 @@ def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui)
         page.get_by_test_id("queue-button").first.click()
     prompt_id = answer.value.json()["prompt_id"]
     try:
-        sheet = page.locator(".tessera-report img")
+        sheet = page.locator(".tessera-report > img")
         playwright.expect(sheet).to_be_visible()
         for _ in range(3):
             shown = sheet.get_attribute("alt")
             assert shown.startswith("Previews up to step ")
-            another = "alt => document.querySelector('.tessera-report img').alt !== alt"
+            another = "alt => document.querySelector('.tessera-report > img').alt !== alt"
             page.wait_for_function(another, arg=shown)
-        assert page.evaluate("document.querySelector('.tessera-report img').naturalWidth") > 64
+        assert page.evaluate("document.querySelector('.tessera-report > img').naturalWidth") > 64
         heights = page.evaluate("window.heights")
         assert len(heights) > 3 and min(heights) > 20
     finally:
@@ -81,7 +81,7 @@ def test_what_comes_last_is_shown_on_the_nodes_that_it_is_for(frontend):
         sheet = {"kind": "preview", "filename": "example.png", "subfolder": "", "type": "input", "step": step}
         page.evaluate(TELL, {**sheet, "node": "8"})
         page.wait_for_function(
-            "alt => document.querySelector('.tessera-report img')?.alt === alt", arg=f"Previews up to step {step}"
+            "alt => document.querySelector('.tessera-report > img')?.alt === alt", arg=f"Previews up to step {step}"
         )
     page.evaluate(TELL, {"kind": "note", "node": "1", "text": "A note"})
     page.evaluate(TELL, {"kind": "note", "node": "8", "text": "Another note"})

@@ -23,7 +23,13 @@ def panel_says(frontend: Any, text: str) -> None:
 
 
 def center(page: Any) -> None:
-    page.evaluate("app.canvas.centerOnNode(app.graph.nodes.find((n) => n.type === 'TesseraTrainLora'))")
+    """All of Train LoRA, which is taller than a page."""
+    page.evaluate(
+        """() => {
+            app.canvas.ds.scale = 0.5
+            app.canvas.centerOnNode(app.graph.nodes.find((node) => node.type === 'TesseraTrainLora'))
+        }"""
+    )
 
 
 def redraw(page: Any) -> None:

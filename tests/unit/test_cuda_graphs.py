@@ -90,7 +90,7 @@ def test_under_cuda_malloc_async_nothing_takes_cuda_graphs_and_the_node_says_why
     values, (backend, mode) = ASKED[asked]
     compiled, compiled_model = compile_model(flux, CompileSettings(scope=scope, **values))
     what = "the model is" if scope == "model" else "blocks are"
-    sentence = f"{asked}: {what} compiled without CUDA graphs (backend {backend}, mode {mode}), since {ASYNC}."
+    sentence = f"{asked}: {what} compiled without CUDA graphs (backend {backend}, mode {mode}), because {ASYNC}."
     said = ours(compiled_model.notes)
     assert said == [sentence]  # before anything is sampled
     assert torch.equal(sample(compiled, "flux"), sample(flux, "flux"))

@@ -14,7 +14,7 @@ def hub_file(path: str, directory: str) -> ModelFile:
 SWAPPED = "Blocks that do not fit the GPU stream from the computer's memory."
 # Heights and widths with what a run shows on the node, so that nothing lies on another node after it.
 PLAN_TALL, PANEL_TALL, PICTURE_TALL = 430, 740, 330
-LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 215
+LOADER_TALL, MEMORY_TALL, LORA_TALL, SAVED_TALL = 270, 250, 135, 240
 FOLDER_TALL, CLIPS_TALL = 620, 670  # with thumbnails, or the sentence that the folder is not there yet
 WIDE, DATA, MIDDLE, NARROW = 340, 380, 300, 290  # columns of data, of prompts, and rows of two beside one another
 QUICK = "512 x 512 (**megapixels** 0.25) trains about four times as fast."
