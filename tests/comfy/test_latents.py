@@ -147,7 +147,8 @@ def test_a_noise_mask_is_how_much_each_token_counts_with_masked_loss():
     pictures = [latent(16, 8, 12) | {"noise_mask": mask}, latent(16, 12, 6), latent(16, 7, 12)]
     data = latents_to_data(pictures, [[entry(1)]], 1, masked_loss=True)
     wide, tall, odd = data.samples
-    assert tall.load().weights is None is odd.load().weights and data.notes[0].startswith("These have an odd number of latent cells")
+    assert tall.load().weights is None is odd.load().weights
+    assert data.notes[0].startswith("These have an odd number of latent cells")
     # 24 tokens of 24 x 10.67 pixels are cut to the 18 of the others, in the middle.
     _, height, width = wide.grid
     fine = mask[0].repeat_interleave(3, dim=1)
