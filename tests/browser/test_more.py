@@ -64,10 +64,10 @@ def press_more(frontend, new_renderer):
         frontend.page.get_by_test_id("advanced-inputs-button").first.click()
     else:
         was = frontend.page.evaluate(f"{TRAIN}.showAdvanced")
-        for _ in range(5):  # a click that comes while the graph is still being drawn finds no widget
+        for _ in range(20):  # a click that comes while the graph is still being drawn finds no widget
             frontend.page.mouse.click(1200, 700)  # nothing is there; two clicks at one place would be a double click
             frontend.page.mouse.click(*frontend.page.evaluate(BUTTON))
-            frontend.page.evaluate("() => new Promise(requestAnimationFrame)")
+            frontend.page.wait_for_timeout(100)
             if frontend.page.evaluate(f"{TRAIN}.showAdvanced") != was:
                 return
         raise AssertionError("The button does nothing.")
