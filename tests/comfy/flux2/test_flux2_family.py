@@ -74,7 +74,7 @@ def test_clips_and_data_of_flux1_are_refused(case_file, tmp_path):
     model = loaded(case_file, "dev")
     with pytest.raises(ValueError, match="a.mp4 is a clip of 5 frames; FLUX.2 trains on pictures"):
         Flux2().check(model.model, SampleFacts("a.mp4", 5, (), 0, frozenset()))
-    with pytest.raises(ValueError, match="data has latents of 16 channels and the model takes 128"):
+    with pytest.raises(ValueError, match="data has latents of 16 channels, but the model takes 128"):
         train(model, training_data(flux_sample("flux1", 4, 4, family="flux")), tmp_path)
 
 
