@@ -57,5 +57,5 @@ def test_the_order_is_a_function_of_the_seed_and_without_them_it_is_that_of_befo
 def test_nothing_but_regularisation_is_refused():
     samples = make([1], [1])
     check_training_samples(sample.regularisation for sample in samples)
-    with pytest.raises(ValueError, match="leaves nothing to learn; chain a folder with regularisation off"):
+    with pytest.raises(ValueError, match="there is nothing to learn; chain a folder with regularisation off"):
         check_training_samples(replace(sample, regularisation=True).regularisation for sample in samples)
