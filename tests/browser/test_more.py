@@ -15,6 +15,7 @@ NEW = """() => {
   app.graph.clear()
   const node = LiteGraph.createNode('TesseraTrainLora')
   node.pos = [400, 100]
+  node.widgets.find((w) => w.name === 'output_name').value = 'of no run' // the panel of one would make it higher
   app.graph.add(node)
 }"""
 ALWAYS = """async on => {
