@@ -146,10 +146,11 @@ def test_no_package_re_exports():
 
 
 def test_folders_and_files_are_small():
+    files = [*FILES, *sorted((ROOT / "nodes" / "web" / "js").rglob("*.js"))]
     modules: dict[Path, int] = defaultdict(int)
-    for file in FILES:
+    for file in files:
         modules[file.parent] += file.name != "__init__.py"
-    long = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    long = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     full = [f"{folder.relative_to(ROOT)}: {n} modules" for folder, n in modules.items() if n > MOST_MODULES]
     full += [f"{file.relative_to(ROOT)}: {n} lines" for file, n in long.items() if n > MOST_LINES]
     assert not full, "\n".join(full)

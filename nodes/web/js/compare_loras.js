@@ -1,6 +1,7 @@
 // Compare LoRAs: a node for the saves of a run; and the places for LoRAs of the two experts, whose names are the same but
 // for their group, which isn't shown.
 import { app } from '../../../scripts/app.js'
+import { widgetOf } from './widgets.js'
 
 const LOW_NOISE = /^lora_models_low_noise\.(lora\d+)$/
 
@@ -61,8 +62,6 @@ function sourceBefore(node, name) {
     waiting.push(...(next.inputs ?? []).map((input) => sourceOf(next, input.name)?.node))
   }
 }
-
-const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name)
 
 /** The first place that is free: right of the node, below it, right of all. */
 function freePlace(node, size) {

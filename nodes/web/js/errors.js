@@ -4,6 +4,7 @@ import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { nodeAt, ourNodes } from './nodes.js'
 import { setError } from './report_widget.js'
+import { after, ownWidget, widgetOf } from './widgets.js'
 
 let renewed // definitions after R; nodes that stand there keep the class of the old ones
 const FOLDERS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
@@ -27,8 +28,7 @@ function showRefused() {
 function checkFolder(node, folder) {
   const listed = folder.options?.values
   const values = typeof listed === 'function' ? listed() : listed
-  const linked = node.inputs?.find((input) => input.widget?.name === 'folder')?.link != null
-  if (!Array.isArray(values) || linked) return
+  if (!Array.isArray(values) || !ownWidget(node, 'folder')) return
   const definition = renewed?.[node.type] ?? node.constructor.nodeData
   const placeholder = definition?.input?.required?.folder?.[1]?.placeholder
   const absent = folder.value === placeholder || !values.includes(folder.value)
@@ -36,7 +36,7 @@ function checkFolder(node, folder) {
   setError(node, absent ? `${folder.value} is not among the folders that hold ${FOLDERS[node.type]}. ${fix}` : '')
 }
 
-const folderOf = (node) => node.comfyClass in FOLDERS && node.widgets?.find((widget) => widget.name === 'folder')
+const folderOf = (node) => node.comfyClass in FOLDERS && widgetOf(node, 'folder')
 
 function checkFolders() {
   for (const [node] of ourNodes()) if (folderOf(node)) forget(node)
@@ -70,13 +70,7 @@ app.registerExtension({
   },
   nodeCreated(node) {
     const folder = folderOf(node)
-    if (!folder) return
-    const { callback } = folder
-    folder.callback = function (...rest) {
-      const result = callback?.apply(this, rest)
-      checkFolder(node, folder)
-      return result
-    }
+    if (folder) after(folder, () => checkFolder(node, folder))
   },
   afterConfigureGraph: checkFolders,
   refreshComboInNodes(definitions) {

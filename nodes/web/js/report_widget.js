@@ -1,4 +1,5 @@
 // The text on a node, made when there is first something to show: before that a node looks as its schema says.
+import { widgetOf } from './widgets.js'
 
 const WIDGET = 'tessera_report'
 const LINE_HEIGHT = 15
@@ -10,7 +11,7 @@ const MOST_PIXELS_OF_A_PICTURE = 360
 const PANEL_WIDTH = 360
 
 function reportOf(node) {
-  const found = node.widgets?.find((widget) => widget.name === WIDGET)
+  const found = widgetOf(node, WIDGET)
   if (found) return found
   const element = document.createElement('div')
   element.className = 'tessera-report'

@@ -2,6 +2,7 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { nodeAt, ourNodes } from '../nodes.js'
+import { after, ownWidget, widgetOf } from '../widgets.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 
@@ -10,12 +11,6 @@ const WIDGET = 'tessera_gallery'
 const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
 const LEAST_HEIGHT = 345 // of the gallery: two rows; a taller node shows more of them
 const LEAST_WIDTH = 380
-
-/** A widget of the node; none where its value comes from another node. */
-function ownWidget(node, name) {
-  const linked = node.inputs?.find((input) => input.widget?.name === name)?.link != null
-  return linked ? undefined : node.widgets?.find((widget) => widget.name === name)
-}
 
 const captionExtension = (node) => ownWidget(node, 'caption_extension')?.value || '.txt'
 
@@ -50,7 +45,7 @@ function galleryOf(node) {
 }
 
 function removeGallery(node) {
-  const widget = node.widgets?.find(({ name }) => name === WIDGET)
+  const widget = widgetOf(node, WIDGET)
   if (!widget) return
   const room = widget.computedHeight ?? 0
   node.tesseraGallery.stop()
@@ -155,14 +150,8 @@ app.registerExtension({
   nodeCreated(node) {
     if (!(node.comfyClass in KINDS)) return // its type is not known yet
     for (const name of ASKED) {
-      const widget = node.widgets?.find((one) => one.name === name)
-      if (!widget) continue
-      const { callback } = widget
-      widget.callback = function (...rest) {
-        const result = callback?.apply(this, rest)
-        refresh(node)
-        return result
-      }
+      const widget = widgetOf(node, name)
+      if (widget) after(widget, () => refresh(node))
     }
     const { onConnectionsChange, onRemoved } = node
     node.onConnectionsChange = function (...rest) {

@@ -1,27 +1,11 @@
 // A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
 
+import { button, part } from '../elements.js'
+
 const THUMB = 84 // pixels a tile's picture is high
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
 const FRAME = '#f59e0b'
 const ASIDE = 'var(--descrip-text)'
-
-function part(parent, style, tag = 'div') {
-  const element = document.createElement(tag)
-  Object.assign(element.style, style)
-  parent.append(element)
-  return element
-}
-
-function button(row, text, title, press) {
-  const element = part(row, {
-    font: 'inherit', lineHeight: '18px', padding: '0 8px', cursor: 'pointer', borderRadius: '4px', flex: 'none',
-    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
-  }, 'button')
-  Object.assign(element, { type: 'button', textContent: text, title })
-  element.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
-  element.addEventListener('click', press)
-  return element
-}
 
 /** Makes an empty gallery; `drawPage` fills it. `turn(page, missing)` asks for another page. */
 export function makeGallery(turn) {

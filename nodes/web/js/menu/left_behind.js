@@ -1,4 +1,5 @@
 // What of core's Train LoRA has no counterpart on this pack's, in sentences: only values that change something.
+import { widgetOf } from '../widgets.js'
 
 const NEW = 'Train LoRA (Tessera)'
 
@@ -34,10 +35,10 @@ export function left(node) {
   const linked = new Set(node.inputs.filter((input) => input.link != null).map((input) => input.name))
   const found = Object.entries(sentences).map(([name, tell]) => {
     if (linked.has(name)) return `${name} came from another node: ${NEW} has no such input.`
-    const widget = node.widgets.find((one) => one.name === name)
+    const widget = widgetOf(node, name)
     return widget && tell(widget.value)
   })
-  const after = node.widgets.find((widget) => widget.name === 'control_after_generate')?.value
+  const after = widgetOf(node, 'control_after_generate')?.value
   if (after && after !== 'fixed' && !linked.has('seed')) {
     found.push(`The seed was set to ${after} after each run: here it is fixed, so that Run goes on with the same LoRA.`)
   }

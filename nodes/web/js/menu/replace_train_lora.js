@@ -1,6 +1,7 @@
 // Core's Train LoRA has an entry in its menu that puts this pack's nodes in its place: what corresponds is copied and
 // linked, and a note says what was left behind. One step of undo takes it all back.
 import { app } from '../../../../scripts/app.js'
+import { widgetOf } from '../widgets.js'
 import { left } from './left_behind.js'
 
 const CORE = 'TrainLoraNode'
@@ -51,7 +52,6 @@ function replace(old) {
 }
 
 const slot = (slots, name) => slots.findIndex((one) => one.name === name)
-const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name)
 
 /** Copies the values; returns a sentence for each that does not fit. */
 function copyValues(old, train) {

@@ -1,6 +1,6 @@
 // Compile Model: a preset fills in the widgets that it stands for, and changing one of them ends the preset.
-import { app } from '../../../scripts/app.js'
-import { after } from './widgets.js'
+import { app } from '../../../../scripts/app.js'
+import { after, widgetOf } from '../widgets.js'
 
 const CUSTOM = 'custom'
 
@@ -19,7 +19,7 @@ app.registerExtension({
 })
 
 function followPresets(node, presets) {
-  const widget = (name) => node.widgets.find((found) => found.name === name)
+  const widget = (name) => widgetOf(node, name)
   const preset = widget('preset')
   after(preset, () => {
     for (const [name, value] of Object.entries(presets[preset.value] ?? {})) widget(name).value = value

@@ -1,9 +1,9 @@
 // Train LoRA: a preset fills in the widgets that it stands for, and changing one of them ends the preset. Which family
 // the model is of, the browser reads from the name of the file that the loader in front has.
-import { app } from '../../../scripts/app.js'
-import { ourNodes } from './nodes.js'
-import { setHint } from './report_widget.js'
-import { after } from './widgets.js'
+import { app } from '../../../../scripts/app.js'
+import { ourNodes } from '../nodes.js'
+import { setHint } from '../report_widget.js'
+import { after, widgetOf } from '../widgets.js'
 
 const TYPE = 'TesseraTrainLora'
 const CUSTOM = 'custom'
@@ -36,7 +36,6 @@ app.registerExtension({
   },
 })
 
-const widgetOf = (node, name) => node.widgets.find((widget) => widget.name === name)
 const valueOf = (node, name) => widgetOf(node, name)?.value
 
 function followPreset(node) {

@@ -1,29 +1,19 @@
 // The previews of a run as a strip over the steps, which opens large. Titles came from the server, so they are set as
 // text, never as HTML.
 
+import { button, keepFromCanvas, part } from '../elements.js'
+
 const HEIGHT = 84 // of the strip, in pixels
 const THUMBNAIL = 60
-
-function part(parent, tag, style, fields = {}) {
-  const element = document.createElement(tag)
-  Object.assign(element.style, style)
-  Object.assign(element, fields)
-  parent.append(element)
-  return element
-}
-
-const keepFromCanvas = (element, ...events) => {
-  for (const event of events) element.addEventListener(event, (happened) => happened.stopPropagation())
-}
 
 /** Makes an empty strip; `addressOf(preview, isSmall)` is where the server gives a preview. */
 export function makeStrip(addressOf) {
   const element = document.createElement('div')
   Object.assign(element.style, { display: 'none', height: `${HEIGHT}px`, boxSizing: 'border-box', gap: '6px', paddingTop: '4px' })
-  const pictures = part(element, 'div', {
+  const pictures = part(element, {
     display: 'flex', flex: 1, minWidth: 0, gap: '6px', overflowX: 'auto', overflowY: 'hidden', scrollbarWidth: 'thin',
     overscrollBehavior: 'contain',
-  }, { className: 'tessera-previews' })
+  }, 'div', { className: 'tessera-previews' })
   keepFromCanvas(element, 'pointerdown', 'wheel')
   pictures.addEventListener('wheel', (event) => {
     pictures.scrollLeft += event.deltaY || event.deltaX
@@ -54,52 +44,49 @@ export function drawStrip(strip, previews) {
 function rowButton(strip, previews, rows) {
   const at = rows.indexOf(strip.row)
   const { title } = previews.find(({ row }) => row === strip.row)
-  const button = part(document.createDocumentFragment(), 'button', {
-    flex: 'none', width: '64px', height: `${THUMBNAIL}px`, font: 'inherit', cursor: 'pointer', borderRadius: '4px',
-    whiteSpace: 'normal', overflow: 'hidden', overflowWrap: 'anywhere', padding: '2px', lineHeight: '13px',
-    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
-  }, {
-    type: 'button', textContent: `${at + 1} of ${rows.length} ▾`, title: `${title}: click for the next prompt`,
-  })
-  button.addEventListener('click', () => {
+  const next = () => {
     strip.row = rows[(at + 1) % rows.length]
     strip.shown = ''
     drawStrip(strip, previews)
+  }
+  return button(document.createDocumentFragment(), `${at + 1} of ${rows.length} ▾`, `${title}: click for the next prompt`, next, {
+    width: '64px', height: `${THUMBNAIL}px`, whiteSpace: 'normal', overflow: 'hidden', overflowWrap: 'anywhere',
+    padding: '2px', lineHeight: '13px',
   })
-  return button
 }
 
 function thumbnail(strip, preview, previews) {
-  const button = part(document.createDocumentFragment(), 'button', {
+  const text = `${preview.title}, step ${preview.step}`
+  const element = part(document.createDocumentFragment(), {
     flex: 'none', padding: 0, border: 'none', background: 'none', cursor: 'zoom-in', font: 'inherit', lineHeight: '14px',
     fontSize: '10px', color: 'var(--descrip-text)',
-  }, { type: 'button', title: `${preview.title}, step ${preview.step}: click to open large` })
-  part(button, 'img', {
+  }, 'button', { type: 'button', title: `${text}: click to open large` })
+  part(element, {
     display: 'block', height: `${THUMBNAIL}px`, width: `${THUMBNAIL}px`, objectFit: 'cover',
     borderRadius: '4px', background: 'var(--comfy-menu-bg)',
-  }, { loading: 'lazy', draggable: false, alt: `${preview.title}, step ${preview.step}`, src: strip.addressOf(preview, true) })
-  part(button, 'span', {}, { textContent: preview.step })
-  button.addEventListener('click', () => open(strip, preview, previews, button))
-  return button
+  }, 'img', { loading: 'lazy', draggable: false, alt: text, src: strip.addressOf(preview, true) })
+  part(element, {}, 'span', { textContent: preview.step })
+  element.addEventListener('click', () => open(strip, preview, previews, element))
+  return element
 }
 
 /** Opens a preview over the page. Arrows go along the steps and the prompts; Escape and a click close it. */
 function open(strip, first, previews, from) {
   let shown = first
-  const overlay = part(document.body, 'div', {
+  const overlay = part(document.body, {
     position: 'fixed', inset: 0, zIndex: 10000, display: 'flex', flexDirection: 'column', alignItems: 'center',
     justifyContent: 'center', gap: '12px', padding: '24px', boxSizing: 'border-box', cursor: 'zoom-out',
     background: 'rgb(0 0 0 / 85%)', color: '#fff', font: '16px sans-serif', outline: 'none',
-  }, { className: 'tessera-large', tabIndex: -1 })
+  }, 'div', { className: 'tessera-large', tabIndex: -1 })
   overlay.setAttribute('role', 'dialog')
   overlay.setAttribute('aria-modal', 'true')
   overlay.setAttribute('aria-label', 'Preview')
-  const image = part(overlay, 'img', {
+  const image = part(overlay, {
     minWidth: '40vmin', minHeight: 0, flex: '0 1 auto', maxWidth: '100%', maxHeight: 'calc(100% - 72px)',
     objectFit: 'contain', imageRendering: 'auto', borderRadius: '4px',
-  })
-  const caption = part(overlay, 'div', { textAlign: 'center', maxWidth: '100%', overflowWrap: 'anywhere' })
-  const hint = part(overlay, 'div', { fontSize: '13px', opacity: 0.75, textAlign: 'center' })
+  }, 'img')
+  const caption = part(overlay, { textAlign: 'center', maxWidth: '100%', overflowWrap: 'anywhere' })
+  const hint = part(overlay, { fontSize: '13px', opacity: 0.75, textAlign: 'center' })
   const steps = () => previews.filter(({ row }) => row === shown.row)
   const rows = [...new Set(previews.map(({ row }) => row))].sort((a, b) => a - b)
   hint.textContent = `← → steps${rows.length > 1 ? ', ↑ ↓ prompts' : ''}, Esc closes`

@@ -1,6 +1,7 @@
 // The panel of a run on Train LoRA: how far it is, and its loss as a curve. All in it came from the server, so it is
 // set as text, never as HTML.
 
+import { button, part } from '../elements.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 
 const SVG = 'http://www.w3.org/2000/svg'
@@ -9,13 +10,6 @@ const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
 const ENDED = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
-
-function part(parent, style, tag = 'div') {
-  const element = document.createElement(tag)
-  Object.assign(element.style, style)
-  parent.append(element)
-  return element
-}
 
 function line(svg, stroke, width) {
   const path = document.createElementNS(SVG, 'path')
@@ -34,17 +28,6 @@ const ASKS = {
   sample: ['Sample now', 'Make all previews after this step, and train on.'],
 }
 const NO_PREVIEW = 'Connect a Training Preview to preview of this node, and run it again.'
-
-function button(row, text, title, press) {
-  const element = part(row, {
-    font: 'inherit', lineHeight: '18px', padding: '1px 8px', cursor: 'pointer', borderRadius: '4px',
-    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)',
-  }, 'button')
-  Object.assign(element, { type: 'button', textContent: text, title })
-  element.addEventListener('pointerdown', (event) => event.stopPropagation()) // the node would be dragged
-  element.addEventListener('click', press)
-  return element
-}
 
 /**
  * Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. `copy`

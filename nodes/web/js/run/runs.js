@@ -1,11 +1,12 @@
 // Asks the server for the runs of Train LoRA and keeps their panels: a page that was reloaded, or one that did not
 // queue the run, sees it as the one that did.
-import { app } from '../../../scripts/app.js'
-import { api } from '../../../scripts/api.js'
-import { addComparison } from './compare_loras.js'
-import { ourNodes } from './nodes.js'
+import { app } from '../../../../scripts/app.js'
+import { api } from '../../../../scripts/api.js'
+import { addComparison } from '../compare_loras.js'
+import { ourNodes } from '../nodes.js'
 import { draw, makePanel } from './run_panel.js'
-import { setError, setPanel } from './report_widget.js'
+import { setError, setPanel } from '../report_widget.js'
+import { ownWidget } from '../widgets.js'
 
 const EVERY = 2000 // milliseconds between two questions
 const SOON = 1000 // after an event; the server writes once a second
@@ -51,12 +52,6 @@ export async function refresh(node) {
   } finally {
     live.asking = false
   }
-}
-
-/** A widget of the node; none where its value comes from another node. */
-function ownWidget(node, name) {
-  const linked = node.inputs?.find((input) => input.widget?.name === name)?.link != null
-  return linked ? undefined : node.widgets?.find((widget) => widget.name === name)
 }
 
 /** Tells whether the node's name is the run's, or that of the pair of experts which the run is one of. */

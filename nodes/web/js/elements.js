@@ -1,0 +1,26 @@
+// Elements of what is drawn on a node.
+
+/** Puts a new element at the end of another one. */
+export function part(parent, style, tag = 'div', fields = {}) {
+  const element = document.createElement(tag)
+  Object.assign(element.style, style)
+  Object.assign(element, fields)
+  parent.append(element)
+  return element
+}
+
+/** Keeps events of an element from the canvas, which would drag the node or zoom. */
+export function keepFromCanvas(element, ...events) {
+  for (const event of events) element.addEventListener(event, (happened) => happened.stopPropagation())
+}
+
+/** A button as they look on a node. `press` is called when it is clicked. */
+export function button(parent, text, title, press, style = {}) {
+  const element = part(parent, {
+    flex: 'none', font: 'inherit', lineHeight: '18px', padding: '0 8px', cursor: 'pointer', borderRadius: '4px',
+    color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)', ...style,
+  }, 'button', { type: 'button', textContent: text, title })
+  keepFromCanvas(element, 'pointerdown')
+  element.addEventListener('click', press)
+  return element
+}
