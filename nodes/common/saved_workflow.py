@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy.cli_args import args
 
-from ..common.folder_access import is_allowed_folder
+from .folder_access import is_allowed_folder
 
 WORKFLOW, API = "workflow.json", "api.json"
 
@@ -24,10 +24,13 @@ def workflow_files(prompt: Any, extra_pnginfo: Any) -> dict[str, str]:
     if isinstance(extra_pnginfo, Mapping) and extra_pnginfo.get("workflow"):
         files[WORKFLOW] = json.dumps(_without_folders(extra_pnginfo["workflow"]), indent=1)
     if isinstance(prompt, Mapping) and prompt:
-        # What core found out about changed files it writes into the prompt, and believes it when that is queued again.
-        nodes = {id: {key: node[key] for key in node if key != "is_changed"} for id, node in prompt.items()}
-        files[API] = json.dumps(_without_folders(nodes), indent=1)
+        files[API] = json.dumps(_without_folders(queueable(prompt)), indent=1)
     return files
+
+
+def queueable(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy an executed prompt without core's notes on changed files, which it would believe when it is queued again."""
+    return {id: {key: node[key] for key in node if key != "is_changed"} for id, node in prompt.items()}
 
 
 def workflow_texts(files: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from ...train.preflight.run_start import RunStart
 from ...train.settings import TrainSettings
 from ...train.train_lora import STOPPED, TrainResult, read_finished
 from ..common.progress import ServerObserver
+from ..common.saved_workflow import queueable
 from .run import prompt_facts, runs_folder
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,7 @@ def needed_prompt(prompt: Mapping[str, Any] | None, node_id: str | None) -> dict
                     "processes do not have; put the file into the input folder and choose it there."
                 )
     assert prompt is not None and node_id is not None
-    # What core found out about changed files it writes into the prompt, and believes it when that is queued again.
-    kept = {number: {k: v for k, v in node.items() if k != "is_changed"} for number, node in prompt.items()}
+    kept = queueable(prompt)
     train = {**kept[node_id], "inputs": {**kept[node_id]["inputs"], "devices": THIS_ONE}}
     return {number: train if number == node_id else node for number, node in kept.items() if number in found}
 
