@@ -123,9 +123,8 @@ class RunFolder:
         """
         try:
             taken = self._made() if self.is_new else self
-            trial = taken.step_lora_path(0).with_suffix(
-                ".trial"
-            )  # the longest path: Windows may allow no more than 260
+            # The longest path of a run: Windows may allow no more than 260 characters.
+            trial = taken.step_lora_path(0).with_suffix(".trial")
             try:
                 write_atomically(trial, lambda beside: _write_text(beside, "tessera"))
                 trial.unlink()
