@@ -11,8 +11,6 @@ import base64
 import binascii
 import logging
 import os
-import threading
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from ...data.folders.dataset import IMAGES, VIDEOS
 from ...data.folders.files import file_below, file_state
 from ...data.folders.pages import FolderPage, PageEntry, read_page
 from ...data.media.thumbnails import image_thumbnail, video_thumbnail
+from ..common.byte_cache import ByteCache
 from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
 from .image_inputs import NONE
@@ -35,43 +34,29 @@ CACHED_SECONDS = 3600  # by the browser: the address changes with the file
 logger = logging.getLogger(__name__)
 
 _KINDS = {"pictures": (IMAGES, image_thumbnail), "clips": (VIDEOS, video_thumbnail)}
+_thumbnails = ByteCache(MOST_CACHED)
 
 
-class Thumbnails:
-    """Thumbnails of files, the last ones kept in memory."""
+def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
+    """Return the thumbnail of a file, as WebP.
 
-    def __init__(self, most: int = MOST_CACHED) -> None:
-        self._most, self._held = most, 0
-        self._made: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, kind: str, folder: str, file: str) -> bytes:
-        """Return the thumbnail of a file, as WebP.
-
-        file: as `_id` names it.
-        Raises ValueError for a folder that may not be read, a file that is not listed there, and one without a picture.
-        """
-        sort, make = _KINDS[kind]
-        name = _name(file)
-        found = file_below(resolve_folder(folder), name, sort.read)
-        if found is None:
-            raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
-        if not is_allowed_file(found):
-            raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
-        path = Path(os.path.realpath(found))
-        key = (kind, str(path), file_state(path))
-        with self._lock:
-            data = self._made.pop(key, None)
-            if data is not None:
-                self._made[key] = data
-                return data
+    file: as `_id` names it.
+    Raises ValueError for a folder that may not be read, a file that is not listed there, and one without a picture.
+    """
+    sort, make = _KINDS[kind]
+    name = _name(file)
+    found = file_below(resolve_folder(folder), name, sort.read)
+    if found is None:
+        raise ValueError(f"There is no {sort.noun} of this name in the folder any more.")
+    if not is_allowed_file(found):
+        raise ValueError(f"The {sort.noun} is a link to a place outside the folders that may be read.")
+    path = Path(os.path.realpath(found))
+    key = (kind, str(path), file_state(path))
+    data = _thumbnails.find(key)
+    if data is None:
         data = make(path, _clean(name))
-        with self._lock:
-            self._held += len(data) - len(self._made.pop(key, b""))
-            self._made[key] = data
-            while self._held > self._most:
-                self._held -= len(self._made.popitem(last=False)[1])
-        return data
+        _thumbnails.put(key, data)
+    return data
 
 
 def _id(name: str) -> str:
@@ -129,7 +114,6 @@ def _entry(entry: PageEntry) -> dict[str, Any]:
     }
 
 
-_thumbnails = Thumbnails()
 _threads = ThreadPoolExecutor(MOST_THREADS, "tessera-thumbnail")
 # Two lists at a time: a folder on a slow drive must not take the threads that ComfyUI needs.
 _listers = ThreadPoolExecutor(2, "tessera-folder")
@@ -162,7 +146,7 @@ async def show_thumbnail(request: web.Request) -> web.Response:
         return _refused("kind is neither pictures nor clips.")
     loop = asyncio.get_running_loop()
     try:
-        data = await loop.run_in_executor(_threads, _thumbnails.get, kind, folder, file)
+        data = await loop.run_in_executor(_threads, thumbnail_of, kind, folder, file)
     except ValueError as error:
         return _refused(str(error))
     except Exception as error:  # decoders raise many kinds of errors over files that are broken on purpose

@@ -7,8 +7,6 @@ row, never by a path, and links are not followed.
 
 import asyncio
 import os
-import threading
-from collections import OrderedDict
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +20,7 @@ from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_record import own_file
 from ...train.preview.contact_sheet import spread
 from ...train.preview.gallery import FOLDER, INDEX, read_index
+from ..common.byte_cache import ByteCache
 from .run import runs_folder
 from .run_routes import _text, known_runs
 
@@ -31,7 +30,7 @@ MOST_BYTES = 64 << 20  # of a preview
 MOST_INDEX_BYTES = 16 << 20
 MOST_PIXELS = 64_000_000
 THUMBNAIL = 192  # pixels of the longer side
-MOST_THUMBNAILS = 512  # that stay in memory, a few KB each
+MOST_CACHED = 4 << 20  # bytes of thumbnails in memory, a few KB each
 TYPES = {".png": "image/png", ".webp": "image/webp"}
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -40,8 +39,7 @@ HEADERS = {
 }
 GONE = "There is no such preview any more; list those of the run again."
 
-_thumbnails: OrderedDict[tuple[Path, int, int], bytes] = OrderedDict()
-_lock = threading.Lock()
+_thumbnails = ByteCache(MOST_CACHED)
 
 
 def previews_folder(run: Path) -> Path | None:
@@ -84,19 +82,15 @@ def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, st
         if status.st_size > MOST_BYTES:
             return None
         key = path, status.st_mtime_ns, status.st_size
-        with _lock:
-            if small and key in _thumbnails:
-                return _thumbnails[key], "image/webp"
+        if small and (made := _thumbnails.find(key)) is not None:
+            return made, "image/webp"
         data = file.read(MOST_BYTES + 1)
     if not small:
         return data, TYPES[path.suffix]
     made = thumbnail(data)
     if made is None:
         return None
-    with _lock:
-        _thumbnails[key] = made
-        while len(_thumbnails) > MOST_THUMBNAILS:
-            _thumbnails.popitem(last=False)
+    _thumbnails.put(key, made)
     return made, "image/webp"
 
 

@@ -266,20 +266,26 @@ def test_a_folder_of_5000_files_is_listed_in_pages_while_the_server_answers(serv
         assert all(wait.result()[0] == 200 for wait in waits) and all(wait.result() for wait in lists)
 
 
-def test_thumbnails_are_kept_within_a_bound_and_made_anew_of_a_changed_file(server, home, monkeypatch):
+def test_a_thumbnail_is_made_anew_of_a_changed_file(server, home):
     changed = home / "input" / "shown" / "changing.png"
     put(changed.parent, changed.name, colour="red")
     assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[0] > 200
     put(changed.parent, changed.name, size=(65, 48), colour="blue")
     assert opened(thumbnail(server, "input/shown", named(changed.name))[1]).getpixel((9, 9))[2] > 200
 
-    import folder_paths
-    from tessera.nodes.data.folder_routes import Thumbnails
 
-    monkeypatch.setattr(folder_paths, "input_directory", str(home / "input"))
-    first = Thumbnails().get("pictures", "input/shown", named("a.png"))
-    kept = Thumbnails(most=len(first) + 20)
-    for _ in range(3):
-        for name in ("a.png", changed.name):
-            assert kept.get("pictures", "input/shown", named(name))
-            assert kept._held == sum(map(len, kept._made.values())) <= len(first) + 20
+def test_a_byte_cache_holds_the_last_used_within_its_bound():
+    from tessera.nodes.common.byte_cache import ByteCache
+
+    cache = ByteCache(most=10)
+    cache.put("a", b"1234")
+    cache.put("b", b"1234")
+    assert cache.find("a") == b"1234"
+    cache.put("c", b"1234")  # for which the one that was used before all others goes
+    assert [cache.find(key) for key in "abc"] == [b"1234", None, b"1234"]
+    cache.put("c", b"123456")  # in place of the other
+    assert [cache.find(key) for key in "ac"] == [b"1234", b"123456"]
+    cache.put("d", b"more than ten bytes")
+    assert [cache.find(key) for key in "acd"] == [None, None, None]
+    cache.put("e", b"1234567890")
+    assert cache.find("e") == b"1234567890"
