@@ -75,7 +75,7 @@ def press_more(frontend, new_renderer):
 
 
 def saved(frontend):
-    """What a workflow and a prompt hold of the node, as text."""
+    """The node in a saved workflow and in a prompt, as text."""
     values = frontend.page.evaluate(f"{TRAIN}.serialize().widgets_values")
     return json.dumps([values, frontend.prompt()])
 

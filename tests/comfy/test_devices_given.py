@@ -1,4 +1,4 @@
-"""What is handed to the processes that train for a node, and what is refused before."""
+"""The graph that goes to the processes that train for a node, and graphs that are refused before."""
 
 import json
 import os

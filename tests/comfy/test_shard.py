@@ -10,7 +10,7 @@ SHORT = STEP | {"steps": 2, "gradient_accumulation": 1}
 
 
 def both(ranks, size, root, settings, memory=SHARD, **job):
-    """What the ranks tell with shared blocks, and their LoRA with blocks from the host and with shared ones."""
+    """Train with blocks from the host, then with shared ones: the first answers, the first LoRA, the second answers."""
     plain = ranks.train(size, root / "host", settings | {"memory": memory | {"shard": False}}, **job)
     assert not any(told(plain)), plain
     wanted = ranks.lora()

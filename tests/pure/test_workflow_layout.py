@@ -1,4 +1,4 @@
-"""How the shared workflows lie on the canvas: small enough to be read, and no wire under a node."""
+"""The shared workflows on the canvas: small enough to be read, and no wire under a node."""
 
 import json
 import sys

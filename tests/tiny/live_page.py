@@ -1,4 +1,4 @@
-"""What tests of runs in the browser have in common: a graph in the page, Run, and what the panel says."""
+"""Runs in the browser, as several tests need them: a graph in the page, Run, and the words of the panel."""
 
 from typing import Any
 
