@@ -64,7 +64,7 @@ def of_core(model, vae, lora, seed, text=0):
 
 
 def read(folder, name):
-    with Image.open(folder / "previews" / name) as picture:
+    with Image.open(folder / "previews" / name, formats=["PNG"]) as picture:
         return np.asarray(picture.convert("RGB"))
 
 
@@ -76,7 +76,7 @@ def test_the_picture_at_a_step_is_what_core_makes_of_the_lora_saved_at_it(tiny_f
     folder = result.path.parent
     files = [f"previews/step{step:06d}_{row}.png" for step in (0, 2, 4) for row in range(4)]
     assert result.summary["previews"] == {"sheet": "previews/sheet.png", "files": files, "graphs_compiled": 0}
-    with Image.open(folder / "previews" / "sheet.png") as sheet:
+    with Image.open(folder / "previews" / "sheet.png", formats=["PNG"]) as sheet:
         assert sheet.text == TEXTS
     made = {}
     for step, lora in {0: None, 2: folder / "tiny_steps" / "tiny-step000002.safetensors", 4: result.path}.items():
@@ -86,7 +86,7 @@ def test_the_picture_at_a_step_is_what_core_makes_of_the_lora_saved_at_it(tiny_f
         stepped = read(folder, f"step{step:06d}_3.png")  # the prompt of row 0 with the weights that are stepped
         assert np.array_equal(stepped, made[step, 0]) == (step == 0)
     assert len({picture.tobytes() for picture in made.values()}) == 9
-    with Image.open(folder / "previews" / "step000002_1.png") as picture:
+    with Image.open(folder / "previews" / "step000002_1.png", formats=["PNG"]) as picture:
         said = json.loads(picture.text["tessera"])
     assert (said["step"], said["title"], said["settings"]["seed"]) == (2, "prompt 1, seed 6", 6)
 

@@ -220,7 +220,8 @@ def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
     assert fetched(server, f"{at}/5/0")[0]["Content-Type"] == "image/png"  # never text/html
     for row, size in [(0, (192, 96)), (1, (64, 64))]:
         headers, data = fetched(server, f"{at}/4/{row}?small=1")
-        assert headers["Content-Type"] == "image/webp" and Image.open(BytesIO(data)).size == size
+        assert headers["Content-Type"] == "image/webp"
+        assert Image.open(BytesIO(data), formats=["WEBP"]).size == size
     wrong = ["6/0", "7/0", "8/0", "8/0?small=1", "5/0?small=1", "9/0", "-1/0", "4/../../run.json", "4/0.png", "4/x"]
     for place in [*wrong, "%2e%2e/0", "999999999/0", "4/99999", "٤/0"]:
         assert status_of(server, f"{at}/{quote(place, safe='/?=%')}") in (403, 404), place
