@@ -3,31 +3,12 @@
 import os
 
 import pytest
-from tiny.live_page import center, open_graph, panel_says, press_run
-from tiny.prompt import node
+from tiny.live_page import center, open_graph, panel_says, press_run, with_previews
 from tiny.server_runs import held
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
-
-
-def graph(encoders, name, **changes):
-    size = {"width": 64, "height": 64}
-    look = {"every_n_steps": 4, "at_start": True, **size, "steps": 1, "cfg": 1.0, "sampler_name": "euler"}
-    look |= {"scheduler": "simple", "seed": 3, "seeds": 2, "frames": 1, "label": "a fox", "fps": 16.0, "use_ema": True}
-    train = {"output_name": name, "steps": 12, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
-    train |= {"gradient_accumulation": 1, "compile": "off", "save_every": 4, "resume": "latest", **changes}
-    return {
-        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
-        "2": node("TesseraTinyClipLoader", **encoders),
-        "3": node("VAELoader", vae_name="ae.safetensors"),
-        "4": node("EmptySD3LatentImage", **size, batch_size=1),
-        "5": node("CLIPTextEncode", clip=["2", 0], text="a fox"),
-        "6": node("TesseraLatentsToDataset", latents=["4", 0], positive=["5", 0], max_graphs=1),
-        "7": node("TesseraPreview", vae=["3", 0], positive=["5", 0], **look),
-        "8": node("TesseraTrainLora", model=["1", 0], data=["6", 0], preview=["7", 0], **train),
-    }
 
 
 STRIP = "[...document.querySelectorAll('.tessera-previews img')].map((i) => i.alt)"
@@ -48,7 +29,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     name = "new_strip" if new_renderer else "old_strip"
     frontend.use_new_renderer(new_renderer)
     page = frontend.page
-    open_graph(frontend, graph(frontend.ENCODERS, name))
+    open_graph(frontend, with_previews(frontend.ENCODERS, name))
     before = frontend.prompt()
     with held(comfyui, 6):
         prompt_id = press_run(frontend)

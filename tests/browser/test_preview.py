@@ -1,30 +1,15 @@
 """Training Preview in ComfyUI's own frontend: the sheet so far stands on the training node while it trains."""
 
 import pytest
-from tiny.prompt import node
+from tiny.live_page import with_previews
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 
 def graph(encoders):
-    size = {"width": 64, "height": 64}
-    return {
-        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
-        "2": node("TesseraTinyClipLoader", **encoders),
-        "3": node("VAELoader", vae_name="ae.safetensors"),
-        "4": node("EmptySD3LatentImage", **size, batch_size=1),
-        "5": node("CLIPTextEncode", clip=["2", 0], text="a fox"),
-        "6": node("TesseraLatentsToDataset", latents=["4", 0], positive=["5", 0], max_graphs=1),
-        "7": node(
-            "TesseraPreview", vae=["3", 0], positive=["5", 0], every_n_steps=2, at_start=True, **size, steps=1, cfg=1.0,
-            sampler_name="euler", scheduler="simple", seed=3, seeds=1, frames=1, label="a fox", fps=16.0, use_ema=True,
-        ),
-        "8": node(
-            "TesseraTrainLora", model=["1", 0], data=["6", 0], output_name="watched", steps=100000, learning_rate=1e-3,
-            rank=4, batch_size=1, gradient_accumulation=1, seed=0, compile="off", save_every=0, resume="off",
-            preview=["7", 0],
-        ),
-    }  # fmt: skip
+    """Trains for hours if it is left to."""
+    preview = {"every_n_steps": 2, "seeds": 1}
+    return with_previews(encoders, "watched", preview, steps=100000, save_every=0, resume="off")
 
 
 # The heights of the sheet on the node, frame by frame, from the first in which the node has grown for it.
@@ -41,8 +26,7 @@ WATCH = """() => {
 
 
 def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui):
-    """100000 steps would take hours: what is seen is seen before the end. A sheet stays until the next one is loaded,
-    however long that takes."""
+    """A sheet stays until the next one is loaded, however long that takes."""
     page = frontend.page
     page.evaluate("prompt => app.loadApiJson(prompt, 'watched')", graph(frontend.ENCODERS))
     page.wait_for_function("app.graph.nodes.length === 8")

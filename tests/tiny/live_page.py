@@ -2,6 +2,29 @@
 
 from typing import Any
 
+from tiny.prompt import node
+
+
+def with_previews(
+    encoders: dict[str, str], name: str, preview: dict[str, Any] | None = None, **train: Any
+) -> dict[str, Any]:
+    """The prompt that trains the tiny FLUX with a Training Preview; `preview` and `train` change inputs of the two."""
+    size = {"width": 64, "height": 64}
+    look = {"every_n_steps": 4, "at_start": True, **size, "steps": 1, "cfg": 1.0, "sampler_name": "euler"}
+    look |= {"scheduler": "simple", "seed": 3, "seeds": 2, "frames": 1, "label": "a fox", "fps": 16.0, "use_ema": True}
+    run = {"output_name": name, "steps": 12, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
+    run |= {"gradient_accumulation": 1, "compile": "off", "save_every": 4, "resume": "latest", **train}
+    return {
+        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
+        "2": node("TesseraTinyClipLoader", **encoders),
+        "3": node("VAELoader", vae_name="ae.safetensors"),
+        "4": node("EmptySD3LatentImage", **size, batch_size=1),
+        "5": node("CLIPTextEncode", clip=["2", 0], text="a fox"),
+        "6": node("TesseraLatentsToDataset", latents=["4", 0], positive=["5", 0], max_graphs=1),
+        "7": node("TesseraPreview", vae=["3", 0], positive=["5", 0], **look | (preview or {})),
+        "8": node("TesseraTrainLora", model=["1", 0], data=["6", 0], preview=["7", 0], **run),
+    }
+
 
 def open_graph(frontend: Any, prompt: dict[str, Any]) -> None:
     frontend.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
