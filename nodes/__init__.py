@@ -5,6 +5,7 @@ from pathlib import Path
 
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
+from server import PromptServer
 
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
@@ -43,9 +44,10 @@ class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Before any node can compile."""
         log.info("Tessera finds in ComfyUI: %s", features())
-        run_routes.add_routes()
-        run_files.add_routes()
-        folder_routes.add_routes()
+        server = getattr(PromptServer, "instance", None)
+        if server is not None:  # run.py has none
+            for module in (run_routes, run_files, folder_routes):
+                module.add_routes(server.routes)
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

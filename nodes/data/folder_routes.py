@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from server import PromptServer
 
 from ...data.folders.dataset import IMAGES, VIDEOS
 from ...data.folders.files import file_below, file_state
@@ -163,9 +162,7 @@ def _refused(sentence: str, **more: Any) -> web.Response:
     return web.json_response({"error": _clean(sentence), **more}, status=400, headers=_HEADERS)
 
 
-def add_routes() -> None:
-    """Add the routes to ComfyUI's server, where there is one."""
-    server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        server.routes.get("/tessera/folder")(list_folder)
-        server.routes.get("/tessera/folder/thumbnail")(show_thumbnail)
+def add_routes(routes: web.RouteTableDef) -> None:
+    """Add the routes to those of ComfyUI's server."""
+    routes.get("/tessera/folder")(list_folder)
+    routes.get("/tessera/folder/thumbnail")(show_thumbnail)

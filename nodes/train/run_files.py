@@ -14,7 +14,6 @@ from typing import Any
 
 from aiohttp import web
 from PIL import Image
-from server import PromptServer
 
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_record import own_file
@@ -145,10 +144,8 @@ async def list_saves(request: web.Request) -> web.Response:
     return web.json_response({"loras": await asyncio.to_thread(compared_saves, folder)})
 
 
-def add_routes() -> None:
-    """Add the routes to ComfyUI's server, where there is one."""
-    server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        server.routes.get("/tessera/runs/{id}/previews")(list_previews)
-        server.routes.get("/tessera/runs/{id}/previews/{step:[0-9]{1,8}}/{row:[0-9]{1,4}}")(show_preview)
-        server.routes.get("/tessera/runs/{id}/saves")(list_saves)
+def add_routes(routes: web.RouteTableDef) -> None:
+    """Add the routes to those of ComfyUI's server."""
+    routes.get("/tessera/runs/{id}/previews")(list_previews)
+    routes.get("/tessera/runs/{id}/previews/{step:[0-9]{1,8}}/{row:[0-9]{1,4}}")(show_preview)
+    routes.get("/tessera/runs/{id}/saves")(list_saves)

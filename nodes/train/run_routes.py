@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from server import PromptServer
 
 from ...common.file_names import plain_name
 from ...train.checkpoint.run_folder import RunFolder, run_folders
@@ -221,10 +220,8 @@ def _is_own_page(request: web.Request) -> bool:
     return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
 
 
-def add_routes() -> None:
-    """Add the routes to ComfyUI's server, where there is one."""
-    server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        server.routes.get("/tessera/runs")(list_runs)
-        server.routes.get("/tessera/runs/{id}")(read_run)
-        server.routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}|{SAMPLE}}}")(ask_run)
+def add_routes(routes: web.RouteTableDef) -> None:
+    """Add the routes to those of ComfyUI's server."""
+    routes.get("/tessera/runs")(list_runs)
+    routes.get("/tessera/runs/{id}")(read_run)
+    routes.post(f"/tessera/runs/{{id}}/{{what:{SAVE}|{STOP}|{SAMPLE}}}")(ask_run)
