@@ -119,7 +119,9 @@ def find_comfyui() -> Path:
     if chosen := os.environ.get("COMFYUI_PATH"):
         path = Path(chosen).expanduser().resolve()
         if not is_comfyui(path):
-            raise SystemExit(f"COMFYUI_PATH is {chosen}, which holds no ComfyUI; point it at the folder with main.py.")
+            raise SystemExit(
+                f"COMFYUI_PATH is {chosen}, but there is no ComfyUI in it; set it to the folder with main.py."
+            )
         return path
     if sits_inside_comfyui():
         return ROOT.parent.parent
@@ -498,7 +500,9 @@ def card(arguments: list[str]) -> int:
     if args.comfyui or (sits_inside_comfyui() and "TESSERA_PYTHON" not in os.environ):
         comfyui = Path(args.comfyui).expanduser().resolve() if args.comfyui else ROOT.parent.parent
         if not is_comfyui(comfyui):
-            raise SystemExit(f"--comfyui is {args.comfyui}, which holds no ComfyUI; give the folder with main.py.")
+            raise SystemExit(
+                f"--comfyui is {args.comfyui}, but there is no ComfyUI in it; give the folder with main.py."
+            )
         return run(args, sys.executable, comfyui)
     return run(args, *setup())
 

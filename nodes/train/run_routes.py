@@ -208,7 +208,7 @@ async def ask_run(request: web.Request) -> web.Response:
     if found is None:
         return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
     if not found:
-        return web.json_response({"error": "This run does not train now."}, status=409)
+        return web.json_response({"error": "This run isn't training right now."}, status=409)
     return web.json_response({"asked": what})
 
 

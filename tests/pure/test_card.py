@@ -83,7 +83,9 @@ def test_a_pack_inside_a_comfyui_runs_with_that_and_its_python(runs, tmp_path, m
 
 
 def test_a_folder_that_is_no_comfyui_is_refused_before_anything_runs(runs, tmp_path):
-    with pytest.raises(SystemExit, match="--comfyui is .*, which holds no ComfyUI; give the folder with main.py."):
+    with pytest.raises(
+        SystemExit, match="--comfyui is .*, but there is no ComfyUI in it; give the folder with main.py."
+    ):
         dev.card(["--comfyui", str(tmp_path)])
     assert not runs
 

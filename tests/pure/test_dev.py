@@ -312,7 +312,7 @@ def test_comfyui_path_comes_first_and_must_hold_a_comfyui(tmp_path, monkeypatch)
     monkeypatch.setenv("COMFYUI_PATH", str(path))
     assert dev.find_comfyui() == path
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="holds no ComfyUI"):
+    with pytest.raises(SystemExit, match="there is no ComfyUI in it"):
         dev.find_comfyui()
 
 
