@@ -194,7 +194,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tiny.runs import Watcher, mixed_data, run_settings
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
-    world.wait_limit = 60.0
+    world.wait_limit = job.get("wait_limit", 60.0)
     world.killing = None
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
     if "step_limit" in job:

@@ -26,19 +26,23 @@ class Ranks:
         self.folder, self.model, self.number = folder, model, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[Any] = []
+        self.starting: list[Any] = []  # that have not said yet that they are ready
 
     def start(self, size: int) -> None:
+        self.begin(size)
+        while self.starting:
+            assert self.starting.pop().stdout.readline() == "ready\n"
+
+    def begin(self, size: int) -> None:
+        """Start what is missing of this many processes, which takes seconds, and wait for none."""
         self.processes = [process for process in self.processes if process.poll() is None]
-        begun = []
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         while len(self.processes) < size:
             log = open(self.folder / f"rank {self.number} {len(self.processes)}.log", "w")  # noqa: SIM115
             command = [sys.executable, str(PROCESS), str(self.store.port)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
             self.processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-            begun.append(self.processes[-1])
-        for process in begun:
-            assert process.stdout.readline() == "ready\n"
+            self.starting.append(self.processes[-1])
 
     def train(self, size: int, root: Path, settings: dict[str, Any] | None = None, **job: Any) -> list[dict[str, Any]]:
         """Train on `size` ranks. Returns what each tells, an empty dict for one that was killed, or hangs and is."""
@@ -55,8 +59,12 @@ class Ranks:
         answers = {rank: process.stdout.readline() for rank, process in enumerate(used) if rank != hangs}
         if hangs is not None:
             used[hangs].kill()
-            used[hangs].wait()
-        return [json.loads(answers[rank]) if answers.get(rank) else {} for rank in range(size)]
+            answers[hangs] = ""
+        for rank, process in enumerate(used):
+            if not answers[rank]:
+                process.wait()
+        self.begin(size)
+        return [json.loads(answers[rank]) if answers[rank] else {} for rank in range(size)]
 
     def lora(self, rank: int = 0) -> dict[str, torch.Tensor]:
         """The LoRA that a rank gave back last."""
