@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Job:
         self.prompt.write_text(text, encoding="utf-8")
         self._facts.write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
-    @property
+    @cached_property
     def facts(self) -> Facts:
         """The facts that were written."""
         return Facts(**json.loads(self._facts.read_text(encoding="utf-8")))

@@ -95,9 +95,7 @@ class NodeRanks:
     def exchange(self, value: Any) -> list[Any]:
         """Return what each rank gives, by place. value: plain JSON. All have to call it."""
         self._exchanges += 1
-        world, key = self.world, f"exchange {self._exchanges}"
-        world.post(f"{key}/{world.rank}", [value])
-        return [world.wait(f"{key}/{rank}")[0] for rank in self.ranks]
+        return self.world.exchange(f"exchange {self._exchanges}", value, self.ranks)
 
     def bandwidth(self, device: torch.device) -> float:
         """Measure bytes per second at which a slot is gathered, the slowest rank's best of three. All call it."""
@@ -150,9 +148,8 @@ def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> N
     if isinstance(world.node, NodeRanks):
         world.node.begin_run()
         return world.node
-    world.post(f"node/{world.rank}", [world.rank - world.local_rank, world.local_size])
-    found = {tuple(world.wait(f"node/{rank}")) for rank in range(world.size)}
-    for first, size in sorted(found):
+    own = [world.rank - world.local_rank, world.local_size]
+    for first, size in sorted({tuple(found) for found in world.exchange("node", own)}):
         ranks = range(first, first + size)
         if size > 1:
             group = dist.new_group(list(ranks), timeout=world.step_limit)

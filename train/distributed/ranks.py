@@ -55,8 +55,7 @@ def check_alike(world: World, meeting: str, facts: Mapping[str, str]) -> None:
     """
     if world.is_lone:
         return
-    world.post(f"{meeting}/{world.rank}", dict(facts))
-    found = [world.wait(f"{meeting}/{rank}") for rank in range(world.size)]
+    found = world.exchange(meeting, dict(facts))
     for rank, theirs in enumerate(found):
         for what, ours in found[0].items():
             if theirs[what] != ours:

@@ -107,12 +107,15 @@ class World:
         finally:
             self.waited += time.monotonic() - begun
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
-        """Return what each rank gives, by rank. value: plain JSON. All have to call it."""
+    def exchange(self, key: str, value: Any, ranks: range | None = None) -> list[Any]:
+        """Return what each of the ranks gives, in their order. All of them have to call it.
+
+        key: once in a run. value: plain JSON. ranks: those that take part, with this one; None for all.
+        """
         if self.is_lone:
             return [value]
         self.post(f"{key}/{self.rank}", [value])
-        return [self.wait(f"{key}/{rank}")[0] for rank in range(self.size)]
+        return [self.wait(f"{key}/{rank}")[0] for rank in ranks or range(self.size)]
 
     def agreed(self, key: str, value: Any) -> Any:
         """Return rank 0's value on every rank. value: plain JSON."""
@@ -180,9 +183,7 @@ class World:
         """
         if self.is_lone or dist.is_initialized():
             return
-        self.post(f"here/{self.rank}", True)
-        for rank in range(self.size):
-            self.wait(f"here/{rank}")
+        self.exchange("here", True)
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         dist.init_process_group(
             backend,
