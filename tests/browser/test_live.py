@@ -122,11 +122,10 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     assert frontend.prompt()["6"]["inputs"]["steps"] == 120
     more = page.get_by_role("button", name="Continue + 60")  # the steps that were asked for at first, again
     playwright.expect(more).to_be_visible()
-    linked = graph(frontend.ENCODERS, name, steps=["8", 0])
-    linked["8"] = node("PrimitiveInt", value=120)
-    open_graph(frontend, linked)
-    panel_says(frontend, "Done, steps 61 to 120 in 0:")
-    playwright.expect(more).to_be_hidden()
+    for source, is_known in [(node("StringLength", string="x" * 120), False), (node("PrimitiveInt", value=120), True)]:
+        open_graph(frontend, graph(frontend.ENCODERS, name, steps=["8", 0]) | {"8": source})
+        panel_says(frontend, "Done, steps 61 to 120 in 0:")
+        playwright.expect(more).to_be_visible(visible=is_known)
     assert frontend.faults() == {} and frontend.crashes == []
 
 
@@ -203,16 +202,32 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
         shown = page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraError")
         assert (shown == said) == (kind == "TesseraTrainLora")
 
-    linked = graph(frontend.ENCODERS, ["8", 0])
-    linked["8"] = node("PrimitiveString", value="hostile")
-    open_graph(frontend, linked)
-    page.evaluate(
-        "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').widgets"
-        ".find((w) => w.name === 'output_name').value = 'hostile'"
-    )
-    asked = "app.graph.nodes.some((n) => n.tesseraLive && !n.tesseraLive.asking)"
-    page.wait_for_function(asked)
-    assert page.locator(".tessera-run").count() == 0
+
+
+LINK_NAME = """type => {
+  const source = LiteGraph.createNode(type)
+  app.graph.add(source)
+  const text = source.widgets?.find((w) => w.name === 'value')
+  if (text) text.value = 'known'
+  const train = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
+  source.connect(0, train, train.inputs.findIndex((i) => i.name === 'output_name'))
+}"""
+
+
+def test_a_name_that_is_linked_is_followed_to_where_it_is_written(frontend, comfyui):
+    folder = comfyui.base / "output" / "loras" / "known-1234abcd"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"output_name": "known", "model": "FLUX", "steps": 1}))
+    (folder / "progress.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}) + "\n")
+    open_graph(frontend, graph(frontend.ENCODERS, "of no run"))
+    panel = frontend.page.locator(".tessera-run")
+    for source, shown in [("PrimitiveString", 1), ("StringConcatenate", 0), ("PrimitiveNode", 1)]:
+        frontend.page.evaluate(LINK_NAME, source)
+        if source == "PrimitiveNode":  # it has taken the value of the widget that it stands for
+            frontend.page.evaluate("app.graph.nodes.find((n) => n.type === 'PrimitiveNode').widgets[0].value = 'known'")
+        redraw(frontend.page)
+        playwright.expect(panel).to_have_count(shown)
+    assert frontend.crashes == []
 
 
 TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"

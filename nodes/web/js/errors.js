@@ -2,7 +2,7 @@
 // not there.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
-import { nodeAt, ourNodes } from './nodes.js'
+import { ourNodes, placeOf } from './nodes.js'
 import { setError } from './report_widget.js'
 import { after, ownWidget, widgetOf } from './widgets.js'
 
@@ -17,11 +17,14 @@ function refusal({ type, message, details, extra_info }) {
 }
 
 function showRefused() {
+  const said = new Map() // of each node, and of each subgraph around it
   for (const [path, { errors }] of Object.entries(app.extensionManager.lastNodeErrors ?? {})) {
-    const node = nodeAt(path)
-    const sentences = [...new Set((errors ?? []).map(refusal).filter(Boolean))]
-    if (node && sentences.length) setError(node, sentences.join('\n'))
+    const { node, hosts } = placeOf(path)
+    for (const place of node ? [node, ...hosts] : []) {
+      said.set(place, [...(said.get(place) ?? []), ...(errors ?? []).map(refusal).filter(Boolean)])
+    }
   }
+  for (const [place, sentences] of said) if (sentences.length) setError(place, [...new Set(sentences)].join('\n'))
 }
 
 /** Marks a folder that is not in the list, or that stands there only to say where to put the files. */
@@ -53,14 +56,18 @@ app.registerExtension({
   name: 'tessera.errors',
   setup() {
     api.addEventListener('execution_error', ({ detail }) => {
-      const node = nodeAt(detail.node_id)
+      const { node, hosts } = placeOf(detail.node_id)
       // Of another workflow that was queued, a node of the same number may be of another kind.
-      if (node?.type === detail.node_type) setError(node, detail.exception_message?.trim())
+      if (node?.type !== detail.node_type) return
+      for (const place of [node, ...hosts]) setError(place, detail.exception_message?.trim())
     })
     const { queuePrompt } = app
     // The server tells a refusal to nobody but the one that asked.
     app.queuePrompt = async function (...rest) {
-      for (const [node] of ourNodes()) forget(node)
+      for (const [node, , hosts] of ourNodes()) {
+        forget(node)
+        for (const host of hosts) setError(host, '')
+      }
       try {
         return await queuePrompt.apply(this, rest)
       } finally {

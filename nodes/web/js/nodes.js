@@ -5,22 +5,29 @@ const root = () => app.rootGraph ?? app.graph
 
 export const isOurs = (node) => Boolean(node?.type?.startsWith('Tessera'))
 
-/** Pairs of each of our nodes and the path by which the server names it: ids of nodes in subgraphs are such as 12:5. */
-export function* ourNodes(graph = root(), before = '') {
+/**
+ * Each of our nodes, the path by which the server names it (ids of nodes in subgraphs are such as 12:5), and the subgraph
+ * nodes that it is in, the outermost first.
+ */
+export function* ourNodes(graph = root(), before = '', hosts = []) {
   for (const node of graph?.nodes ?? []) {
-    if (isOurs(node)) yield [node, `${before}${node.id}`]
-    if (node.subgraph) yield* ourNodes(node.subgraph, `${before}${node.id}:`)
+    if (isOurs(node)) yield [node, `${before}${node.id}`, hosts]
+    if (node.subgraph) yield* ourNodes(node.subgraph, `${before}${node.id}:`, [...hosts, node])
   }
 }
 
-/** The node of ours that the server names. In another workflow that was opened meanwhile the same id may be any
- * node's. */
-export function nodeAt(path) {
+/** The node of ours that the server names, and the subgraph nodes that it is in. In another workflow that was opened
+ * meanwhile the same id may be any node's: then there is none. */
+export function placeOf(path) {
   let graph = root()
-  let node
+  const nodes = []
   for (const id of String(path).split(':')) {
-    node = graph?.getNodeById(id)
+    const node = graph?.getNodeById(id)
+    nodes.push(node)
     graph = node?.subgraph
   }
-  return isOurs(node) ? node : undefined
+  const node = nodes.pop()
+  return isOurs(node) ? { node, hosts: nodes } : { hosts: [] }
 }
+
+export const nodeAt = (path) => placeOf(path).node

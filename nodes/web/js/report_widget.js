@@ -1,4 +1,5 @@
 // The text on a node, made when there is first something to show: before that a node looks as its schema says.
+import { addSubgraphWidget, removeSubgraphWidget, seat } from './subgraph_widget.js'
 import { widgetOf } from './widgets.js'
 
 const WIDGET = 'tessera_report'
@@ -21,12 +22,15 @@ function reportOf(node) {
     fontSize: '11px', lineHeight: `${LINE_HEIGHT}px`, whiteSpace: 'pre-wrap', overflowWrap: 'anywhere',
     userSelect: 'text', color: 'var(--input-text)', background: 'var(--comfy-input-bg)', borderRadius: '4px',
   })
-  const widget = node.addDOMWidget(WIDGET, 'tessera', element, {
+  const options = {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
     getMinHeight: () => height(node, element),
     getMaxHeight: () => height(node, element),
-  })
+  }
+  const widget = node.subgraph
+    ? addSubgraphWidget(node, WIDGET, 'tessera', element, options)
+    : node.addDOMWidget(WIDGET, 'tessera', element, options)
   widget.serialize = false
   return widget
 }
@@ -90,9 +94,11 @@ function hintLine(text) {
   return element
 }
 
-/** The panel of a run, above the lines; none takes it away. */
-export function setPanel(node, panel) {
-  node.tesseraPanel = panel
+/** The panel of a run on the node of this path, above the lines; none takes it away. */
+export function setPanel(node, path, panel) {
+  const panels = (node.tesseraPanels ??= new Map())
+  if (panel) panels.set(path, panel)
+  else panels.delete(path)
   show(node, node.tesseraContent ?? [], panel && PANEL_WIDTH)
 }
 
@@ -108,19 +114,19 @@ function errorLine(text) {
 }
 
 function remove(node) {
-  const at = node.widgets?.findIndex((widget) => widget.name === WIDGET) ?? -1
-  if (at < 0) return
-  const widget = node.widgets[at]
+  const widget = widgetOf(node, WIDGET)
+  if (!widget) return
   const room = widget.computedHeight ?? 0
-  node.removeWidget(widget)
+  if (node.subgraph) removeSubgraphWidget(node, widget)
+  else node.removeWidget(widget)
   node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - room)])
 }
 
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
 export function show(node, content, leastWidth = 0) {
   node.tesseraContent = content
-  const { tesseraError: error, tesseraHint: hint, tesseraPanel: panel } = node
-  const head = [error && errorLine(error), hint && hintLine(hint), panel]
+  const { tesseraError: error, tesseraHint: hint, tesseraPanels: panels } = node
+  const head = [error && errorLine(error), hint && hintLine(hint), ...(panels?.values() ?? [])]
   const said = [...head, ...content].filter(Boolean)
   if (!said.length) {
     remove(node)
@@ -135,5 +141,6 @@ export function show(node, content, leastWidth = 0) {
   const width = Math.max(node.size[0], node.computeSize()[0], leastWidth)
   if (width > node.size[0]) node.setSize([width, node.size[1]]) // first, as the height depends on it
   node.setSize([width, Math.max(node.size[1], node.computeSize()[1])])
+  seat(node)
   node.graph?.setDirtyCanvas(true, true)
 }

@@ -9,6 +9,19 @@ export function ownWidget(node, name) {
   return linked ? undefined : widgetOf(node, name)
 }
 
+/**
+ * The widget that an input's value comes from: the node's own, or where it is linked, that of a subgraph around the node
+ * (`hosts`, the outermost first) or of a primitive. None where the value is known only when the graph runs.
+ */
+export function sourceWidget(node, name, hosts = []) {
+  const { link: id } = node.inputs?.find((input) => input.widget?.name === name) ?? {}
+  const link = id == null ? undefined : node.graph?.getLink(id)
+  if (!link) return widgetOf(node, name)
+  const { outputNode, subgraphInput } = link.resolve(node.graph)
+  if (subgraphInput) return hosts.length ? sourceWidget(hosts.at(-1), subgraphInput.name, hosts.slice(0, -1)) : undefined
+  return outputNode?.type.startsWith('Primitive') ? outputNode.widgets?.[0] : undefined
+}
+
 /** Calls `then` after the user has changed a widget. */
 export function after(widget, then) {
   const { callback } = widget

@@ -6,7 +6,8 @@ import { addComparison } from '../compare_loras.js'
 import { ourNodes } from '../nodes.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from '../report_widget.js'
-import { ownWidget } from '../widgets.js'
+import { seat } from '../subgraph_widget.js'
+import { sourceWidget } from '../widgets.js'
 
 const EVERY = 2000 // milliseconds between two questions
 const SOON = 1000 // after an event; the server writes once a second
@@ -14,6 +15,8 @@ const MOST_POINTS = 4000 // then the curve is asked for again, thinned
 const KIND = 'TesseraTrainLora'
 
 let queued = 0 // prompts of this server that wait or run
+// By the path of each Train LoRA: its run as far as it is known, and the panels on the node and on the subgraphs around it.
+const lives = new Map()
 
 async function ask(path) {
   const answer = await api.fetchApi(path, { cache: 'no-store' })
@@ -34,18 +37,26 @@ async function askFor({ run }, what) {
   }
 }
 
-/** Brings a node's panel up to date. One question at a time; what comes meanwhile asks again after it. */
-export async function refresh(node) {
-  const live = (node.tesseraLive ??= { points: [], previews: [], sampled: '' })
+/** What is known of a node's run. */
+function liveOf(node, path, hosts) {
+  const known = lives.get(path)
+  if (known?.node === node) return Object.assign(known, { hosts })
+  const live = { node, path, hosts, panels: new Map(), points: [], previews: [], sampled: '' }
+  lives.set(path, live)
+  return live
+}
+
+/** Brings the panels of a run up to date. One question at a time; what comes meanwhile asks again after it. */
+async function refresh(live) {
   if (live.asking) {
     live.again = true
     return
   }
-  live.asking = true
+  live.asking = live.asked = true
   try {
     do {
       live.again = false
-      await update(node, live)
+      await update(live)
     } while (live.again)
   } catch (error) {
     console.warn('Tessera: the run could not be asked for', error) // the server is away; the next question may be answered
@@ -55,30 +66,30 @@ export async function refresh(node) {
 }
 
 /** Tells whether the node's name is the run's, or that of the pair of experts which the run is one of. */
-function isNamed(node, run) {
+function isNamed({ node, hosts }, run) {
   const plain = (name) => name?.trim().replaceAll('\\', '/').normalize('NFC')
-  const [own, name] = [plain(ownWidget(node, 'output_name')?.value), plain(run.output_name)]
+  const [own, name] = [plain(sourceWidget(node, 'output_name', hosts)?.value), plain(run.output_name)]
   return own === name || own === name?.replace(/_(high|low)_noise$/, '')
 }
 
 /** The steps that Continue raises `steps` to; none where the graph would not go on with this run. */
-function furtherSteps(node, run) {
-  const [steps, resume] = [ownWidget(node, 'steps'), ownWidget(node, 'resume')]
+function furtherSteps(live, run) {
+  const [steps, resume] = ['steps', 'resume'].map((name) => sourceWidget(live.node, name, live.hosts))
   const isOver = run.status === 'finished' && !run.running && run.can_go_on
-  if (!isNamed(node, run)) return undefined
+  if (!isNamed(live, run)) return undefined
   const goesOn = isOver && resume?.value === 'latest' && steps && steps.value <= run.steps
   const further = run.steps + run.first_steps
   return goesOn && further <= (steps.options?.max ?? Infinity) ? further : undefined
 }
 
 /** Queues the workflow on the page with more steps. Returns what to tell of it. */
-async function goOn(node, { run }) {
-  const to = furtherSteps(node, run)
+async function goOn(live) {
+  const to = furtherSteps(live, live.run)
   if (!to) return 'The inputs of this node have changed; press Run.'
-  const steps = ownWidget(node, 'steps')
+  const steps = sourceWidget(live.node, 'steps', live.hosts)
   steps.value = to
   steps.callback?.(to)
-  node.graph?.setDirtyCanvas(true, true)
+  app.canvas.setDirty(true, true)
   const whole = await app.queuePrompt(0)
   return whole ? `Queued, up to step ${to}.` : `steps is ${to} now, but not all of the workflow was queued; press Run.`
 }
@@ -93,17 +104,19 @@ async function copyName({ run }) {
 }
 
 /** The newest run of the node's name. */
-async function newestOf(node) {
-  const name = ownWidget(node, 'output_name')?.value
+async function newestOf({ node, hosts }) {
+  const name = sourceWidget(node, 'output_name', hosts)?.value
   return name && (await ask(`/tessera/runs?name=${encodeURIComponent(name)}`))?.runs[0]
 }
 
-async function update(node, live) {
+const places = ({ node, hosts }) => [node, ...hosts]
+
+async function update(live) {
   // A run in training is asked for by itself: its name may be changed on the node meanwhile.
-  const newest = live.run?.running ? { id: live.id } : await newestOf(node)
+  const newest = live.run?.running ? { id: live.id } : await newestOf(live)
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
-    if (node.tesseraPanel) setPanel(node, undefined)
+    removePanels(live)
     return
   }
   const last = () => live.points.at(-1)?.[0] ?? 0
@@ -120,10 +133,9 @@ async function update(node, live) {
   live.run = run
   live.points.push(...run.loss)
   await updatePreviews(live)
-  drawOn(node, live)
+  for (const place of places(live)) drawOn(place, live)
   const failure = run.status === 'failed' ? run.text : ''
-  if (failure && live.failed !== run.started) setError(node, failure)
-  else if (!failure && live.failed) setError(node, '')
+  if (failure ? live.failed !== run.started : live.failed) for (const place of places(live)) setError(place, failure)
   live.failed = failure && run.started // told once: queueing again takes the sentence away before the next run begins
 }
 
@@ -140,31 +152,52 @@ async function updatePreviews(live) {
   live.sampled = sampled
 }
 
-/** Draws a run's panel on its node. */
-function drawOn(node, live) {
-  const before = node.tesseraPanel
+/** Draws a run's panel on a node. */
+function drawOn(place, live) {
+  const before = live.panels.get(place)
   const panel = before ?? makePanel(
     (what) => askFor(live, what),
-    { copy: () => copyName(live), compare: () => compareSaves(node, live), goOn: () => goOn(node, live) },
+    { copy: () => copyName(live), compare: () => compareSaves(place, live), goOn: () => goOn(live) },
     ({ id, step, row, changed }, small) =>
       api.apiURL(`/tessera/runs/${id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`),
   )
   const height = panel.dataset.height
-  draw(panel, live.run, live.points, live.previews, furtherSteps(node, live.run))
-  if (!before || height !== panel.dataset.height) setPanel(node, panel)
+  draw(panel, live.run, live.points, live.previews, furtherSteps(live, live.run))
+  live.panels.set(place, panel)
+  if (!before || height !== panel.dataset.height) setPanel(place, live.path, panel)
+}
+
+function removePanels({ path, panels }, isGone = () => true) {
+  for (const place of [...panels.keys()].filter(isGone)) {
+    setPanel(place, path, undefined)
+    panels.delete(place)
+  }
 }
 
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
-async function compareSaves(node, { id }) {
+async function compareSaves(place, { id }) {
   const { loras = [] } = (await ask(`/tessera/runs/${id}/saves`)) ?? {}
-  return loras.length ? addComparison(node, loras) : 'The saves of this run are not there any more.'
+  return loras.length ? addComparison(place, loras) : 'The saves of this run are not there any more.'
 }
 
 function refreshAll(isDue) {
-  for (const [node] of ourNodes()) if (node.type === KIND && isDue(node)) refresh(node)
+  const there = new Set()
+  for (const [node, path, hosts] of ourNodes()) {
+    if (node.type !== KIND) continue
+    there.add(path)
+    const live = liveOf(node, path, hosts)
+    removePanels(live, (place) => !places(live).includes(place)) // the node was put into a subgraph, or out of one
+    if (isDue(live)) refresh(live)
+    hosts.forEach(seat)
+  }
+  for (const [path, live] of lives) {
+    if (there.has(path)) continue
+    removePanels(live)
+    lives.delete(path)
+  }
 }
 
-const isDue = ({ tesseraLive }) => queued || !tesseraLive || tesseraLive.run?.running
+const isDue = ({ run, asked }) => queued || !asked || run?.running
 const visible = () => document.visibilityState === 'visible'
 let soon
 
