@@ -4,9 +4,8 @@ import json
 import os
 
 import pytest
-from comfy_server import PACK
 from PIL import Image
-from tiny.live_page import panel_says, press_run
+from tiny.live_page import panel_says
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -30,7 +29,10 @@ WIRE = f"""([encoders, small, values]) => {{
   }}
   for (const [name, value] of Object.entries(values)) node.widgets.find((w) => w.name === name).value = value
 }}"""
-VALUES = f"""() => Object.fromEntries({OUTER}.widgets.filter((w) => w.name !== 'tessera_report').map((w) => [w.name, w.value]))"""
+VALUES = f"""() => {{
+  const widgets = {OUTER}.widgets.filter((w) => w.name !== 'tessera_report')
+  return Object.fromEntries(widgets.map((w) => [w.name, w.value]))
+}}"""
 SMALL = {
     "TesseraPrepareDataset": {"megapixels": 0.01},
     "TesseraPreview": {"width": 64, "height": 64, "steps": 1},

@@ -203,7 +203,6 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
         assert (shown == said) == (kind == "TesseraTrainLora")
 
 
-
 LINK_NAME = """type => {
   const source = LiteGraph.createNode(type)
   app.graph.add(source)
