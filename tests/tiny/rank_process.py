@@ -183,7 +183,7 @@ class Slow:
 def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.compile.settings import CompileSettings
     from tessera.memory.swap.sharded import ShardedRing
-    from tessera.train.distributed import node
+    from tessera.train.distributed import meeting, node
     from tessera.train.distributed import world as worlds
     from tessera.train.placement import auto
     from tessera.train.placement.products import BlockProducts
@@ -195,7 +195,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
     world.wait_limit = job.get("wait_limit", 60.0)
-    world.killing = None
+    world.killing, meeting.GRACE = None, job.get("grace", 5.0)
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
     if "step_limit" in job:
         world.step_limit = worlds.timedelta(seconds=job["step_limit"])

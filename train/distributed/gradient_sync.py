@@ -101,6 +101,8 @@ class GradientSync:
             self.world.tell(error, error_sentence(error))
             left, self.sums_left = self.sums_left, 0
             leave_gathers()
+            if isinstance(error, InterruptProcessingException):
+                self.world.interrupted = error  # its user waits no longer for the others than there
             if left:
                 self.buffer.zero_()
                 self.told[_LEAVING] = 1.0

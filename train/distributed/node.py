@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..errors import CannotContinue
 from ..settings import MemoryOptions
-from .world import GRACE, World
+from .meeting import GRACE, Unmet
+from .world import World
 
 gather_pieces = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name of the same
 TRIAL_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
-LEAVING = "leaving"
 
 
 class NodeRanks:
@@ -21,19 +21,20 @@ class NodeRanks:
 
     They gather over connections of their own: the sum of gradients has others, and never runs beside a gather.
 
+    gathered: event behind the gather that was queued last; None on a CPU.
     gathers, bytes_gathered: counters.
     """
 
     def __init__(self, world: World, ranks: range, group: Any):
         self.world, self.ranks, self.group = world, ranks, group
         self.count, self.place = len(ranks), ranks.index(world.rank)
-        self.gathers, self.bytes_gathered = 0, 0
+        self.gathers, self.bytes_gathered, self.gathered = 0, 0, None
+        self._name = f"blocks of {ranks.start}"
         self.begin_run()
 
     def begin_run(self) -> None:
         """Begin a run: all ranks count its meetings from the first."""
-        self._number, self._exchanges, self._pending, self._lost_one = 0, 0, False, False
-        self._said: dict[str, Any] = {}
+        self._number, self._exchanges, self._lost_one = 0, 0, False
 
     def gather(self, into: Tensor, piece: Tensor) -> None:
         """Queue a gather of everyone's piece on the current stream; on a CPU it is done at once.
@@ -46,6 +47,8 @@ class NodeRanks:
             gather_pieces(into, piece, group=self.group)
         except Exception as error:
             raise self._lost() from error
+        if into.device.type == "cuda":
+            self.gathered = torch.cuda.current_stream(into.device).record_event()
         self.gathers, self.bytes_gathered = self.gathers + 1, self.bytes_gathered + into.numel()
 
     def meet(self, wish: str, fresh: bool) -> list[tuple[str, bool]]:
@@ -55,42 +58,32 @@ class NodeRanks:
         Raises what `World.stopped` makes where a rank leaves, and CannotContinue where one does not come.
         """
         world, begun = self.world, time.monotonic()
-        if not self._pending:  # else this rank was interrupted here, and has said already what it needs
-            self._number, self._pending = self._number + 1, True
-            # With what it said before, which another may not have read yet.
-            before = str(self._number - 1)
-            self._said = {before: self._said.get(before)} | {str(self._number): [wish, fresh]}
-            world.post(f"meeting/{world.rank}", self._said)
-        end, pause = begun + world.step_limit.total_seconds(), 0.0005
-        found: dict[int, tuple[str, bool]] = {}
-        while len(found) < self.count:
-            for rank in self.ranks:
-                told = None if rank in found else world.read(f"meeting/{rank}")
-                if told is not None and (given := told.get(str(self._number))) is not None:
-                    found[rank] = given[0], given[1]
-                elif told is not None and LEAVING in told:
-                    raise world.stopped(world.fault())
-            if world.interrupted is None:
-                try:
-                    world.check_interrupted()
-                except BaseException as error:  # raised where all have come: they count on this rank
-                    world.interrupted, end = error, min(end, time.monotonic() + 2 * GRACE)
-            if time.monotonic() > end and len(found) < self.count:
-                self._lost_one = True
-                raise self._missing([rank for rank in self.ranks if rank not in found])
-            if len(found) < self.count:
-                time.sleep(pause)
-                pause = min(0.02, 1.3 * pause)
-        self._pending = False
+        self._number += 1
+        try:
+            found = world.meet(self._name, self._number, [wish, fresh], self.ranks)
+        except Unmet as unmet:
+            if unmet.comes:
+                raise world.stopped(world.fault()) from unmet
+            self._lost_one = True
+            # Who has left says why, after it has left.
+            raise self._missing(unmet.missing, 0.0 if unmet.left == world.rank else GRACE) from unmet
+        except BaseException:  # an interrupt, and the others do not come
+            self._lost_one = True
+            self.abort()
+            raise
         world.waited += time.monotonic() - begun
-        return [found[rank] for rank in self.ranks]
+        return [(given[0], given[1]) for given in found]
 
     def leave(self) -> None:
         """Say that this rank comes to no other meeting. Raises CannotContinue where another rank is gone."""
-        self._said = self._said | {LEAVING: True}
-        self.world.post(f"meeting/{self.world.rank}", self._said)
+        self.world.meeting(self._name, self._number + 1, self.ranks).leave(comes=True)
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
+
+    def abort(self) -> None:
+        """End what is queued of gathers: it would wait for ever for a rank that is gone, and no LoRA could be saved."""
+        if (abort := getattr(self.group, "abort", None)) is not None and dist.get_backend(self.group) == "nccl":
+            abort()
 
     def exchange(self, value: Any) -> list[Any]:
         """Return what each rank gives, by place. value: plain JSON. All have to call it."""
@@ -126,16 +119,10 @@ class NodeRanks:
         except Exception:  # the store went with the launcher
             return self._missing([])
 
-    def _missing(self, ranks: list[int]) -> BaseException:
-        if (abort := getattr(self.group, "abort", None)) is not None and dist.get_backend(self.group) == "nccl":
-            abort()  # what is queued behind a gather would wait for ever, and the LoRA could not be saved
-        if (fault := self.world.fault()) is not None:
-            return self.world.stopped(fault)
-        who = f"Device {ranks[0]}" if ranks else "Another device"
-        return CannotContinue(
-            f"{who} did not come to share its part of the model: its process was killed, ran out of host memory, or "
-            "hangs."
-        )
+    def _missing(self, ranks: list[int], seconds: float = 0.0) -> BaseException:
+        """Say that these ranks are gone. seconds: in which another may still say why."""
+        self.abort()
+        return self.world.gone(ranks, "share its part of the model", self.world.fault(seconds))
 
 
 def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> NodeRanks | None:

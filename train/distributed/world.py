@@ -17,11 +17,11 @@ from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
 from ..errors import CannotContinue, error_sentence
+from .meeting import GRACE, Meeting, Unmet
 
 SWITCH = "TESSERA_WORLD_OF"  # run.py puts the number of its process here
 STEP_LIMIT = timedelta(minutes=30)  # longest that a device waits for the others within a step, compiling included
 WAIT_LIMIT = 6 * 3600.0  # seconds that a device waits for the first one: longer than any preview or encoding
-GRACE = 5.0  # seconds in which a process that ends can still say why
 _FAULT = "fault"
 
 
@@ -162,10 +162,14 @@ class World:
             fault = {"rank": self.rank, "host": socket.gethostname(), "cancelled": cancelled, "why": sentence}
             self.store.set(_FAULT, json.dumps(fault))
 
-    def fault(self) -> dict[str, Any] | None:
-        """Return who ended the run and why; None while nobody has."""
-        found: dict[str, Any] | None = self._read(_FAULT)
-        return found
+    def fault(self, seconds: float = 0.0) -> dict[str, Any] | None:
+        """Return who ended the run and why, waiting these seconds for it; None while nobody has."""
+        end = time.monotonic() + seconds
+        while True:
+            found: dict[str, Any] | None = self._read(_FAULT)
+            if found is not None or time.monotonic() >= end:
+                return found
+            time.sleep(0.05)
 
     def stopped(self, fault: dict[str, Any] | None = None) -> BaseException:
         """Make the exception that ends this rank where another one ended the run: a cancel, or, on rank 0, the cause.
@@ -218,31 +222,66 @@ class World:
                 self._on_host.copy_(buffer)
                 dist.all_reduce(self._on_host)
                 buffer.copy_(self._on_host)
+        except InterruptProcessingException:
+            raise
         except Exception as error:
             raise self._lost(step) from error
         self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
         self.waited += time.monotonic() - begun
 
     def _meet(self, device: torch.device) -> None:
-        """Wait until all ranks have come to the next sum.
+        """Wait until all ranks have come to the next sum, see `meet`.
 
         NCCL only queues a sum, and a rank that does not come would be noticed where nothing can be said or saved any
         more. An error of another rank is no reason to leave: that rank comes to this sum too, to say so in it.
-        Raises TimeoutError past the limit, or soon after an interrupt, which else is raised behind the sum.
         """
-        if device.type == "cuda":
-            # A rank has come when its gradients are there, and no gather of its blocks is under way.
-            torch.cuda.current_stream(device).synchronize() if self.node is None else torch.cuda.synchronize(device)
-        number, end, missing = self.sums + 1, time.monotonic() + self.step_limit.total_seconds(), set(range(self.size))
-        self.post(f"met/{self.rank}", number)
-        while missing := {rank for rank in missing if (self.read(f"met/{rank}") or 0) < number}:
-            try:
+        # A rank has come when its gradients are there, and no gather of its blocks is under way.
+        events = [torch.cuda.current_stream(device).record_event()] if device.type == "cuda" else []
+        events += [] if self.node is None or self.node.gathered is None else [self.node.gathered]
+        try:
+            self.meet("sum", self.sums + 1, None, is_ready=lambda: all(event.query() for event in events))
+        except BaseException:
+            if self.node is not None:
+                self.node.abort()
+            raise
+
+    def meeting(self, name: str, number: int, ranks: range) -> Meeting:
+        """Return a meeting of these ranks, see `meet`."""
+        return Meeting(self.store, f"{self._scope}{name} {number}", ranks, self.rank)
+
+    def meet(
+        self, name: str, number: int, value: Any, ranks: range | None = None, is_ready: Callable[[], bool] | None = None
+    ) -> list[Any]:
+        """Wait until all of the ranks have come to a meeting; returns what each gives, in their order.
+
+        They go on all together or not at all: where one does not wait any longer, none of them does.
+
+        name, number: of the meeting, counted from 1. value: plain JSON. ranks: those that meet; None for all.
+        is_ready: this rank comes when it is True; None for at once.
+
+        An interrupt is kept for `raise_interrupted`, as the others count on this rank, and raised here where they do
+        not come soon. Raises Unmet past the limit, or where another rank has left.
+        """
+        ranks = ranks or range(self.size)
+        try:
+            limit = self.step_limit.total_seconds()
+            values = self.meeting(name, number, ranks).wait(value, limit, self._is_interrupted, is_ready)
+        except Unmet as unmet:
+            if unmet.left == self.rank:
+                self.raise_interrupted()
+            raise
+        if self.rank == ranks[0] and number > 1:  # all have read it that have come here
+            self.meeting(name, number - 1, ranks).forget()
+        return values
+
+    def _is_interrupted(self) -> bool:
+        """Keep an interrupt for `raise_interrupted`; True when there is one."""
+        try:
+            if self.interrupted is None:
                 self.check_interrupted()
-            except BaseException as error:
-                self.interrupted, end = error, min(end, time.monotonic() + 2 * GRACE)
-            if time.monotonic() > end:
-                raise TimeoutError
-            time.sleep(0.001)
+        except BaseException as error:
+            self.interrupted = error
+        return self.interrupted is not None
 
     def count_sum(self) -> None:
         """Count the time of the last sum on the device, which is over: the host has read what it gave.
@@ -263,17 +302,23 @@ class World:
     def _lost(self, step: int) -> BaseException:
         """Say who is missing from a sum, by what each has told of its place."""
         try:
-            end = time.monotonic() + GRACE
-            while (fault := self.fault()) is None and time.monotonic() < end:
-                time.sleep(0.05)
-            if fault is not None:
-                return self.stopped(fault)
+            fault = self.fault(GRACE)  # before that: who told of it may be late here too
             missing = [rank for rank in range(self.size) if (self.read(f"at/{rank}") or 0) < step]
         except Exception:  # the store went with the launcher
-            missing = []
+            fault, missing = None, []
+        return self.gone(missing, f"the end of step {step}", fault)
+
+    def gone(self, missing: list[int], where: str, fault: dict[str, Any] | None) -> BaseException:
+        """Make the exception that ends this rank where others do not come.
+
+        missing: those, as far as known. where: what they did not come to. fault: as `fault` gives it; that one of them
+        has told why, or a rank was cancelled, counts for more.
+        """
+        if fault is not None and (fault["cancelled"] or fault["rank"] in missing or not missing):
+            return self.stopped(fault)
         who = f"Device {missing[0]}" if missing else "Another device"
         return CannotContinue(
-            f"{who} did not come to the end of step {step}: its process was killed, ran out of host memory, or hangs."
+            f"{who} did not come to {where}: its process was killed, ran out of host memory, or hangs."
         )
 
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,184 @@
+"""Meetings of ranks: all go on, or none, whoever waits no longer; and what a device has queued is not waited for."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from comfy.model_management import InterruptProcessingException
+from tessera.train.distributed import meeting, node, world
+from tessera.train.distributed.meeting import Meeting, Unmet
+from tessera.train.distributed.node import NodeRanks
+from tessera.train.distributed.world import World
+from tessera.train.errors import CannotContinue
+
+
+@pytest.fixture
+def store(monkeypatch):
+    for module in (meeting, world):
+        monkeypatch.setattr(module, "GRACE", 0.2)
+    monkeypatch.setattr(node, "GRACE", 1.0)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def world_of(store, rank, size=2, interrupted=None):
+    made = World(rank, size, store, size)
+    made.step_limit = timedelta(seconds=0.6 if interrupted is None else 60)
+
+    def check():
+        if interrupted is not None and interrupted.is_set():
+            raise InterruptProcessingException
+
+    made.begin_run(check)
+    return made
+
+
+def later(seconds, act):
+    thread = threading.Timer(seconds, act)
+    thread.start()
+    return thread
+
+
+def test_all_go_on_or_none_whenever_one_leaves(store):
+    """Each of three ranks with a thread of its own, and one of them leaves at another moment each time."""
+    others = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+    ended = set()
+    for number in range(60):
+        met = [None] * 3
+
+        def come(rank, number=number, met=met):
+            one = Meeting(others[rank], f"meeting {number}", range(3), rank)
+            waits = time.monotonic() + (number % 12 * 0.0004 if rank == 1 else 60)
+            if rank == 2:
+                time.sleep(number % 5 * 0.001)
+            try:
+                met[rank] = one.wait(rank * 10, max(0.0, waits - time.monotonic()), lambda: False, None)
+            except Unmet as unmet:
+                met[rank] = unmet.left
+
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join(20) for thread in threads]
+        assert met in ([[0, 10, 20]] * 3, [1] * 3), met
+        ended.add(str(met))
+    assert len(ended) == 2  # both came about
+
+
+def test_an_interrupt_is_raised_as_such_where_another_does_not_come_soon(store):
+    interrupted = threading.Event()
+    first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
+    timer = later(0.3, interrupted.set)
+    with pytest.raises(InterruptProcessingException):
+        first.meet("sum", 1, None)
+    timer.join()
+    with pytest.raises(Unmet) as unmet:  # who comes then does not wait
+        second.meet("sum", 1, None)
+    assert (unmet.value.left, unmet.value.comes) == (0, False)
+
+
+def test_an_interrupt_waits_where_the_other_comes_soon(store):
+    interrupted = threading.Event()
+    interrupted.set()
+    first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
+    timer = later(0.1, lambda: second.meet("sum", 1, "b"))
+    assert first.meet("sum", 1, "a") == ["a", "b"]
+    timer.join()
+    with pytest.raises(InterruptProcessingException):
+        first.raise_interrupted()
+
+
+class Event:
+    def __init__(self, done):
+        self.done = done
+
+    def query(self):
+        return self.done
+
+
+class Stream:
+    def __init__(self, done):
+        self.done = done
+
+    def record_event(self):
+        return Event(self.done)
+
+
+class Gradients:
+    """Stand-in for gradients on a card."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(cancelled, store, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(done=True))
+    interrupted = threading.Event()
+    first, second = world_of(store, 0, interrupted=interrupted if cancelled else None), world_of(store, 1)
+    first.meets, aborted = True, []
+    first.node = NodeRanks(first, range(2), None)
+    first.node.gathered = Event(done=False)  # a gather to which the other has not come
+    monkeypatch.setattr(first.node, "abort", lambda: aborted.append(True))
+    second.post("at/1", 2)
+    if cancelled:
+        interrupted.set()
+    with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
+        first.sum(Gradients(), 3)
+    assert cancelled or str(error.value).startswith("Device 1 did not come to the end of step 3")
+    assert aborted == [True]
+    with pytest.raises(Unmet):  # so nobody waits in the sum for this one
+        second.meet("sum", 1, None)
+
+
+@pytest.mark.parametrize("late", ["gradients", "gather"])
+def test_a_device_comes_to_the_sum_when_its_work_is_done(late, store, monkeypatch):
+    gradients, gather = Event(late != "gradients"), Event(late != "gather")
+    stream = Stream(done=True)
+    monkeypatch.setattr(stream, "record_event", lambda: gradients)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    first, second = world_of(store, 0), world_of(store, 1)
+    first.meets, first.node = True, NodeRanks(first, range(2), None)
+    first.node.gathered = gather
+    came = []
+    other = threading.Thread(target=lambda: came.append(second.meet("sum", 1, None)))
+    other.start()
+
+    def end_work():
+        came.append("work")
+        gradients.done = gather.done = True
+
+    timer = later(0.2, end_work)
+    first._meet(torch.device("cuda", 0))
+    other.join()
+    timer.join()
+    assert came == ["work", [None, None]]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
+    interrupted = threading.Event()
+    first = world_of(store, 0, 3, interrupted if cancelled else None)
+    third = world_of(store, 2, 3)
+    ours, theirs = NodeRanks(first, range(3), None), NodeRanks(third, range(3), None)
+    told = []
+
+    def come():
+        try:
+            theirs.meet("forward", False)
+        except BaseException as error:
+            told.append(error)
+
+    thread = later(0.0, come)
+    if cancelled:
+        interrupted.set()
+    with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
+        ours.meet("forward", False)
+    first.tell(error.value, str(error.value))
+    thread.join()
+    if cancelled:
+        assert isinstance(told[0], InterruptProcessingException)
+    else:
+        assert all("Device 1 did not come to share its part" in str(one) for one in (error.value, told[0]))
+    with pytest.raises(CannotContinue, match="gone"):
+        ours.leave()
