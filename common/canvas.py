@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -36,32 +35,27 @@ class Canvas:
         self._image = Image.new("RGB", (width * oversampling, height * oversampling), background)
         self._draw = ImageDraw.Draw(self._image)
 
-    def text(self, x: float, y: float, text: str, size: float = 12, colour: Colour = INK, anchor: str = "la") -> None:
-        """Write one line of text; anchor: Pillow's, such as "la" for a position at the left of its top."""
-        self._draw.text(self._place((x, y)), text, colour, self._font(size), anchor)
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+        colour: Colour = INK,
+        anchor: str = "la",
+        room: float | None = None,
+    ) -> None:
+        """Write one line of text, smaller where it is wider than `room`.
 
-    def upright_text(self, x: float, y: float, text: str, size: float, colour: Colour = INK) -> None:
-        """Write one line of text from the bottom up, its centre at the position."""
-        font = self._font(size)
-        left, top, right, bottom = font.getbbox(text)
-        label = Image.new("RGB", (ceil(right - left) + 4, ceil(bottom - top) + 4), self.background)
-        ImageDraw.Draw(label).text((2 - left, 2 - top), text, colour, font)
-        label = label.rotate(90, expand=True)
-        across, down = self._place((x, y))
-        self._image.paste(label, (round(across - label.width / 2), round(down - label.height / 2)))
+        anchor: Pillow's, such as "la" for a position at the left of its top.
+        """
+        if room is not None:
+            size *= min(1.0, room * self._scale[0] / self._font(size).getlength(text))
+        self._draw.text(self._place((x, y)), text, colour, self._font(size), anchor)
 
     def text_width(self, text: str, size: float) -> float:
         """Measure the text in finished pixels."""
         return self._font(size).getlength(text) / self.oversampling
-
-    def fitting(self, text: str, width: float, size: float) -> str:
-        """Cut the text to what fits into `width`, with an ellipsis where anything is lost."""
-        font, most = self._font(size), width * self._scale[0]
-        if font.getlength(text) <= most:
-            return text
-        while text and font.getlength(text + "…") > most:
-            text = text[:-1]
-        return text + "…"
 
     def line(self, points: Sequence[Point], colour: Colour = INK, width: float = 1) -> None:
         """Draw a line through the points, `width` finished pixels wide."""

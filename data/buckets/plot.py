@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from math import ceil, log
+from math import log
 
 from PIL import Image
 
@@ -11,12 +11,13 @@ from .equal_area import MEGAPIXEL
 from .grids import Grid
 from .planner import BucketPlan
 
-WIDTH, HEIGHT = 1024, 640
+WIDTH, HEIGHT = 1024, 576
+TEXT = 30  # pixels: on a node of 400 the plot is a third as large
 LOST = (197, 74, 62)
 BUCKET_COLOURS = ((43, 108, 176), (217, 119, 6), (47, 133, 90), (128, 90, 213), (184, 50, 128), (44, 122, 123))
 ASPECT_TICKS = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (8, 1))
-HISTOGRAM, CROPS, GRIDS = (40, 116, 592, 284), (676, 116, 984, 284), (40, 368, 984, 620)
-GRIDS_PER_ROW, MOST_ROWS = 12, 3
+HISTOGRAM, CROPS, GRIDS = (40, 122, 560, 252), (690, 122, 984, 252), (40, 364, 984, 568)
+MOST_GRIDS = 7
 
 
 def describe_plan(plan: BucketPlan) -> str:
@@ -54,21 +55,12 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
     """
     assert len(sizes) == len(plan.placements)
     canvas = Canvas(WIDTH, HEIGHT)
-    counts = ", ".join(str(tokens) for tokens in plan.token_counts)
-    canvas.text(40, 22, f"Bucket plan: {counts} tokens", 24)
-    canvas.text(
-        40,
-        54,
-        f"{_contents([p.grid for p in plan.placements])}, {_count(len({p.grid for p in plan.placements}), 'grid')}, "
-        f"{plan.fit}, "
-        + " / ".join(
-            f"{_megapixels(plan, tokens, frames):.2f}{_frames(frames)}"
-            for tokens, frames in sorted({(p.tokens, p.grid.frames) for p in plan.placements})
-        )
-        + " megapixels",
-        14,
-        SOFT,
+    counts = " / ".join(str(tokens) for tokens in plan.token_counts)
+    contents, grids = (
+        _contents([p.grid for p in plan.placements]),
+        _count(len({p.grid for p in plan.placements}), "grid"),
     )
+    canvas.text(40, 12, f"{counts} tokens: {contents} on {grids}", 36, room=WIDTH - 80)
     _plot_histogram(canvas, plan, sizes)
     _plot_crops(canvas, plan)
     _plot_grids(canvas, plan)
@@ -78,10 +70,10 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
 def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> None:
     """Plot the aspect ratios on a log axis, coloured by bucket, with the grids as marks under the axis."""
     left, top, right, bottom = HISTOGRAM
-    canvas.text(left, top - 26, "Aspect ratios of the pictures, and the grids they go to", 13)
+    canvas.text(left, top - 54, "Shapes", TEXT)
     aspects = [log(width / height) for height, width in sizes]
     reach = max(log(2.2), 1.06 * max(abs(aspect) for aspect in aspects))
-    bins = 69
+    bins = 41
     bars = Counter(
         (min(bins - 1, int((aspect + reach) / (2 * reach) * bins)), plan.token_counts.index(placement.tokens))
         for aspect, placement in zip(aspects, plan.placements, strict=True)
@@ -96,23 +88,23 @@ def _plot_histogram(canvas: Canvas, plan: BucketPlan, sizes: Sequence[tuple[int,
                 x = left + bin * bar_width
                 canvas.box(x + 0.5, base - max(height, 1), x + bar_width - 0.5, base, fill=_colour(bucket))
                 base -= height
-    canvas.line([(left, bottom), (right, bottom)], SOFT)
+    canvas.line([(left, bottom), (right, bottom)], SOFT, 2)
     for grid, bucket in sorted(_use(plan), key=lambda use: use[0].width / use[0].height):
         x = left + (log(grid.width / grid.height) / reach + 1) / 2 * (right - left)
-        canvas.line([(x, bottom + 3), (x, bottom + 10)], _colour(bucket), 1.5)
+        canvas.line([(x, bottom + 4), (x, bottom + 16)], _colour(bucket), 4)
     last = -100.0
     for width, height in ASPECT_TICKS:
         x = left + (log(width / height) / reach + 1) / 2 * (right - left)
-        if left <= x <= right and x - last >= 30:
-            canvas.text(x, bottom + 14, f"{width}:{height}", 12, SOFT, "ma")
+        if left + 20 <= x <= right - 20 and x - last >= 80:
+            canvas.text(x, bottom + 20, f"{width}:{height}", TEXT, SOFT, "ma")
             last = x
-    canvas.text(right, top - 24, f"highest bar: {tallest:,}", 12, SOFT, "ra")
+    canvas.text(right, top - 54, f"most {tallest:,}", TEXT, SOFT, "ra")
 
 
 def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
     """Plot the crop loss of all images in descending order, with the mean."""
     left, top, right, bottom = CROPS
-    canvas.text(left, top - 26, "Lost to cropping, by picture", 13)
+    canvas.text(left - 80, top - 54, "Cropped", TEXT)
     crops = sorted((placement.crop for placement in plan.placements), reverse=True)
     ceiling = max(0.02, 1.1 * crops[0])
     steps = [crops[min(len(crops) - 1, i * len(crops) // 200)] for i in range(201)]
@@ -120,19 +112,18 @@ def _plot_crops(canvas: Canvas, plan: BucketPlan) -> None:
     def y(crop: float) -> float:
         return bottom - crop / ceiling * (bottom - top)
 
-    tick = next(step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if ceiling / step <= 5)
+    tick = next(step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if ceiling / step <= 3)
     for index in range(int(ceiling / tick) + 1):
-        canvas.line([(left, y(index * tick)), (right, y(index * tick))], FAINT)
-        canvas.text(left - 6, y(index * tick), _percent(index * tick), 12, SOFT, "rm")
+        canvas.line([(left, y(index * tick)), (right, y(index * tick))], FAINT, 2)
+        canvas.text(left - 10, y(index * tick), _percent(index * tick), TEXT, SOFT, "rm")
     curve = [(left + i / 200 * (right - left), y(crop)) for i, crop in enumerate(steps)]
     canvas.polygon([(left, bottom), *curve, (right, bottom)], (243, 214, 209))
-    canvas.line(curve, LOST, 1.5)
-    canvas.line([(left, bottom), (right, bottom)], SOFT)
-    canvas.line([(left, y(plan.mean_crop)), (right, y(plan.mean_crop))], INK)
-    canvas.text(right, y(plan.mean_crop) - 3, f"mean {plan.mean_crop:.2%}", 12, INK, "rd")
-    canvas.text(right, top - 24, f"worst {plan.worst_crop:.2%}", 12, LOST, "ra")
-    canvas.text(left, bottom + 14, "most cropped picture", 12, SOFT, "la")
-    canvas.text(right, bottom + 14, "least", 12, SOFT, "ra")
+    canvas.line(curve, LOST, 4)
+    canvas.line([(left, bottom), (right, bottom)], SOFT, 2)
+    canvas.line([(left, y(plan.mean_crop)), (right, y(plan.mean_crop))], INK, 2)
+    canvas.text(right, top + 2, f"mean {plan.mean_crop:.1%}", TEXT, INK, "ra")
+    canvas.text(right, top - 54, f"worst {plan.worst_crop:.1%}", TEXT, LOST, "ra")
+    canvas.text((left + right) / 2, bottom + 20, "by picture", TEXT, SOFT, "ma")
 
 
 def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
@@ -142,40 +133,35 @@ def _plot_grids(canvas: Canvas, plan: BucketPlan) -> None:
     lost: dict[tuple[Grid, int], float] = dict.fromkeys(use, 0.0)
     for placement in plan.placements:
         lost[placement.grid, plan.token_counts.index(placement.tokens)] += placement.crop
-    canvas.text(left, top - 34, "Grids, pictures, crop", 13)
-    step = min(185.0, (right - left - 160) / len(plan.token_counts))
-    for bucket, tokens in enumerate(plan.token_counts if step >= 60 else ()):
-        grids = [p.grid for p in plan.placements if p.tokens == tokens]
-        label = f"{tokens} tokens: {_contents(grids)}" if step >= 185 else f"{tokens}: {len(grids):,}"
-        x = left + 160 + bucket * step
-        canvas.box(x, top - 32, x + 10, top - 22, fill=_colour(bucket))
-        canvas.text(x + 16, top - 34, label, 12, SOFT)
+    canvas.text(left, top - 46, "Grids", TEXT)
+    step = min(280.0, (right - left - 120) / len(plan.token_counts))
+    for bucket, tokens in enumerate(plan.token_counts if step >= 160 else ()):
+        count = sum(p.tokens == tokens for p in plan.placements)
+        x = left + 120 + bucket * step
+        canvas.box(x, top - 40, x + 24, top - 16, fill=_colour(bucket))
+        canvas.text(x + 34, top - 46, f"{tokens}: {count:,}", TEXT, SOFT, room=step - 50)
 
-    room = GRIDS_PER_ROW * MOST_ROWS
-    shown = sorted(use, key=lambda entry: -use[entry])[: room if len(use) <= room else room - 1]
+    shown = sorted(use, key=lambda entry: -use[entry])[: MOST_GRIDS if len(use) <= MOST_GRIDS else MOST_GRIDS - 1]
     shown.sort(key=lambda entry: (entry[1], entry[0].width / entry[0].height))
-    cells = len(shown) + (len(shown) < len(use))
-    rows = ceil(cells / GRIDS_PER_ROW)
-    per_row = ceil(cells / rows)
-    cell_width, cell_height = min(150.0, (right - left) / per_row), min(150.0, (bottom - top) / rows)
-    space = min(cell_width - 12, cell_height - 44)
+    cell, base = (right - left) / (len(shown) + (len(shown) < len(use))), bottom - 68
+    space = min(cell - 16, base - top)
     longest = max(max(grid.width, grid.height) for grid, _ in shown)
     for index, (grid, bucket) in enumerate(shown):
-        middle = left + (index % per_row + 0.5) * cell_width
-        base = top + (index // per_row + 1) * cell_height - 38
+        middle = left + (index + 0.5) * cell
         width, height = grid.width / longest * space, grid.height / longest * space
         canvas.box(
-            middle - width / 2, base - height, middle + width / 2, base, _tint(_colour(bucket)), _colour(bucket), 1.5
+            middle - width / 2, base - height, middle + width / 2, base, _tint(_colour(bucket)), _colour(bucket), 3
         )
         pixels = plan.pixels_per_token
-        size = f"{grid.width * pixels} x {grid.height * pixels}{_frames(grid.frames)}"
-        canvas.text(middle, base + 6, size, 11, SOFT, "ma")
-        canvas.text(middle - 3, base + 19, f"{use[grid, bucket]:,}", 12, INK, "ra")
-        canvas.text(middle + 3, base + 19, f"-{lost[grid, bucket] / use[grid, bucket]:.1%}", 12, LOST, "la")
+        frames = "" if grid.frames == 1 else f"x{grid.frames}"
+        size = f"{grid.width * pixels}x{grid.height * pixels}{frames}"
+        canvas.text(middle, base + 4, size, TEXT, SOFT, "ma", cell - 8)
+        canvas.text(middle - 6, base + 34, f"{use[grid, bucket]:,}", TEXT, INK, "ra")
+        cropped = f"{-lost[grid, bucket] / use[grid, bucket]:.0%}"
+        canvas.text(middle + 6, base + 34, cropped.replace("-0%", "0%"), TEXT, LOST, "la")
     if len(shown) < len(use):
-        middle = left + (len(shown) % per_row + 0.5) * cell_width
-        base = top + (len(shown) // per_row + 1) * cell_height - 38
-        canvas.text(middle, base - space / 2, f"and {len(use) - len(shown)} more", 12, SOFT, "mm")
+        middle = left + (len(shown) + 0.5) * cell
+        canvas.text(middle, base - space / 2, f"{len(use) - len(shown)} more", TEXT, SOFT, "mm")
 
 
 def _use(plan: BucketPlan) -> Counter[tuple[Grid, int]]:
@@ -198,10 +184,6 @@ def _percent(part: float) -> str:
 def _megapixels(plan: BucketPlan, tokens: int, frames: int) -> float:
     """Compute the megapixels of one frame."""
     return tokens // frames * plan.pixels_per_token**2 / MEGAPIXEL
-
-
-def _frames(frames: int) -> str:
-    return "" if frames == 1 else f" x {frames}"
 
 
 def _contents(grids: Sequence[Grid]) -> str:

@@ -4,23 +4,24 @@ import math
 
 import numpy as np
 import pytest
-from tessera.train.preview.loss_plot import plot_loss, smoothed
+from tessera.train.preview.loss_plot import BOTTOM, LEFT, RIGHT, TOP, plot_loss, smoothed
 
 ORANGE = (217, 119, 6)
 RAW, SMOOTH, BAD = (164, 199, 232), (23, 92, 163), (200, 60, 48)
-PLOT = (slice(60, 458), slice(90, 990))
+WIDE = 1024 - LEFT - RIGHT  # from the first step to the last
+PLOT = (slice(TOP - 4, 512 - BOTTOM), slice(LEFT + 3, LEFT + WIDE))
 
 
 def pixels(picture, colour, tolerance=45) -> np.ndarray:
-    """(n, 2) rows and columns inside the plot's area that have this colour."""
+    """(n, 2) rows, and columns counted from the first step, inside the plot's area that have this colour."""
     array = np.asarray(picture, dtype=int)[PLOT]
-    return np.argwhere((np.abs(array - colour) <= tolerance).all(-1))
+    return np.argwhere((np.abs(array - colour) <= tolerance).all(-1)) + (0, 3)
 
 
 def heights(picture, colour) -> list[float]:
     """The mean row of the colour at the left, the middle and the right of the plot."""
     found = pixels(picture, colour)
-    return [found[np.abs(found[:, 1] - column) < 5, 0].mean() for column in (10, 450, 890)]
+    return [found[np.abs(found[:, 1] - column) < 5, 0].mean() for column in (10, WIDE / 2, WIDE - 10)]
 
 
 def test_the_average_weighs_all_values_so_far_and_has_no_zero_start():
@@ -59,7 +60,7 @@ def test_raw_and_average_are_both_drawn():
     noisy = [1.0 + 0.5 * (-1) ** step for step in range(300)]
     picture = plot_loss(noisy, smoothing=0.95)
     spread = np.ptp(pixels(picture, RAW)[:, 0])
-    assert spread > 200 > 4 * np.ptp(pixels(picture, SMOOTH)[300:, 0]) / 2
+    assert spread > 200 > 4 * np.ptp(pixels(picture, SMOOTH)[1000:, 0]) / 2
 
 
 def test_missing_values_are_marked_at_the_foot():
@@ -67,14 +68,14 @@ def test_missing_values_are_marked_at_the_foot():
     assert len(pixels(plot_loss(loss), BAD)) == 0
     loss[50] = math.nan
     marks = pixels(plot_loss(loss), BAD)
-    assert len(marks) and abs(marks[:, 1].mean() + 90 - (84 + 912 * 50 / 99)) < 2
+    assert len(marks) and abs(marks[:, 1].mean() - WIDE * 50 / 99) < 2
     assert len(pixels(plot_loss([1.0, 0.0, -1.0, 1.0], log_scale=True), BAD))
 
 
 def test_a_single_step_is_a_dot_in_the_middle():
     dot = pixels(plot_loss([0.3]), SMOOTH)
     assert len(dot) > 20
-    assert abs(dot[:, 1].mean() + 90 - 540) < 3
+    assert abs(dot[:, 1].mean() - WIDE / 2) < 3
 
 
 @pytest.mark.parametrize("loss", [[0.0], [0.0, 0.0], [1e-30, 1e30], [-3.0, -2.0], [7.0] * 3, [1e-9] * 2])
@@ -92,8 +93,7 @@ def test_a_long_run_keeps_its_single_spike():
     loss[31_234] = 9.0
     spike = pixels(plot_loss(loss, smoothing=0.99), RAW)
     assert spike[:, 0].min() < 40
-    column = spike[np.argmin(spike[:, 0]), 1] + 90
-    assert abs(column - (84 + 912 * 31_234 / 49_999)) < 2
+    assert abs(spike[np.argmin(spike[:, 0]), 1] - WIDE * 31_234 / 49_999) < 2
 
 
 def test_an_empty_or_wholly_broken_series_is_refused():
@@ -111,9 +111,20 @@ def test_the_validation_loss_is_drawn_beside_the_training_loss_at_its_steps():
     assert len(pixels(plain, ORANGE)) == 0 and len(pixels(both, SMOOTH)) > 500
     found = pixels(both, ORANGE)
     top = found[found[:, 0] == found[:, 0].min(), 1].mean()
-    assert top + 90 == pytest.approx((84 + 1024 - 28) / 2, abs=3)  # step 100 of 200 in the middle
-    left, right = (found[np.abs(found[:, 1] - column) < 8, 0].mean() for column in (0, 899))
+    assert top == pytest.approx(WIDE / 2, abs=3)  # step 100 of 200 in the middle
+    left, right = (found[np.abs(found[:, 1] - column) < 8, 0].mean() for column in (3, WIDE))
     train = pixels(both, SMOOTH)[:, 0].mean()
     assert found[:, 0].min() < left < train < right
     gone = plot_loss(loss, log_scale=True, validation=[(100, 0.0), (200, math.nan)])
     assert len(pixels(gone, ORANGE)) == 0
+
+
+def test_text_is_high_enough_for_a_node_and_stays_inside():
+    """A third of the size, as on a node, its capitals are to be 8 pixels high, as those of text of 11 pixels are."""
+    loss = [12.3456 / (step + 1) for step in range(12_345)]
+    picture = plot_loss([*loss, math.nan], 0.9, validation=[(0, 3.21), (12_000, 0.123)])
+    dark = np.asarray(picture.convert("L"), dtype=int) < 150
+    assert not dark[:, :4].any() and not dark[:, -4:].any()
+    numbers = dark[512 - BOTTOM + 10 :, LEFT + 20 :]  # those of the steps
+    rows = np.flatnonzero(numbers.any(1))
+    assert 22 <= np.ptp(rows) + 1 and rows[-1] < numbers.shape[0] - 3

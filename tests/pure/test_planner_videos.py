@@ -9,7 +9,7 @@ from tessera.data.buckets.equal_area import equal_area_crop
 from tessera.data.buckets.grids import FITS, RAGGED_EDGE, WHOLE_GRIDS, Grid
 from tessera.data.buckets.latent_crops import place_latents
 from tessera.data.buckets.planner import plan_buckets
-from tessera.data.buckets.plot import describe_plan, plot_plan
+from tessera.data.buckets.plot import HEIGHT, WIDTH, describe_plan, plot_plan
 
 WAN = {"megapixels": 0.38, "pixels_per_token": 16}
 
@@ -151,7 +151,7 @@ def test_the_plan_says_the_frames():
     assert any("as one frame (" in line for line in lines) is False  # pictures alone are said as before
     assert any(line.endswith(" tokens asked for): 2 pictures on 2 grids.") for line in lines)
     assert "a frame asked for" in describe_plan(plan)
-    assert plot_plan(plan, sizes).size == (1024, 640)
+    assert plot_plan(plan, sizes).size == (WIDTH, HEIGHT)
     still = plan_buckets(sizes, **WAN)
     assert plot_plan(plan, sizes).tobytes() != plot_plan(still, sizes).tobytes()
     mixed = describe_plan(plan_buckets([(64, 64)] * 2, frames=[1, 2], **WAN))

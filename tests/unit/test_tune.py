@@ -614,7 +614,7 @@ def test_a_chart_of_all_that_a_gpu_tries_keeps_its_rows_apart() -> None:
     tried = candidates(torch.device("cuda"))
     rows = [replace(FAST, settings=settings, step=Quartiles(80, 80, 80)) for settings in tried]
     pixels = np.asarray(plot_tuning(result_of(*rows))).astype(int)
-    bars = (np.abs(pixels[:, 340:360] - (164, 199, 232)).sum(-1) < 12).all(1)
+    bars = (np.abs(pixels[:, 450:470] - (164, 199, 232)).sum(-1) < 12).all(1)
     starts = int((bars[1:] & ~bars[:-1]).sum())
     assert starts == len(tried) - 1  # and the best in its own colour
 

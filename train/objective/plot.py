@@ -18,7 +18,8 @@ WIDTH, HEIGHT = 1024, 512
 SAMPLES, BARS, POINTS = 5000, 50, 400
 MEGAPIXEL_TOKENS = 4096  # tokens of a 1024 x 1024 image, for shifts that depend on the resolution
 _BAR, _DENSITY, _WEIGHTED = (186, 209, 234), (23, 92, 163), (197, 74, 62)
-_LEFT, _TOP, _RIGHT, _BOTTOM = 40, 96, 984, 448
+_LEFT, _TOP, _RIGHT, _BOTTOM = 40, 120, 984, 416
+_TEXT = 30  # pixels: on a node of 400 the plot is a third as large
 
 
 def plot_distribution(options: ObjectiveOptions) -> Image.Image:
@@ -30,19 +31,18 @@ def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     No model is known here: with `shift` 0 the family's shift is left out, and a resolution's is that of 1024 x 1024.
     """
     canvas = Canvas(WIDTH, HEIGHT)
-    canvas.text(40, 20, f"Noise levels: {options.timestep_sampling}", 22)
-    canvas.text(40, 52, _subtitle(options), 14, SOFT)
-    for tick in range(11):
+    canvas.text(_LEFT, 14, ", ".join([options.timestep_sampling, *_facts(options)]), 32, room=_RIGHT - _LEFT)
+    for tick in range(0, 11, 2):
         x = _x(tick / 10)
-        canvas.line([(x, _TOP), (x, _BOTTOM)], FAINT)
-        canvas.text(x, _BOTTOM + 8, f"{tick / 10:g}", 13, SOFT, "ma")
-    canvas.text(_LEFT, _BOTTOM + 30, "picture (detail)", 13, SOFT)
-    canvas.text(_RIGHT, _BOTTOM + 30, "noise (composition)", 13, SOFT, "ra")
+        canvas.line([(x, _TOP), (x, _BOTTOM)], FAINT, 2)
+        canvas.text(x, _BOTTOM + 10, f"{tick / 10:g}", _TEXT, SOFT, "ma")
+    canvas.text(_LEFT, _BOTTOM + 50, "picture (detail)", _TEXT, SOFT)
+    canvas.text(_RIGHT, _BOTTOM + 50, "noise (composition)", _TEXT, SOFT, "ra")
     if range_probability(options, MEGAPIXEL_TOKENS, 1.0) < MIN_RANGE_PROBABILITY:
-        canvas.text(WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 16, _WEIGHTED, "ma")
+        canvas.text(WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 32, _WEIGHTED, "ma")
     else:
         _curves(canvas, options)
-    canvas.line([(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], SOFT)
+    canvas.line([(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], SOFT, 2)
     return canvas.finish()
 
 
@@ -83,13 +83,12 @@ def _curves(canvas: Canvas, options: ObjectiveOptions) -> None:
     _curve(canvas, exact, ceiling, _DENSITY)
     if weighted:
         _curve(canvas, weighted, ceiling, _WEIGHTED)
-        entries.append((_WEIGHTED, f"with weighting {options.weighting}"))
-    x = float(_RIGHT)
-    for colour, text in reversed(entries):
-        x -= canvas.text_width(text, 13)
-        canvas.text(x, 26, text, 13)
-        canvas.line([(x - 26, 34), (x - 8, 34)], colour, 4)
-        x -= 46
+        entries.append((_WEIGHTED, f"weighted by {options.weighting}"))
+    x = float(_LEFT)
+    for colour, text in entries:
+        canvas.line([(x, 82), (x + 32, 82)], colour, 8)
+        canvas.text(x + 44, 82, text, _TEXT, anchor="lm")
+        x += canvas.text_width(text, _TEXT) + 76
 
 
 def _means(heights: Sequence[float]) -> list[float]:
@@ -98,8 +97,8 @@ def _means(heights: Sequence[float]) -> list[float]:
     return [sum(heights[i : i + size]) / size for i in range(0, len(heights), size)]
 
 
-def _subtitle(options: ObjectiveOptions) -> str:
-    """Describe the shift, range and stratification of the plot."""
+def _facts(options: ObjectiveOptions) -> list[str]:
+    """List the shift, range and stratification of the plot."""
     parts = []
     if options.shift > 0:
         parts.append(f"shift {options.shift:g}")
@@ -111,12 +110,12 @@ def _subtitle(options: ObjectiveOptions) -> str:
         parts.append(f"{options.min_sigma:g} to {options.max_sigma:g} ({options.sigma_range})")
     if options.stratified != "off":
         parts.append(f"spread evenly over each {options.stratified}")
-    return ", ".join(parts)
+    return parts
 
 
 def _curve(canvas: Canvas, heights: Sequence[float], ceiling: float, colour: Colour) -> None:
     points = [(_x((i + 0.5) / POINTS), _y(min(height, ceiling), ceiling)) for i, height in enumerate(heights)]
-    canvas.line(points, colour, 2)
+    canvas.line(points, colour, 5)
 
 
 def _x(sigma: float) -> float:

@@ -10,7 +10,9 @@ from ...common.canvas import Canvas, Colour
 
 _BACKGROUND, _GRID, _AXIS, _TEXT = (255, 255, 255), (229, 231, 235), (107, 114, 128), (55, 65, 81)
 _RAW, _SMOOTH, _BAD, _VALIDATION = (164, 199, 232), (23, 92, 163), (200, 60, 48), (217, 119, 6)
-_SIZE, _TITLE_SIZE = 15, 19  # pixels of text at a height of 512
+# Pixels at a height of 512. On a node of 380 pixels the plot is a third as large: text is still 11 pixels high.
+TEXT = 32
+LEFT, TOP, RIGHT, BOTTOM = 124, 68, 28, 58  # margins around the curve
 
 
 def smoothed(loss: Sequence[float], smoothing: float) -> np.ndarray:
@@ -35,7 +37,6 @@ def plot_loss(
     log_scale: bool = False,
     width: int = 1024,
     height: int = 512,
-    title: str = "Training loss",
     validation: Sequence[tuple[int, float]] = (),
 ) -> Image.Image:
     """Plot the loss of each step (light) and its moving average (dark) over steps 1 to n. Returns an RGB image.
@@ -64,12 +65,12 @@ def plot_loss(
     shown = np.concatenate([values[drawable], [loss for _, loss in points]])
     first = min([1, *(step for step, _ in points)])
     plot = _Plot(width, height, first, len(values), _value_range(shown, log_scale), log_scale)
-    plot.axes(title)
+    plot.axes()
     if smoothing > 0:
-        plot.curve(values, _RAW, 1.0)
-        plot.curve(average, _SMOOTH, 2.2)
+        plot.curve(values, _RAW, 1.5)
+        plot.curve(average, _SMOOTH, 5)
     else:
-        plot.curve(values, _SMOOTH, 1.6)
+        plot.curve(values, _SMOOTH, 3)
     plot.points(points)
     plot.marks(np.flatnonzero(~drawable))
     plot.legend(values, average, smoothing, points)
@@ -128,9 +129,8 @@ class _Plot:
         self.canvas = Canvas(width, height, _BACKGROUND, 3)
         self.first, self.steps, self.ends, self.log_scale = first, steps, ends, log_scale
         self.unit = unit = height / 512  # scales margins, text and line widths
-        self.left, self.right = 84 * unit, width - 28 * unit
-        self.top, self.bottom = 56 * unit, height - 58 * unit
-        self.foot = height - 10 * unit
+        self.left, self.right = LEFT * unit, width - RIGHT * unit
+        self.top, self.bottom = TOP * unit, height - BOTTOM * unit
 
     def x(self, step: float) -> float:
         """Convert a step, counted from 0, to a horizontal position. A single step is centred."""
@@ -148,30 +148,30 @@ class _Plot:
     def dot(self, x: float, y: float, colour: Colour, radius: float) -> None:
         self.canvas.dot(x, y, radius * self.unit, colour)
 
-    def text(self, x: float, y: float, text: str, anchor: str, colour: Colour = _TEXT, size: float = _SIZE) -> None:
+    def text(self, x: float, y: float, text: str, anchor: str, colour: Colour = _TEXT, size: float = TEXT) -> None:
         self.canvas.text(x, y, text, size * self.unit, colour, anchor)
 
-    def axes(self, title: str) -> None:
+    def axes(self) -> None:
         unit, (low, high) = self.unit, self.ends
-        ticks = _log_ticks(low, high, 8) if self.log_scale else _round_ticks(low, high, 7)
+        ticks = _log_ticks(low, high, 6) if self.log_scale else _round_ticks(low, high, 5)
         for tick, label in zip(ticks, _labels(ticks), strict=True):
-            self.line([(self.left, self.y(tick)), (self.right, self.y(tick))], _GRID, 1)
-            self.text(self.left - 10 * unit, self.y(tick), label, "rm")
+            self.line([(self.left, self.y(tick)), (self.right, self.y(tick))], _GRID, 2)
+            self.text(self.left - 12 * unit, self.y(tick), label, "rm")
         for step in self._step_ticks():
-            x = self.x(step - 1)
-            self.line([(x, self.top), (x, self.bottom)], _GRID, 1)
-            self.line([(x, self.bottom), (x, self.bottom + 5 * unit)], _AXIS, 1.2)
-            self.text(x, self.bottom + 9 * unit, f"{step:,}", "ma")
-        self.line([(self.left, self.top), (self.left, self.bottom), (self.right, self.bottom)], _AXIS, 1.2)
-        self.text(self.left, 30 * unit, title, "lm", size=_TITLE_SIZE)
-        self.text((self.left + self.right) / 2, self.foot, "optimizer step", "ms", _AXIS)
-        name, middle = "loss (log scale)" if self.log_scale else "loss", (self.top + self.bottom) / 2
-        self.canvas.upright_text(16 * unit, middle, name, _SIZE * unit, _AXIS)
+            x, text = self.x(step - 1), f"{step:,}"
+            self.line([(x, self.top), (x, self.bottom)], _GRID, 2)
+            self.line([(x, self.bottom), (x, self.bottom + 6 * unit)], _AXIS, 2.5)
+            half = self.canvas.text_width(text, TEXT * unit) / 2
+            self.text(min(x, self.canvas.size[0] - half - 4 * unit), self.bottom + 12 * unit, text, "ma")
+        self.line([(self.left, self.top), (self.left, self.bottom), (self.right, self.bottom)], _AXIS, 2.5)
+        self.text(self.left - 24 * unit, self.bottom + 12 * unit, "step", "ra", _AXIS)
+        if self.log_scale:
+            self.text(self.left - 24 * unit, self.top / 2, "log", "rm", _AXIS)
 
     def _step_ticks(self) -> list[int]:
         if self.steps == 1:
             return list(range(self.first, 2))
-        inner = [int(tick) for tick in _round_ticks(1, self.steps, 10) if tick == int(tick) and tick >= 1]
+        inner = [int(tick) for tick in _round_ticks(1, self.steps, 5) if tick == int(tick) and tick >= 1]
         gap = (inner[1] - inner[0]) * 0.6 if len(inner) > 1 else 0
         first = [] if inner and inner[0] - 1 < gap else [1]
         return sorted({*first, *inner})
@@ -182,7 +182,7 @@ class _Plot:
             if np.isnan(values[run[0]]):
                 continue
             if len(run) == 1:
-                self.dot(self.x(run[0]), self.y(values[run[0]]), colour, 5 if self.steps == 1 else width)
+                self.dot(self.x(run[0]), self.y(values[run[0]]), colour, 8 if self.steps == 1 else width)
             else:
                 self.line([(self.x(step), self.y(values[step])) for step in self._thinned(run, values)], colour, width)
 
@@ -200,28 +200,30 @@ class _Plot:
         """Draw validation losses, (steps done, loss)."""
         places = [(self.x(step - 1), self.y(loss)) for step, loss in points]
         if len(places) > 1:
-            self.line(places, _VALIDATION, 2.2)
+            self.line(places, _VALIDATION, 4)
         for place in places:
-            self.dot(*place, _VALIDATION, 3.5)
+            self.dot(*place, _VALIDATION, 8)
 
     def marks(self, steps: np.ndarray) -> None:
         for step in steps[:: max(1, len(steps) // 2000)]:
-            self.line([(self.x(step), self.bottom), (self.x(step), self.bottom - 12 * self.unit)], _BAD, 2)
+            self.line([(self.x(step), self.bottom), (self.x(step), self.bottom - 20 * self.unit)], _BAD, 3)
 
     def legend(
         self, values: np.ndarray, average: np.ndarray, smoothing: float, points: Sequence[tuple[int, float]]
     ) -> None:
         last = int(np.flatnonzero(~np.isnan(values))[-1])
-        entries = [(_SMOOTH if smoothing == 0 else _RAW, f"each step (last {values[last]:.4g})")]
+        entries = [(_SMOOTH if smoothing == 0 else _RAW, f"loss {values[last]:.3g}")]
         if smoothing > 0 and not np.isnan(average[last]):
-            entries.append((_SMOOTH, f"moving average {smoothing:g} (last {average[last]:.4g})"))
+            entries.append((_SMOOTH, f"average {average[last]:.3g}"))
         if points:
-            entries.append((_VALIDATION, f"validation (last {points[-1][1]:.4g})"))
+            entries.append((_VALIDATION, f"validation {points[-1][1]:.3g}"))
         if missing := int(np.isnan(values).sum()):
-            entries.append((_BAD, f"left out: {missing:,}"))
-        x, unit = self.right, self.unit
-        for colour, text in reversed(entries):
-            x -= self.canvas.text_width(text, _SIZE * unit)
-            self.text(x, 30 * unit, text, "lm")
-            self.line([(x - 26 * unit, 30 * unit), (x - 8 * unit, 30 * unit)], colour, 3)
-            x -= 44 * unit
+            entries.append((_BAD, f"left out {missing:,}"))
+        wide = sum(self.canvas.text_width(text, TEXT * self.unit) for _, text in entries)
+        wide += (44 * len(entries) + 28 * (len(entries) - 1)) * self.unit
+        part = min(1.0, (self.right - self.left) / wide)
+        x, y, unit = self.left, self.top / 2, self.unit * part
+        for colour, text in entries:
+            self.line([(x, y), (x + 32 * unit, y)], colour, 8)
+            self.text(x + 44 * unit, y, text, "lm", size=TEXT * part)
+            x += self.canvas.text_width(text, TEXT * unit) + 72 * unit
