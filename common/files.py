@@ -43,6 +43,8 @@ MACHINE = hashlib.blake2b(f"{platform.node()} {uuid.getnode()} {_processes()}".e
 _SESSION = uuid.uuid4().hex[:8]
 _OWNER = f"-{MACHINE}-{os.getpid()}-{_SESSION}"
 _ABANDONED = 24 * 60 * 60  # seconds
+# Pattern of the name of an unfinished file: machine, process and session.
+UNFINISHED = r"\.[0-9a-f]{32}-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})\.part"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -85,7 +87,7 @@ def sweep_unfinished(folder: Path) -> None:
 
 
 def _is_left(unfinished: Path) -> bool:
-    named = re.fullmatch(r"\.[0-9a-f]{32}-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})\.part", unfinished.name)
+    named = re.fullmatch(UNFINISHED, unfinished.name)
     if named and named[1] == MACHINE and int(named[2]) == os.getpid():
         return named[3] != _SESSION  # of an earlier process with this number, as in a container that was restarted
     if named and named[1] == MACHINE and not psutil.pid_exists(int(named[2])):

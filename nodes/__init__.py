@@ -14,7 +14,7 @@ from .data import folder_routes, prepare
 from .loras import average, compare, save
 from .model import block_swap, compile, load, tune
 from .options import memory, network, objective, optimizer, preview, validation
-from .train import run_files, run_routes, train_lora
+from .train import run_deletion, run_files, run_routes, train_lora
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class TesseraExtension(ComfyExtension):
         log.info("Tessera finds in ComfyUI: %s", features())
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # run.py has none
-            for module in (run_routes, run_files, folder_routes):
+            for module in (run_routes, run_files, run_deletion, folder_routes):
                 module.add_routes(server.routes)
         log.info(use_persistent_cache(Path(folder_paths.get_user_directory(), "tessera", "compile_cache")))
 

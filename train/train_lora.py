@@ -1,7 +1,7 @@
 """Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,10 @@ def _run(
     record = RunRecord(folder.path, {**run_facts(begun, context, watchers), **queued}, world.is_first)
     notes = (*checked.data.notes, *checked.notes, *start_notes, *context.notes, *shard_notes(world, settings.memory))
     recorder = _Recorder(observer, record, folder.path, notes)
+    if world.is_first:
+        with suppress(OSError):  # the saver writes it with the first LoRA at the latest
+            for ending, text in context.companion_files.items():
+                folder.write_companion_file(ending, text)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
     with recorder.errors(), torch.enable_grad():

@@ -27,9 +27,11 @@ class FolderSettings:
     """The user's settings.
 
     allowed_folders: absolute folders that workflows may read images from, with all below.
+    delete_runs: runs may be deleted from the browser on a server that other machines can reach too.
     """
 
     allowed_folders: tuple[Path, ...] = ()
+    delete_runs: bool = False
 
 
 def read_settings() -> FolderSettings:
@@ -50,7 +52,10 @@ def read_settings() -> FolderSettings:
             f'{_place()} has no list of absolute folders under "allowed_folders"; write it as '
             f'{{"allowed_folders": ["/photos/training"]}}.'
         )
-    return FolderSettings(tuple(Path(folder) for folder in folders))
+    delete_runs = content.get("delete_runs", False)
+    if not isinstance(delete_runs, bool):
+        raise ValueError(f'{_place()} has {shown(delete_runs)} under "delete_runs"; write true or false.')
+    return FolderSettings(tuple(Path(folder) for folder in folders), delete_runs)
 
 
 def cache_folder() -> Path:

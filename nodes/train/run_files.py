@@ -2,10 +2,11 @@
 
 GET `/tessera/runs/{id}/previews` lists the previews, `/tessera/runs/{id}/previews/{step}/{row}` gives one of them, and
 with `?small=1` a thumbnail. GET `/tessera/runs/{id}/saves` names the LoRAs to compare. A file is named by run, step and
-row, never by a path, and links are not followed.
+row, never by a path, and links are not followed. GET `/tessera/runs/{id}/workflow` gives the workflow that made a run.
 """
 
 import asyncio
+import json
 import os
 from contextlib import suppress
 from io import BytesIO
@@ -20,13 +21,16 @@ from ...train.checkpoint.run_record import own_file
 from ...train.preview.contact_sheet import spread
 from ...train.preview.gallery import FOLDER, INDEX, read_index
 from ..common.byte_cache import ByteCache
+from ..common.saved_workflow import API, WORKFLOW
 from .run import runs_folder
-from .run_routes import _text, known_runs
+from .run_index import text_of
+from .run_routes import NO_RUN, known_runs
 
 MOST_LISTED = 2000
 MOST_COMPARED = 12  # columns of a grid that is still readable
 MOST_BYTES = 64 << 20  # of a preview
 MOST_INDEX_BYTES = 16 << 20
+MOST_WORKFLOW_BYTES = 32 << 20
 MOST_PIXELS = 64_000_000
 THUMBNAIL = 192  # pixels of the longer side
 MOST_CACHED = 4 << 20  # bytes of thumbnails in memory, a few KB each
@@ -36,6 +40,7 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
     "Cache-Control": "private, max-age=31536000, immutable",  # the address that a page uses holds the time of the file
 }
+NO_WORKFLOW = "This run holds no workflow: it was queued without one, or ComfyUI runs with --disable-metadata."
 GONE = "There is no such preview any more; list those of the run again."
 
 _thumbnails = ByteCache(MOST_CACHED)
@@ -51,17 +56,17 @@ def previews_folder(run: Path) -> Path | None:
     return folder if real.is_dir() and real == run.resolve() / FOLDER else None
 
 
-def listed_previews(run: Path) -> list[dict[str, Any]]:
+def listed_previews(run: Path, most: int = MOST_LISTED) -> list[dict[str, Any]]:
     """List the newest previews of a run, by step and row; `changed` tells a file from one made anew."""
     folder = previews_folder(run)
     index = folder and own_file(folder, INDEX)
     if folder is None or index is None or index.stat().st_size > MOST_INDEX_BYTES:
         return []
     found = []
-    for shot in sorted(read_index(folder), key=lambda shot: (shot.step, shot.row))[-MOST_LISTED:]:
+    for shot in sorted(read_index(folder), key=lambda shot: (shot.step, shot.row))[-most:]:
         if (path := own_file(folder, shot.file)) is not None:
             changed = f"{path.stat().st_mtime_ns:x}"
-            found.append({"step": shot.step, "row": shot.row, "title": _text(shot.title), "changed": changed})
+            found.append({"step": shot.step, "row": shot.row, "title": text_of(shot.title), "changed": changed})
     return found
 
 
@@ -114,12 +119,40 @@ def compared_saves(folder: RunFolder) -> list[str]:
     return [path.relative_to(runs_folder()).as_posix() for path in spread(plain, MOST_COMPARED)]
 
 
-async def list_previews(request: web.Request) -> web.Response:
-    """Answer `/tessera/runs/{id}/previews`."""
+def read_workflow(folder: RunFolder) -> dict[str, Any]:
+    """Read the workflow that made a run, `{"workflow": …}` or, where only that is known, `{"prompt": …}`, else empty.
+
+    It lies beside the LoRA.
+    """
+    for kind, suffix in (("workflow", WORKFLOW), ("prompt", API)):
+        path = own_file(folder.path, f"{folder.name}.{suffix}")
+        if path is not None and path.stat().st_size <= MOST_WORKFLOW_BYTES:
+            with suppress(OSError, ValueError, RecursionError):
+                text = path.read_text(encoding="utf-8")
+                found = json.loads(text, parse_constant=lambda _: None)  # a browser reads no NaN
+                if isinstance(found, dict) and found:
+                    return {kind: found}
+    return {}
+
+
+async def give_workflow(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/workflow`."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
-        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
-    return web.json_response({"previews": await asyncio.to_thread(listed_previews, folder.path)})
+        return web.json_response({"error": NO_RUN}, status=404)
+    with suppress(OSError):
+        if found := await asyncio.to_thread(read_workflow, folder):
+            return web.json_response(found)
+    return web.json_response({"error": NO_WORKFLOW}, status=404)
+
+
+async def list_previews(request: web.Request) -> web.Response:
+    """Answer `/tessera/runs/{id}/previews`, and `/tessera/runs/{id}/previews?last=1` for the last one only."""
+    folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
+    if folder is None:
+        return web.json_response({"error": NO_RUN}, status=404)
+    most = 1 if "last" in request.query else MOST_LISTED
+    return web.json_response({"previews": await asyncio.to_thread(listed_previews, folder.path, most)})
 
 
 async def show_preview(request: web.Request) -> web.Response:
@@ -140,7 +173,7 @@ async def list_saves(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/saves`."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
-        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+        return web.json_response({"error": NO_RUN}, status=404)
     return web.json_response({"loras": await asyncio.to_thread(compared_saves, folder)})
 
 
@@ -149,3 +182,4 @@ def add_routes(routes: web.RouteTableDef) -> None:
     routes.get("/tessera/runs/{id}/previews")(list_previews)
     routes.get("/tessera/runs/{id}/previews/{step:[0-9]{1,8}}/{row:[0-9]{1,4}}")(show_preview)
     routes.get("/tessera/runs/{id}/saves")(list_saves)
+    routes.get("/tessera/runs/{id}/workflow")(give_workflow)

@@ -1,11 +1,13 @@
 """Routes by which a page reads the runs of this server, and asks something of the one that trains.
 
-GET `/tessera/runs?name=` and `/tessera/runs/{id}?since=` only read. POST `/tessera/runs/{id}/save`, `/sample` and
-`/stop` take effect between two steps. A run is named by an id that the first route gave, never by a path.
+GET `/tessera/runs?name=`, `/tessera/runs?filter=&page=` and `/tessera/runs/{id}?since=&points=` only read. POST
+`/tessera/runs/{id}/save`, `/sample` and `/stop` take effect between two steps. A run is named by an id that one of the
+first two gave, never by a path.
 """
 
 import asyncio
 import hashlib
+import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -25,9 +27,11 @@ from ...train.expert_pair import HIGH, LOW
 from ...train.observer import SAMPLE, SAVE, STOP
 from ..common import training_now
 from .run import runs_folder
+from .run_index import PAGE, RunIndex, page_of, text_of
 
 MOST_LISTED = 20
 MOST_READERS = 8  # whose curves stay in memory
+NO_RUN = "There is no such run; list the runs first."
 
 
 class Runs:
@@ -36,6 +40,7 @@ class Runs:
     def __init__(self) -> None:
         self._folders: dict[str, RunFolder] = {}
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
+        self._index = RunIndex()
         self._lock = threading.Lock()  # requests are answered by several threads
 
     def named(self, name: str) -> list[dict[str, Any]]:
@@ -52,9 +57,28 @@ class Runs:
         ]
         newest = [folder for *_, folder in sorted(found, key=itemgetter(0, 1, 2), reverse=True)[:MOST_LISTED]]
         with self._lock:
-            self._folders |= {_id(folder.path, root): folder for folder in newest}
+            self._folders |= {id_of(folder.path, root): folder for folder in newest}
         paths = [folder.path for folder in newest]
-        return [{"id": _id(path, root), "folder": path.name, **_state_of(path)} for path in paths]
+        return [{"id": id_of(path, root), "folder": path.name, **_state_of(path)} for path in paths]
+
+    def page(self, wanted: str, number: int) -> dict[str, Any]:
+        """List a page of all runs whose place, name or model has the words of `wanted`. number: of the page, from 0."""
+        root = runs_folder()
+        found = self._index.search(root, wanted)
+        shown = page_of(found, number)
+        with self._lock:
+            self._folders |= {id_of(run.folder.path, root): run.folder for run in shown}
+        runs = [
+            {
+                "id": id_of(run.folder.path, root),
+                "folder": run.place,
+                "changed": run.changed,
+                **run.facts,
+                "running": training_now.now(run.folder.path) is not None,
+            }
+            for run in shown
+        ]
+        return {"count": len(found), "page": number, "pages": -(-len(found) // PAGE), "runs": runs}
 
     def ask(self, id: str, prompt_id: str, what: str) -> bool | None:
         """Ask something of a run, see `training_now.ask`. None for an unknown id."""
@@ -73,8 +97,11 @@ class Runs:
             found = self._folders.get(id)
         return found if found and _lies_in(found.path, runs_folder()) and _changed(found.path) else None
 
-    def read(self, id: str, since: int) -> dict[str, Any] | None:
-        """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id."""
+    def read(self, id: str, since: int, points: int = MOST_POINTS) -> dict[str, Any] | None:
+        """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id.
+
+        points: thins each series to so many.
+        """
         with self._lock:
             found = self._folders.get(id)
             if found is None or not (_lies_in(found.path, root := runs_folder()) and _changed(found.path)):
@@ -92,16 +119,16 @@ class Runs:
             window = max(10, steps // 20)
             # Those before `since` count in the first means after it, and no further back than one window.
             begin = max(0, bisect_right(list(curve.loss), since) - window)
-            points = averaged(list(curve.loss.values())[begin:], window)
-            text = {name: _text(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
+            losses = averaged(list(curve.loss.values())[begin:], window)
+            text = {name: text_of(facts.get(name)) for name in ("output_name", "model", "started", "prompt_id")}
             return {
                 "id": id,
                 "folder": folder.name,
                 **text,
                 "steps": steps,
                 "step": curve.step,
-                "loss": thinned([point for point in points if point[0] > since]),
-                "validation": thinned(list(curve.validation.values())),
+                "loss": thinned([point for point in losses if point[0] > since], points),
+                "validation": thinned(list(curve.validation.values()), points),
                 "saves": [step for step, _ in thinned(list(curve.saves.values()))],
                 "previews": list(curve.previews)[-MOST_POINTS:],
                 "notes": curve.notes,
@@ -110,6 +137,7 @@ class Runs:
                 "can_go_on": facts.get("can_go_on") is True,
                 "can_sample": facts.get("can_sample") is True,
                 "lora": _lora_name(found, root),
+                "last_lora": _lora_name(found, root) or _last_save(found, root),
                 "loss_ends": _ends([loss for _, loss, _ in curve.loss.values()]),
                 "seconds": curve.seconds,
                 "timed_from": curve.timed_from,
@@ -118,8 +146,9 @@ class Runs:
             }
 
 
-def _id(folder: Path, root: Path) -> str:
-    return hashlib.blake2b(folder.relative_to(root).as_posix().encode(), digest_size=8).hexdigest()
+def id_of(folder: Path, root: Path) -> str:
+    """Return the id of a run by the place of its folder below the folder of all runs."""
+    return hashlib.blake2b(os.fsencode(folder.relative_to(root).as_posix()), digest_size=8).hexdigest()
 
 
 def _lies_in(folder: Path, root: Path) -> bool:
@@ -136,6 +165,12 @@ def _lora_name(folder: RunFolder, root: Path) -> str:
     """Name of a run's LoRA as ComfyUI's LoRA loaders list it; empty where there is none."""
     lora = folder.lora_path
     return "" if own_file(folder.path, lora.name) is None else str(lora.relative_to(root))
+
+
+def _last_save(folder: RunFolder, root: Path) -> str:
+    """Name of the LoRA of the last saved step, as `_lora_name` names one; empty where there is none."""
+    saves = [path for path in folder.step_loras().values() if _lies_in(path.parent, folder.path)]
+    return next((str(path.relative_to(root)) for path in saves[::-1] if own_file(path.parent, path.name)), "")
 
 
 def _ends(losses: Sequence[float]) -> list[float] | None:
@@ -160,39 +195,47 @@ def _state_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
 known_runs = Runs()
 
 
 async def list_runs(request: web.Request) -> web.Response:
-    """Answer `/tessera/runs?name=my_lora`."""
+    """Answer `/tessera/runs?name=my_lora`, and `/tessera/runs?filter=fox&page=0` of all runs."""
+    query = request.query
+    if "name" not in query:
+        if (page := _number(query.get("page", "0"))) is None:
+            return web.json_response({"error": "page is not a number; give one from 0 on."}, status=400)
+        return web.json_response(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
     try:
-        found = await asyncio.to_thread(known_runs.named, request.query.get("name", ""))
+        found = await asyncio.to_thread(known_runs.named, query["name"])
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=400)
     return web.json_response({"runs": found})
 
 
 async def read_run(request: web.Request) -> web.Response:
-    """Answer `/tessera/runs/{id}?since=0`."""
-    since = request.query.get("since", "0")
-    if not (since.isascii() and since.isdigit() and len(since) < 9):
+    """Answer `/tessera/runs/{id}?since=0&points=2000`."""
+    since, points = (_number(request.query.get(name, start)) for name, start in _READ.items())
+    if since is None:
         return web.json_response({"error": "since is not a step; give a number from 0 on."}, status=400)
-    found = await asyncio.to_thread(known_runs.read, request.match_info["id"], int(since))
+    if points is None or not 3 <= points <= MOST_POINTS:
+        return web.json_response({"error": f"points is not a number from 3 to {MOST_POINTS}."}, status=400)
+    found = await asyncio.to_thread(known_runs.read, request.match_info["id"], since, points)
     if found is None:
-        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+        return web.json_response({"error": NO_RUN}, status=404)
     return web.json_response(found)
+
+
+_READ = {"since": "0", "points": str(MOST_POINTS)}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
 
 
 async def ask_run(request: web.Request) -> web.Response:
     """Answer POST `/tessera/runs/{id}/save`, `/sample`, `/stop` with `{"prompt_id": …}`, that of the run."""
-    if not _is_own_page(request):
-        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
-    if request.content_type != "application/json":
-        return web.json_response({"error": "Send application/json."}, status=415)
+    if (refused := refused_post(request)) is not None:
+        return refused
     try:
         body = await request.json()
     except (ValueError, RecursionError):
@@ -206,10 +249,19 @@ async def ask_run(request: web.Request) -> web.Response:
         return web.json_response({"error": fix}, status=409)
     found = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, what)
     if found is None:
-        return web.json_response({"error": "There is no such run; list the runs of its name first."}, status=404)
+        return web.json_response({"error": NO_RUN}, status=404)
     if not found:
         return web.json_response({"error": "This run isn't training right now."}, status=409)
     return web.json_response({"asked": what})
+
+
+def refused_post(request: web.Request) -> web.Response | None:
+    """Refuse a POST that no page of this server sends as JSON; None where it may go on."""
+    if not _is_own_page(request):
+        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
+    if request.content_type != "application/json":
+        return web.json_response({"error": "Send application/json."}, status=415)
+    return None
 
 
 def _is_own_page(request: web.Request) -> bool:

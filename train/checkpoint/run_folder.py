@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...common.files import MACHINE, sweep_unfinished, write_atomically
 from .run_names import STEPS, has_key, name_of, number_of, numbered
-from .run_record import RunReader
+from .run_record import RECORD, RunReader
 from .schema import is_plain
 from .state import STATE_SUFFIX
 
@@ -224,6 +224,45 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
         names = [entry.name for entry in entries if name_of(entry.name) == place.name and entry.is_dir()]
     paths = [place.parent / name for name in sorted(names, key=lambda name: (number_of(name), name))]
     return [RunFolder(path, place.name) for path in paths if not key or has_key(path, key)]
+
+
+MOST_WALKED = 100_000  # folders, in which runs are looked for
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """Run that a search of all folders found.
+
+    folder: its folder.
+    changed: time of the last change of its record, in seconds since 1970.
+    stamp: names, times and sizes of the files of its record.
+    """
+
+    folder: RunFolder
+    changed: float
+    stamp: tuple[tuple[str, int, int], ...]
+
+
+def all_runs(root: Path) -> Iterator[FoundRun]:
+    """Find the runs of every output name below a folder, by their records. Links are not followed."""
+    waiting, walked = [str(root)], 0
+    while waiting and walked < MOST_WALKED:
+        place, walked = waiting.pop(), walked + 1
+        name = name_of(os.path.basename(place))
+        stamp = []
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif name is not None and entry.name in RECORD and entry.is_file(follow_symlinks=False):
+                        found = entry.stat(follow_symlinks=False)
+                        stamp.append((entry.name, found.st_mtime_ns, found.st_size))
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        if name is not None and stamp and place != str(root):
+            changed = max(nanoseconds for _, nanoseconds, _ in stamp) / 1e9
+            yield FoundRun(RunFolder(Path(place), name), changed, tuple(sorted(stamp)))
 
 
 def find_finished(root: Path, output_name: str, keys: Sequence[str]) -> RunFolder | None:

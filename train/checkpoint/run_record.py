@@ -18,7 +18,7 @@ from ...common.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
+RECORD = RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
 SECONDS_BETWEEN_WRITES = 1.0
 MOST_BYTES = 128 << 20  # of a file that is read: a million steps write half of that
 MOST_POINTS = 2000

@@ -1,0 +1,154 @@
+"""Routes that delete a run and bring it back.
+
+POST `/tessera/runs/{id}/delete` moves what this pack wrote of a run to `output/.tessera-trash/<date>`, and
+`/tessera/runs/{id}/restore` moves it back. Both are off where others than the user of this machine may ask.
+"""
+
+import asyncio
+import ipaddress
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import folder_paths
+from aiohttp import web
+from comfy.cli_args import args
+
+from ...common.files import MACHINE
+from ...train.checkpoint.run_folder import RunFolder
+from ...train.checkpoint.run_record import RunReader
+from ...train.checkpoint.run_trash import TRASH, deleted_runs, move_to_trash, restore
+from ..common import training_now
+from ..common.folder_access import SETTINGS_FILE, read_settings
+from .run import runs_folder
+from .run_routes import NO_RUN, id_of, known_runs, refused_post
+
+STILL_ALIVE = 3600  # seconds after the last write of a run on another machine
+_one_at_a_time = threading.Lock()
+
+
+class NoSuchRun(LookupError):
+    """Error of an id that no run has."""
+
+
+def why_off(host: str) -> str:
+    """Return why runs can't be deleted from the browser; empty where they can.
+
+    host: Host header of the request. Another than this machine's means a tunnel, a proxy, or a foreign page that has
+    the browser believe that this server is its own.
+    """
+    try:
+        if read_settings().delete_runs:
+            return ""
+    except ValueError as error:
+        return str(error)
+    listens = [address.strip() for address in str(args.listen).split(",")]
+    if all(map(is_loopback, listens)) and is_loopback(_name_in(host)):
+        return ""
+    return (
+        "Deleting runs is off, since this server can be reached from other machines; to allow it to all who can open "
+        f'this page, write {{"delete_runs": true}} into {SETTINGS_FILE} in ComfyUI\'s user folder.'
+    )
+
+
+def _name_in(host: str) -> str:
+    """Return a Host header without its port; empty where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Test for an address or name by which a machine reaches itself only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def trash_folder() -> Path:
+    """Folder that deleted runs are moved to."""
+    return Path(folder_paths.get_output_directory(), TRASH)
+
+
+def delete(id: str) -> dict[str, Any]:
+    """Move a run to the trash. Raises NoSuchRun for an unknown id, ValueError for a run that can't be deleted."""
+    folder = known_runs.folder(id)
+    if folder is None:
+        raise NoSuchRun
+    root, day = runs_folder(), f"{datetime.now():%Y-%m-%d}"
+    with _one_at_a_time, ExitStack() as claim:
+        _check_over(folder)
+        try:
+            claim.enter_context(folder.claimed())
+        except ValueError:
+            raise ValueError(f"{folder.path.name} is in training in another ComfyUI; stop it there first.") from None
+        _check_over(folder)  # it may have begun meanwhile
+        target, left = move_to_trash(folder, root, trash_folder(), day)
+    place = target.relative_to(folder_paths.get_output_directory())
+    return {"folder": folder.path.relative_to(root).as_posix(), "trash": place.as_posix(), "left": left}
+
+
+def _check_over(folder: RunFolder) -> None:
+    """Raise ValueError where a run is in training, or may be."""
+    name = folder.path.name
+    if training_now.now(folder.path) is not None:
+        raise ValueError(f"{name} is in training; stop it first.")
+    reader = RunReader(folder.path)
+    machine, ended = reader.facts().get("machine", MACHINE), reader.read().status
+    age = time.time() - max((file.stat().st_mtime for file in folder.path.glob("*") if file.is_file()), default=0.0)
+    if not ended and machine != MACHINE and age < STILL_ALIVE:
+        raise ValueError(f"{name} may be in training on another machine; try again an hour after its last step.")
+
+
+def bring_back(id: str) -> dict[str, Any]:
+    """Move the run of this id that was deleted last back to its place. Raises as `delete` does."""
+    root = runs_folder()
+    with _one_at_a_time:
+        for day, run in deleted_runs(trash_folder()):
+            if id_of(run.folder.path, day) == id:
+                place = run.folder.path.relative_to(day)
+                restore(run.folder, root / place, root)
+                return {"folder": place.as_posix()}
+    raise NoSuchRun
+
+
+async def delete_run(request: web.Request) -> web.Response:
+    """Answer POST `/tessera/runs/{id}/delete`."""
+    return await _answer(request, delete)
+
+
+async def restore_run(request: web.Request) -> web.Response:
+    """Answer POST `/tessera/runs/{id}/restore`."""
+    return await _answer(request, bring_back)
+
+
+async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -> web.Response:
+    if (refused := refused_post(request)) is not None:
+        return refused
+    if off := why_off(request.host):
+        return web.json_response({"error": off}, status=403)
+    try:
+        return web.json_response(await asyncio.to_thread(does, request.match_info["id"]))
+    except NoSuchRun:
+        return web.json_response({"error": NO_RUN}, status=404)
+    except ValueError as error:
+        return web.json_response({"error": str(error)}, status=409)
+
+
+async def may_delete(request: web.Request) -> web.Response:
+    """Answer `/tessera/deleting`: why runs can't be deleted, empty where they can."""
+    return web.json_response({"off": why_off(request.host)})
+
+
+def add_routes(routes: web.RouteTableDef) -> None:
+    """Add the routes to those of ComfyUI's server."""
+    routes.get("/tessera/deleting")(may_delete)
+    routes.post("/tessera/runs/{id}/delete")(delete_run)
+    routes.post("/tessera/runs/{id}/restore")(restore_run)

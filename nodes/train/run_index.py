@@ -1,0 +1,87 @@
+"""Index of all runs: what the sidebar lists of each, the one in training and the last changed first.
+
+A run's record is read again only when it has changed.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+from ...train.checkpoint.run_folder import FoundRun, RunFolder, all_runs
+from ...train.checkpoint.run_record import PROGRESS, RunReader
+from ..common import training_now
+
+PAGE = 200  # runs
+MOST_TEXT = 300  # letters of a text out of a file
+
+
+@dataclass(frozen=True)
+class IndexedRun:
+    """Run in the index.
+
+    place: its folder below the folder of all runs, with forward slashes.
+    changed: time of the last change of its record, in seconds since 1970.
+    facts: what its record says it is.
+    words: what a search looks at.
+    """
+
+    folder: RunFolder
+    place: str
+    changed: float
+    stamp: tuple[tuple[str, int, int], ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+    words: str = ""
+
+
+class RunIndex:
+    """Index of the runs below a folder."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Path, IndexedRun] = {}
+        self._lock = threading.Lock()
+
+    def search(self, root: Path, wanted: str) -> list[IndexedRun]:
+        """List the runs whose place, name or model has every word of `wanted`: those in training, then the newest."""
+        with self._lock:
+            self._runs = {run.folder.path: self._indexed(run, root) for run in all_runs(root)}
+            runs = list(self._runs.values())
+        asked = _folded(wanted).split()
+        found = [run for run in runs if all(word in run.words for word in asked)]
+        return sorted(found, key=_order, reverse=True)
+
+    def _indexed(self, found: FoundRun, root: Path) -> IndexedRun:
+        known = self._runs.get(found.folder.path)
+        stamp = tuple(entry for entry in found.stamp if entry[0] != PROGRESS)  # which says nothing of what is listed
+        place = found.folder.path.relative_to(root).as_posix()
+        if known is not None and known.stamp == stamp:
+            facts, words = known.facts, known.words
+        else:
+            facts = _facts(RunReader(found.folder.path).facts())
+            words = _folded(f"{place} {facts['output_name']} {facts['model']}")
+        return IndexedRun(found.folder, place, found.changed, stamp, facts, words)
+
+
+def page_of(runs: Sequence[IndexedRun], number: int) -> list[IndexedRun]:
+    """Return a page of runs; the first has number 0."""
+    return list(runs[number * PAGE : (number + 1) * PAGE])
+
+
+def _facts(record: dict[str, Any]) -> dict[str, Any]:
+    text = {name: text_of(record.get(name))[:MOST_TEXT] for name in ("output_name", "model", "started")}
+    return {**text, "steps": record["steps"] if type(record.get("steps")) is int else 0}
+
+
+def _order(run: IndexedRun) -> tuple[bool, float, str]:
+    return training_now.now(run.folder.path) is not None, run.changed, run.place
+
+
+def _folded(text: str) -> str:
+    return normalize("NFC", text).casefold()
+
+
+def text_of(value: Any) -> str:
+    """Return a text out of a file; empty for anything else."""
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,226 @@
+"""Runs of all names in one list, and runs that are moved to the trash and back."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from unicodedata import normalize
+
+import pytest
+from tessera.nodes.train.run_index import RunIndex, page_of
+from tessera.train.checkpoint import run_trash
+from tessera.train.checkpoint.run_folder import RunFolder, all_runs
+from tessera.train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, restore
+
+LINKS = pytest.mark.skipif(os.name == "nt", reason="links need rights")
+DAY = "2026-11-24"
+
+
+def make_run(root, place, name, **facts):
+    """A run as this version writes it."""
+    folder = root / place
+    (folder / f"{name}_steps").mkdir(parents=True)
+    (folder / "previews").mkdir()
+    (folder / "run.json").write_text(json.dumps({"output_name": name, "model": "flux.safetensors", **facts}))
+    for file in [
+        *("progress.jsonl", "summary.json", f"{name}.safetensors", f"{name}-best.safetensors", f"{name}.api.json"),
+        *(f"{name}.workflow.json", "state-000100.tessera", f"{name}_steps/{name}-step000100.safetensors"),
+        *("previews/step000100_0.png", "previews/step000100_1.webp", "previews/sheet.png", "previews/previews.json"),
+        f".{'0' * 32}-00000000-1-00000000.part",
+    ]:
+        (folder / file).write_text(file)
+    return RunFolder(folder, name)
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_all_that_a_run_writes_goes_to_the_folder_of_the_day_and_comes_back_as_it_was(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "styles/fox (003)", "fox")
+    make_run(root, "styles/fox (004)", "fox")
+    before = files_of(root)
+    target, left = move_to_trash(run, root, trash, DAY)
+    assert target == trash / DAY / "styles" / "fox (003)" and left == 0 and not run.path.exists()
+    assert files_of(root).keys() == {file for file in before if "(004)" in file}
+    ((day, found),) = deleted_runs(trash)
+    assert day == trash / DAY and found.folder == RunFolder(target, "fox")
+    restore(found.folder, root / "styles" / "fox (003)", root)
+    assert files_of(root) == before and not trash.exists()
+
+
+def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "fox (001)", "fox")
+    others = ["notes.txt", "fox.preview.png", "wolf.safetensors", "previews/mine.png", "fox_steps/fox.safetensors"]
+    others += [
+        "fox-step1.safetensors",
+        "state-1.tessera",
+        "run.json.bak",
+        "deep/run.json",
+        ".x.part",
+        "previews/run.json",
+    ]
+    for file in others:
+        (run.path / file).parent.mkdir(exist_ok=True)
+        (run.path / file).write_text("mine")
+    before = files_of(root)
+    target, left = move_to_trash(run, root, trash, DAY)
+    assert left == len(others) and files_of(run.path).keys() == set(others)
+    restore(RunFolder(target, "fox"), run.path, root)
+    assert files_of(root) == before
+
+
+def test_runs_of_the_same_place_do_not_meet_in_the_trash_and_the_last_comes_back(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    for number in range(1, 12):
+        run = make_run(root, "fox (001)", "fox", steps=number)
+        move_to_trash(run, root, trash, DAY)
+    days = [day.name for day, _ in deleted_runs(trash)]
+    assert days[:2] == [f"{DAY} (11)", f"{DAY} (10)"] and days[-1] == DAY
+    _, last = next(deleted_runs(trash))
+    restore(last.folder, root / "fox (001)", root)
+    assert json.loads((root / "fox (001)" / "run.json").read_text())["steps"] == 11
+    _, next_one = next(deleted_runs(trash))
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"fox \(001\) is the folder of another run by now; rename that one"):
+        restore(next_one.folder, root / "fox (001)", root)
+    assert files_of(tmp_path) == before
+
+
+@LINKS
+def test_a_link_is_neither_moved_nor_followed(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "fox (001)", "fox")
+    outside = tmp_path / "outside"
+    for folder in ("previews", "fox_steps"):
+        shutil.move(run.path / folder, outside / folder)
+        (run.path / folder).symlink_to(outside / folder, target_is_directory=True)
+    (outside / "secret").write_text("secret")
+    (run.path / "fox.safetensors").unlink()
+    (run.path / "fox.safetensors").symlink_to(outside / "secret")
+    before = files_of(outside)
+    assert {file.name for file in own_files(run)}.isdisjoint({"fox.safetensors", "sheet.png"})
+    target, _ = move_to_trash(run, root, trash, DAY)
+    assert files_of(outside) == before and not (target / "previews").exists()
+    assert (run.path / "fox.safetensors").is_symlink() and (run.path / "previews").is_symlink()
+
+
+@LINKS
+@pytest.mark.parametrize("link", [".tessera-trash", f".tessera-trash/{DAY}", f".tessera-trash/{DAY}/styles"])
+def test_a_trash_that_leads_elsewhere_is_refused_and_nothing_is_made_there(tmp_path, link):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "styles/fox (001)", "fox")
+    (outside := tmp_path / "outside").mkdir()
+    (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / link).symlink_to(outside, target_is_directory=True)
+    before = files_of(root)
+    with pytest.raises(ValueError, match="there is a link on the way"):
+        move_to_trash(run, root, trash, DAY)
+    assert files_of(root) == before and not list(outside.iterdir())
+
+
+@LINKS
+def test_a_run_is_not_brought_back_through_a_link(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "styles/fox (001)", "fox")
+    target, _ = move_to_trash(run, root, trash, DAY)
+    (root / "styles").rmdir()
+    (outside := tmp_path / "outside").mkdir()
+    (root / "styles").symlink_to(outside, target_is_directory=True)
+    with pytest.raises(ValueError, match="there is a link on the way"):
+        restore(RunFolder(target, "fox"), run.path, root)
+    assert not list(outside.iterdir()) and (target / "run.json").is_file()
+
+
+def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "fox (001)", "fox")
+    before = files_of(root)
+    move = shutil.move
+
+    def held_open(source, target):  # as Windows does with a LoRA that a process has mapped
+        if Path(source).name == "fox.safetensors":
+            raise PermissionError(13, "The process cannot access the file")
+        return move(source, target)
+
+    monkeypatch.setattr(run_trash.shutil, "move", held_open)
+    with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: The process cannot access"):
+        move_to_trash(run, root, trash, DAY)
+    assert files_of(root) == before and not list(deleted_runs(trash))
+
+
+def test_every_run_is_found_once_and_what_is_none_is_not(tmp_path):
+    root = tmp_path / "loras"
+    for place, name in [("fox (001)", "fox"), ("fox-1234abcd", "fox"), ("styles/deep/ink (010)", "ink")]:
+        make_run(root, place, name)
+    make_run(root, "fox (001)/inner (001)", "inner")
+    for folder in ("empty (001)", "other", "styles (002)"):
+        (root / folder).mkdir()
+    (root / "other" / "run.json").write_text("{}")
+    make_run(root, "styles (002)/a (001)", "a")
+    found = {(run.folder.path.relative_to(root).as_posix(), run.folder.name) for run in all_runs(root)}
+    assert found == {
+        ("fox (001)", "fox"), ("fox-1234abcd", "fox"), ("styles/deep/ink (010)", "ink"),
+        ("fox (001)/inner (001)", "inner"), ("styles (002)/a (001)", "a"),
+    }  # fmt: skip
+    assert list(all_runs(tmp_path / "absent")) == []
+
+
+@LINKS
+def test_links_and_names_that_are_no_text_do_not_lead_the_search_astray(tmp_path):
+    root = tmp_path / "loras"
+    make_run(tmp_path / "outside", "secret (001)", "secret")
+    root.mkdir()
+    (root / "secret (001)").symlink_to(tmp_path / "outside" / "secret (001)", target_is_directory=True)
+    (root / "loop").symlink_to(root, target_is_directory=True)
+    (root / "linked (001)").mkdir()
+    (root / "linked (001)" / "run.json").symlink_to(tmp_path / "outside" / "secret (001)" / "run.json")
+    assert list(all_runs(root)) == []
+    (bad := root / os.fsdecode(b"f\xffx (001)")).mkdir()
+    (bad / "run.json").write_text("{}")
+    (run,) = RunIndex().search(root, "")
+    assert json.loads(json.dumps(run.place)) == run.place
+
+
+def test_a_search_takes_all_words_in_any_script_and_shows_the_newest_first(tmp_path):
+    places = [("red fox (001)", "red fox"), ("styles/Füchse (001)", "Füchse"), ("wolf (001)", "wolf")]
+    for at, (place, name) in enumerate(places):
+        run = make_run(tmp_path, place, name, steps=at, model=["x"] if name == "wolf" else "FLUX.safetensors")
+        for file in ("run.json", "progress.jsonl", "summary.json"):
+            os.utime(run.path / file, (1e9 + at, 1e9 + at))
+    index = RunIndex()
+
+    def found(wanted):
+        return [run.place for run in index.search(tmp_path, wanted)]
+
+    assert found("") == ["wolf (001)", "styles/Füchse (001)", "red fox (001)"]
+    assert found("FOX red") == ["red fox (001)"] and found("flux") == ["styles/Füchse (001)", "red fox (001)"]
+    assert found(normalize("NFD", "füchse")) == ["styles/Füchse (001)"] and found("fox wolf") == []
+    assert [run.facts["model"] for run in index.search(tmp_path, "wolf")] == [""]
+    os.utime(tmp_path / "red fox (001)" / "progress.jsonl", (2e9, 2e9))
+    assert found("")[0] == "red fox (001)"
+    (tmp_path / "wolf (001)" / "run.json").write_text('{"model": "sdxl", "steps": 7}')
+    assert [run.facts["steps"] for run in index.search(tmp_path, "sdxl")] == [7]
+    shutil.rmtree(tmp_path / "wolf (001)")
+    assert found("wolf") == []
+
+
+def test_runs_come_in_pages_and_each_is_read_once(tmp_path, monkeypatch):
+    for number in range(1, 501):
+        folder = tmp_path / f"fox ({number:03d})"
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"output_name": "fox", "steps": number}))
+    index = RunIndex()
+    runs = index.search(tmp_path, "")
+    pages = [page_of(runs, number) for number in range(4)]
+    assert [len(page) for page in pages] == [200, 200, 100, 0]
+    assert {run.facts["steps"] for page in pages for run in page} == set(range(1, 501))
+    from tessera.nodes.train import run_index
+
+    monkeypatch.setattr(run_index, "RunReader", None)  # to read one again would fail
+    begin = time.monotonic()
+    assert index.search(tmp_path, "") == runs
+    assert time.monotonic() - begin < 5

@@ -1,0 +1,124 @@
+"""Deletion of runs: their files are moved to a folder of the day, from which they can be brought back.
+
+Only files that this pack writes are moved. What else lies in a run's folder stays there, and links are left alone.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unicodedata import normalize
+
+from ...common.files import UNFINISHED
+from ..preview.gallery import FOLDER as PREVIEWS
+from ..preview.gallery import INDEX, SHEET
+from .run_folder import FoundRun, RunFolder, all_runs
+from .run_names import STEPS
+from .run_record import RECORD
+from .state import STATE_SUFFIX
+
+TRASH = ".tessera-trash"
+_DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
+
+
+def own_files(folder: RunFolder) -> list[Path]:
+    """List the files of a run that this pack wrote, relative to its folder."""
+    name = re.escape(normalize("NFC", folder.name))
+    lora = rf"{name}-step\d{{6,}}\.safetensors"
+    record = "|".join(map(re.escape, RECORD))
+    of_run = rf"{record}|{name}(-best)?\.safetensors|{lora}|{name}\.(workflow|api)\.json"
+    of_run += rf"|state-\d{{6,}}{re.escape(STATE_SUFFIX)}"
+    of_previews = rf"step\d{{6,}}_\d+\.(png|webp)|{re.escape(SHEET)}|{re.escape(INDEX)}"
+    written = {"": of_run, f"{folder.name}{STEPS}": lora, PREVIEWS: of_previews}
+    return [
+        Path(place, name)
+        for place, pattern in written.items()
+        for name in _plain_files(folder.path / place)
+        if re.fullmatch(rf"{pattern}|{UNFINISHED}", normalize("NFC", name))
+    ]
+
+
+def _plain_files(folder: Path) -> Iterator[str]:
+    if folder.resolve() != folder.parent.resolve() / folder.name:  # a link, or a junction on Windows
+        return
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        yield from sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+def move_to_trash(folder: RunFolder, root: Path, trash: Path, day: str) -> tuple[Path, int]:
+    """Move a run's files to `trash/<day>`. Returns the folder there, and how many files of others stay behind.
+
+    root: folder of all runs, below which the run's place stays the same in the trash.
+    day: such as 2026-11-24.
+    Raises ValueError where the files can't be moved; then they are where they were.
+    """
+    place = folder.path.relative_to(root)
+    number = 1
+    while os.path.lexists(target := trash / (day if number == 1 else f"{day} ({number})") / place):
+        number += 1
+    _move(folder, own_files(folder), target, trash.parent.resolve() / target.relative_to(trash.parent))
+    return target, sum(len(files) for _, _, files in os.walk(folder.path))
+
+
+def deleted_runs(trash: Path) -> Iterator[tuple[Path, FoundRun]]:
+    """Yield the runs in the trash with the folder of their day, the last day first."""
+    try:
+        days = [day for day in trash.iterdir() if _DAY.fullmatch(day.name) and day.is_dir() and not day.is_symlink()]
+    except OSError:
+        return
+    for day in sorted(days, key=_order, reverse=True):
+        yield from ((day, run) for run in all_runs(day))
+
+
+def _order(day: Path) -> tuple[str, int]:
+    match = _DAY.fullmatch(day.name)
+    assert match is not None
+    return match[1], int(match[2] or 1)
+
+
+def restore(folder: RunFolder, target: Path, root: Path) -> None:
+    """Move a run's files from the trash back to `target`, its place below `root`.
+
+    Raises ValueError where another run or file has its place by now; then they are where they were.
+    """
+    files = own_files(folder)
+    taken = [name for name in (*map(Path, RECORD), *files) if os.path.lexists(target / name)]
+    if taken:
+        raise ValueError(f"{target.name} is the folder of another run by now; rename that one, then undo again.")
+    _move(folder, files, target, root.resolve() / target.relative_to(root))
+    for empty in folder.path.parents:
+        try:
+            empty.rmdir()  # of the trash only what is empty
+        except OSError:
+            break
+
+
+def _move(folder: RunFolder, files: Sequence[Path], target: Path, real: Path) -> None:
+    """Move files to a folder, all or none. real: where that is with all links followed, if there is none on the way."""
+    moved: list[Path] = []
+    if target.resolve() != real:
+        raise ValueError(
+            f"{folder.path.name}: there is a link on the way to {target.parent.name}, and none is followed."
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (target / file.parent).mkdir(exist_ok=True)
+            shutil.move(folder.path / file, target / file)
+            moved.append(file)
+    except OSError as error:
+        for file in moved:
+            with contextlib.suppress(OSError):
+                shutil.move(target / file, folder.path / file)
+        _remove_empty(target, files)
+        raise ValueError(f"{folder.path.name}: a file can't be moved: {error.strerror or error}.") from error
+    _remove_empty(folder.path, files)
+
+
+def _remove_empty(folder: Path, files: Sequence[Path]) -> None:
+    """Remove the folders of files that were moved away, as far as they are empty."""
+    for place in sorted({file.parent for file in files}, key=lambda place: len(place.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            (folder / place).rmdir()
