@@ -33,7 +33,7 @@ _one_at_a_time = threading.Lock()
 
 
 class NoSuchRun(LookupError):
-    """Error of an id that no run has."""
+    """Error of an id that no run has. The message is for the user."""
 
 
 def why_off(host: str) -> str:
@@ -81,7 +81,7 @@ def delete(id: str) -> dict[str, Any]:
     """Move a run to the trash. Raises NoSuchRun for an unknown id, ValueError for a run that can't be deleted."""
     folder = known_runs.folder(id)
     if folder is None:
-        raise NoSuchRun
+        raise NoSuchRun(NO_RUN)
     root, day = runs_folder(), f"{datetime.now():%Y-%m-%d}"
     with _one_at_a_time, ExitStack() as claim:
         _check_over(folder)
@@ -116,7 +116,7 @@ def bring_back(id: str) -> dict[str, Any]:
                 place = run.folder.path.relative_to(day)
                 restore(run.folder, root / place, root)
                 return {"folder": place.as_posix()}
-    raise NoSuchRun
+    raise NoSuchRun(f"The files of this run are not in output/{TRASH} any more.")
 
 
 async def delete_run(request: web.Request) -> web.Response:
@@ -136,8 +136,8 @@ async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -
         return web.json_response({"error": off}, status=403)
     try:
         return web.json_response(await asyncio.to_thread(does, request.match_info["id"]))
-    except NoSuchRun:
-        return web.json_response({"error": NO_RUN}, status=404)
+    except NoSuchRun as error:
+        return web.json_response({"error": str(error)}, status=404)
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=409)
 
