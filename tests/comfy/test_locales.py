@@ -116,7 +116,7 @@ def test_the_titles_of_all_workflows_are_translated(language):
         json.loads((LOCALES / each / "main.json").read_text(encoding="utf-8")) for each in ("en", language)
     )
     assert found.pop(NOTE) == DEFINITIONS[language][NOTE]
-    assert found.keys() == english.keys() == {"templateWorkflows"}
+    assert english.keys() == {"templateWorkflows"} and found.keys() == {"templateWorkflows", "tessera"}
     for kind, folders in english["templateWorkflows"].items():
         translated = found["templateWorkflows"][kind]
         assert translated.keys() == folders.keys()
@@ -125,3 +125,33 @@ def test_the_titles_of_all_workflows_are_translated(language):
     for folder, titles in english["templateWorkflows"]["template"].items():  # the list is sorted by their numbers
         for name, title in titles.items():
             assert found["templateWorkflows"]["template"][folder][name].split()[0] == title.split()[0]
+
+
+SCRIPTS = sorted((ROOT / "nodes" / "web" / "js").rglob("*.js"))
+TEXT = r"""('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
+
+
+def words_of(script: str) -> set[str]:
+    """The texts that `t` is called with, and those of the tables that it is called with: these are named …WORDS."""
+    said = re.findall(rf"(?<![\w.])t\(\s*{TEXT}", script)
+    for table in re.findall(r"^const \w*WORDS = (.*?)^(?=const|function|export|/|app)", script, re.M | re.S):
+        said += re.findall(TEXT, table)
+    return {text[1:-1] for text in said}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_words_of_the_browser_are_called_by_their_text_or_from_a_table_of_words(script):
+    code = script.read_text(encoding="utf-8")
+    for called in re.findall(r"(?<![\w.])t\(\s*([^'\"\s][^,()]*)", code) if script.stem != "words" else []:
+        assert "WORDS" in called or (called.isidentifier() and called.islower() and "WORDS" in code), called
+
+
+@every_language
+def test_the_words_of_the_browser_are_translated_with_their_values(language):
+    found = json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["tessera"]
+    english = set().union(*(words_of(script.read_text(encoding="utf-8")) for script in SCRIPTS))
+    assert len(english) > 100 and (english - found.keys(), found.keys() - english) == (set(), set())
+    values = re.compile(r"\{\w+\}")
+    assert {
+        text for text, own in found.items() if not own or sorted(values.findall(own)) != sorted(values.findall(text))
+    } == set()

@@ -2,6 +2,7 @@
 // for their group, which isn't shown.
 import { app } from '../../../scripts/app.js'
 import { widgetOf } from './widgets.js'
+import { t } from './words.js'
 
 const LOW_NOISE = /^lora_models_low_noise\.(lora\d+)$/
 
@@ -34,7 +35,7 @@ app.registerExtension({
 function nameLowNoise(node) {
   for (const input of node.inputs) {
     const [, place] = LOW_NOISE.exec(input.name) ?? []
-    if (place) input.label = `low noise ${place}`
+    if (place) input.label = t('low noise {place}', { place })
   }
 }
 
@@ -120,8 +121,7 @@ export function addComparison(node, loras) {
   app.canvas.centerOnNode?.(made)
   graph.setDirtyCanvas(true, true)
   const missing = ['vae', 'positive'].filter((name) => !sourceOf(made, name))
-  const what = { vae: 'a VAE', positive: 'a prompt' }
   return missing.length
-    ? `Connect ${missing.map((name) => what[name]).join(' and ')} to Compare LoRAs, then press Run.`
-    : 'Compare LoRAs is in the graph; press Run.'
+    ? t('Connect {inputs} of Compare LoRAs, then press Run.', { inputs: missing.join(', ') })
+    : t('Compare LoRAs is in the graph; press Run.')
 }

@@ -5,9 +5,13 @@ import { api } from '../../../scripts/api.js'
 import { ourNodes, placeOf } from './nodes.js'
 import { setError } from './report_widget.js'
 import { after, ownWidget, widgetOf } from './widgets.js'
+import { t } from './words.js'
 
 let renewed // definitions after R; nodes that stand there keep the class of the old ones
-const FOLDERS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
+const ABSENT_WORDS = {
+  TesseraImageFolder: '{folder} is not among the folders that hold pictures.',
+  TesseraVideoFolder: '{folder} is not among the folders that hold clips.',
+}
 
 /** One of the server's errors of a node, as a sentence. Ours stand behind the name of the input and a dash. */
 function refusal({ type, message, details, extra_info }) {
@@ -35,11 +39,10 @@ function checkFolder(node, folder) {
   const definition = renewed?.[node.type] ?? node.constructor.nodeData
   const placeholder = definition?.input?.required?.folder?.[1]?.placeholder
   const absent = folder.value === placeholder || !values.includes(folder.value)
-  const fix = 'Put them there and press R, or choose another folder.'
-  setError(node, absent ? `${folder.value} is not among the folders that hold ${FOLDERS[node.type]}. ${fix}` : '')
+  setError(node, absent ? `${t(ABSENT_WORDS[node.type], { folder: folder.value })} ${t('Put them there and press R, or choose another folder.')}` : '')
 }
 
-const folderOf = (node) => node.comfyClass in FOLDERS && widgetOf(node, 'folder')
+const folderOf = (node) => node.comfyClass in ABSENT_WORDS && widgetOf(node, 'folder')
 
 function checkFolders() {
   for (const [node] of ourNodes()) if (folderOf(node)) forget(node)

@@ -3,6 +3,7 @@
 // renderer has none and asks `hidden`. Both are computed when asked, so that nothing has to be kept in step. No widget
 // is moved or taken out: values and prompts are the same with all shown.
 import { app } from '../../../scripts/app.js'
+import { t } from './words.js'
 
 const AWAY = -1e6 // where the slots of hidden widgets lie on the canvas, out of reach of a link that is dragged
 
@@ -64,7 +65,7 @@ function hideBehindMore(node, advanced) {
     serialize: false, canvasOnly: true, // out of the prompt, out of Nodes 2.0, and below out of the saved workflow
   })
   button.serialize = false
-  compute(button, 'label', () => (node.showAdvanced ? 'show fewer' : `show ${count()} more`))
+  compute(button, 'label', () => (node.showAdvanced ? t('show fewer') : t('show {count} more', { count: count() })))
   compute(button, 'hidden', () => !count() || forced())
 
   /** Changes what is in view; the node becomes higher or lower by just that. */

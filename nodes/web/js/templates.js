@@ -1,7 +1,7 @@
 // Titles and descriptions of this pack's workflows in ComfyUI's list of templates, from locales/*/main.json. The
 // frontend asks its translations for those of its own templates only, and shows files' names for all others.
 import { app } from '../../../scripts/app.js'
-import { api } from '../../../scripts/api.js'
+import { language, translations } from './words.js'
 
 const FOLDER = new URL(import.meta.url).pathname.split('/extensions/')[1]?.split('/')[0] // below custom_nodes
 const KEY = 'tessera' // of the translations, whatever the folder is called
@@ -11,7 +11,7 @@ app.registerExtension({
   async setup() {
     const pinia = document.getElementById('vue-app')?.__vue_app__?.config.globalProperties.$pinia
     if (!pinia || !FOLDER) return // another frontend: files' names are shown
-    const words = await translations()
+    const words = ourWords(await translations())
     const watch = (store) => {
       if (store.$id !== 'workflowTemplates') return
       const name = () => nameAll(store.enhancedTemplates ?? [], words)
@@ -24,13 +24,10 @@ app.registerExtension({
   },
 })
 
-async function translations() {
-  const answer = await api.fetchApi('/i18n')
-  const all = answer.ok ? await answer.json() : {}
-  const language = app.extensionManager.setting.get('Comfy.Locale')
+function ourWords(all) {
   const of = (kind) => ({
     ...all.en?.templateWorkflows?.[kind]?.[KEY],
-    ...all[language]?.templateWorkflows?.[kind]?.[KEY],
+    ...all[language()]?.templateWorkflows?.[kind]?.[KEY],
   })
   return { titles: of('template'), descriptions: of('templateDescription') }
 }

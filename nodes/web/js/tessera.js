@@ -5,14 +5,15 @@ import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
 import { nodeAt } from './nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
+import { t } from './words.js'
 
 const describe = {
   TesseraPrepareDataset: ({ summary }) => [summary],
-  TesseraLatentsToDataset: ({ pictures, notes = [] }) => [`${pictures} pictures`, ...notes],
+  TesseraLatentsToDataset: ({ pictures, notes = [] }) => [t('{count} pictures', { count: pictures }), ...notes],
   TesseraLoraNetwork: ({ text }) => [monospaced(text)],
   TesseraTrainLora: describeRun,
   TesseraSaveLora: ({ filename, subfolder, format, dtype, notes = [] }) => [
-    `Saved: output/${subfolder ? `${subfolder}/` : ''}${filename}`,
+    t('Saved: {file}', { file: `output/${subfolder ? `${subfolder}/` : ''}${filename}` }),
     `${format}, ${dtype}`,
     ...notes,
   ],
@@ -26,33 +27,35 @@ const describe = {
 const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
 function describeRun(run) {
-  const lines = [run.path ? `Saved: output/${run.path}` : 'The LoRA could not be saved, see below.']
+  const lines = [run.path ? t('Saved: {file}', { file: `output/${run.path}` }) : t('The LoRA could not be saved, see below.')]
   const loss = run.loss ?? []
   if (loss.length) {
     const tenth = Math.max(1, Math.floor(loss.length / 10))
     const mean = (part) => (part.reduce((sum, value) => sum + value, 0) / part.length).toFixed(4)
-    lines.push(`${run.steps_done} steps, mean loss ${mean(loss.slice(0, tenth))} in the first tenth, ` +
-      `${mean(loss.slice(-tenth))} in the last`)
+    const values = { steps: run.steps_done, first: mean(loss.slice(0, tenth)), last: mean(loss.slice(-tenth)) }
+    lines.push(t('{steps} steps, mean loss {first} in the first tenth, {last} in the last', values))
   }
-  if (run.seconds_per_step != null) lines.push(`${run.seconds_per_step} s per step`)
-  if (run.compile) lines.push(`${run.graphs_compiled} graphs compiled in ${run.compile_seconds} s${backend(run)}`)
+  if (run.seconds_per_step != null) lines.push(t('{seconds} s per step', { seconds: run.seconds_per_step }))
+  if (run.compile) {
+    const values = { graphs: run.graphs_compiled, seconds: run.compile_seconds, backend: run.compile_report?.regions?.[0]?.how?.backend }
+    lines.push(values.backend
+      ? t('{graphs} graphs compiled in {seconds} s by {backend}', values)
+      : t('{graphs} graphs compiled in {seconds} s', values))
+  }
   if (run.blocks_swapped) {
-    lines.push(`${run.blocks_swapped} blocks streamed, ${run.block_copies_per_step} copies in the last step`)
+    const values = { blocks: run.blocks_swapped, copies: run.block_copies_per_step }
+    lines.push(t('{blocks} blocks streamed, {copies} copies in the last step', values))
   }
   if (run.peak_memory_mib != null) {
-    lines.push(`Peak memory of the ${run.peak_memory_of}: ${(run.peak_memory_mib / 1024).toFixed(2)} GiB`)
+    const values = { memory: run.peak_memory_of, size: (run.peak_memory_mib / 1024).toFixed(2) }
+    lines.push(t('Peak memory of the {memory}: {size} GiB', values))
   }
   const previews = run.previews?.files.length
   if (previews) {
     const folder = run.path ? `: output/${run.path.replace(/[^/]*$/, 'previews')}` : ''
-    lines.push(`${previews} preview${previews > 1 ? 's' : ''}${folder}`)
+    lines.push(`${previews > 1 ? t('{count} previews', { count: previews }) : t('1 preview')}${folder}`)
   }
   return [...lines, ...(run.notes ?? [])]
-}
-
-function backend(run) {
-  const how = run.compile_report?.regions?.[0]?.how
-  return how ? ` by ${how.backend}` : ''
 }
 
 /** The previews so far, under the lines: the file is written anew each time, under one name. The last sheet stays until
@@ -61,7 +64,7 @@ function showPreviews(node, { filename, subfolder, type, step }) {
   const run = (node.tesseraRun ??= newRun()) // a page that was opened meanwhile has seen no beginning
   const number = ++run.sheets
   const place = new URLSearchParams({ filename, subfolder, type, step })
-  const sheet = picture(api.apiURL(`/view?${place}`), `Previews up to step ${step}`, () => {
+  const sheet = picture(api.apiURL(`/view?${place}`), t('Previews up to step {step}', { step }), () => {
     if (node.tesseraRun !== run || run.shown > number) return
     run.shown = number
     node.tesseraSheet = sheet
@@ -83,8 +86,8 @@ function begin(node, lines) {
 
 const liveLines = {
   note: ({ text }) => text,
-  saved: ({ file }) => `Saved: ${file}`,
-  validation: ({ step, loss }) => `Validation loss after ${step} steps: ${loss.toFixed(5)}`
+  saved: ({ file }) => t('Saved: {file}', { file }),
+  validation: ({ step, loss }) => t('Validation loss after {step} steps: {loss}', { step, loss: loss.toFixed(5) })
 }
 
 app.registerExtension({

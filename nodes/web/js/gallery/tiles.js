@@ -1,6 +1,7 @@
 // A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
 
 import { button, part } from '../elements.js'
+import { t } from '../words.js'
 
 const THUMB = 84 // pixels a tile's picture is high
 const AT_ONCE = 3 // thumbnails asked for; a browser has six connections to a server, and others need some
@@ -20,8 +21,8 @@ export function makeGallery(turn) {
   const count = part(head, { flex: '1', overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' })
   const lacking = button(head, '', '', () => turn(0, !element.view.missing))
   lacking.style.color = 'var(--error-text)'
-  const back = button(head, '‹', 'Previous page', () => turn(element.view.page - 1, element.view.missing))
-  const on = button(head, '›', 'Next page', () => turn(element.view.page + 1, element.view.missing))
+  const back = button(head, '‹', t('Previous page'), () => turn(element.view.page - 1, element.view.missing))
+  const on = button(head, '›', t('Next page'), () => turn(element.view.page + 1, element.view.missing))
   const said = part(element, { flex: 'none', color: ASIDE, overflowWrap: 'anywhere', display: 'none' })
   const news = part(element, { flex: 'none', fontWeight: '600', overflowWrap: 'anywhere', display: 'none' })
   news.setAttribute('role', 'status')
@@ -38,7 +39,20 @@ export function makeGallery(turn) {
   return element
 }
 
-const counted = (count, noun) => `${count.toLocaleString('en')} ${count === 1 ? noun.slice(0, -1) : noun}`
+const COUNT_WORDS = {
+  pictures: ['1 picture', '{count} pictures', '1 picture without a caption', '{count} pictures without a caption'],
+  clips: ['1 clip', '{count} clips', '1 clip without a caption', '{count} clips without a caption'],
+}
+const EMPTY_WORDS = {
+  pictures: 'This folder holds no pictures yet. Drop some here.',
+  clips: 'This folder holds no clips yet. Drop some here.',
+}
+
+const number = (count) => count.toLocaleString('en')
+
+function counted(count, kind, missing) {
+  return t(COUNT_WORDS[kind][(missing ? 2 : 0) + (count === 1 ? 0 : 1)], { count: number(count) })
+}
 
 /**
  * Shows a page as the server's route tells it. `kind`: pictures or clips. `missing`: only those without a caption are
@@ -51,20 +65,22 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
   Object.assign(gallery, { told, view: { page: found.page, missing } })
   const total = missing ? found.missing : found.count
   const first = found.page * 24
-  const range = found.pages > 1 ? `${first + 1}–${first + found.entries.length} of ` : ''
-  count.textContent = `${range}${counted(total, kind)}${missing ? ' without a caption' : ''}`
+  const range = { from: first + 1, to: first + found.entries.length, all: counted(total, kind, missing) }
+  count.textContent = found.pages > 1 ? t('{from}–{to} of {all}', range) : range.all
   lacking.style.display = found.missing ? '' : 'none'
-  lacking.textContent = missing ? `Show all ${found.count.toLocaleString('en')}` : `${found.missing.toLocaleString('en')} without a caption`
-  lacking.title = missing ? '' : 'Show only those'
+  lacking.textContent = missing
+    ? t('Show all {count}', { count: number(found.count) })
+    : t('{count} without a caption', { count: number(found.missing) })
+  lacking.title = missing ? '' : t('Show only those')
   for (const each of [back, on]) each.style.display = found.pages > 1 ? '' : 'none'
   back.disabled = !found.page
   on.disabled = found.page === found.pages - 1
   for (const each of [back, on]) each.style.opacity = each.disabled ? 0.4 : 1
   const frames = framed && found.entries.some((entry) => entry.crops.length)
   tell(said, [
-    !found.count && `This folder holds no ${kind} yet. Drop some here.`,
-    found.unread && `Not read, being of other kinds: ${found.unread}.`,
-    frames && 'Orange frame: the part that is trained on.',
+    !found.count && t(EMPTY_WORDS[kind]),
+    found.unread && t('Not read, being of other kinds: {count}.', { count: found.unread }),
+    frames && t('Orange frame: the part that is trained on.'),
   ])
   gallery.stop()
   gallery.loads = new AbortController()
@@ -85,7 +101,7 @@ function tell(element, sentences) {
 function tile(parent, entry, framed, url) {
   const element = document.createElement('div')
   element.className = 'tessera-tile'
-  element.title = [entry.name, entry.problem || (entry.caption ?? 'no caption')].join('\n\n')
+  element.title = [entry.name, entry.problem || (entry.caption ?? t('no caption'))].join('\n\n')
   const stage = part(element, { height: `${THUMB}px`, display: 'flex', alignItems: 'center', justifyContent: 'center' })
   const shown = part(stage, { position: 'relative', overflow: 'hidden', maxWidth: '100%', lineHeight: 0, borderRadius: '2px' })
   const caption = part(element, {
@@ -93,7 +109,9 @@ function tile(parent, entry, framed, url) {
     webkitLineClamp: 2, webkitBoxOrient: 'vertical',
   })
   const wrong = entry.problem || entry.caption == null
-  caption.textContent = wrong ? (entry.problem ? 'caption can’t be read' : 'no caption') : entry.caption || '(empty)'
+  caption.textContent = wrong
+    ? entry.problem ? t('caption can’t be read') : t('no caption')
+    : entry.caption || t('(empty)')
   if (wrong) Object.assign(caption.style, { color: 'var(--error-text)', fontWeight: '600' })
   else if (!entry.caption) caption.style.color = ASIDE
   return { element, shown, url, crops: framed ? entry.crops : [], name: entry.name }
@@ -119,7 +137,7 @@ async function load({ element, shown, url, crops, name }, signal) {
     if (signal.aborted) return
     element.title += `\n\n${error.message}`
     Object.assign(shown.style, { lineHeight: '14px', color: 'var(--error-text)', textAlign: 'center' })
-    shown.textContent = 'can’t be shown'
+    shown.textContent = t('can’t be shown')
   }
 }
 

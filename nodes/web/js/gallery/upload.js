@@ -1,6 +1,7 @@
 // Files that are dropped on a folder node go into a subfolder of ComfyUI's input, by core's own route, which overwrites
 // nothing: a file whose name is taken gets another one.
 import { api } from '../../../../scripts/api.js'
+import { t } from '../words.js'
 import { tellNews } from './tiles.js'
 
 const endingOf = (name) => (/\.[^.]+$/.exec(name)?.[0] ?? '').toLowerCase()
@@ -27,9 +28,9 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
 
   async function take(files) {
     const subfolder = place()
-    if (!subfolder) return say('The folder comes from another node; drop files there.')
+    if (!subfolder) return say(t('The folder comes from another node; drop files there.'))
     const listed = endings()
-    if (!listed) return say('The server has not told which files it reads; try again.')
+    if (!listed) return say(t('The server has not told which files it reads; try again.'))
     const chosen = files.filter((file) => listed.includes(endingOf(file.name)))
     const ending = captionEnding()
     const captionOf = (file) => files.find(({ name }) => name === `${stemOf(file.name)}${ending}`)
@@ -37,23 +38,25 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
     const others = files.filter((file) => !taken.includes(file)).map(({ name }) => name)
     const problems = []
     if (others.length) {
-      const named = `${others.slice(0, 5).join(', ')}${others.length > 5 ? ` and ${others.length - 5} more` : ''}`
-      problems.push(`Not taken: ${named}. Drop files of ${listed.join(' ')}, and their captions (${ending}) with them.`)
+      const named = [...others.slice(0, 5), ...(others.length > 5 ? [t('{count} more', { count: others.length - 5 })] : [])]
+      const told = { files: named.join(', '), endings: listed.join(' '), ending }
+      problems.push(t('Not taken: {files}. Drop files of {endings}, and their captions ({ending}) with them.', told))
     }
     for (const [at, file] of chosen.entries()) {
-      say(`Copying ${at + 1} of ${chosen.length}: ${file.name}`)
+      say(t('Copying {at} of {all}: {file}', { at: at + 1, all: chosen.length, file: file.name }))
       try {
         const name = await upload(file, file.name, subfolder)
         const caption = captionOf(file)
-        if (name !== file.name) problems.push(`There is another ${file.name} already, so it is ${name} now.`)
+        if (name !== file.name) problems.push(t('There is another {file} already, so it is {name} now.', { file: file.name, name }))
         if (!caption) continue
         const wanted = `${stemOf(name)}${ending}`
         const got = await upload(caption, wanted, subfolder)
         if (got !== wanted) {
-          problems.push(`${wanted} is there already with other text and stays in use; the caption that you dropped is ${got}.`)
+          const told = { wanted, got }
+          problems.push(t('{wanted} is there already with other text and stays in use; your caption is {got}.', told))
         }
       } catch (error) {
-        problems.push(`${file.name} was not copied: ${error.message}`)
+        problems.push(t('{file} was not copied: {reason}', { file: file.name, reason: error.message }))
       }
     }
     if (chosen.length) await shown(subfolder)
@@ -82,7 +85,9 @@ async function upload(file, name, subfolder) {
   body.append('type', 'input')
   body.append('subfolder', subfolder)
   const answer = await api.fetchApi('/upload/image', { method: 'POST', body })
-  if (answer.status === 413) throw new Error('it is larger than this server takes (see --max-upload-size); put it into the folder by hand.')
-  if (!answer.ok) throw new Error(`the server answered ${answer.status}.`)
+  if (answer.status === 413) {
+    throw new Error(t('it is larger than this server takes (see --max-upload-size); put it into the folder by hand.'))
+  }
+  if (!answer.ok) throw new Error(t('the server answered {status}.', { status: answer.status }))
   return (await answer.json()).name
 }

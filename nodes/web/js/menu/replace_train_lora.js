@@ -2,6 +2,7 @@
 // linked, and a note says what was left behind. One step of undo takes it all back.
 import { app } from '../../../../scripts/app.js'
 import { widgetOf } from '../widgets.js'
+import { t } from '../words.js'
 import { left } from './left_behind.js'
 
 const CORE = 'TrainLoraNode'
@@ -19,7 +20,7 @@ app.registerExtension({
   name: 'tessera.menu.train_lora',
   getNodeMenuItems(node) {
     if (node.constructor.comfyClass !== CORE) return []
-    return [null, { content: "Replace by Tessera's", callback: () => replace(node) }]
+    return [null, { content: t("Replace by Tessera's"), callback: () => replace(node) }]
   },
 })
 

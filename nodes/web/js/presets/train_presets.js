@@ -4,13 +4,16 @@ import { app } from '../../../../scripts/app.js'
 import { ourNodes } from '../nodes.js'
 import { setHint } from '../report_widget.js'
 import { after, widgetOf } from '../widgets.js'
+import { t } from '../words.js'
 
 const TYPE = 'TesseraTrainLora'
 const CUSTOM = 'custom'
 const MODEL_FILE = /\.(safetensors|sft|gguf|ckpt|pth?|bin)$/i
-// Inputs of the node, and the widget that stands for nothing where one is connected.
-const OVERRIDES = { optimizer: 'learning_rate', network: 'rank' }
-const NODES = { optimizer: 'Optimizer', network: 'LoRA Network' }
+// Inputs of the node, and what is told where one is connected.
+const INSTEAD_WORDS = {
+  optimizer: 'The connected Optimizer sets learning_rate instead.',
+  network: 'The connected LoRA Network sets rank instead.',
+}
 
 let table // of the schema: presets, families and the usual learning rate
 
@@ -44,7 +47,7 @@ function followPreset(node) {
     const family = familyOf(node)
     if (preset.value.startsWith('motion') && family && !family.video) {
       preset.value = CUSTOM
-      setHint(node, `A motion is for video models, and ${family.name} makes pictures: the preset is custom again.`)
+      setHint(node, t('A motion is for video models, and {model} makes pictures: the preset is custom again.', { model: family.name }))
       return
     }
     for (const [name, value] of Object.entries(valuesOf(preset.value, family))) widgetOf(node, name).value = value
@@ -92,7 +95,6 @@ function tell(node) {
     return
   }
   const linked = (name) => node.inputs.some((input) => input.name === name && input.link != null)
-  const instead = Object.keys(OVERRIDES).filter(linked)
-    .map((name) => ` The connected ${NODES[name]} sets ${OVERRIDES[name]} instead.`)
-  setHint(node, `${preset}${family ? `, for ${family.name}` : ''}: ${set}.${instead.join('')}`)
+  const what = family ? t('{preset}, for {model}: {settings}.', { preset, model: family.name, settings: set }) : `${preset}: ${set}.`
+  setHint(node, [what, ...Object.keys(INSTEAD_WORDS).filter(linked).map((name) => t(INSTEAD_WORDS[name]))].join(' '))
 }

@@ -2,6 +2,7 @@
 // text, never as HTML.
 
 import { button, keepFromCanvas, part } from '../elements.js'
+import { t } from '../words.js'
 
 const HEIGHT = 84 // of the strip, in pixels
 const THUMBNAIL = 60
@@ -49,18 +50,19 @@ function rowButton(strip, previews, rows) {
     strip.shown = ''
     drawStrip(strip, previews)
   }
-  return button(document.createDocumentFragment(), `${at + 1} of ${rows.length} ▾`, `${title}: click for the next prompt`, next, {
+  const [text, hint] = [t('{at} of {all}', { at: at + 1, all: rows.length }), t('{title}: click for the next prompt', { title })]
+  return button(document.createDocumentFragment(), `${text} ▾`, hint, next, {
     width: '64px', height: `${THUMBNAIL}px`, whiteSpace: 'normal', overflow: 'hidden', overflowWrap: 'anywhere',
     padding: '2px', lineHeight: '13px',
   })
 }
 
 function thumbnail(strip, preview, previews) {
-  const text = `${preview.title}, step ${preview.step}`
+  const text = t('{title}, step {step}', preview)
   const element = part(document.createDocumentFragment(), {
     flex: 'none', padding: 0, border: 'none', background: 'none', cursor: 'zoom-in', font: 'inherit', lineHeight: '14px',
     fontSize: '10px', color: 'var(--descrip-text)',
-  }, 'button', { type: 'button', title: `${text}: click to open large` })
+  }, 'button', { type: 'button', title: t('{title}: click to open large', { title: text }) })
   part(element, {
     display: 'block', height: `${THUMBNAIL}px`, width: `${THUMBNAIL}px`, objectFit: 'cover',
     borderRadius: '4px', background: 'var(--comfy-menu-bg)',
@@ -80,7 +82,7 @@ function open(strip, first, previews, from) {
   }, 'div', { className: 'tessera-large', tabIndex: -1 })
   overlay.setAttribute('role', 'dialog')
   overlay.setAttribute('aria-modal', 'true')
-  overlay.setAttribute('aria-label', 'Preview')
+  overlay.setAttribute('aria-label', t('Preview'))
   const image = part(overlay, {
     minWidth: '40vmin', minHeight: 0, flex: '0 1 auto', maxWidth: '100%', maxHeight: 'calc(100% - 72px)',
     objectFit: 'contain', imageRendering: 'auto', borderRadius: '4px',
@@ -89,14 +91,14 @@ function open(strip, first, previews, from) {
   const hint = part(overlay, { fontSize: '13px', opacity: 0.75, textAlign: 'center' })
   const steps = () => previews.filter(({ row }) => row === shown.row)
   const rows = [...new Set(previews.map(({ row }) => row))].sort((a, b) => a - b)
-  hint.textContent = `← → steps${rows.length > 1 ? ', ↑ ↓ prompts' : ''}, Esc closes`
+  hint.textContent = rows.length > 1 ? t('← → steps, ↑ ↓ prompts, Esc closes') : t('← → steps, Esc closes')
 
   const show = (preview) => {
     if (!preview) return
     shown = preview
-    const text = `${preview.title}, step ${preview.step}`
+    const text = t('{title}, step {step}', preview)
     Object.assign(image, { src: strip.addressOf(preview, false), alt: text })
-    caption.textContent = `${text} (${steps().indexOf(preview) + 1} of ${steps().length})`
+    caption.textContent = `${text} (${t('{at} of {all}', { at: steps().indexOf(preview) + 1, all: steps().length })})`
   }
   const along = (by) => show(steps()[steps().indexOf(shown) + by])
   const across = (by) => {

@@ -2,6 +2,7 @@
 // set as text, never as HTML.
 
 import { button, part } from '../elements.js'
+import { t } from '../words.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 
 const SVG = 'http://www.w3.org/2000/svg'
@@ -9,7 +10,7 @@ const HEIGHT = 232 // of the panel without previews, in pixels; the report gives
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
-const ENDED = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
+const END_WORDS = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
 
 function line(svg, stroke, width) {
   const path = document.createElementNS(SVG, 'path')
@@ -22,12 +23,12 @@ function line(svg, stroke, width) {
   return path
 }
 
-const ASKS = {
+const ASK_WORDS = {
   stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
   save: ['Save now', 'Save the LoRA and the state after this step, and train on.'],
   sample: ['Sample now', 'Make all previews after this step, and train on.'],
 }
-const NO_PREVIEW = 'Connect a Training Preview to preview of this node, and run it again.'
+const CURVE_WORDS = ['loss', 'mean', 'validation', 'saves']
 
 /**
  * Makes an empty panel; `draw` fills it. `ask(what)` sends a wish to the server and returns why it can't be met. `copy`
@@ -60,9 +61,9 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   paths.loss.style.opacity = 0.6
   const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })
   const keys = {}
-  for (const [name, text] of Object.entries({ loss: 'loss', mean: 'mean', validation: 'validation', saves: 'saves' })) {
+  for (const name of CURVE_WORDS) {
     keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
-    keys[name].textContent = text
+    keys[name].textContent = t(name)
   }
   const strip = makeStrip(addressOf)
   element.append(strip.element)
@@ -70,10 +71,10 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const said = part(foot, { flex: '1', lineHeight: '15px', whiteSpace: 'normal', overflow: 'hidden' })
   const buttons = part(foot, { display: 'flex', gap: '6px' })
   const asks = {}
-  for (const [what, [text, title]] of Object.entries(ASKS)) {
-    asks[what] = button(buttons, text, title, async () => {
+  for (const [what, [text, title]] of Object.entries(ASK_WORDS)) {
+    asks[what] = button(buttons, t(text), t(title), async () => {
       wait(buttons, true)
-      tell((await ask(what)) ?? `${text}: after this step.`)
+      tell((await ask(what)) ?? t('{what}: after this step.', { what: t(text) }))
     })
   }
   const tell = (text) => {
@@ -89,9 +90,11 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
       wait(over, false)
     }
   }
-  const onward = 'Raise steps and queue the workflow on this page; training goes on from the last step.'
-  const copied = button(over, 'Copy LoRA name', "Copy the name that ComfyUI's LoRA loaders list it by (press R there).", once(copy))
-  const compared = button(over, 'Compare saves', 'Put a Compare LoRAs beside this node, with the saves of this run.', once(compare))
+  const onward = t('Raise steps and queue the workflow on this page; training goes on from the last step.')
+  const named = t("Copy the name that ComfyUI's LoRA loaders list it by (press R there).")
+  const copied = button(over, t('Copy LoRA name'), named, once(copy))
+  const beside = t('Put a Compare LoRAs beside this node, with the saves of this run.')
+  const compared = button(over, t('Compare saves'), beside, once(compare))
   const more = button(over, '', onward, once(goOn))
   Object.assign(element, { parts: { step, left, facts, svg, paths, keys, strip, asks, buttons, said, over, copied, compared, more } })
   return element
@@ -121,13 +124,13 @@ export function draw(panel, run, points, previews, further) {
   panel.style.height = `${panel.dataset.height}px`
   const last = points.at(-1)
   panel.parts.at = `${run.running} ${run.status} ${run.step}`
-  step.textContent = run.steps ? `Step ${run.step} / ${run.steps}` : `Step ${run.step}`
-  if (run.running) left.textContent = run.seconds_left == null ? '' : `${clock(run.seconds_left)} left`
-  else left.textContent = ENDED[run.status] ?? 'Broke off'
+  step.textContent = run.steps ? t('Step {step} / {steps}', run) : t('Step {step}', run)
+  if (run.running) left.textContent = run.seconds_left == null ? '' : t('{time} left', { time: clock(run.seconds_left) })
+  else left.textContent = run.status in END_WORDS ? t(END_WORDS[run.status]) : t('Broke off')
   facts.textContent = [
-    last && `loss ${digits(last[3])}`,
-    last?.[2] != null && `rate ${Number(last[2].toPrecision(3))}`,
-    run.seconds_per_step != null && `${digits(run.seconds_per_step)} s per step`,
+    last && t('loss {value}', { value: digits(last[3]) }),
+    last?.[2] != null && t('rate {value}', { value: Number(last[2].toPrecision(3)) }),
+    run.seconds_per_step != null && t('{seconds} s per step', { seconds: digits(run.seconds_per_step) }),
     run.folder,
   ].filter(Boolean).join('  ·  ')
   facts.title = `${run.folder} ${run.model}`.trim()
@@ -137,14 +140,14 @@ export function draw(panel, run, points, previews, further) {
   wait(buttons, Boolean(panel.parts.told))
   if (!run.can_sample) {
     asks.sample.disabled = true
-    asks.sample.title = NO_PREVIEW
+    asks.sample.title = t('Connect a Training Preview to preview of this node, and run it again.')
   }
   asks.sample.style.opacity = run.can_sample ? 1 : 0.5
   over.style.display = !run.running && (run.lora || further) ? 'flex' : 'none'
   copied.style.display = run.lora ? '' : 'none'
   compared.style.display = run.lora && run.saves.length > 1 ? '' : 'none'
   more.style.display = further ? '' : 'none'
-  more.textContent = `Continue + ${further - run.steps}`
+  more.textContent = t('Continue + {steps}', { steps: further - run.steps })
   said.textContent = panel.parts.told?.text ?? sentence(run)
   said.title = said.textContent
   keys.validation.style.display = run.validation.length ? '' : 'none'
@@ -167,20 +170,23 @@ export function draw(panel, run, points, previews, further) {
   paths.mean.setAttribute('d', curve(3))
   paths.validation.setAttribute('d', run.validation.map(([at, value]) => `M${x(Math.max(at, 1))} ${y(value)}h0`).join(''))
   paths.saves.setAttribute('d', run.saves.map((at) => `M${x(Math.max(at, 1))} ${DEPTH}v-8`).join(''))
-  keys.loss.textContent = points.length ? `loss ${digits(low)} to ${digits(high)}` : 'loss'
-  svg.setAttribute('aria-label', `Loss of ${points.length} points up to step ${run.step}`)
+  keys.loss.textContent = points.length ? t('loss {low} to {high}', { low: digits(low), high: digits(high) }) : t('loss')
+  svg.setAttribute('aria-label', t('Loss of {count} points up to step {step}', { count: points.length, step: run.step }))
 }
 
 /** How a finished run went: its time, where that is known, and the loss of its first and last twentieth. */
 function ending({ seconds, timed_from: from, steps, loss_ends: [first, last] }) {
-  const loss = `loss from ${digits(first)} to ${digits(last)}`
-  if (seconds == null) return `Done, ${loss}`
-  return from ? `Done, steps ${from + 1} to ${steps} in ${clock(seconds)}, ${loss}` : `Done in ${clock(seconds)}, ${loss}`
+  const values = { first: digits(first), last: digits(last), from: from + 1, to: steps }
+  if (seconds == null) return t('Done, loss from {first} to {last}', values)
+  values.time = clock(seconds)
+  return from
+    ? t('Done, steps {from} to {to} in {time}, loss from {first} to {last}', values)
+    : t('Done in {time}, loss from {first} to {last}', values)
 }
 
 function sentence(run) {
   if (run.running) return run.phase ?? ''
   if (run.status === 'finished') return run.loss_ends ? ending(run) : ''
   if (run.status === 'failed') return '' // its sentence stands on the node in red
-  return run.text || (run.status ? '' : 'No end is on record: it was killed, or another program still trains it.')
+  return run.text || (run.status ? '' : t('No end is on record: it was killed, or another program still trains it.'))
 }

@@ -8,6 +8,7 @@ import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
 import { sourceWidget } from '../widgets.js'
+import { t } from '../words.js'
 
 const EVERY = 2000 // milliseconds between two questions
 const SOON = 1000 // after an event; the server writes once a second
@@ -33,7 +34,7 @@ async function askFor({ run }, what) {
     })
     return answer.ok ? undefined : (await answer.json()).error
   } catch {
-    return 'The server does not answer.'
+    return t('The server does not answer.')
   }
 }
 
@@ -85,21 +86,23 @@ function furtherSteps(live, run) {
 /** Queues the workflow on the page with more steps. Returns what to tell of it. */
 async function goOn(live) {
   const to = furtherSteps(live, live.run)
-  if (!to) return 'The inputs of this node have changed; press Run.'
+  if (!to) return t('The inputs of this node have changed; press Run.')
   const steps = sourceWidget(live.node, 'steps', live.hosts)
   steps.value = to
   steps.callback?.(to)
   app.canvas.setDirty(true, true)
   const whole = await app.queuePrompt(0)
-  return whole ? `Queued, up to step ${to}.` : `steps is ${to} now, but not all of the workflow was queued; press Run.`
+  return whole
+    ? t('Queued, up to step {to}.', { to })
+    : t('steps is {to} now, but not all of the workflow was queued; press Run.', { to })
 }
 
 async function copyName({ run }) {
   try {
     await navigator.clipboard.writeText(run.lora)
-    return `Copied: ${run.lora}`
+    return t('Copied: {name}', { name: run.lora })
   } catch {
-    return `The browser lets a page copy under https and on its own machine only. The name is ${run.lora}`
+    return t('The browser lets a page copy under https and on its own machine only. The name is {name}', { name: run.lora })
   }
 }
 
@@ -177,7 +180,7 @@ function removePanels({ path, panels }, isGone = () => true) {
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
 async function compareSaves(place, { id }) {
   const { loras = [] } = (await ask(`/tessera/runs/${id}/saves`)) ?? {}
-  return loras.length ? addComparison(place, loras) : 'The saves of this run are not there any more.'
+  return loras.length ? addComparison(place, loras) : t('The saves of this run are not there any more.')
 }
 
 function refreshAll(isDue) {
