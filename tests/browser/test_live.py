@@ -48,6 +48,19 @@ CUT_OFF = """() => {
 }"""
 
 
+def take_pictures(page, folder):
+    """The whole node, in both themes."""
+    before = page.viewport_size
+    page.set_viewport_size({"width": 1800, "height": 1400})
+    for theme, ending in [("light", "_light"), ("dark", "")]:
+        page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
+        center(page, zoom=1)
+        page.wait_for_timeout(1000)
+        page.locator("[data-node-id='6']").screenshot(path=f"{folder}/train_lora{ending}.png")
+    page.set_viewport_size(before)
+    center(page)
+
+
 @RENDERERS
 def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
     name = "red_fox" if new_renderer else "grey_fox"
@@ -80,7 +93,7 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         center(page)
         assert page.evaluate(CUT_OFF) == []
         if (folder := os.environ.get("TESSERA_PICTURES")) and new_renderer:  # the README's
-            page.locator("[data-node-id='6']").screenshot(path=f"{folder}/train_lora.png")
+            take_pictures(page, folder)
         button.click()
         panel_says(frontend, "Stop and keep: after this step.")
         playwright.expect(button).to_be_disabled()

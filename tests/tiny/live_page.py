@@ -45,13 +45,14 @@ def panel_says(frontend: Any, text: str) -> None:
     expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
 
 
-def center(page: Any) -> None:
-    """All of Train LoRA, which is taller than a page."""
+def center(page: Any, zoom: float = 0.5) -> None:
+    """Show all of Train LoRA, which at zoom 1 is taller than a page."""
     page.evaluate(
-        """() => {
-            app.canvas.ds.scale = 0.5
+        """zoom => {
+            app.canvas.ds.scale = zoom
             app.canvas.centerOnNode(app.graph.nodes.find((node) => node.type === 'TesseraTrainLora'))
-        }"""
+        }""",
+        zoom,
     )
 
 
