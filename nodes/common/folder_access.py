@@ -92,11 +92,13 @@ def _lists() -> _Lists:
         logger.warning("%s", error)
         allowed = ()
     key = (tuple(sorted((name, tuple(folders)) for name, folders in roots.items())), allowed)
-    now = time.monotonic()
-    if key not in _listed or now - _listed[key][0] > LIST_SECONDS:
+    known = _listed.get(key)
+    if known is None or time.monotonic() - known[0] > LIST_SECONDS:
+        lists = _list_folders(roots, allowed)  # which may take longer than LIST_SECONDS
+        known = time.monotonic(), lists
         _listed.clear()
-        _listed[key] = (now, _list_folders(roots, allowed))
-    return _listed[key][1]
+        _listed[key] = known
+    return known[1]
 
 
 _listed: dict[Any, tuple[float, _Lists]] = {}

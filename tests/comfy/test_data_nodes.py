@@ -78,6 +78,20 @@ def test_the_list_of_folders_is_kept_for_ten_seconds_and_follows_the_settings(ho
     assert (home / "elsewhere").as_posix() in folder_access.list_image_folders()
 
 
+def test_a_walk_that_takes_longer_than_its_list_is_kept_is_not_made_again_at_once(home, monkeypatch):
+    now, walks, walk = [1000.0], [], folder_access._list_folders
+
+    def slow(*roots):
+        walks.append(roots)
+        now[0] += 6 * folder_access.LIST_SECONDS
+        return walk(*roots)
+
+    monkeypatch.setattr(folder_access.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folder_access, "_list_folders", slow)
+    put_pictures(home / "input" / "a")
+    assert folder_access.list_image_folders() == folder_access.list_image_folders() == ["input/a"] and len(walks) == 1
+
+
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
     for node, place in (
         (prepare.TesseraImageFolder, "input/my_pictures"),
