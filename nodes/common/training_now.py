@@ -45,7 +45,10 @@ def end() -> None:
 
 
 def ask(folder: Path, prompt_id: str, what: str) -> bool:
-    """Ask something of the run after its next step (`train.observer.SAVE`, `STOP`). False where another run trains."""
+    """Ask something of the run after its next step. False where another run trains, or none.
+
+    what: SAVE, STOP or SAMPLE of `train.observer`.
+    """
     run = now(folder)
     if run is None or not prompt_id or run.prompt_id != prompt_id:
         return False
