@@ -1,0 +1,115 @@
+// The curves of runs: one as a sparkline, several in one chart. Names came from files, so they are set as text, never as
+// HTML.
+import { button, part } from '../elements.js'
+import { t } from '../words.js'
+import { WORDS } from './sentences.js'
+
+const SVG = 'http://www.w3.org/2000/svg'
+const [WIDTH, HEIGHT] = [1000, 100] // of a drawing, in units that are stretched to its place
+const MEAN = 3 // column of a point
+export const COLOURS = ['#2f74e6', '#d97706', '#059669', '#db2777', '#7c3aed', '#0891b2', '#65a30d', '#dc2626']
+
+function drawing(parent, style) {
+  const svg = document.createElementNS(SVG, 'svg')
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`)
+  svg.setAttribute('preserveAspectRatio', 'none')
+  svg.setAttribute('role', 'img')
+  Object.assign(svg.style, { display: 'block', width: '100%', boxSizing: 'border-box', overflow: 'visible', ...style })
+  parent.append(svg)
+  return svg
+}
+
+function line(svg, colour, width) {
+  const path = document.createElementNS(SVG, 'path')
+  for (const [name, value] of Object.entries({
+    fill: 'none', 'stroke-width': width, 'stroke-linecap': 'round', 'stroke-linejoin': 'round',
+    'vector-effect': 'non-scaling-stroke',
+  })) path.setAttribute(name, value)
+  path.style.stroke = colour
+  svg.append(path)
+  return path
+}
+
+/** The least and the greatest loss to show: a few outliers would press the rest flat. */
+function bounds(curves) {
+  const values = curves.flatMap((points) => points.map((point) => point[MEAN])).sort((a, b) => a - b)
+  if (!values.length) return undefined
+  const at = (share) => values[Math.round(share * (values.length - 1))]
+  return [at(0.005), at(0.995)]
+}
+
+function curve(points, [low, high], ends) {
+  const x = (step) => (((step - 1) / Math.max(1, ends - 1)) * WIDTH).toFixed(1)
+  const y = (value) => {
+    const share = high > low ? Math.min(1, Math.max(0, (value - low) / (high - low))) : 0.5
+    return (HEIGHT * (0.95 - 0.9 * share)).toFixed(1)
+  }
+  const drawn = points.map((point, at) => `${at ? 'L' : 'M'}${x(point[0])} ${y(point[MEAN])}`).join('')
+  return points.length === 1 ? `${drawn}h0` : drawn
+}
+
+/** Makes an empty sparkline. */
+export function makeSparkline(parent) {
+  const svg = drawing(parent, { height: '26px' })
+  return { svg, path: line(svg, 'var(--descrip-text)', 1.5) }
+}
+
+/** Draws a run's points, up to the step that it goes to. */
+export function drawSparkline({ svg, path }, points, { step, steps }, colour) {
+  path.style.stroke = colour ?? 'var(--descrip-text)'
+  path.setAttribute('d', points.length ? curve(points, bounds([points]), Math.max(steps, step)) : '')
+  svg.setAttribute('aria-label', points.length ? t(WORDS.curve, { step }) : t(WORDS.noCurve))
+}
+
+/** Makes the chart of several runs. `clear` takes all out, `remove(id)` one. */
+export function makeChart(parent, clear, remove) {
+  const element = part(parent, { display: 'none', flex: 'none', padding: '0 10px 8px' })
+  element.className = 'tessera-runs-chart'
+  const head = part(element, { display: 'flex', alignItems: 'center', gap: '6px', minHeight: '22px' })
+  part(head, { flex: 1, color: 'var(--descrip-text)' }, 'span', { textContent: t(WORDS.chart) })
+  button(head, t(WORDS.clear), '', clear)
+  const plot = part(element, { display: 'flex', gap: '6px' })
+  const losses = part(plot, {
+    height: '130px', display: 'flex', flexDirection: 'column', justifyContent: 'space-between', textAlign: 'right',
+    color: 'var(--descrip-text)', fontVariantNumeric: 'tabular-nums',
+  })
+  const [high, low] = [part(losses, {}), part(losses, {})]
+  const right = part(plot, { flex: 1, minWidth: 0 })
+  const svg = drawing(right, {
+    height: '130px', borderLeft: '1px solid var(--border-color)', borderBottom: '1px solid var(--border-color)',
+  })
+  const steps = part(right, { display: 'flex', justifyContent: 'space-between', color: 'var(--descrip-text)' })
+  const [first, last] = [part(steps, {}), part(steps, {})]
+  const legend = part(element, { marginTop: '4px', maxHeight: '96px', overflowY: 'auto' })
+  return { element, svg, high, low, first, last, legend, remove }
+}
+
+/** Draws the runs that are chosen: `{id, name, colour, points}` each. */
+export function drawChart(chart, runs) {
+  const { element, svg, high, low, first, last, legend, remove } = chart
+  element.style.display = runs.length ? '' : 'none'
+  const found = bounds(runs.map(({ points }) => points))
+  const ends = runs.reduce((most, { points }) => Math.max(most, points.at(-1)?.[0] ?? 0), 1)
+  const digits = (value) => (found ? value().toPrecision(3) : '')
+  high.textContent = digits(() => found[1])
+  low.textContent = digits(() => found[0])
+  first.textContent = found ? '1' : ''
+  last.textContent = found ? `${ends} ${t(WORDS.steps)}` : ''
+  svg.replaceChildren()
+  for (const { id, colour, points } of runs) {
+    const path = line(svg, colour, 2)
+    path.dataset.run = id
+    path.setAttribute('d', found ? curve(points, found, ends) : '')
+  }
+  svg.setAttribute('aria-label', t(WORDS.chartOf, { names: runs.map(({ name }) => name).join(', ') }))
+  legend.replaceChildren()
+  for (const { id, name, colour, points } of runs) {
+    const row = part(legend, { display: 'flex', alignItems: 'center', gap: '6px', lineHeight: '18px' })
+    part(row, { flex: 'none', width: '12px', height: '3px', borderRadius: '2px', background: colour }, 'span')
+    part(row, { flex: 1, overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' }, 'span', { textContent: name, title: name })
+    const value = points.length ? points.at(-1)[MEAN].toPrecision(3) : t(WORDS.noCurve)
+    part(row, { fontVariantNumeric: 'tabular-nums' }, 'span', { textContent: value })
+    const out = button(row, '×', '', () => remove(id), { border: 'none', background: 'none', padding: '0 4px' })
+    out.setAttribute('aria-label', `${t(WORDS.clear)}: ${name}`)
+  }
+}

@@ -1,0 +1,95 @@
+// One run in the list. All that is shown of it came from files, so it is set as text, never as HTML.
+import { button, part } from '../elements.js'
+import { previewAddress } from './ask.js'
+import { drawSparkline, makeSparkline } from './chart.js'
+import { DRAG } from './lora_drop.js'
+import { t } from '../words.js'
+import { WORDS } from './sentences.js'
+
+const STATES = ['finished', 'stopped', 'cancelled', 'failed', 'unsaved']
+const CUT = { overflow: 'hidden', textOverflow: 'ellipsis', whiteSpace: 'nowrap' }
+const ASIDE = 'var(--descrip-text)'
+
+/** Makes a row. `does` holds what its parts do: choose, open, add, remove, and `dragged(event)`. */
+export function makeRow(does) {
+  const element = document.createElement('div')
+  element.className = 'tessera-runs-row'
+  Object.assign(element, { tabIndex: 0, draggable: true })
+  element.setAttribute('role', 'listitem')
+  Object.assign(element.style, {
+    padding: '8px 10px', borderTop: '1px solid var(--border-color)', cursor: 'grab', display: 'grid', gap: '2px 8px',
+    gridTemplateColumns: '56px minmax(0, 1fr)', alignItems: 'start', outlineOffset: '-2px',
+  })
+  const head = part(element, { gridColumn: '1 / 3', display: 'flex', gap: '6px', alignItems: 'center' }, 'label')
+  const box = part(head, { margin: 0, flex: 'none', cursor: 'pointer' }, 'input', { type: 'checkbox' })
+  const name = part(head, { ...CUT, fontWeight: '600', fontSize: '13px', flex: 1 }, 'span')
+  const picture = part(element, {
+    width: '56px', height: '56px', borderRadius: '4px', background: 'var(--comfy-input-bg)', overflow: 'hidden',
+  })
+  const none = part(picture, { display: 'block', textAlign: 'center', lineHeight: '56px', opacity: 0.3 }, 'i', { className: 'pi pi-image' })
+  none.setAttribute('aria-hidden', 'true')
+  const text = part(element, { minWidth: 0 })
+  const [state, model] = [part(text, CUT), part(text, { ...CUT, color: ASIDE })]
+  const sparkline = makeSparkline(text)
+  const buttons = part(element, { gridColumn: '1 / 3', display: 'flex', gap: '6px', marginTop: '4px', flexWrap: 'wrap' })
+  const open = button(buttons, t(WORDS.open), t(WORDS.openTitle), does.open)
+  const add = button(buttons, t(WORDS.add), t(WORDS.addTitle), does.add)
+  const remove = button(buttons, t(WORDS.delete), t(WORDS.deleteTitle), does.remove)
+  box.addEventListener('change', () => does.choose(box.checked))
+  element.addEventListener('dragstart', (event) => {
+    if (!does.canAdd()) {
+      event.preventDefault()
+      return
+    }
+    event.dataTransfer.setData(DRAG, does.id)
+    event.dataTransfer.effectAllowed = 'copy'
+  })
+  return Object.assign(element, { parts: { box, name, picture, none, state, model, sparkline, open, add, remove } })
+}
+
+/** Shows what the list tells of a run; `off` is why runs can't be deleted, `colour` that of its curve in the chart. */
+export function drawRow(row, run, off, colour) {
+  const { box, name, model, remove } = row.parts
+  row.dataset.run = run.id
+  row.title = run.folder
+  name.textContent = run.folder
+  box.checked = Boolean(colour)
+  box.style.accentColor = colour ?? ''
+  box.title = t(WORDS.choose, { name: run.folder })
+  box.setAttribute('aria-label', box.title)
+  const date = new Date(run.changed * 1000).toLocaleString(undefined, { dateStyle: 'medium', timeStyle: 'short' })
+  model.textContent = [date, run.model].filter(Boolean).join(' · ')
+  model.title = run.model
+  remove.disabled = run.running || Boolean(off)
+  remove.title = run.running ? t(WORDS.isRunning) : off || t(WORDS.deleteTitle)
+  remove.style.opacity = remove.disabled ? 0.5 : 1
+}
+
+/** Shows what a run itself tells: its state, its curve, whether it has a LoRA. */
+export function drawDetail(row, detail, colour) {
+  const { state, sparkline, add } = row.parts
+  const kind = detail.running ? 'running' : STATES.includes(detail.status) ? detail.status : 'brokeOff'
+  state.textContent = t(WORDS[kind], { step: detail.step, steps: detail.steps || detail.step })
+  state.title = detail.text || state.textContent
+  state.style.color = detail.running ? '#059669' : kind === 'failed' ? 'var(--error-text)' : ''
+  drawSparkline(sparkline, detail.loss, detail, colour)
+  add.disabled = !detail.last_lora
+  add.title = detail.last_lora ? t(WORDS.addTitle) : t(WORDS.noLora)
+  add.style.opacity = add.disabled ? 0.5 : 1
+  row.draggable = !add.disabled
+  row.style.cursor = add.disabled ? '' : 'grab'
+}
+
+/** Shows the last preview of a run; none for a run without previews. */
+export function drawPreview(row, preview) {
+  const { picture, none } = row.parts
+  if (!preview) {
+    picture.replaceChildren(none)
+    return
+  }
+  const text = t(WORDS.preview, { step: preview.step })
+  picture.replaceChildren()
+  part(picture, { width: '100%', height: '100%', objectFit: 'cover' }, 'img', {
+    draggable: false, alt: text, title: text, src: previewAddress(row.dataset.run, preview),
+  })
+}

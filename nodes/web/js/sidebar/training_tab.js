@@ -1,0 +1,328 @@
+// The sidebar tab Training: all runs of the server.
+import { app } from '../../../../scripts/app.js'
+import { api } from '../../../../scripts/api.js'
+import { button, part } from '../elements.js'
+import { change, read } from './ask.js'
+import { COLOURS, drawChart, makeChart } from './chart.js'
+import { addLoader, middle, takeDrops } from './lora_drop.js'
+import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
+import { t, translations } from '../words.js'
+import { WORDS } from './sentences.js'
+
+const EVERY = 2000 // milliseconds between two looks at what trains
+const SOON = 1000 // after an event; the server writes once a second
+const TYPING = 200
+const SPARKLINE = 60 // points
+const AT_ONCE = 3 // questions for rows; a browser has six connections to a server, and others need some
+
+// What stays while the tab is closed.
+const runs = new Map() // those that are listed, by id
+const chosen = new Map() // in the chart: name, colour and points, by id
+const deleted = [] // that can be brought back: id, folder and what to tell of each, the last one at the end
+let filter = ''
+let off = '' // why runs can't be deleted
+let view // what is on the page; none while the tab is closed
+
+const visible = () => view && document.visibilityState === 'visible'
+
+function build(host) {
+  const root = part(host, {
+    display: 'flex', flexDirection: 'column', height: '100%', minHeight: 0, fontSize: '12px', lineHeight: '17px',
+    color: 'var(--fg-color)', overflow: 'hidden',
+  })
+  root.className = 'tessera-runs'
+  root.addEventListener('keydown', pressed)
+  const head = part(root, { flex: 'none', padding: '10px', display: 'flex', flexDirection: 'column', gap: '6px' })
+  part(head, { margin: 0, fontSize: '15px', lineHeight: '20px', fontWeight: '600' }, 'h2', { textContent: t(WORDS.title) })
+  const search = part(head, {
+    font: 'inherit', width: '100%', boxSizing: 'border-box', padding: '5px 8px', borderRadius: '4px',
+    color: 'var(--input-text)', background: 'var(--comfy-input-bg)', border: '1px solid var(--border-color)',
+  }, 'input', { type: 'search', placeholder: t(WORDS.filter), value: filter })
+  search.setAttribute('aria-label', t(WORDS.filter))
+  let typing
+  let isLeft = true
+  search.addEventListener('blur', () => (isLeft = true))
+  for (const event of ['pointerdown', 'keydown']) search.addEventListener(event, () => (isLeft = false))
+  search.addEventListener('input', ({ inputType }) => {
+    if (isLeft && inputType?.startsWith('history')) { // Ctrl+Z on the graph, which Chromium takes for one of this text
+      search.value = filter
+      search.blur()
+      return
+    }
+    clearTimeout(typing)
+    typing = setTimeout(() => {
+      filter = search.value
+      load(1)
+    }, TYPING)
+  })
+  const count = part(head, { color: 'var(--descrip-text)' })
+  const [said, gone] = [0, 0].map(() => {
+    const element = part(root, { flex: 'none', display: 'none', padding: '0 10px 8px', gap: '6px', alignItems: 'start' })
+    element.setAttribute('role', 'status')
+    return element
+  })
+  const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
+  const list = part(root, { flex: '1 1 0', minHeight: 0, overflowY: 'auto' })
+  list.setAttribute('role', 'list')
+  list.setAttribute('aria-label', t(WORDS.tooltip))
+  const foot = part(list, { padding: '10px', borderTop: '1px solid var(--border-color)' })
+  const watch = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) target.isSeen = isIntersecting
+    askForSeen()
+  }, { root: list, rootMargin: '200px' })
+  return { host, root, count, said, gone, chart, list, foot, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
+}
+
+function sentence(element, text, color = '') {
+  element.replaceChildren()
+  element.style.display = text ? 'flex' : 'none'
+  part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text ?? '' })
+}
+
+/** Shows a sentence above the list. */
+function tell(text, isError = false) {
+  if (view) sentence(view.said, text, isError ? 'var(--error-text)' : '')
+}
+
+/** Shows the run that was deleted last, with a way back. */
+function drawDeleted() {
+  if (!view) return
+  sentence(view.gone, deleted.at(-1)?.text)
+  if (!deleted.length) return
+  button(view.gone, t(WORDS.undo), '', undo)
+  const hide = button(view.gone, '×', t(WORDS.forget), () => {
+    deleted.length = 0
+    drawDeleted()
+  }, { border: 'none', background: 'none', padding: '0 4px' })
+  hide.setAttribute('aria-label', t(WORDS.forget))
+}
+
+/** Does what may fail, and shows why it did. */
+async function attempt(does) {
+  try {
+    await does()
+  } catch (error) {
+    tell(error.message, true)
+  }
+}
+
+/** Lists the runs again, with so many pages. What is answered late takes no newer answer's place. */
+async function load(pages = view.pages) {
+  const now = view
+  const number = ++now.asked
+  await attempt(async () => {
+    const found = []
+    let last
+    do {
+      last = await read(`runs?filter=${encodeURIComponent(filter)}&page=${found.length}`)
+      found.push(last)
+    } while (found.length < Math.min(pages, last.pages))
+    off = (await read('deleting')).off
+    if (now !== view || number !== now.asked) return
+    now.pages = pages
+    show(new Map(found.flatMap((page) => page.runs.map((run) => [run.id, run]))), last)
+  })
+}
+
+function show(found, { count, page, pages }) {
+  const { rows, list, foot, watch } = view
+  for (const [id, row] of rows) {
+    if (found.has(id)) continue
+    watch.unobserve(row)
+    row.remove()
+    rows.delete(id)
+  }
+  runs.clear()
+  for (const [id, run] of found) {
+    runs.set(id, run)
+    const row = rows.get(id) ?? newRow(id)
+    if (row.isOf !== `${run.changed} ${run.running}`) {
+      row.isOld = true
+      if (chosen.has(id)) extend(id).catch(() => {}) // deleted meanwhile
+    }
+    row.isOf = `${run.changed} ${run.running}`
+    drawRow(row, run, off, chosen.get(id)?.colour)
+  }
+  const before = document.activeElement
+  const wanted = [...found.keys()].map((id) => rows.get(id))
+  if (wanted.some((row, at) => list.children[at] !== row)) {
+    list.replaceChildren(...wanted, foot)
+    if (list.contains(before)) before.focus({ preventScroll: true })
+  }
+  view.count.textContent = count === 1 ? t(WORDS.one) : t(WORDS.count, { count: count.toLocaleString() })
+  foot.replaceChildren()
+  if (!count) foot.textContent = filter.trim() ? t(WORDS.noneFound, { filter: filter.trim() }) : t(WORDS.none)
+  const rest = count - found.size
+  if (page + 1 < pages) button(foot, t(WORDS.more, { count: rest.toLocaleString() }), '', () => load(page + 2))
+  askForSeen()
+}
+
+function newRow(id) {
+  const row = makeRow({
+    id,
+    choose: (isIn) => (isIn ? putIn(id) : takeOut(id)),
+    open: () => attempt(() => openWorkflow(id)),
+    add: () => attempt(() => addLora(id, middle())),
+    remove: () => attempt(() => remove(id)),
+    canAdd: () => Boolean(row.detail?.last_lora),
+  })
+  view.rows.set(id, row)
+  view.watch.observe(row)
+  return row
+}
+
+/** Asks for the state and the curve of rows that are seen and have changed. */
+function askForSeen() {
+  for (const [id, row] of view?.rows ?? []) {
+    if (view.asking >= AT_ONCE) return
+    if (!row.isSeen || !row.isOld || row.isAsked) continue
+    row.isOld = false
+    row.isAsked = true
+    const now = view
+    now.asking += 1
+    askFor(id, row).catch(() => { // deleted meanwhile, or the server is away
+      row.isOf = '' // asked for again when the list is
+    }).finally(() => {
+      row.isAsked = false
+      now.asking -= 1
+      if (now === view) askForSeen()
+    })
+  }
+}
+
+async function askFor(id, row) {
+  const wasRunning = row.detail?.running
+  const detail = await read(`runs/${id}?points=${SPARKLINE}`)
+  row.detail = detail
+  drawDetail(row, detail, chosen.get(id)?.colour)
+  if (wasRunning && !detail.running && view) load()
+  const step = detail.previews.at(-1)
+  const sampled = `${detail.started} ${step}`
+  if (row.sampled === sampled) return
+  const { previews } = step === undefined ? { previews: [] } : await read(`runs/${id}/previews?last=1`)
+  row.sampled = sampled
+  drawPreview(row, previews[0])
+}
+
+async function putIn(id) {
+  const run = runs.get(id)
+  const taken = new Set([...chosen.values()].map(({ colour }) => colour))
+  const colour = COLOURS.find((each) => !taken.has(each))
+  if (!colour) tell(t(WORDS.most, { count: COLOURS.length }), true)
+  else if (run) chosen.set(id, { name: run.folder, colour, points: [] })
+  drawChosen(id)
+  if (colour) await attempt(() => extend(id))
+}
+
+function takeOut(id) {
+  chosen.delete(id)
+  drawChosen(id)
+}
+
+/** Reads the curve of a chosen run. */
+async function extend(id) {
+  const { loss } = await read(`runs/${id}`)
+  const now = chosen.get(id)
+  if (now) now.points = loss
+  drawChosen(id)
+}
+
+function drawChosen(id) {
+  if (!view) return
+  drawChart(view.chart, [...chosen].map(([id, each]) => ({ id, ...each })))
+  const row = view.rows.get(id)
+  if (!row || !runs.has(id)) return
+  drawRow(row, runs.get(id), off, chosen.get(id)?.colour)
+  if (row.detail) drawDetail(row, row.detail, chosen.get(id)?.colour)
+}
+
+async function openWorkflow(id) {
+  const name = runs.get(id).folder.split('/').at(-1)
+  const { workflow, prompt } = await read(`runs/${id}/workflow`)
+  if (workflow) await app.loadGraphData(workflow, true, true, name)
+  else app.loadApiJson(prompt, name)
+}
+
+async function addLora(id, at) {
+  const lora = (await read(`runs/${id}?points=3`)).last_lora
+  tell(lora ? addLoader(lora, at) : t(WORDS.noLora), !lora)
+}
+
+async function remove(id) {
+  const { folder, trash, left } = await change(`runs/${id}/delete`)
+  const text = t(WORDS.deleted, { name: folder, trash: trash.split('/').slice(0, 2).join('/') })
+  deleted.push({ id, folder, text: left ? `${text} ${t(WORDS.left, { count: left })}` : text })
+  takeOut(id)
+  tell('')
+  drawDeleted()
+  await load()
+}
+
+function undo() {
+  return attempt(async () => {
+    const { id, folder } = deleted.at(-1)
+    await change(`runs/${id}/restore`)
+    deleted.pop()
+    drawDeleted()
+    tell(t(WORDS.restored, { name: folder }))
+    await load()
+  })
+}
+
+/** Arrows go along the runs. No key reaches the graph, where some delete nodes. */
+function pressed(event) {
+  if (!event.ctrlKey && !event.metaKey && event.key !== 'Escape') event.stopPropagation()
+  const row = event.target.closest('.tessera-runs-row')
+  const to = { ArrowDown: row?.nextElementSibling, ArrowUp: row?.previousElementSibling }[event.key]
+  if (event.target !== row || !to?.dataset.run) return
+  event.preventDefault()
+  to.focus()
+}
+
+function lookAtRunning() {
+  if (!visible()) return
+  for (const [id, row] of view.rows) if (row.detail?.running || runs.get(id)?.running) row.isOld = true
+  askForSeen()
+  for (const id of chosen.keys()) if (runs.get(id)?.running) extend(id).catch(() => {}) // asked again soon
+}
+
+let soon
+function reloadSoon() {
+  soon ??= setTimeout(() => {
+    soon = undefined
+    if (visible()) load()
+  }, SOON)
+}
+
+app.registerExtension({
+  name: 'tessera.training',
+  async setup() {
+    await translations()
+    app.extensionManager?.registerSidebarTab?.({
+      id: 'tessera.training',
+      icon: 'pi pi-chart-line',
+      title: t(WORDS.title),
+      tooltip: t(WORDS.tooltip),
+      type: 'custom',
+      render(host) { // called again whenever the frontend draws its frame
+        if (view?.host === host && host.contains(view.root)) return
+        view?.watch.disconnect()
+        host.style.height = '100%'
+        view = build(host)
+        drawChosen()
+        drawDeleted()
+        load(1)
+      },
+      destroy() {
+        view?.watch.disconnect()
+        view?.root.remove()
+        view = undefined
+      },
+    })
+    takeDrops((id, at) => runs.has(id) && attempt(() => addLora(id, at)))
+    api.addEventListener('status', reloadSoon)
+    api.addEventListener('tessera.train', ({ detail }) => ['begin', 'end'].includes(detail.kind) && reloadSoon())
+    document.addEventListener('visibilitychange', reloadSoon)
+    setInterval(lookAtRunning, EVERY)
+  },
+})

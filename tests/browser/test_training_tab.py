@@ -1,0 +1,306 @@
+"""The sidebar tab Training in ComfyUI's own frontend: all runs, their curves, workflows and LoRAs, and deletion."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+from PIL import Image
+from tiny.live_page import open_graph, press_run, with_previews
+from tiny.server_runs import held
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+
+RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
+HOSTILE = "<img src=x onerror='window.hostile = 1'>"
+ROWS = "[...document.querySelectorAll('.tessera-runs-row')]"
+
+
+def picture(page, name):
+    if folder := os.environ.get("TESSERA_LOOK"):
+        page.screenshot(path=f"{folder}/{name}.png")
+
+
+def write_run(root, place, steps, of, status="finished", level=0.5, model="flux1-dev.safetensors", **facts):
+    """A run as Train LoRA writes it, with a preview."""
+    folder = root / place
+    name = folder.name.rpartition(" (")[0]
+    (folder / "previews").mkdir(parents=True)
+    facts = {"output_name": f"animals/{name}", "model": model, "steps": of, **facts}
+    (folder / "run.json").write_text(json.dumps(facts))
+    lines = [{"kind": "start"}, {"kind": "begin", "step": 0, "loss": [], "validation": []}]
+    for step in range(1, steps + 1):
+        loss = level * (1 + math.exp(-step / of * 4)) + 0.2 * level * math.sin(step * step)
+        lines.append({"kind": "step", "step": step, "loss": loss, "rate": 1e-4})
+    if steps:
+        lines.append({"kind": "preview", "step": steps})
+    if status:
+        lines.append({"kind": "end", "status": status, "step": steps, "text": HOSTILE, "seconds": 9})
+    (folder / "progress.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if steps:
+        sky, ground = Image.new("RGB", (64, 64), (120, 170, 210)), (int(250 * level), 120, 60)
+        sky.paste(ground, (0, 64 - steps // 8, 64, 64))
+        sky.save(folder / "previews" / f"step{steps:06d}_0.png")
+        shot = {"step": steps, "row": 0, "title": HOSTILE, "settings": {}, "frames": 1}
+        (folder / "previews" / "previews.json").write_text(json.dumps([shot]))
+    if status == "finished":
+        (folder / f"{name}.safetensors").write_bytes(b"lora")
+    return folder
+
+
+@pytest.fixture
+def runs(comfyui):
+    """Five runs of different ends."""
+    root = comfyui.base / "output" / "loras" / "animals"
+    fox = write_run(root, "red fox (001)", 300, 300, level=0.4)
+    (fox / "red fox.workflow.json").write_text(json.dumps(made_by()))
+    write_run(root, "red fox (002)", 120, 300, status="cancelled", level=0.6)
+    write_run(root, "wolf (001)", 200, 200, level=0.3, model="Chroma1-HD.safetensors")
+    write_run(root, "owl (001)", 40, 100, status="", level=0.8, model=HOSTILE)
+    write_run(root, "none (001)", 0, 100, status="failed")
+    for at, place in enumerate(["none (001)", "owl (001)", "wolf (001)", "red fox (002)", "red fox (001)"]):
+        for file in ("run.json", "progress.jsonl"):
+            os.utime(root / place / file, (1.795e9 + 8e4 * at, 1.795e9 + 8e4 * at))
+    yield root
+    shutil.rmtree(root)
+    shutil.rmtree(comfyui.base / "output" / ".tessera-trash", ignore_errors=True)
+
+
+def made_by():
+    """A workflow of one note."""
+    note = {"id": 1, "type": "Note", "pos": [0, 0], "size": [200, 100], "flags": {}, "order": 0, "mode": 0}
+    note |= {"properties": {}, "widgets_values": ["this made the fox"]}
+    return {
+        "last_node_id": 1,
+        "last_link_id": 0,
+        "nodes": [note],
+        "links": [],
+        "groups": [],
+        "config": {},
+        "version": 0.4,
+    }
+
+
+def open_tab(frontend, filter=""):
+    page = frontend.page
+    if not page.locator(".tessera-runs").count():
+        page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")
+    page.get_by_role("searchbox", name="Filter by name or model").fill(filter)
+    return page.locator(".tessera-runs")
+
+
+def row(tab, name):
+    return tab.locator(".tessera-runs-row").filter(has_text=name)
+
+
+def names(page):
+    return page.evaluate(f"{ROWS}.map((row) => row.querySelector('label').innerText.trim())")
+
+
+def drag(page, source, x, y):
+    """Drags with the mouse, as a person does."""
+    box = source.bounding_box()
+    page.mouse.move(box["x"] + 90, box["y"] + 16)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 120, box["y"] + 30, steps=3)
+    page.mouse.move(x, y, steps=5)
+    page.mouse.move(x + 1, y)
+    page.mouse.up()
+
+
+LOADERS = """() => app.graph.nodes.filter((node) => node.type === 'LoraLoaderModelOnly').map((node) => ({
+  at: app.canvasPosToClientPos([node.pos[0], node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT]),
+  lora: node.widgets.find((widget) => widget.name === 'lora_name').value,
+}))"""
+
+
+@RENDERERS
+def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, comfyui, runs, new_renderer):
+    frontend.use_new_renderer(new_renderer)
+    page = frontend.page
+    tab = open_tab(frontend)
+    expect(tab.locator(".tessera-runs-row").first).to_be_visible()
+    page.wait_for_function(
+        f"count => {ROWS}.length === Math.min(200, count)", arg=comfyui.get("/tessera/runs")["count"]
+    )
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+    assert names(page) == [
+        f"animals/{name}" for name in ("red fox (001)", "red fox (002)", "wolf (001)", "owl (001)", "none (001)")
+    ]
+    for name, state in [
+        ("red fox (001)", "Finished, 300 steps"), ("red fox (002)", "Stopped at step 120 of 300"),
+        ("owl (001)", "Broke off at step 40 of 100"), ("none (001)", "Ended by an error at step 0 of 100"),
+    ]:  # fmt: skip
+        expect(row(tab, name)).to_contain_text(state)
+    expect(row(tab, "owl")).to_contain_text(HOSTILE)
+    points = "name => document.querySelector(`[title='${name}'] svg path`).getAttribute('d').split('L').length"
+    assert (
+        50 < page.evaluate(points, "animals/red fox (001)") <= 60 and page.evaluate(points, "animals/owl (001)") == 40
+    )
+    expect(row(tab, "red fox (001)").get_by_alt_text("Last preview, step 300")).to_be_visible()
+    page.wait_for_function(
+        "[...document.querySelectorAll('.tessera-runs img')].every((i) => i.complete && i.naturalWidth)"
+    )
+    picture(page, f"listed_{new_renderer}")
+
+    for name in ("red fox (001)", "red fox (002)", "wolf (001)"):
+        row(tab, name).get_by_role("checkbox").check()
+    chart = tab.locator(".tessera-runs-chart")
+    page.wait_for_function("document.querySelectorAll('.tessera-runs-chart path[d^=M]').length === 3")
+    lengths = (
+        "[...document.querySelectorAll('.tessera-runs-chart path')].map((p) => p.getAttribute('d').split('L').length)"
+    )
+    assert page.evaluate(lengths) == [300, 120, 200]
+    colours = page.evaluate("[...document.querySelectorAll('.tessera-runs-chart path')].map((p) => p.style.stroke)")
+    assert len(set(colours)) == 3
+    picture(page, f"compared_{new_renderer}")
+    if (folder := os.environ.get("TESSERA_PICTURES")) and new_renderer:  # the README's
+        open_tab(frontend, "animals/ safetensors")
+        expect(tab).to_contain_text("4 runs")
+        tab.screenshot(path=f"{folder}/training_tab.png")
+    open_tab(frontend, "fox animals")
+    expect(tab).to_contain_text("2 runs")
+    assert names(page) == ["animals/red fox (001)", "animals/red fox (002)"]
+    assert page.evaluate(lengths) == [300, 120, 200]  # what is drawn stays
+    chart.get_by_role("button", name="Clear: animals/red fox (001)").click()
+    assert page.evaluate(lengths) == [120, 200]
+    expect(row(tab, "red fox (001)").get_by_role("checkbox")).not_to_be_checked()
+    chart.get_by_role("button", name="Clear", exact=True).click()
+    expect(chart).to_be_hidden()
+    open_tab(frontend, "no such run")
+    expect(tab).to_contain_text("No run has “no such run” in its name or model.")
+    open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+
+    page.evaluate("app.graph.clear()")
+    drag(page, row(tab, "red fox (001)"), 1000, 420)
+    expect(tab).to_contain_text("is in the graph")
+    (loader,) = page.evaluate(LOADERS)
+    assert loader["lora"] == os.path.join("animals", "red fox (001)", "red fox.safetensors")
+    assert loader["at"] == pytest.approx([1001, 420], abs=2)
+    listed = comfyui.get("/object_info/LoraLoaderModelOnly")["LoraLoaderModelOnly"]["input"]["required"]
+    assert loader["lora"] in listed["lora_name"][0] and frontend.faults() == {}
+    picture(page, f"dropped_{new_renderer}")
+    page.evaluate("document.querySelector('#graph-canvas').focus()")
+    page.keyboard.press("Control+z")
+    page.wait_for_function(f"({LOADERS})().length === 0")
+    page.wait_for_timeout(500)
+    expect(tab).to_contain_text("5 runs")  # the filter is not undone with it
+    page.evaluate("app.graph.clear()")
+    drag(page, row(tab, "red fox (001)"), 1000, 420)
+    page.wait_for_function(f"({LOADERS})().length === 1")
+    row(tab, "wolf (001)").get_by_role("button", name="Add LoRA").click()
+    page.wait_for_function(f"({LOADERS})().length === 2")
+    expect(row(tab, "none (001)").get_by_role("button", name="Add LoRA")).to_be_disabled()
+    drag(page, row(tab, "none (001)"), 1000, 600)
+    assert len(page.evaluate(LOADERS)) == 2
+    page.evaluate(  # another page's drag names no run of ours
+        """() => {
+          const data = new DataTransfer()
+          data.setData('application/x-tessera-run', '../../evil')
+          const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 900, clientY: 400 }
+          document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
+        }"""
+    )
+    assert len(page.evaluate(LOADERS)) == 2
+
+    before = page.evaluate("app.extensionManager.workflow.openWorkflows.length")
+    row(tab, "red fox (001)").get_by_role("button", name="Open workflow").click()
+    page.wait_for_function(
+        "app.graph.nodes.length === 1 && app.graph.nodes[0].widgets[0].value === 'this made the fox'"
+    )
+    assert page.evaluate("app.extensionManager.workflow.openWorkflows.length") == before + 1  # the one before is kept
+    assert page.evaluate("app.extensionManager.workflow.activeWorkflow.filename") == "red fox (001)"
+    row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
+    expect(tab).to_contain_text("This run holds no workflow")
+    picture(page, f"refused_{new_renderer}")
+
+    files = sorted(runs.rglob("*"))
+    for name in ("wolf (001)", "owl (001)"):
+        row(tab, name).get_by_role("button", name="Delete").click()
+        expect(tab).to_contain_text(f"animals/{name} is deleted.")
+        expect(row(tab, name)).to_have_count(0)
+    assert not (runs / "wolf (001)").exists() and not (runs / "owl (001)").exists()
+    picture(page, f"deleted_{new_renderer}")
+    for name in ("owl (001)", "wolf (001)"):
+        tab.get_by_role("button", name="Undo").click()
+        expect(tab).to_contain_text(f"animals/{name} is back.")
+        expect(row(tab, name)).to_have_count(1)
+    assert sorted(runs.rglob("*")) == files
+    expect(tab.get_by_role("button", name="Undo")).to_have_count(0)
+
+    row(tab, "red fox (001)").focus()
+    graph = page.evaluate("app.graph.nodes.length")
+    page.evaluate("app.canvas.selectNode(app.graph.nodes[0])")
+    for key in ("ArrowDown", "ArrowDown", "Delete"):
+        page.keyboard.press(key)
+    assert page.evaluate(
+        "document.activeElement.dataset.run === document.querySelectorAll('.tessera-runs-row')[2].dataset.run"
+    )
+    assert page.evaluate("app.graph.nodes.length") == graph
+    for name in ("Draw the loss of animals/wolf (001)", "Open workflow", "Add LoRA", "Delete"):
+        page.keyboard.press("Tab")
+        assert name in page.evaluate(
+            "document.activeElement.getAttribute('aria-label') || document.activeElement.innerText"
+        )
+    assert not page.evaluate("window.hostile") and frontend.crashes == []
+    page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")
+    expect(tab).to_have_count(0)
+
+
+def test_a_run_in_training_grows_and_cannot_be_deleted(frontend, comfyui):
+    page = frontend.page
+    open_graph(frontend, with_previews(frontend.ENCODERS, "tab_live"))
+    tab = open_tab(frontend, "tab_live")
+    expect(tab).to_contain_text("No run has")
+    with held(comfyui, 6):
+        prompt_id = press_run(frontend)
+        expect(row(tab, "tab_live (001)")).to_contain_text("Training, step 6 of 12")
+        row(tab, "tab_live (001)").get_by_role("checkbox").check()
+        expect(row(tab, "tab_live (001)").get_by_role("button", name="Delete")).to_be_disabled()
+        expect(row(tab, "tab_live (001)").get_by_role("img", name="Loss up to step 6")).to_be_visible()
+        picture(page, "tab_running")
+    comfyui.wait(prompt_id)
+    expect(row(tab, "tab_live (001)")).to_contain_text("Finished, 12 steps")
+    page.wait_for_function(
+        "document.querySelector('.tessera-runs-chart path').getAttribute('d').split('L').length === 12"
+    )
+    expect(row(tab, "tab_live (001)").get_by_role("button", name="Delete")).to_be_enabled()
+    page.evaluate("app.graph.clear()")
+    row(tab, "tab_live (001)").get_by_role("button", name="Open workflow").click()
+    page.wait_for_function("app.graph.nodes.some((node) => node.type === 'TesseraTrainLora')")
+    row(tab, "tab_live (001)").get_by_role("button", name="Delete").click()
+    expect(tab).to_contain_text("tab_live (001) is deleted")
+    shutil.rmtree(comfyui.base / "output" / ".tessera-trash")
+    tab.get_by_role("button", name="Undo").click()
+    expect(tab).to_contain_text("The files of this run are not in output/.tessera-trash any more.")
+    assert frontend.crashes == []
+
+
+def test_many_runs_come_in_pages_and_the_page_is_readable_in_light(frontend, comfyui, runs):
+    page = frontend.page
+    for number in range(3, 206):
+        folder = runs / f"red fox ({number:03d})"
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"output_name": "animals/red fox", "steps": 10}))
+        os.utime(folder / "run.json", (1e9, 1e9))
+    page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'light')")
+    try:
+        tab = open_tab(frontend, "animals/ fox")
+        expect(tab).to_contain_text("205 runs")
+        page.wait_for_function(f"{ROWS}.length === 200")
+        for name in ("red fox (001)", "red fox (002)"):
+            row(tab, name).get_by_role("checkbox").check()
+        page.wait_for_function("document.querySelectorAll('.tessera-runs-chart path[d^=M]').length === 2")
+        picture(page, "tab_light")
+        asked = page.evaluate(f"{ROWS}.filter((row) => row.detail).length")
+        assert 0 < asked < 60  # those that are seen
+        tab.get_by_role("button", name="Show 5 more").click()
+        page.wait_for_function(f"{ROWS}.length === 205")
+        assert len(set(names(page))) == 205
+    finally:
+        page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
+    assert frontend.crashes == []
