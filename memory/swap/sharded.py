@@ -184,9 +184,12 @@ class ShardedSwap(BlockSwap):
         self._move(self.ring.device)
         super().take()
 
-    def release(self) -> None:
-        super().release()
-        self._move(torch.device("cpu"))
+    def release(self, last: bool = False) -> None:
+        super().release(last)
+        if last:
+            self.end()
+        else:
+            self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
         weights = self.ring.flat_weights

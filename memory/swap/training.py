@@ -66,8 +66,8 @@ class BlockSwap:
             for ref, field in zip(refs, layout.fields, strict=True):
                 ref.table[ref.attribute] = field.on(self.ring.slot_of(j))
 
-    def release(self) -> None:
-        """Free the slots; the flat weights stay."""
+    def release(self, last: bool = False) -> None:
+        """Free the slots; the flat weights stay. last: the slots are not taken again."""
         for block in self.blocks:
             for module in frozen_modules(block).values():
                 module.release()

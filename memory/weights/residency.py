@@ -19,8 +19,8 @@ class FrozenModule(nn.Module):
         """Read the weights onto the device."""
         raise AssertionError(f"{type(self).__name__} has no take")
 
-    def release(self) -> None:
-        """Free the weights; the buffers keep their names."""
+    def release(self, last: bool = False) -> None:
+        """Free the weights; the buffers keep their names. last: they are not taken again."""
         for name in self._buffers:
             self._buffers[name] = None
 
@@ -42,7 +42,7 @@ class Holder(Protocol):
 
     def take(self) -> None: ...
 
-    def release(self) -> None: ...
+    def release(self, last: bool = False) -> None: ...
 
     def end(self) -> None: ...
 
@@ -59,7 +59,7 @@ class ResidentWeights(ModelPatcher):
     def __init__(self, modules: Sequence[Holder], load_device: torch.device, offload_device: torch.device):
         self.modules = modules
         self.bytes = sum(module.held_bytes() for module in modules)
-        self.resident = True
+        self.resident, self.is_last = True, False
         super().__init__(nn.Module(), load_device, offload_device, size=max(self.bytes, 1))
 
     def ensure(self) -> None:
@@ -72,6 +72,7 @@ class ResidentWeights(ModelPatcher):
 
     def release(self) -> None:
         """Take the weights off the device and out of ComfyUI's list."""
+        self.is_last = True
         loaded = loaded_models()
         for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
             loaded.pop(index).model_unload()
@@ -84,7 +85,7 @@ class ResidentWeights(ModelPatcher):
             return 0
         try:
             for module in self.modules:
-                module.take() if resident else module.release()
+                module.take() if resident else module.release(self.is_last)
         except BaseException:
             for module in self.modules:
                 module.release()

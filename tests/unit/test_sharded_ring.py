@@ -2,8 +2,10 @@
 
 import random
 
+import pytest
 import torch
-from tessera.memory.swap.sharded import BACKWARD, DONE, FORWARD, ShardedBuffer, ShardedRing
+from tessera.memory.swap.sharded import BACKWARD, DONE, FORWARD, ShardedBuffer, ShardedRing, ShardedSwap
+from tessera.memory.weights.residency import FrozenModule, ResidentWeights
 
 BLOCKS = 5
 
@@ -67,3 +69,20 @@ def test_a_block_is_waited_for(monkeypatch):
     for j in range(BLOCKS):
         ring.forward(j)
         assert ring.slot_of(j)[:256].eq(j).all()
+
+
+class Held(FrozenModule):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(300, dtype=torch.uint8))
+
+
+def test_pieces_that_are_not_needed_any_more_are_not_copied_to_the_host():
+    def swap():
+        return ShardedSwap([Held(), Held()], torch.device("meta"), 1, Others(0))  # out of which nothing can be copied
+
+    with pytest.raises(NotImplementedError):
+        swap().release()
+    made = swap()
+    ResidentWeights([made], torch.device("cpu"), torch.device("cpu")).release()
+    assert made.ring.flat_weights == [] and not made.ring.slots

@@ -73,7 +73,7 @@ class SharedBlocks:
         """
         if self.node is not None and any(self.node.exchange(False)):
             for holder in holders:
-                holder.release()
+                holder.release(last=True)
             raise OutOfMemoryElsewhere
 
     def not_built(self, error: Exception) -> None:
