@@ -40,16 +40,22 @@ def events_of(log):
     return [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
 
 
+def started(command, environment, log, step):
+    """The process that a command line starts, as soon as its run has come to a step."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + PATIENCE
+    while not any(event.get("kind") == "step" and event["step"] >= step for event in events_of(log)):
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
 def test_it_trains_as_a_server_does_and_a_run_that_was_ended_goes_on(server, workflow, tmp_path):
     output, log = tmp_path / "output", tmp_path / "log.jsonl"
     command = line(server, workflow, output, log, "--set", "train.output_name=headless")
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     with held(server, 5):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + PATIENCE
-        while not any(event.get("kind") == "step" and event["step"] >= 3 for event in events_of(log)):
-            assert process.poll() is None and time.monotonic() < end, process.communicate()
-            time.sleep(0.05)
+        process = started(command, environment, log, 3)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, told
@@ -100,11 +106,7 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     environment = os.environ | {"COMFYUI_PATH": str(server.comfyui)}
     with held(server, 7):
         command = line(server, workflow, output, log, *many, "--launch", "2")
-        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + PATIENCE
-        while not any(event.get("kind") == "step" and event["step"] >= 5 for event in events_of(log)):
-            assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()
-            time.sleep(0.05)
+        launcher = started(command, environment, log, 5)
         trained = processes_of(launcher)
         assert sorted(trained) == [0, 1]
         trained[1].kill()
@@ -118,11 +120,7 @@ def test_two_processes_train_it_together_and_one_goes_on_from_where_another_was_
     command = [*torchrun, "--max-restarts", "1", "--"]
     command += line(server, workflow, output, log, *many, "--result", str(tmp_path / "result"))[1:]
     with held(server, 9):
-        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + PATIENCE
-        while not any(event.get("kind") == "step" and event["step"] >= 8 for event in events_of(log)):
-            assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()
-            time.sleep(0.05)
+        launcher = started(command, environment, log, 8)
         processes_of(launcher)[1].kill()  # and torchrun starts both again
     output_of, errors_of = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, errors_of
