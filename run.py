@@ -273,6 +273,7 @@ class Run:
     def execute(self, comfyui: Path, options: Sequence[str]) -> int:
         """Run the prompt to its end; returns the exit code."""
         server = start_comfyui(comfyui, options)
+        self.rank.meet_others()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.end_by_signal)
         main = importlib.import_module("main")
@@ -469,14 +470,25 @@ class Rank(NamedTuple):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def meet_others(self) -> None:
+        """Wait for the other devices, before any of them does something that takes long or may fail."""
+        try:
+            self.world()
+        except TimeoutError as error:
+            mistake = Wrong("Another device has not started for half an hour.")
+            mistake.of_this_device = True
+            raise mistake from error
+
+    def world(self) -> Any:
+        """Return what joins this device to the others, once the pack is loaded; None for one that trains alone."""
+        names = [name for name in sys.modules if name.endswith(".train.distributed.world")]
+        return sys.modules[names[0]].current_world() if names and self.size > 1 else None
+
     def tell_others(self, text: str) -> bool:
         """Tell the other devices why this one ends. Returns True unless one has done so before."""
-        if self.size == 1:
+        world = self.world()
+        if world is None:
             return True
-        names = [name for name in sys.modules if name.endswith(".train.distributed.world")]
-        if not names:
-            return True
-        world = sys.modules[names[0]].current_world()
         with contextlib.suppress(RuntimeError):  # of the store, which may be gone
             if world.fault() is not None:
                 return False

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ..common.core import bytes_to_unload, usable_memory
+from ..common.processes import processes_here
 from ..memory.host.file_speed import measure_file_bandwidth
 from ..memory.host.flat_weights import parts_of
 from ..memory.host.mapped_file import bytes_in_file
@@ -99,7 +100,7 @@ def swap(patcher: ModelPatcher, settings: SwapSettings) -> tuple[ModelPatcher, l
             retry_on_oom(clone, automatic, lambda sentence: _add(notes, sentence))
         return clone, notes
     needed = sum(_bytes(module) for module in streamed.values())
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available // processes_here()
     inside = bytes_in_file(tensor for module in streamed.values() for tensor in module.parameters())
     weights = HostWeights(needed, inside, sum(_bytes_on_device(module) for module in streamed.values()))
     placement = place_on_host(settings.pin_memory, clone.load_device.type, weights, available)
@@ -148,7 +149,8 @@ def _fit(
     device = patcher.load_device
     available = psutil.virtual_memory().available
     weights = {name: list(block.module.parameters()) for name, block in blocks.items()}
-    file = measure_file_bandwidth((w for own in weights.values() for w in own), pin_memory, available)
+    tensors = (w for own in weights.values() for w in own)
+    file = measure_file_bandwidth(tensors, pin_memory, available, processes_here())
     in_file = {name: bytes_in_file(own) if file is not None else 0 for name, own in weights.items()}
     costs = [BlockCost(name, _bytes(block.module), in_file=in_file[name]) for name, block in blocks.items()]
     inside = sum(cost.weights for cost in costs)

@@ -18,18 +18,21 @@ from .pinning import RESERVED_RAM
 PIECES, PIECE = 32, 4 * 2**20  # at most 128 MiB are read
 
 
-def measure_file_bandwidth(tensors: Iterable[Tensor], mode: str, available: int) -> FileBandwidth | None:
+def measure_file_bandwidth(
+    tensors: Iterable[Tensor], mode: str, available: int, processes: int = 1
+) -> FileBandwidth | None:
     """Measure reading these tensors from their file; None where none of them lies in one.
 
     mode: pin_memory, which leaves them in the file unless it is 'on'.
     available: bytes of free memory, in which the system's page cache is counted as free.
+    processes: as many share that memory; the page cache is the same for all of them.
     """
     maps = FileMaps()
     inside = [part for tensor in tensors for part in parts_of(tensor) if part.is_contiguous() and maps.holds(part)]
     if not inside or mode == "on":
         return None
     disk, cache = read_speeds(pieces_of(inside))
-    return FileBandwidth(disk, cache, available, available - RESERVED_RAM)
+    return FileBandwidth(disk, cache, available, available // processes - RESERVED_RAM)
 
 
 def pieces_of(tensors: Sequence[Tensor], count: int = PIECES, size: int = PIECE) -> list[Tensor]:

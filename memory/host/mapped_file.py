@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...common.core import lazy_loading_code
+from ...common.processes import processes_here
 from .flat_weights import WeightRef, parts_of, weight_refs, with_parts
 from .pinning import RESERVED_RAM
 
@@ -189,7 +190,12 @@ class KeepMapped(TorchFunctionMode):
 
 
 def copy_into_ram(model: nn.Module) -> None:
-    """Copy the weights that `KeepMapped` has left in the file into memory, unless that is short."""
+    """Copy the weights that `KeepMapped` has left in the file into memory, unless that is short.
+
+    Nor where several processes of this machine train together: all of them read the file's pages, which are there once.
+    """
+    if processes_here() > 1:
+        return
     needed = bytes_in_file(model.parameters())
     if psutil.virtual_memory().available < needed + RESERVED_RAM or not needed:
         return

@@ -14,13 +14,13 @@ from comfy_execution.graph_utils import is_link
 
 from ...common.core import command_line, end_of_node
 from ...common.files import read_tensors
+from ...common.processes import is_switched_on
 from ...lora.files.lora_model import LoraModel
 from ...memory.weights.frozen import unload
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.distributed.device_list import THIS_ONE, listed_devices
 from ...train.distributed.launcher import Facts, Job, Launched, child_options
 from ...train.distributed.share import share_of
-from ...train.distributed.world import is_switched_on
 from ...train.errors import TrainingStopped
 from ...train.observer import StepReport
 from ...train.preflight.run_start import RunStart

@@ -5,7 +5,8 @@ import os
 import random
 
 import pytest
-from tessera.train.distributed.world import LONE, SWITCH, current_world
+from tessera.common.processes import SWITCH
+from tessera.train.distributed.world import LONE, current_world
 from tiny.ranks import STEP, near, same, told
 from tiny.runs import masked_data, mixed_data, train
 

@@ -67,6 +67,8 @@ def test_only_what_lies_in_a_file_and_may_stay_there_is_measured(tiny_files) -> 
     found = measure_file_bandwidth(weights, "auto", 5 * GB)
     assert found is not None and 0 < found.disk <= found.cache
     assert (found.memory, found.room) == (5 * GB, GB)
+    shared = measure_file_bandwidth(weights, "auto", 10 * GB, processes=2)
+    assert shared is not None and (shared.memory, shared.room) == (10 * GB, GB)  # the page cache is there once
     assert all(in_cache(piece) for piece in pieces_of(weights))  # they have been read
     assert measure_file_bandwidth(weights, "on", 5 * GB) is None
     assert measure_file_bandwidth([torch.zeros(8)], "auto", 5 * GB) is None

@@ -23,6 +23,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
+from tessera.common.processes import SWITCH
 from tessera.memory.host import mapped_file
 from tessera.memory.host.flat_buffer import ScatteredBuffer
 from tessera.memory.host.flat_weights import parts_of, weight_refs
@@ -427,6 +428,21 @@ def test_quantised_weights_leave_the_file_too_where_there_is_memory(tmp_path: Pa
         copy_into_ram(model)
         assert bytes_in_file(model.parameters()) == left
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+
+
+def test_processes_that_train_together_share_the_pages_of_the_file(
+    node: Any, ram: Any, monkeypatch: Any, tiny_files: dict[str, Path]
+) -> None:
+    """However much memory there is, none of them has a page of it for itself."""
+    ram(64 * GB)
+    for switch, processes, in_file in (("", "2", False), (str(os.getpid()), "1", False), (str(os.getpid()), "2", True)):
+        monkeypatch.setenv(SWITCH, switch)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        model = node(blocks_to_swap=-1)[0].model
+        lying = bytes_in_file(model.parameters())
+        assert lying == (sum(p.nbytes for p in model.parameters()) if in_file else 0)
+    assert sum(float(p.float().sum()) for p in model.parameters())  # reads them
+    assert dirty(tiny_files["flux"]) == 0
 
 
 def test_a_hook_on_a_weight_that_lies_in_the_file_writes_beside_it(tmp_path: Path, ram: Any) -> None:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
+from ...common.processes import is_switched_on, processes_here
 from ..errors import CannotContinue, error_sentence
 from .meeting import GRACE, Meeting, Unmet
+from .rounds import common_name
 
-SWITCH = "TESSERA_WORLD_OF"  # run.py puts the number of its process here
 STEP_LIMIT = timedelta(minutes=30)  # longest that a device waits for the others within a step, compiling included
 WAIT_LIMIT = 6 * 3600.0  # seconds that a device waits for the first one: longer than any preview or encoding
 _FAULT = "fault"
@@ -329,21 +330,16 @@ class World:
 LONE = World()
 
 
-def is_switched_on() -> bool:
-    """True where run.py has started this process as one of several."""
-    return os.environ.get(SWITCH) == str(os.getpid())
-
-
 @cache
 def current_world() -> World:
     """Return the world of this process: that of torchrun's environment under run.py, a lone one everywhere else.
 
-    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them.
+    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them. The first call
+    waits for the others. Raises TimeoutError where they do not come.
     """
     if not is_switched_on():
         return LONE
     store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    # torchrun's agent may keep one store through its restarts, with what the processes before have told in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return World(rank, size, dist.PrefixStore(f"tessera/{attempt}", store), *local)
+    local = processes_here(), int(os.environ.get("LOCAL_RANK", "0"))
+    name = common_name(dist.PrefixStore("tessera", store), rank, size, STEP_LIMIT.total_seconds())
+    return World(rank, size, dist.PrefixStore(f"tessera/{name}", store), *local)

@@ -247,8 +247,10 @@ def measure(
     Frees everything that it has allocated.
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
-    available = psutil.virtual_memory().available // processes
-    machine = Hardware(free_memory(patcher), link_bandwidth(device), available, place=memory_place(device.type))
+    available = psutil.virtual_memory().available
+    machine = Hardware(
+        free_memory(patcher), link_bandwidth(device), available // processes, place=memory_place(device.type)
+    )
     lists = family.block_lists(patcher.model)
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     how = settings.memory.attention, on_host, settings.memory.base
@@ -257,7 +259,8 @@ def measure(
     once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]
-    file = measure_file_bandwidth((b for m in frozen for b in m.buffers()), settings.memory.pin_memory, available)
+    in_blocks = (b for m in frozen for b in m.buffers())
+    file = measure_file_bandwidth(in_blocks, settings.memory.pin_memory, available, processes)
     in_file = {name: bytes_in_file(b.buffers()) if file is not None else 0 for name, b in transformer.blocks()}
     largest = max(data.samples, key=lambda sample: sample.tokens + sum(sample.references) + sample.text_length)
     samples = [(largest, largest.load())] * settings.batch_size
