@@ -134,7 +134,7 @@ TEXT = r"""('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
 def words_of(script: str) -> set[str]:
     """The texts that `t` is called with, and those of the tables that it is called with: these are named …WORDS."""
     said = re.findall(rf"(?<![\w.])t\(\s*{TEXT}", script)
-    for table in re.findall(r"^const \w*WORDS = (.*?)^(?=const|function|export|/|app)", script, re.M | re.S):
+    for table in re.findall(r"^(?:export )?const \w*WORDS = ([\[{].*?[\]}])$", script, re.M | re.S):
         said += re.findall(TEXT, table)
     return {text[1:-1] for text in said}
 
