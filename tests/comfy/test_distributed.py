@@ -3,12 +3,26 @@
 import json
 import os
 import random
+import shutil
 
 import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
 from tessera.common.processes import SWITCH
 from tessera.train.distributed.world import LONE, current_world
+from tessera.train.step.losses import StepLosses
+from tessera.train.train_lora import train_lora
 from tiny.ranks import STEP, near, same, told
-from tiny.runs import masked_data, mixed_data, train
+from tiny.runs import (
+    Watcher,
+    masked_data,
+    mixed_data,
+    partly_without_gradient,
+    planned_experts,
+    run_settings,
+    train,
+)
 
 STEPS = STEP["steps"]
 KILLS = int(os.environ.get("TESSERA_KILLS", "5"))  # random moments at which a process is killed
@@ -34,6 +48,45 @@ def test_any_number_of_processes_trains_the_same_lora(case, ranks, tiny_flux, tm
         near(ranks.lora(), dict(alone.lora))
         for rank in range(1, size):
             same(ranks.lora(rank), ranks.lora())
+
+
+def test_a_weight_that_has_a_gradient_on_some_processes_only_is_stepped_as_on_one(
+    ranks, tiny_flux, tmp_path, monkeypatch
+):
+    """One has it on the second of two, and one on none, which no weight decay may change."""
+    settings = STEP | {"batch_size": 1, "gradient_accumulation": 12}
+    settings |= {"optimizer": {"eps": 1e-4, "weight_decay": 0.1}}
+    answers = ranks.train(2, tmp_path / "2", settings, without_gradient=True)
+    assert not any(told(answers)), answers
+    same(ranks.lora(1), ranks.lora())
+    monkeypatch.setattr(StepLosses, "of_batch", partly_without_gradient(StepLosses.of_batch))
+    alone = dict(train(tiny_flux, mixed_data(), tmp_path / "1", **settings).lora)
+    near(ranks.lora(), alone)
+    monkeypatch.undo()
+    whole = dict(train(tiny_flux, mixed_data(), tmp_path / "whole", **settings).lora)
+    assert sum(not torch.allclose(whole[name], alone[name], rtol=1e-3) for name in whole) >= 2
+
+
+def test_two_experts_are_trained_by_two_processes_as_by_one(ranks, tmp_path):
+    """One after the other, and the second of them alone where the first is there already."""
+    files = [str(tiny.write_wan(tmp_path / f"{seed}.safetensors", layers=1, seed=seed)) for seed in (1, 2)]
+    settings = STEP | {"batch_size": 2, "gradient_accumulation": 1, "output_name": "film"}
+    wanted = []
+    experts, data = planned_experts(files, run_settings(**settings))
+    for expert in experts:
+        wanted.append(dict(train_lora(expert.model, data, expert.settings, tmp_path / "1", Watcher()).lora))
+    answers = ranks.train(2, tmp_path / "2", settings, experts=files)
+    assert not any(told(answers)), answers
+    near(ranks.lora(), wanted[1], 1e-4)
+    (first,) = (tmp_path / "2").rglob("film_high_noise.safetensors")
+    (alone,) = (tmp_path / "1").rglob("film_high_noise.safetensors")
+    near(load_file(first), load_file(alone), 1e-4)
+    assert not torch.equal(*(next(iter(lora.values())) for lora in wanted))
+    shutil.rmtree(next((tmp_path / "2").glob("film_low_noise (*)")))
+    again = ranks.train(2, tmp_path / "2", settings, experts=files)
+    assert not any(told(again)), again
+    assert any("already finished" in note for note in again[0]["notes"])
+    near(ranks.lora(), wanted[1], 1e-4)
 
 
 def test_a_step_takes_one_sum_of_the_gradients_and_sends_no_weight(ranks, tiny_flux, tmp_path):

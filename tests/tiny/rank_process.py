@@ -191,7 +191,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     from tessera.train.train_lora import train_lora
 
     import tiny
-    from tiny.runs import Watcher, mixed_data, run_settings
+    from tiny.runs import Watcher, mixed_data, partly_without_gradient, run_settings
 
     world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
     world.wait_limit = job.get("wait_limit", 60.0)
@@ -229,6 +229,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     node.gather_pieces = counted_gather
     if job.get("act"):
         act_at(job, world)
+    if job.get("without_gradient"):
+        StepLosses.of_batch = partly_without_gradient(of_batch)  # type: ignore[method-assign]
     if products := job.get("products", {}).get(str(world.rank)):
         BlockProducts.__init__ = having(products)  # type: ignore[method-assign]
     watcher, held = Watcher(), Held()
@@ -246,6 +248,10 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         compiler = CompileSettings(backend=job["backend"]) if "backend" in job else None
         if "free" in job:
             auto.free_memory = lambda patcher: job["free"][world.rank]
+        if "experts" in job:
+            (first, second), data = tiny.runs.planned_experts(job["experts"], settings)
+            train_lora(first.model, data, first.settings, Path(job["root"]), watcher, world=world)
+            model, settings = second.model, second.settings
         result = train_lora(model, data, settings, Path(job["root"]), watcher, compiler, watchers, world=world)
         answer["loss"], answer["summary"] = result.loss, result.summary
         from safetensors.torch import save_file

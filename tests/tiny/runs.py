@@ -1,6 +1,6 @@
 """Training runs of a few seconds: random samples, settings in one line, and an observer that breaks in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,34 @@ def masked_data() -> Any:
 
     whole = mixed_data().samples
     return training_data(*(masked(one, 6 * number) if 0 < number < 3 else one for number, one in enumerate(whole)))
+
+
+def planned_experts(files: Sequence[str], settings: Any) -> tuple[list[Any], Any]:
+    """The runs of two experts of Wan 2.2 on one clip."""
+    from tessera.train.experts import plan_experts
+
+    from . import load_wan
+    from .wan import wan_sample
+
+    data = training_data(wan_sample("a", (1, 4, 4)), wan_sample("b", (2, 2, 4)), wan_sample("c", (4, 2, 2)))
+    return plan_experts(*(load_wan(Path(file)) for file in files), data, settings), data
+
+
+def partly_without_gradient(of_batch: Any) -> Any:
+    """Losses in which one weight has no gradient in the first 6 micro-batches of a step, and another one in none."""
+
+    def partly(losses: Any, batch: Any, rng_key: tuple[int, int]) -> Any:
+        weights = [w for group in losses.placed.network.flat for w in group.casts or group.weights]
+        first, second, *_ = (w for w in weights if w.detach().any())  # which weight decay would change
+        left_out = [first, second] if rng_key[1] < 6 else [second]
+        for weight in left_out:
+            weight.requires_grad_(False)
+        loss = of_batch(losses, batch, rng_key)
+        for weight in left_out:
+            weight.requires_grad_(True)
+        return loss
+
+    return partly
 
 
 def run_settings(**changes: Any) -> Any:
