@@ -24,3 +24,28 @@ export function button(parent, text, title, press, style = {}) {
   element.addEventListener('click', press)
   return element
 }
+
+const SVG = 'http://www.w3.org/2000/svg'
+
+/** A drawing of so many units, stretched to the width of its parent. */
+export function drawing(parent, [width, height], style) {
+  const svg = document.createElementNS(SVG, 'svg')
+  svg.setAttribute('viewBox', `0 0 ${width} ${height}`)
+  svg.setAttribute('preserveAspectRatio', 'none')
+  svg.setAttribute('role', 'img')
+  Object.assign(svg.style, { display: 'block', width: '100%', boxSizing: 'border-box', overflow: 'visible', ...style })
+  parent.append(svg)
+  return svg
+}
+
+/** A path in a drawing, as wide however it is stretched. */
+export function curveIn(svg, colour, width) {
+  const path = document.createElementNS(SVG, 'path')
+  for (const [name, value] of Object.entries({
+    fill: 'none', 'stroke-width': width, 'stroke-linecap': 'round', 'stroke-linejoin': 'round',
+    'vector-effect': 'non-scaling-stroke',
+  })) path.setAttribute(name, value)
+  path.style.stroke = colour
+  svg.append(path)
+  return path
+}

@@ -1,27 +1,15 @@
 // The panel of a run on Train LoRA: how far it is, and its loss as a curve. All in it came from the server, so it is
 // set as text, never as HTML.
 
-import { button, part } from '../elements.js'
+import { button, curveIn, drawing, part } from '../elements.js'
 import { t } from '../words.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 
-const SVG = 'http://www.w3.org/2000/svg'
 const HEIGHT = 232 // of the panel without previews, in pixels; the report gives it the room that it asks for
 const WIDTH = 1000 // of the drawing, in units that are stretched to the node
 const DEPTH = 100
 const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d97706', saves: '#059669' }
 const END_WORDS = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
-
-function line(svg, stroke, width) {
-  const path = document.createElementNS(SVG, 'path')
-  for (const [name, value] of Object.entries({
-    fill: 'none', 'stroke-width': width, 'stroke-linecap': 'round', 'stroke-linejoin': 'round',
-    'vector-effect': 'non-scaling-stroke',
-  })) path.setAttribute(name, value)
-  path.style.stroke = stroke
-  svg.append(path)
-  return path
-}
 
 const ASK_WORDS = {
   stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
@@ -45,18 +33,10 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const [step, left] = [part(head, {}), part(head, { textAlign: 'right' })]
   const facts = part(element, { lineHeight: '18px', overflow: 'hidden', textOverflow: 'ellipsis' })
   const plot = part(element, { height: '112px', margin: '4px' })
-  const svg = document.createElementNS(SVG, 'svg')
-  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${DEPTH}`)
-  svg.setAttribute('preserveAspectRatio', 'none')
-  svg.setAttribute('role', 'img')
-  Object.assign(svg.style, {
-    width: '100%', height: '100%', display: 'block', overflow: 'visible', boxSizing: 'border-box',
-    borderBottom: '1px solid var(--border-color)',
-  })
-  plot.append(svg)
+  const svg = drawing(plot, [WIDTH, DEPTH], { height: '100%', borderBottom: '1px solid var(--border-color)' })
   const paths = {
-    saves: line(svg, COLOURS.saves, 2), loss: line(svg, COLOURS.loss, 1), mean: line(svg, COLOURS.mean, 2),
-    validation: line(svg, COLOURS.validation, 7),
+    saves: curveIn(svg, COLOURS.saves, 2), loss: curveIn(svg, COLOURS.loss, 1), mean: curveIn(svg, COLOURS.mean, 2),
+    validation: curveIn(svg, COLOURS.validation, 7),
   }
   paths.loss.style.opacity = 0.6
   const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })

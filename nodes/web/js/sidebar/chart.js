@@ -1,34 +1,12 @@
 // The curves of runs: one as a sparkline, several in one chart. Names came from files, so they are set as text, never as
 // HTML.
-import { button, part } from '../elements.js'
+import { button, curveIn, drawing, part } from '../elements.js'
 import { t } from '../words.js'
 import { WORDS } from './sentences.js'
 
-const SVG = 'http://www.w3.org/2000/svg'
 const [WIDTH, HEIGHT] = [1000, 100] // of a drawing, in units that are stretched to its place
 const MEAN = 3 // column of a point
 export const COLOURS = ['#2f74e6', '#d97706', '#059669', '#db2777', '#7c3aed', '#0891b2', '#65a30d', '#dc2626']
-
-function drawing(parent, style) {
-  const svg = document.createElementNS(SVG, 'svg')
-  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`)
-  svg.setAttribute('preserveAspectRatio', 'none')
-  svg.setAttribute('role', 'img')
-  Object.assign(svg.style, { display: 'block', width: '100%', boxSizing: 'border-box', overflow: 'visible', ...style })
-  parent.append(svg)
-  return svg
-}
-
-function line(svg, colour, width) {
-  const path = document.createElementNS(SVG, 'path')
-  for (const [name, value] of Object.entries({
-    fill: 'none', 'stroke-width': width, 'stroke-linecap': 'round', 'stroke-linejoin': 'round',
-    'vector-effect': 'non-scaling-stroke',
-  })) path.setAttribute(name, value)
-  path.style.stroke = colour
-  svg.append(path)
-  return path
-}
 
 /** The least and the greatest loss to show: a few outliers would press the rest flat. */
 function bounds(curves) {
@@ -50,8 +28,8 @@ function curve(points, [low, high], ends) {
 
 /** Makes an empty sparkline. */
 export function makeSparkline(parent) {
-  const svg = drawing(parent, { height: '26px' })
-  return { svg, path: line(svg, 'var(--descrip-text)', 1.5) }
+  const svg = drawing(parent, [WIDTH, HEIGHT], { height: '26px' })
+  return { svg, path: curveIn(svg, 'var(--descrip-text)', 1.5) }
 }
 
 /** Draws a run's points, up to the step that it goes to. */
@@ -75,7 +53,7 @@ export function makeChart(parent, clear, remove) {
   })
   const [high, low] = [part(losses, {}), part(losses, {})]
   const right = part(plot, { flex: 1, minWidth: 0 })
-  const svg = drawing(right, {
+  const svg = drawing(right, [WIDTH, HEIGHT], {
     height: '130px', borderLeft: '1px solid var(--border-color)', borderBottom: '1px solid var(--border-color)',
   })
   const steps = part(right, { display: 'flex', justifyContent: 'space-between', color: 'var(--descrip-text)' })
@@ -97,7 +75,7 @@ export function drawChart(chart, runs) {
   last.textContent = found ? `${ends} ${t(WORDS.steps)}` : ''
   svg.replaceChildren()
   for (const { id, colour, points } of runs) {
-    const path = line(svg, colour, 2)
+    const path = curveIn(svg, colour, 2)
     path.dataset.run = id
     path.setAttribute('d', found ? curve(points, found, ends) : '')
   }
