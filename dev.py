@@ -1,14 +1,14 @@
 """Development commands. Needs nothing but Python 3.10 and its standard library.
 
   python dev.py setup             make the environment and fetch ComfyUI, once
-  python dev.py demo              train a LoRA on a tiny FLUX in a real ComfyUI
+  python dev.py demo              train the workflow Try it in a real ComfyUI, and draw what it learnt
   python dev.py check             linters and types, in seconds
   python dev.py test --fast       in two minutes: what needs no torch, and one step, resume, swap, compile and save
                                   of each family; no linters and no types
   python dev.py test              linters, types and all tests
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
   python dev.py test [PYTEST …]   only pytest, with these arguments
-  python dev.py serve [MAIN …]    start ComfyUI with this pack; the arguments go to its main.py
+  python dev.py serve [MAIN …]    start ComfyUI with this pack, open at Try it; the arguments go to its main.py
   python dev.py lists             write the lists of models that train into README and help pages
   python dev.py card [--part …]   check and time this machine's GPU, for a page to paste into an issue; --help says more
   python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
@@ -458,7 +458,8 @@ def core_files() -> list[str]:
 
 
 def serve(arguments: list[str]) -> int:
-    """Starts ComfyUI over a folder in the cache, with the tiny models beside whatever is put there."""
+    """Starts ComfyUI over a folder in the cache, with the tiny models beside whatever is put there. The page opens with
+    the workflow *Try it*."""
     python, comfyui = setup()
     base = cache_folder() / "serve"
     sys.path.insert(0, str(ROOT / "tests"))
@@ -468,7 +469,8 @@ def serve(arguments: list[str]) -> int:
     if not (base / "models" / "diffusion_models").exists():
         run([python, str(ROOT / "tests" / "demo.py"), "models", str(base / "models")])
     print(f"Models, input and output lie in {base}.", flush=True)
-    return call([*command(comfyui, base, 8188, not has_accelerator(python), python), *arguments])
+    started = [*command(comfyui, base, 8188, not has_accelerator(python), python), *arguments]
+    return call(started, TESSERA_OPENS="try_it")
 
 
 def lists(arguments: list[str]) -> int:

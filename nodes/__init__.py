@@ -12,7 +12,7 @@ from ..compile.cache import use_persistent_cache
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
 from .loras import average, compare, save
-from .model import block_swap, compile, load, tune
+from .model import block_swap, compile, load, try_it, tune
 from .options import memory, network, objective, optimizer, preview, validation
 from .train import run_deletion, run_files, run_routes, train_lora
 
@@ -34,6 +34,7 @@ NODES: list[type[io.ComfyNode]] = [
     *save.NODES,
     *compare.NODES,
     *average.NODES,
+    *try_it.NODES,
 ]
 
 for _node in NODES:

@@ -1,4 +1,4 @@
-"""The demo: trains a LoRA on a tiny FLUX in a real ComfyUI and samples with and without it.
+"""The demo: trains the workflow *Try it* in a real ComfyUI and samples each of its pictures with and without the LoRA.
 
 Run it with `python dev.py demo`, which finds or makes the environment.
 """
@@ -24,12 +24,9 @@ from tiny import write_models
 from tiny.films import write_film
 from tiny.native.workflow import CASES, CLIPS, fitted
 from tiny.prompt import node
-from tiny.workflow import fit_workflow
+from tiny.try_it import captions, load_prompt, sampled_each
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKFLOW = ROOT / "workflows" / "api" / "flux_lora.json"
-SETTINGS = {"output_name": "demo", "steps": 300, "learning_rate": 3e-3, "rank": 32, "batch_size": 4}
-SHOWN = {"cat": (320, 208), "astronaut": (224, 288), "temple": (352, 176)}  # name: (width, height) to sample at
 TEXT_EVENT = 3
 
 
@@ -95,40 +92,6 @@ class Printer:
             self.open = False
 
 
-def sampling_prompt(names: dict[str, str], photos: dict[str, tuple[Path, str]], lora: str | None) -> dict[str, Any]:
-    """Core nodes only: a picture for each caption of SHOWN, with or without the LoRA."""
-
-    prompt = {
-        "base": node("UNETLoader", unet_name=names["unet_name"], weight_dtype="default"),
-        "clip": node("TesseraTinyClipLoader", clip_name1=names["clip_name1"], clip_name2=names["clip_name2"]),
-        "vae": node("VAELoader", vae_name=names["vae_name"]),
-    }
-    model = "base"
-    if lora is not None:
-        model = "lora"
-        prompt["lora"] = node("LoraLoaderModelOnly", model=["base", 0], lora_name=lora, strength_model=1.0)
-    for name, (width, height) in SHOWN.items():
-        prompt[f"{name} text"] = node("CLIPTextEncode", clip=["clip", 0], text=photos[name][1])
-        prompt[f"{name} guided"] = node("FluxGuidance", conditioning=[f"{name} text", 0], guidance=1.0)
-        prompt[f"{name} empty"] = node("EmptySD3LatentImage", width=width, height=height, batch_size=1)
-        prompt[f"{name} latent"] = node(
-            "KSampler",
-            model=[model, 0],
-            positive=[f"{name} guided", 0],
-            negative=[f"{name} guided", 0],
-            latent_image=[f"{name} empty", 0],
-            seed=7,
-            steps=20,
-            cfg=1.0,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-        )
-        prompt[f"{name} picture"] = node("VAEDecode", samples=[f"{name} latent", 0], vae=["vae", 0])
-        prompt[name] = node("SaveImage", images=[f"{name} picture", 0], filename_prefix=f"demo_{name}_{model}")
-    return prompt
-
-
 def pictures_of(server: ComfyServer, entry: dict[str, Any]) -> dict[str, Path]:
     """node id: file of the first picture that it shows."""
     found = {}
@@ -138,19 +101,18 @@ def pictures_of(server: ComfyServer, entry: dict[str, Any]) -> dict[str, Path]:
     return found
 
 
-def draw_sheet(photos: dict[str, tuple[Path, str]], rows: dict[str, dict[str, Path]]) -> Image.Image:
-    cell, label, margin = 300, 24, 8
-    titles = {"trained on": {name: photos[name][0] for name in SHOWN}} | rows
-    sheet = Image.new("RGB", (len(SHOWN) * (cell + margin) + margin, len(titles) * (cell + label) + margin), "white")
+def draw_sheet(rows: dict[str, dict[str, Path]]) -> Image.Image:
+    """Rows of pictures by what they show."""
+    cell, label, margin = 256, 24, 8
+    (first, *_) = rows.values()
+    sheet = Image.new("RGB", (len(first) * (cell + margin) + margin, len(rows) * (cell + label) + margin), "white")
     draw = ImageDraw.Draw(sheet)
-    for row, (title, files) in enumerate(titles.items()):
-        for column, name in enumerate(SHOWN):
+    for row, (title, files) in enumerate(rows.items()):
+        for column, (name, file) in enumerate(files.items()):
             x, y = margin + column * (cell + margin), row * (cell + label)
             draw.text((x, y + 6), f"{name}, {title}", fill="black")
-            with Image.open(files[name]) as image:
-                picture = image.convert("RGB")
-            picture.thumbnail((cell, cell))
-            sheet.paste(picture, (x, y + label))
+            with Image.open(file) as image:
+                sheet.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.BICUBIC), (x, y + label))
     return sheet
 
 
@@ -162,37 +124,25 @@ def add_loss_plot(prompt: dict[str, Any]) -> None:
 
 def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     shutil.rmtree(base / "output", ignore_errors=True)
-    names = write_models(base / "models")
-    photos = write_photos(base / "input" / "tessera_demo")
-    # Compiling takes a CPU longer than the whole training of the tiny model.
-    settings = SETTINGS | {"compile": "off" if cpu else "auto"}
-    prompt = fit_workflow(json.loads(WORKFLOW.read_text(encoding="utf-8")), names, "input/tessera_demo", **settings)
+    prompt = load_prompt()
+    train_node = next(key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
     add_loss_plot(prompt)
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
-        print(f"Training on {len(photos)} photographs, {settings['steps']} steps, compile {settings['compile']}:")
+        print(f"Training on {len(captions())} pictures, {prompt[train_node]['inputs']['steps']} steps:")
         trained = asyncio.run(run_with_progress(server, prompt))
-        train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
         (summary,) = trained["outputs"][train_node]["tessera"]
-        loras = base / "output" / "loras"
-        lora = base / "output" / summary["path"]
-        print("Sampling without and with the LoRA through core's loader and KSampler:")
-        rows = {}
-        for title, name in (("without the LoRA", None), ("with the LoRA", lora.relative_to(loras))):
-            sampling = sampling_prompt(names, photos, None if name is None else str(name))
-            rows[title] = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
+        print("Sampling each picture without and with the LoRA through core's KSampler:")
+        sampling, shown = sampled_each(load_prompt())
+        found = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
         if "lora key not loaded" in server.log.read_text(errors="replace"):
             raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
-        plots = [
-            path
-            for node, path in pictures_of(server, trained).items()
-            if prompt[node]["class_type"] == "TesseraLossPlot"
-        ]
-        shutil.copy(lora, results / "demo.safetensors")
-        for path in plots[:1]:
-            shutil.copy(path, results / "loss.png")
-    draw_sheet(photos, rows).save(results / "sheet.png")
+        shutil.copy(base / "output" / summary["path"], results / "demo.safetensors")
+        shutil.copy(pictures_of(server, trained)["loss plot"], results / "loss.png")
+        rows = {"trained on": {name: file for name, (file, _) in captions().items()}}
+        rows |= {f"{words} the LoRA": {name: found[key] for name, key in of.items()} for words, of in shown.items()}
+        draw_sheet(rows).save(results / "sheet.png")
     loss = summary["loss"]
     tenth = max(1, len(loss) // 10)
     print(

@@ -18,6 +18,9 @@ SETTINGS_FILE = "tessera.json"
 LISTED_LEVELS = 6
 MOST_WALKED = 5000  # folders of one root
 LIST_SECONDS = 10.0
+# The pack's own pictures, read as examples/….
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TRY_IT = "examples/try_it"
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,8 @@ def _list_folders(own: dict[str, list[Path]], allowed: tuple[Path, ...]) -> _Lis
 
 
 def resolve_folder(choice: str) -> Path:
-    """Resolve a folder that a workflow names: `input/…`, `datasets/…`, or an absolute path that the settings allow.
+    """Resolve a folder that a workflow names: `input/…`, `datasets/…`, the pack's own `examples/…`, or an absolute path
+    that the settings allow.
 
     Links are followed before the check. Raises ValueError for any other folder, there or not.
     """
@@ -128,7 +132,7 @@ def resolve_folder(choice: str) -> Path:
         candidates = [(root, Path(choice)) for root in roots if _drive(str(root)) == _drive(choice)]
     else:
         name, _, below = choice.replace("\\", "/").partition("/")
-        roots = () if _leaves_its_root(below) else tuple(_own_roots().get(name, []))
+        roots = () if _leaves_its_root(below) else tuple(_readable_roots().get(name, []))
         candidates = [(root, root / below) for root in roots if below]
     inside = [folder for root, folder in candidates if _is_within(folder, root)]
     if not inside:
@@ -166,6 +170,10 @@ def _own_roots() -> dict[str, list[Path]]:
     return {"input": [Path(folder_paths.get_input_directory())], "datasets": [Path(folder) for folder in datasets]}
 
 
+def _readable_roots() -> dict[str, list[Path]]:
+    return _own_roots() | {"examples": [EXAMPLES]}
+
+
 def _folders_with_files(root: Path) -> tuple[set[str], set[str]]:
     """Walk a root for the folders that hold images and those that hold videos, in themselves or below.
 
@@ -198,7 +206,7 @@ def is_allowed_folder(text: str) -> bool:
 
 def is_allowed_file(file: Path) -> bool:
     """Test for a file that lies in one of the folders that workflows may read, links followed."""
-    roots = [*read_settings().allowed_folders, *(root for of in _own_roots().values() for root in of)]
+    roots = [*read_settings().allowed_folders, *(root for of in _readable_roots().values() for root in of)]
     return any(_is_within(file, root) for root in roots)
 
 

@@ -8,12 +8,14 @@ from comfy_api.latest import io
 from ..common.types import DatasetType
 
 
-def choices(folders: Sequence[str], placeholder: str) -> dict[str, Any]:
+def choices(folders: Sequence[str], placeholder: str, examples: Sequence[str] = ()) -> dict[str, Any]:
     """Arguments of a Combo of folders; where there is none, a placeholder says where to put the files.
 
-    The browser marks the placeholder as absent.
+    The browser marks the placeholder as absent. examples: folders of the pack itself, which come last.
     """
-    return {"options": folders} if folders else {"options": [placeholder], "extra_dict": {"placeholder": placeholder}}
+    if folders:
+        return {"options": [*folders, *examples]}
+    return {"options": [placeholder, *examples], "extra_dict": {"placeholder": placeholder}}
 
 
 def caption_extension(file: str) -> io.Input:

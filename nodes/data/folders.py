@@ -11,7 +11,7 @@ from ...data.captions.options import CaptionOptions
 from ...data.folders.dataset import VIDEOS, Dataset, folder_fingerprint, scan_images, scan_videos
 from ...data.folders.options import FolderOptions
 from ...data.media.clip_windows import EXTRACTIONS, HEAD, Extraction, parse_target_frames
-from ..common.folder_access import list_image_folders, list_video_folders, resolve_folder
+from ..common.folder_access import TRY_IT, list_image_folders, list_video_folders, resolve_folder
 from ..common.types import DatasetType
 from . import folder_inputs, image_inputs
 from .caption_inputs import caption_inputs
@@ -33,7 +33,7 @@ class TesseraImageFolder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    **folder_inputs.choices(list_image_folders(), "input/my_pictures"),
+                    **folder_inputs.choices(list_image_folders(), "input/my_pictures", [TRY_IT]),
                     tooltip="The folder with pictures (jpg, png, webp, avif, bmp, tiff) and captions, subfolders "
                     "included. Folders under ComfyUI's input and datasets folders are listed, up to six levels deep; "
                     "allow others in the file tessera.json in ComfyUI's user folder.",

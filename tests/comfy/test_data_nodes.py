@@ -93,11 +93,11 @@ def test_a_walk_that_takes_longer_than_its_list_is_kept_is_not_made_again_at_onc
 
 
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):
-    for node, place in (
-        (prepare.TesseraImageFolder, "input/my_pictures"),
-        (prepare.TesseraVideoFolder, "input/my_clips"),
+    for node, place, own in (
+        (prepare.TesseraImageFolder, "input/my_pictures", [folder_access.TRY_IT]),
+        (prepare.TesseraVideoFolder, "input/my_clips", []),
     ):
-        assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place]
+        assert node.INPUT_TYPES()["required"]["folder"][1]["options"] == [place, *own]
         assert f"{place!r} does not exist; put your pictures and captions there" in node.validate_inputs(place)
 
 

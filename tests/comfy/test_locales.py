@@ -22,6 +22,7 @@ FIRST_RUN = [
     "TesseraPrepareDataset",
     "TesseraTrainLora",
     "TesseraSaveLora",
+    "TesseraTryItModels",
 ]
 NOTE = "_machine_made"
 SYNTAX = set("{}|@")  # of vue-i18n, which reads names and descriptions as messages but tooltips as they are

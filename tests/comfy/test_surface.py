@@ -424,6 +424,7 @@ SURFACE = {
         ],
         ["TESSERA_VALIDATION validation"],
     ),
+    "TesseraTryItModels": ("Try It Models (Tessera)", False, [], ["MODEL", "CLIP", "VAE"]),
 }
 
 # The names that the design promises to workflows and clients; none of them may ever be renamed or removed.
@@ -452,6 +453,7 @@ CONTRACT = {
     "TesseraLossPlot": "loss smoothing log_scale",
     "TesseraAverageStates": "run profile decay width last_part",
     "TesseraValidation": "part every_n_steps at_start keep_best seed min_sigma max_sigma data sigmas",
+    "TesseraTryItModels": "",
 }
 
 # Choices that workflows hold; more may be added.

@@ -5,10 +5,13 @@ While this pack is installed, ComfyUI's detection also takes the sizes that a ti
 
 Whatever counts its steps waits at the one that the file `hold` in the base folder names, until the file is gone: what
 breaks in on a run comes in time however fast the run is.
+
+`python dev.py serve` names in TESSERA_OPENS the workflow that the first visit of the page opens.
 """
 
 import importlib.util
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,7 +21,9 @@ from typing import Any
 import comfy.model_detection
 import comfy.utils
 import folder_paths
+from aiohttp import web
 from comfy_api.latest import ComfyExtension, io
+from server import PromptServer
 
 
 def _load_tiny() -> ModuleType:
@@ -133,7 +138,24 @@ class TesseraTinyNative(io.ComfyNode):
         return io.NodeOutput(*load_native(name, Path(folder_paths.get_temp_directory())))
 
 
+def _open_first(template: str) -> Any:
+    """Lead the first visit of the page to a workflow of the pack; later ones find what was open."""
+    waiting = [f"/?template={template}&source=tessera"]
+
+    @web.middleware
+    async def open_once(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/" and not request.query_string and waiting:
+            raise web.HTTPFound(waiting.pop())
+        return await handler(request)
+
+    return open_once
+
+
 class FixtureExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        if template := os.environ.get("TESSERA_OPENS"):
+            PromptServer.instance.app.middlewares.append(_open_first(template))
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [TesseraTinyClipLoader, TesseraTinyEncoders, TesseraTinyNative]
 

@@ -10,6 +10,7 @@ from PIL import Image
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
 NOT_SWAPPED = [f"{name}.json" for name in ("compare_loras", "flux_compile", "qwen_image_compile", "wan_compile")]
+OWN_MODELS = "try_it.json"  # which takes those of the pack
 COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
 
@@ -47,7 +48,7 @@ def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_fold
     nodes = load(name)["nodes"]
     named = {v for node in nodes for v in node.get("widgets_values") or [] if str(v).endswith(".safetensors")}
     links = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
-    assert named and named == {model["name"] for model in links}
+    assert bool(named) != (name == OWN_MODELS) and named == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
         assert model["directory"] in ("diffusion_models", "text_encoders", "vae", "clip_vision", "checkpoints")
@@ -93,15 +94,15 @@ def test_there_is_a_workflow_to_share_for_everything():
     training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
-    training += ["lora_with_validation"]
+    training += ["lora_with_validation", "try_it"]
     assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", "compare_loras", *compiling, *training])
 
 
 @pytest.mark.parametrize("name", UI)
 def test_every_workflow_that_trains_fits_its_model_to_the_card(name):
     loaders = [n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel"]
-    if name in ("sdxl_lora.json", "ltx_video_lora.json"):
-        assert loaders == []  # a checkpoint, which fits
+    if name in ("sdxl_lora.json", "ltx_video_lora.json", OWN_MODELS):
+        assert loaders == []  # a checkpoint, or tiny models, which fit
         return
     assert len(loaders) == (2 if name == "wan22_two_experts_lora.json" else 1)
     assert {inputs["blocks_to_swap"] for inputs in loaders} == {0 if name in NOT_SWAPPED else -1}

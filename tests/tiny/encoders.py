@@ -15,15 +15,22 @@ from torch import Tensor
 
 from .qwen_image import QWEN_TEXT_WIDTH
 from .spiece import VOCABULARY, spiece_model
-from .weights import Shapes, fill, linear
+from .weights import Shapes, linear
 
-CLIP_WIDTH = 32
-T5_WIDTH = 64
+# isort: split
+from tessera_try_it.text_encoders import (
+    CLIP_CONFIG,
+    CLIP_SCALES,
+    T5_CONFIG,
+    T5_VOCABULARY,
+    clip_shapes,
+    scaled,
+    t5_scales,
+    t5_shapes,
+)
+from tessera_try_it.text_encoders import CLIP_WIDTH as CLIP_WIDTH
+from tessera_try_it.text_encoders import T5_WIDTH as T5_WIDTH
 
-CLIP_CONFIG = {"hidden_size": CLIP_WIDTH, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-T5_CONFIG = {"d_model": T5_WIDTH, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2}
-CLIP_VOCABULARY, CLIP_POSITIONS = 49408, 77
-T5_VOCABULARY, T5_BUCKETS = 32128, 32
 UMT5_CONFIG = T5_CONFIG | {"vocab_size": VOCABULARY}
 QWEN_CONFIG = {
     "hidden_size": QWEN_TEXT_WIDTH,
@@ -33,46 +40,6 @@ QWEN_CONFIG = {
     "num_key_value_heads": 4,
 }
 QWEN_VOCABULARY, QWEN_HEAD_SIZE = 152064, 128  # both fixed in ComfyUI
-
-
-def _clip_shapes() -> Shapes:
-    width, mlp = CLIP_CONFIG["hidden_size"], CLIP_CONFIG["intermediate_size"]
-    shapes: Shapes = {
-        "text_model.embeddings.token_embedding.weight": (CLIP_VOCABULARY, width),
-        "text_model.embeddings.position_embedding.weight": (CLIP_POSITIONS, width),
-        "text_model.final_layer_norm.weight": (width,),
-        "text_model.final_layer_norm.bias": (width,),
-    }
-    for index in range(CLIP_CONFIG["num_hidden_layers"]):
-        layer = f"text_model.encoder.layers.{index}"
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            linear(shapes, f"{layer}.self_attn.{name}", width, width)
-        linear(shapes, f"{layer}.mlp.fc1", width, mlp)
-        linear(shapes, f"{layer}.mlp.fc2", mlp, width)
-        for name in ("layer_norm1", "layer_norm2"):
-            shapes[f"{layer}.{name}.weight"] = shapes[f"{layer}.{name}.bias"] = (width,)
-    linear(shapes, "text_projection", width, width, bias=False)
-    return shapes
-
-
-def _t5_shapes(vocabulary: int, biases: int) -> Shapes:
-    """`biases` is the number of layers, from the first, with a table of relative positions of their own."""
-    width, mlp, heads = T5_CONFIG["d_model"], T5_CONFIG["d_ff"], T5_CONFIG["num_heads"]
-    inner = heads * T5_CONFIG["d_kv"]
-    shapes: Shapes = {"shared.weight": (vocabulary, width), "encoder.final_layer_norm.weight": (width,)}
-    for index in range(T5_CONFIG["num_layers"]):
-        attention, feed_forward = (f"encoder.block.{index}.layer.{i}" for i in (0, 1))
-        for name in "qkv":
-            linear(shapes, f"{attention}.SelfAttention.{name}", width, inner, bias=False)
-        linear(shapes, f"{attention}.SelfAttention.o", inner, width, bias=False)
-        linear(shapes, f"{feed_forward}.DenseReluDense.wi_0", width, mlp, bias=False)
-        linear(shapes, f"{feed_forward}.DenseReluDense.wi_1", width, mlp, bias=False)
-        linear(shapes, f"{feed_forward}.DenseReluDense.wo", mlp, width, bias=False)
-        shapes[f"{attention}.layer_norm.weight"] = shapes[f"{feed_forward}.layer_norm.weight"] = (width,)
-    for index in range(biases):
-        bias = f"encoder.block.{index}.layer.0.SelfAttention.relative_attention_bias.weight"
-        shapes[bias] = (T5_BUCKETS, heads)
-    return shapes
 
 
 def _qwen_shapes() -> Shapes:
@@ -101,9 +68,7 @@ def _write(
     seed: int,
     extra: dict[str, Tensor] | None = None,
 ) -> Path:
-    tensors = fill(shapes, seed)
-    for name, scale in scales.items():
-        tensors[name] *= scale
+    tensors = scaled(shapes, scales, seed)
     save_file(
         {name: t.to(torch.float16) for name, t in tensors.items()} | (extra or {}),
         path,
@@ -114,28 +79,12 @@ def _write(
 
 def write_clip_l(path: Path, *, seed: int = 0) -> Path:
     """A CLIP-L text encoder of width 32 and two layers in Hugging Face's names, fp16, about 3 MB."""
-    # Embedding rows are filled with variance 1 / width; tokens are brought to one, positions to a half of that.
-    scales = {
-        "text_model.embeddings.token_embedding.weight": CLIP_WIDTH**0.5,
-        "text_model.embeddings.position_embedding.weight": CLIP_WIDTH**0.5 / 2,
-    }
-    return _write(path, _clip_shapes(), scales, "model_config", CLIP_CONFIG, seed)
-
-
-def _t5_scales(biases: int) -> dict[str, float]:
-    # T5 does not divide its attention scores by the root of the head size: the queries' weights make up for it.
-    scales = {"shared.weight": T5_WIDTH**0.5}
-    for index in range(T5_CONFIG["num_layers"]):
-        attention = f"encoder.block.{index}.layer.0.SelfAttention"
-        scales[f"{attention}.q.weight"] = T5_CONFIG["d_kv"] ** -0.5
-        if index < biases:
-            scales[f"{attention}.relative_attention_bias.weight"] = 2
-    return scales
+    return _write(path, clip_shapes(), CLIP_SCALES, "model_config", CLIP_CONFIG, seed)
 
 
 def write_t5(path: Path, *, seed: int = 0) -> Path:
     """A T5 v1.1 encoder of width 64 and two layers in Hugging Face's names, fp16, about 4 MB."""
-    return _write(path, _t5_shapes(T5_VOCABULARY, 1), _t5_scales(1), "t5xxl_model_config", T5_CONFIG, seed)
+    return _write(path, t5_shapes(T5_VOCABULARY, 1), t5_scales(1), "t5xxl_model_config", T5_CONFIG, seed)
 
 
 def write_umt5(path: Path, *, seed: int = 0) -> Path:
@@ -146,7 +95,7 @@ def write_umt5(path: Path, *, seed: int = 0) -> Path:
         # ComfyUI knows the encoder by the width of its 24th layer, which here has no rows to read.
         "encoder.block.23.layer.1.DenseReluDense.wi_1.weight": torch.zeros(10240, 0, dtype=torch.float16),
     }
-    shapes, scales = _t5_shapes(VOCABULARY, layers), _t5_scales(layers)
+    shapes, scales = t5_shapes(VOCABULARY, layers), t5_scales(layers)
     return _write(path, shapes, scales, "umt5xxl_model_config", UMT5_CONFIG, seed, extra)
 
 

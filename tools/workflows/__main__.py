@@ -17,11 +17,12 @@ import compiled
 import flux
 import native
 import qwen_image
+import try_it
 import wan
 from graph import Graph
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
-FAMILIES = (wan, qwen_image, flux, chroma, native, compiled)
+FAMILIES = (try_it, wan, qwen_image, flux, chroma, native, compiled)
 DESCRIPTIONS: list[Callable[[Graph], None]] = [describe for family in FAMILIES for describe in family.DESCRIPTIONS]
 
 

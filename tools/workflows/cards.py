@@ -36,9 +36,11 @@ class Card:
 
 
 PICTURES, CLIPS, EDITS, NONE = "10 to 30 pictures", "10 to 30 clips", "10 to 30 pairs of pictures", "no pictures"
+OWN = "pictures included"
 SWAPPED, STREAMS = "8 GB or more", "any, it streams"
 WHOLE = "must fit whole"
 _ROWS = [
+    ("try_it", "Try it: train a LoRA now", "tiny models", "not needed", OWN, "Nothing to download, a minute or two."),
     ("flux_lora", "Train a FLUX LoRA", "FLUX.1 dev", SWAPPED, PICTURES, "Samples with and without it."),
     ("flux2_lora", "Train a FLUX.2 LoRA", "FLUX.2 klein", STREAMS, PICTURES, "FLUX.2 dev trains the same way."),
     ("qwen_image_lora", "Train a Qwen-Image LoRA", "Qwen-Image", STREAMS, PICTURES, ""),
@@ -65,7 +67,7 @@ _ROWS = [
 ]
 CARDS = {
     name: Card(f"{number} {title}", f"{title}, on {model}. {more}".strip(), model, card, data)
-    for number, (name, title, model, card, data, more) in enumerate(_ROWS, 1)
+    for number, (name, title, model, card, data, more) in enumerate(_ROWS)
 }
 
 
@@ -110,7 +112,8 @@ def _lines(pen: ImageDraw.ImageDraw, text: str, size: int) -> list[str]:
 
 def colour_of(name: str, card: Card) -> str:
     """By kind: pictures, edits, clips, and what does not train."""
-    return {PICTURES: "#5b9bc2", EDITS: "#b58ad1", CLIPS: "#7fb069", NONE: "#e8b75d"}.get(card.data, "#d9774b")
+    colours = {PICTURES: "#5b9bc2", EDITS: "#b58ad1", CLIPS: "#7fb069", NONE: "#e8b75d"}
+    return colours.get(card.data, "#d9774b")
 
 
 def locale() -> dict[str, object]:

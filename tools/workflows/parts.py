@@ -172,6 +172,6 @@ def video(graph: Graph, latent: Output, vae: Output, name: str, fps: int = 16) -
     graph.node("SaveVideo", tall=PICTURE_TALL, video=made[0], filename_prefix=f"video/{name}")
 
 
-def picture(graph: Graph, latent: Output, vae: Output, name: str) -> None:
+def picture(graph: Graph, latent: Output, vae: Output, name: str, title: str | None = None) -> None:
     images = graph.node("VAEDecode", samples=latent, vae=vae)
-    graph.node("SaveImage", tall=PICTURE_TALL, images=images[0], filename_prefix=name)
+    graph.node("SaveImage", title=title, tall=PICTURE_TALL, images=images[0], filename_prefix=name)

@@ -1,6 +1,6 @@
 """Turns a random tiny FLUX into one that knows how to remove noise, but nothing about pictures.
 
-Its velocity is the best one for data of independent normal values of variance `DATA_VARIANCE`, c(sigma) * x with
+Its velocity is the best one for data of independent normal values of variance `s2`, c(sigma) * x with
 c = (sigma - (1 - sigma) * s2) / (sigma^2 + (1 - sigma)^2 * s2) (the regression of noise - x0 on x). So what it samples
 is nearly flat, and what a LoRA has to learn is the pictures alone, as with a trained model.
 """
@@ -10,7 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-DATA_VARIANCE = 0.05
 CARRIER = 3.0  # the size of the constant half of each token, which keeps the last layer norm nearly linear in x
 
 
@@ -24,8 +23,8 @@ def _time_features(weights: dict[str, Tensor], sigma: Tensor) -> Tensor:
     return features
 
 
-def make_denoiser(weights: dict[str, Tensor]) -> None:
-    """Sets the outer layers of a tiny FLUX (`write_flux`'s tensors, fp32, in place) and quiets its blocks."""
+def make_denoiser(weights: dict[str, Tensor], data_variance: float = 0.05) -> None:
+    """Set the outer layers of a small FLUX (fp32 tensors, in place) and quiet its blocks."""
     hidden, patch = weights["img_in.weight"].shape
     if hidden < 2 * patch:
         raise ValueError(f"hidden is {hidden}; a tiny denoiser needs at least {2 * patch}, to carry its input through.")
@@ -48,8 +47,8 @@ def make_denoiser(weights: dict[str, Tensor]) -> None:
     weights["final_layer.linear.weight"].mul_(0.02).add_(identity.T)
 
     sigma = torch.linspace(0.01, 1, 200)
-    variance = sigma**2 + (1 - sigma) ** 2 * DATA_VARIANCE
-    wanted = (sigma - (1 - sigma) * DATA_VARIANCE) / variance
+    variance = sigma**2 + (1 - sigma) ** 2 * data_variance
+    wanted = (sigma - (1 - sigma) * data_variance) / variance
     norm = ((patch * variance + (hidden - patch) * CARRIER**2) / hidden).sqrt()
     features = torch.cat([_time_features(weights, sigma), torch.ones(len(sigma), 1)], dim=1)
     ridge = 1e-3 * torch.eye(features.shape[1])
