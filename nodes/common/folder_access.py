@@ -18,8 +18,8 @@ SETTINGS_FILE = "tessera.json"
 LISTED_LEVELS = 6
 MOST_WALKED = 5000  # folders of one root
 LIST_SECONDS = 10.0
-# The pack's own pictures, read as examples/….
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# The pack's own pictures, read as examples/…. ComfyUI would look for workflows in a folder of that name.
+EXAMPLES = Path(__file__).resolve().parents[2] / "pictures"
 TRY_IT = "examples/try_it"
 
 logger = logging.getLogger(__name__)

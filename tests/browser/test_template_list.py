@@ -45,3 +45,28 @@ def test_each_workflow_opens_legible_and_without_a_node_on_another(frontend):
         assert frontend.page.evaluate("app.canvas.ds.scale") >= LEAST_ZOOM, name
         assert frontend.faults() == {}, name
     assert frontend.crashes == []
+
+
+TRY_IT = ["CLIPTextEncode", "FluxGuidance", "LoraModelLoader", "TesseraImageFolder", "TesseraLoraNetwork"]
+TRY_IT += ["TesseraOptimizer", "TesseraPrepareDataset", "TesseraSaveLora", "TesseraTrainLora", "TesseraTryItModels"]
+TYPES = "() => app.graph.nodes.map((n) => n.type)"
+OPENED = "() => window.app?.graph?.nodes?.some((n) => n.type === 'TesseraTryItModels')"
+THUMBNAILS = "() => [...document.querySelectorAll('.tessera-tile img')].filter((i) => i.naturalWidth)"
+
+
+def test_try_it_opens_from_the_list_with_its_pictures_and_without_a_fault(frontend):
+    frontend.page.set_viewport_size(SCREEN)
+    frontend.page.evaluate(OPEN)
+    frontend.page.get_by_text("Tessera: LoRA training").first.click()
+    frontend.page.get_by_text(TITLES["template"]["tessera"]["try_it"], exact=True).click()
+    frontend.page.wait_for_function(OPENED)
+    assert set(TRY_IT) <= set(frontend.page.evaluate(TYPES))
+    frontend.page.wait_for_function(f"({THUMBNAILS})().length === 3")
+    assert frontend.faults() == {}
+    assert frontend.crashes == []
+
+
+def test_try_it_opens_by_the_address_that_dev_serve_leads_to(frontend):
+    frontend.page.goto(f"{frontend.server.url}/?template=try_it&source=tessera")
+    frontend.page.wait_for_function(OPENED)
+    assert set(TRY_IT) <= set(frontend.page.evaluate(TYPES)) and frontend.faults() == {}

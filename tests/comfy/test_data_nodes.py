@@ -57,7 +57,8 @@ def test_folders_with_pictures_under_input_and_datasets_are_offered_and_open(hom
     put_pictures(home / "input" / ".hidden")
     offered = folder_access.list_image_folders()
     assert offered == ["datasets/other", "input/set", "input/set/inner"]
-    assert prepare.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"] == offered
+    options = prepare.TesseraImageFolder.INPUT_TYPES()["required"]["folder"][1]["options"]
+    assert options == [*offered, folder_access.TRY_IT]
     for choice in offered:
         assert folder_access.resolve_folder(choice).samefile(home / choice)
         assert prepare.TesseraImageFolder.validate_inputs(folder=choice) is True
@@ -90,6 +91,15 @@ def test_a_walk_that_takes_longer_than_its_list_is_kept_is_not_made_again_at_onc
     monkeypatch.setattr(folder_access, "_list_folders", slow)
     put_pictures(home / "input" / "a")
     assert folder_access.list_image_folders() == folder_access.list_image_folders() == ["input/a"] and len(walks) == 1
+
+
+def test_the_pictures_of_the_pack_are_read_and_nothing_beside_them(home):
+    folder = folder_access.resolve_folder(folder_access.TRY_IT)
+    assert folder == folder_access.EXAMPLES / "try_it" and len(list(folder.glob("*.png"))) == 3
+    assert folder_access.is_allowed_file(folder / "boat.png")
+    for outside in ("examples", "examples/..", "examples/../models", "examples/try_it/../../tests"):
+        with pytest.raises(ValueError, match="can't be used"):
+            folder_access.resolve_folder(outside)
 
 
 def test_where_there_is_no_folder_yet_the_nodes_name_the_one_to_make(home):

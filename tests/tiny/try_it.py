@@ -19,7 +19,7 @@ def load_prompt(**train: Any) -> dict[str, Any]:
 
 def captions() -> dict[str, tuple[Path, str]]:
     """name: (picture, caption) of what it trains on."""
-    pictures = sorted((ROOT / "examples" / "try_it").glob("*.png"))
+    pictures = sorted((ROOT / "pictures" / "try_it").glob("*.png"))
     return {p.stem: (p, p.with_suffix(".txt").read_text(encoding="utf-8").strip()) for p in pictures}
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the Try it workflow, with their captions, into `examples/try_it`.
+"""Draws the pictures of the Try it workflow, with their captions, into `pictures/try_it`.
 
 Run: python tools/try_it/draw.py
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "try_it"
+FOLDER = Path(__file__).resolve().parents[2] / "pictures" / "try_it"
 SIDE, FINER = 256, 4  # pixels; drawn that much larger and made smaller, so that edges are smooth
 
 

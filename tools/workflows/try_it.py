@@ -4,7 +4,7 @@ from graph import Graph
 from parts import DATA, FOLDER_TALL, LORA_TALL, MIDDLE, NARROW, PLAN_TALL, WIDE, ksampler, picture, preview, train
 
 SIDE = 128  # pixels, of which the tiny VAE makes 64 tokens
-STEPS = 800
+STEPS, RANK, RATE = 800, 64, 5e-3
 NOTE = """### 1. Press Run
 That is all: nothing to download, no pictures to add. It takes a minute or two, without a GPU too.
 
@@ -21,10 +21,10 @@ LoRA*."""
 
 def try_it(graph: Graph) -> None:
     graph.column("Model", WIDE)
-    graph.note(NOTE, 470)
+    graph.note(NOTE, 420)
     models = graph.node("TesseraTryItModels")
-    network = graph.node("TesseraLoraNetwork", tall=330, rank=64, alpha=64, targets="*")
-    optimizer = graph.node("TesseraOptimizer", learning_rate=5e-3, lr_scheduler="cosine", warmup_steps=10)
+    network = graph.node("TesseraLoraNetwork", tall=330, rank=RANK, alpha=RANK, targets="*")
+    optimizer = graph.node("TesseraOptimizer", learning_rate=RATE, lr_scheduler="cosine", warmup_steps=10)
     graph.column("Pictures and captions", DATA)
     chosen = graph.node("TesseraImageFolder", tall=FOLDER_TALL, folder="examples/try_it")
     megapixels = round(SIDE * SIDE / 1e6, 4)
@@ -36,7 +36,18 @@ def try_it(graph: Graph) -> None:
     guided = graph.node("FluxGuidance", conditioning=prompt[0], guidance=1)
     options = preview(graph, models[2], guided[0], every_n_steps=100, width=SIDE, height=SIDE)
     options |= {"network": network[0], "optimizer": optimizer[0]}
-    trained = train(graph, "try_it", models[0], data, steps=STEPS, batch_size=3, compile="off", **options)
+    trained = train(
+        graph,
+        "try_it",
+        models[0],
+        data,
+        steps=STEPS,
+        batch_size=3,
+        learning_rate=RATE,
+        rank=RANK,
+        compile="off",
+        **options,
+    )
     graph.column("With and without the LoRA", NARROW)
     latent = graph.node("EmptySD3LatentImage", width=SIDE, height=SIDE)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=models[0], lora=trained[0])
