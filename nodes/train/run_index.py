@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from ...train.checkpoint.run_folder import FoundRun, RunFolder, all_runs
+from ...train.checkpoint.run_folder import FoundRun, RunFolder, Stamp, all_runs
 from ...train.checkpoint.run_record import PROGRESS, RunReader
 from ..common import training_now
 
@@ -31,7 +31,7 @@ class IndexedRun:
     folder: RunFolder
     place: str
     changed: float
-    stamp: tuple[tuple[str, int, int], ...]
+    stamp: Stamp
     facts: dict[str, Any] = field(default_factory=dict)
     words: str = ""
 
@@ -54,14 +54,20 @@ class RunIndex:
 
     def _indexed(self, found: FoundRun, root: Path) -> IndexedRun:
         known = self._runs.get(found.folder.path)
-        stamp = tuple(entry for entry in found.stamp if entry[0] != PROGRESS)  # which says nothing of what is listed
+        if known is not None and known.stamp == found.stamp:
+            return known
         place = found.folder.path.relative_to(root).as_posix()
-        if known is not None and known.stamp == stamp:
+        if known is not None and _but_progress(known.stamp) == _but_progress(found.stamp):
             facts, words = known.facts, known.words
         else:
             facts = _facts(RunReader(found.folder.path).facts())
             words = _folded(f"{place} {facts['output_name']} {facts['model']}")
-        return IndexedRun(found.folder, place, found.changed, stamp, facts, words)
+        return IndexedRun(found.folder, place, found.changed, found.stamp, facts, words)
+
+
+def _but_progress(stamp: Stamp) -> Stamp:
+    """Leave out the curve of a run, which says nothing of what is listed."""
+    return tuple(entry for entry in stamp if entry[0] != PROGRESS)
 
 
 def page_of(runs: Sequence[IndexedRun], number: int) -> list[IndexedRun]:

@@ -212,8 +212,10 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     page.wait_for_function(
         "app.graph.nodes.length === 1 && app.graph.nodes[0].widgets[0].value === 'this made the fox'"
     )
-    assert page.evaluate("app.extensionManager.workflow.openWorkflows.length") == before + 1  # the one before is kept
-    assert page.evaluate("app.extensionManager.workflow.activeWorkflow.filename") == "red fox (001)"
+    page.wait_for_function(
+        "n => app.extensionManager.workflow.openWorkflows.length === n", arg=before + 1
+    )  # none is lost
+    page.wait_for_function("app.extensionManager.workflow.activeWorkflow.filename === 'red fox (001)'")
     row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
     expect(tab).to_contain_text("This run holds no workflow")
     picture(page, f"refused_{new_renderer}")

@@ -152,6 +152,7 @@ def test_a_link_out_of_the_folder_and_a_pipe_are_not_read(tmp_path, name):
     reader = RunReader(run)
     assert reader.facts() == {} and reader.read() == run_record.RunCurve()
     (run / name).unlink()
+    assert run_record.own_file(run, "../other") is None and run_record.own_file(tmp_path, "other") is not None
     os.mkfifo(run / name)  # to open it would wait for ever
     assert reader.facts() == {} and reader.read() == run_record.RunCurve()
 

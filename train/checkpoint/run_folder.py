@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from ...common.files import MACHINE, sweep_unfinished, write_atomically
+from ..preview.gallery import FOLDER as PREVIEWS
 from .run_names import STEPS, has_key, name_of, number_of, numbered
 from .run_record import RECORD, RunReader
 from .schema import is_plain
@@ -227,6 +228,7 @@ def run_folders(root: Path, output_name: str, key: str = "") -> list[RunFolder]:
 
 
 MOST_WALKED = 100_000  # folders, in which runs are looked for
+Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class FoundRun:
 
     folder: RunFolder
     changed: float
-    stamp: tuple[tuple[str, int, int], ...]
+    stamp: Stamp
 
 
 def all_runs(root: Path) -> Iterator[FoundRun]:
@@ -254,7 +256,8 @@ def all_runs(root: Path) -> Iterator[FoundRun]:
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        if name is None or entry.name not in (PREVIEWS, f"{name}{STEPS}"):
+                            waiting.append(entry.path)
                     elif name is not None and entry.name in RECORD and entry.is_file(follow_symlinks=False):
                         found = entry.stat(follow_symlinks=False)
                         stamp.append((entry.name, found.st_mtime_ns, found.st_size))

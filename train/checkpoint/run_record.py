@@ -234,6 +234,8 @@ def own_file(folder: Path, name: str) -> Path | None:
     """Path of a plain file of a folder; None where there is none, or a link that leads out of the folder."""
     path = folder / name
     try:
+        if path.name == name and stat.S_ISREG(path.lstat().st_mode):  # no link, so it needs no look at all folders
+            return path
         real = path.resolve(strict=True)
         plain = stat.S_ISREG(real.stat().st_mode)
     except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
