@@ -7,7 +7,8 @@ from PIL import Image
 from tiny.try_it import captions, load_prompt, sampled_each
 
 STEPS = 400  # half of the workflow's: enough to tell what is learnt from what is not
-LEARNT, APART, UNLEARNT = 0.65, 0.3, 0.25  # correlations; 0.75 to 0.9 and above, 0.5 apart and 0.07 were measured
+# Correlations: own 0.65 to 0.85, others' and before training below 0.05 were measured; another CPU rounds otherwise.
+LEARNT, APART, UNLEARNT = 0.45, 0.35, 0.2
 
 
 @pytest.fixture(scope="module")
