@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
 from tessera.train.distributed import meeting, node, world
+from tessera.train.distributed.gradient_sync import GradientSync
 from tessera.train.distributed.meeting import Meeting, Unmet
 from tessera.train.distributed.node import NodeRanks
 from tessera.train.distributed.world import World
@@ -129,6 +130,61 @@ def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(can
     assert aborted == [True]
     with pytest.raises(Unmet):  # so nobody waits in the sum for this one
         second.meet("sum", 1, None)
+
+
+class Failed:
+    """Stand-in for what is asked of a card that has failed, and for a buffer on it."""
+
+    def query(self):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    zero_ = record_event = query
+
+
+@pytest.mark.parametrize("at", ["event", "queue", "buffer"])
+def test_nobody_waits_for_a_device_that_has_failed_and_its_error_is_told(at, store, monkeypatch):
+    stream = Stream(done=True)
+    stream.record_event = Failed().query if at == "queue" else lambda: Failed() if at == "event" else Event(True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    first, second = (world_of(store, rank, interrupted=threading.Event()) for rank in range(2))
+    first.meets = second.meets = True
+    first.step_limit = timedelta(seconds=15)
+    found = []
+
+    def train():
+        first.post("at/0", 3)
+        try:
+            first.meet("sum", 1, None)
+        except Unmet as unmet:
+            found.append(first._lost(3, unmet.missing))
+
+    thread = later(0.0, train)
+    sync = GradientSync.__new__(GradientSync)
+    sync.world, sync.sums_left, sync.buffer = second, 5, Failed()
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    if at != "buffer":
+        with pytest.raises(torch.AcceleratorError):
+            second.sum(Gradients(), 3)
+        sync.sums_left = 0  # as a sum that fails leaves it
+    sync.leave(error, 3, lambda: None)
+    thread.join(5)
+    assert "Device 1 on " in str(found[0]) and "illegal memory access" in str(found[0])
+
+
+def test_the_cause_is_told_where_a_signal_came_with_it(store):
+    """The launcher ends all processes when one has ended; that is no Cancel."""
+    interrupted = threading.Event()
+    first, second = world_of(store, 0, interrupted=interrupted), world_of(store, 1)
+    second.tell(RuntimeError("out of memory"), "It ran out of memory.")
+    interrupted.set()
+    with pytest.raises(CannotContinue, match="It ran out of memory"):
+        first.meet("sum", 1, None)
+
+
+def test_of_those_that_did_not_come_another_is_named(store):
+    first = world_of(store, 0, 3)
+    first.post("at/0", 3)
+    assert str(first._lost(3, [0, 2])).startswith("Device 2 did not come to the end of step 3")
 
 
 @pytest.mark.parametrize("late", ["gradients", "gather"])

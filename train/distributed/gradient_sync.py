@@ -104,6 +104,13 @@ class GradientSync:
             if isinstance(error, InterruptProcessingException):
                 self.world.interrupted = error  # its user waits no longer for the others than there
             if left:
-                self.buffer.zero_()
-                self.told[_LEAVING] = 1.0
-                self.world.sum(self.buffer, step)
+                self._sum_as_leaving(step)
+
+    def _sum_as_leaving(self, step: int) -> None:
+        try:
+            self.buffer.zero_()
+            self.told[_LEAVING] = 1.0
+        except Exception:  # the device itself has failed
+            self.world.leave_sum()
+            raise
+        self.world.sum(self.buffer, step)

@@ -202,7 +202,8 @@ class World:
     def sum(self, buffer: Tensor, step: int) -> None:
         """Add up the ranks' buffers, (n,), in place; each gets the same bits.
 
-        Raises CannotContinue, or what `stopped` makes, where a rank is gone or does not come.
+        Raises CannotContinue, or what `stopped` makes, where a rank is gone or does not come, and AcceleratorError
+        where this rank's device has failed.
         """
         self.post(f"at/{self.rank}", step)
         begun = time.monotonic()
@@ -223,10 +224,10 @@ class World:
                 self._on_host.copy_(buffer)
                 dist.all_reduce(self._on_host)
                 buffer.copy_(self._on_host)
-        except InterruptProcessingException:
+        except (InterruptProcessingException, torch.AcceleratorError):  # of this rank and its own device
             raise
         except Exception as error:
-            raise self._lost(step) from error
+            raise self._lost(step, error.missing if isinstance(error, Unmet) else []) from error
         self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
         self.waited += time.monotonic() - begun
 
@@ -237,11 +238,13 @@ class World:
         more. An error of another rank is no reason to leave: that rank comes to this sum too, to say so in it.
         """
         # A rank has come when its gradients are there, and no gather of its blocks is under way.
-        events = [torch.cuda.current_stream(device).record_event()] if device.type == "cuda" else []
-        events += [] if self.node is None or self.node.gathered is None else [self.node.gathered]
         try:
+            events = [torch.cuda.current_stream(device).record_event()] if device.type == "cuda" else []
+            events += [] if self.node is None or self.node.gathered is None else [self.node.gathered]
             self.meet("sum", self.sums + 1, None, is_ready=lambda: all(event.query() for event in events))
         except BaseException:
+            with contextlib.suppress(RuntimeError):  # the store went with the launcher
+                self.leave_sum()  # an error of the device is found here, as it is by whatever asks it next
             if self.node is not None:
                 self.node.abort()
             raise
@@ -261,7 +264,8 @@ class World:
         is_ready: this rank comes when it is True; None for at once.
 
         An interrupt is kept for `raise_interrupted`, as the others count on this rank, and raised here where they do
-        not come soon. Raises Unmet past the limit, or where another rank has left.
+        not come soon, unless one of them has told why: that ends processes too. Raises Unmet past the limit, or where
+        another rank has left, and what `is_ready` raises; then the caller has to leave the meeting.
         """
         ranks = ranks or range(self.size)
         try:
@@ -269,11 +273,17 @@ class World:
             values = self.meeting(name, number, ranks).wait(value, limit, self._is_interrupted, is_ready)
         except Unmet as unmet:
             if unmet.left == self.rank:
+                if (fault := self.fault()) is not None and not fault["cancelled"]:
+                    raise self.stopped(fault) from unmet
                 self.raise_interrupted()
             raise
         if self.rank == ranks[0] and number > 1:  # all have read it that have come here
             self.meeting(name, number - 1, ranks).forget()
         return values
+
+    def leave_sum(self) -> None:
+        """Let nobody wait for this rank before the next sum, to which it can't come; nothing where they have met."""
+        self.meeting("sum", self.sums + 1, range(self.size)).leave(comes=False)
 
     def _is_interrupted(self) -> bool:
         """Keep an interrupt for `raise_interrupted`; True when there is one."""
@@ -300,13 +310,15 @@ class World:
             error, self.interrupted = self.interrupted, None
             raise error
 
-    def _lost(self, step: int) -> BaseException:
-        """Say who is missing from a sum, by what each has told of its place."""
+    def _lost(self, step: int, missing: list[int]) -> BaseException:
+        """Say who is missing from a sum: as their meeting knows it, else by what each has told of its place."""
+        # Of several, this rank itself last: what it has queued may be behind what another does not give.
+        missing = sorted(missing, key=lambda rank: rank == self.rank)
         try:
             fault = self.fault(GRACE)  # before that: who told of it may be late here too
-            missing = [rank for rank in range(self.size) if (self.read(f"at/{rank}") or 0) < step]
+            missing = missing or [rank for rank in range(self.size) if (self.read(f"at/{rank}") or 0) < step]
         except Exception:  # the store went with the launcher
-            fault, missing = None, []
+            fault = None
         return self.gone(missing, f"the end of step {step}", fault)
 
     def gone(self, missing: list[int], where: str, fault: dict[str, Any] | None) -> BaseException:
