@@ -21,8 +21,9 @@ from comfy.cli_args import args
 
 from ...common.files import MACHINE
 from ...train.checkpoint.run_folder import RunFolder
+from ...train.checkpoint.run_names import TRASH
 from ...train.checkpoint.run_record import RunReader
-from ...train.checkpoint.run_trash import TRASH, deleted_runs, move_to_trash, restore
+from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, restore
 from ..common import training_now
 from ..common.folder_access import SETTINGS_FILE, read_settings
 from .run import runs_folder

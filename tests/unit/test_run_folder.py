@@ -114,6 +114,14 @@ def test_the_number_of_a_deleted_folder_is_not_given_again(tmp_path):
     assert open_folder(tmp_path, "other", KEY, None).path.name == "other (001)"
 
 
+def test_the_number_of_a_run_in_the_trash_is_not_given_again_by_another_process(tmp_path):
+    """That of a server that was restarted, or one that trains for it."""
+    for place in ("2026-11-23/styles/face (004)", "2026-11-24 (2)/styles/face (002)", "2026-11-23/face (009)"):
+        (tmp_path / ".tessera-trash" / place).mkdir(parents=True)
+    assert open_folder(tmp_path / "loras", "styles/face", KEY, None).path.name == "face (005)"
+    assert open_folder(tmp_path / "loras", "styles/other", KEY, None).path.name == "other (001)"
+
+
 def test_a_folder_whose_longest_file_does_not_fit_is_refused_before_training(tmp_path, monkeypatch):
     """As Windows does it past 260 letters: the LoRA of a step has the longest path."""
     folder, touch = open_folder(tmp_path, "face", KEY, None), Path.touch

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...common.files import MACHINE, sweep_unfinished, write_atomically
 from ..preview.gallery import FOLDER as PREVIEWS
-from .run_names import STEPS, has_key, name_of, number_of, numbered
+from .run_names import STEPS, deleted_numbers, has_key, name_of, number_of, numbered
 from .run_record import RECORD, RunReader
 from .schema import is_plain
 from .state import STATE_SUFFIX
@@ -43,7 +43,7 @@ def place_of(output_name: str) -> PurePosixPath:
 
 
 # The last number that this process gave to a run of a path and name. It is not given again after the folder was
-# deleted: ComfyUI keeps LoRAs in memory by the names of their files.
+# deleted, nor is that of a run in the trash: ComfyUI keeps LoRAs in memory by the names of their files.
 _highest: dict[Path, int] = {}
 
 
@@ -320,7 +320,7 @@ def open_folder(root: Path, output_name: str, key: str, state: Path | None) -> R
     if (free := next((folder for folder in own if folder.is_free()), None)) is not None:
         return free
     numbers = [number_of(folder.path.name) for folder in folders]
-    number = 1 + max([_highest.get(place, 0), *numbers])
+    number = 1 + max([_highest.get(place, 0), *numbers, *deleted_numbers(root, place_of(output_name))])
     return RunFolder(place.with_name(numbered(place.name, number)), place.name, is_new=True)
 
 

@@ -5,11 +5,12 @@ with a number behind it where that was taken: such folders stay where they are, 
 """
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
 from .run_record import RUN, SUMMARY, RunReader
 
+TRASH = ".tessera-trash"  # beside the folder of all runs: holds, by days, those that were deleted
 STEPS = "_steps"  # ending of the folder of a run's LoRAs of its steps
 _NUMBERED = re.compile(r"(?P<name>.+) \((?P<number>\d{3,6})\)", re.DOTALL)
 _KEYED = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})(-\d{1,6})?", re.DOTALL)
@@ -28,6 +29,13 @@ def number_of(folder: str) -> int:
     """Return the number in a folder's name; 0 for one of version 0.1 or of no run."""
     match = _NUMBERED.fullmatch(folder)
     return int(match["number"]) if match else 0
+
+
+def deleted_numbers(root: Path, place: PurePosixPath) -> list[int]:
+    """Return the numbers of the runs of an output name that are in the trash. root: folder of all runs."""
+    days = (root.parent / TRASH).glob("*")
+    found = (path.name for day in days for path in (day / place.parent).glob("*"))
+    return [number_of(name) for name in found if name_of(name) == place.name]
 
 
 def name_of(folder: str) -> str | None:

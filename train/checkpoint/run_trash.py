@@ -19,7 +19,6 @@ from .run_names import STEPS
 from .run_record import RECORD
 from .state import STATE_SUFFIX
 
-TRASH = ".tessera-trash"
 _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
 
 
