@@ -129,9 +129,8 @@ def clone_without_dynamic_vram(patcher: Any, loaded: Any) -> tuple[Any, Any]:
 
 def load_without_dynamic_vram(path: str, options: dict[str, Any]) -> Any:
     """Load a diffusion model as core's loader does, without dynamic VRAM where ComfyUI can."""
-    load = comfy.sd.load_diffusion_model
-    off = {"disable_dynamic": True} if _takes(load, "disable_dynamic") else {}
-    return load(path, model_options=options, **off)
+    off = {"disable_dynamic": True} if _takes(comfy.sd.load_diffusion_model, "disable_dynamic") else {}
+    return comfy.sd.load_diffusion_model(path, model_options=options, **off)
 
 
 def load_tensors(path: str, tensors: dict[str, Tensor], metadata: Any, options: dict[str, Any], dynamic: bool) -> Any:
@@ -147,6 +146,12 @@ def load_tensors(path: str, tensors: dict[str, Tensor], metadata: Any, options: 
             f"Could not detect model type of {Path(path).name}: it isn't a diffusion model that this ComfyUI knows."
         )
     return model
+
+
+def load_text_encoders(tensors: list[dict[str, Tensor]], kind: Any, options: dict[str, Any]) -> Any:
+    """Load text encoders from their tensors, without dynamic VRAM where ComfyUI can. kind: a `comfy.sd.CLIPType`."""
+    off = {"disable_dynamic": True} if _takes(comfy.sd.load_text_encoder_state_dicts, "disable_dynamic") else {}
+    return comfy.sd.load_text_encoder_state_dicts(tensors, clip_type=kind, model_options=options, **off)
 
 
 def remember_loader(model: Any, load: Callable[..., Any], *args: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import comfy.sd
 import torch
 
-from ...common.core import load_tensors
+from ...common.core import load_tensors, load_text_encoders
 from .denoiser import make_denoiser
 from .flux import flux_shapes
 from .text_encoders import (
@@ -41,9 +41,7 @@ def load_clip(seed: int = 0) -> Any:
     clip_l = scaled(clip_shapes(), CLIP_SCALES, seed)
     t5 = scaled(t5_shapes(T5_VOCABULARY, 1), scales, seed)
     options = {"model_config": CLIP_CONFIG, "t5xxl_model_config": T5_CONFIG, "dtype": torch.float32}
-    return comfy.sd.load_text_encoder_state_dicts(
-        [clip_l, t5], clip_type=comfy.sd.CLIPType.FLUX, model_options=options, disable_dynamic=True
-    )
+    return load_text_encoders([clip_l, t5], comfy.sd.CLIPType.FLUX, options)
 
 
 def load_model(clip: Any, seed: int = 0) -> Any:
