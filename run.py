@@ -458,7 +458,7 @@ class Rank(NamedTuple):
             _see_devices(devices[self.local])
         else:
             _see_devices(str(self.local))
-        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/world.py waits for the others then
+        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/current.py waits for the others then
         if self.rank == 0:
             yield list(options)
             return
@@ -481,7 +481,7 @@ class Rank(NamedTuple):
 
     def world(self) -> Any:
         """Return what joins this device to the others, once the pack is loaded; None for one that trains alone."""
-        names = [name for name in sys.modules if name.endswith(".train.distributed.world")]
+        names = [name for name in sys.modules if name.endswith(".train.distributed.current")]
         return sys.modules[names[0]].current_world() if names and self.size > 1 else None
 
     def tell_others(self, text: str) -> bool:

@@ -10,7 +10,8 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tessera.common.processes import SWITCH
-from tessera.train.distributed.world import LONE, current_world
+from tessera.train.distributed.current import current_world
+from tessera.train.distributed.world import LONE
 from tessera.train.step.losses import StepLosses
 from tessera.train.train_lora import train_lora
 from tiny.ranks import STEP, near, same, told

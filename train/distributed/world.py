@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +14,8 @@ import torch.distributed as dist
 from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
-from ...common.processes import is_switched_on, processes_here
 from ..errors import CannotContinue, error_sentence
 from .meeting import GRACE, Meeting, Unmet
-from .rounds import common_name
 
 STEP_LIMIT = timedelta(minutes=30)  # longest that a device waits for the others within a step, compiling included
 WAIT_LIMIT = 6 * 3600.0  # seconds that a device waits for the first one: longer than any preview or encoding
@@ -340,18 +336,3 @@ class World:
 
 
 LONE = World()
-
-
-@cache
-def current_world() -> World:
-    """Return the world of this process: that of torchrun's environment under run.py, a lone one everywhere else.
-
-    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them. The first call
-    waits for the others. Raises TimeoutError where they do not come.
-    """
-    if not is_switched_on():
-        return LONE
-    store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
-    local = processes_here(), int(os.environ.get("LOCAL_RANK", "0"))
-    name = common_name(dist.PrefixStore("tessera", store), rank, size, STEP_LIMIT.total_seconds())
-    return World(rank, size, dist.PrefixStore(f"tessera/{name}", store), *local)

@@ -1,0 +1,25 @@
+"""World of this process, as run.py and torchrun have started it."""
+
+import os
+from functools import cache
+
+import torch.distributed as dist
+
+from ...common.processes import is_switched_on, processes_here
+from .rounds import common_name
+from .world import LONE, STEP_LIMIT, World
+
+
+@cache
+def current_world() -> World:
+    """Return the world of this process: that of torchrun's environment under run.py, a lone one everywhere else.
+
+    RANK and WORLD_SIZE alone say nothing: an ordinary server may be started by something that sets them. The first call
+    waits for the others. Raises TimeoutError where they do not come.
+    """
+    if not is_switched_on():
+        return LONE
+    store, rank, size = next(dist.rendezvous("env://", timeout=STEP_LIMIT))
+    local = processes_here(), int(os.environ.get("LOCAL_RANK", "0"))
+    name = common_name(dist.PrefixStore("tessera", store), rank, size, STEP_LIMIT.total_seconds())
+    return World(rank, size, dist.PrefixStore(f"tessera/{name}", store), *local)
