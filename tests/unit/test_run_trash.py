@@ -1,5 +1,6 @@
 """Runs of all names in one list, and runs that are moved to the trash and back."""
 
+import errno
 import json
 import os
 import shutil
@@ -150,6 +151,28 @@ def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: The process cannot access"):
         move_to_trash(run, root, trash, DAY)
     assert files_of(root) == before and not list(deleted_runs(trash))
+
+
+def test_a_disk_that_fills_on_the_way_keeps_no_part_of_a_file(tmp_path, monkeypatch):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "fox (001)", "fox")
+    before = files_of(root)
+
+    def other_disk(source, target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def copy(source, target, *, follow_symlinks=True):
+        if Path(source).name == "fox.safetensors":
+            Path(target).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy_file(source, target)
+
+    copy_file = shutil.copy2
+    monkeypatch.setattr(os, "rename", other_disk)
+    monkeypatch.setattr(run_trash.shutil.move, "__defaults__", (copy,))
+    with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: No space left on device"):
+        move_to_trash(run, root, trash, DAY)
+    assert files_of(root) == before and not files_of(trash)
 
 
 def test_every_run_is_found_once_and_what_is_none_is_not(tmp_path):

@@ -105,15 +105,25 @@ def _move(folder: RunFolder, files: Sequence[Path], target: Path, real: Path) ->
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
             (target / file.parent).mkdir(exist_ok=True)
-            shutil.move(folder.path / file, target / file)
+            _move_file(folder.path / file, target / file)
             moved.append(file)
     except OSError as error:
         for file in moved:
             with contextlib.suppress(OSError):
-                shutil.move(target / file, folder.path / file)
+                _move_file(target / file, folder.path / file)
         _remove_empty(target, files)
         raise ValueError(f"{folder.path.name}: a file can't be moved: {error.strerror or error}.") from error
     _remove_empty(folder.path, files)
+
+
+def _move_file(source: Path, target: Path) -> None:
+    """Move a file to where there is none. On an OSError, nothing of it stays there as long as the source is whole."""
+    try:
+        shutil.move(source, target)
+    except OSError:
+        if source.exists():
+            target.unlink(missing_ok=True)  # a part of a copy, to a disk that is full
+        raise
 
 
 def _remove_empty(folder: Path, files: Sequence[Path]) -> None:
