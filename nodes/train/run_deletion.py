@@ -8,7 +8,7 @@ import asyncio
 import ipaddress
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from .run import runs_folder
 from .run_routes import NO_RUN, id_of, known_runs, refused_post
 
 STILL_ALIVE = 3600  # seconds after the last write of a run on another machine
+FORWARDING = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")  # headers that a proxy adds
 _one_at_a_time = threading.Lock()
 
 
@@ -37,11 +38,12 @@ class NoSuchRun(LookupError):
     """Error of an id that no run has. The message is for the user."""
 
 
-def why_off(host: str) -> str:
+def why_off(headers: Mapping[str, str]) -> str:
     """Return why runs can't be deleted from the browser; empty where they can.
 
-    host: Host header of the request. Another than this machine's means a tunnel, a proxy, or a foreign page that has
-    the browser believe that this server is its own.
+    headers: of the request. Another Host than this machine's means a tunnel, a proxy, or a foreign page that has the
+    browser believe that this server is its own. A proxy on this machine may write this machine's name there, but most
+    that do tell for whom they ask; one that does not is found by the Origin of the page, see `_answer`.
     """
     try:
         if read_settings().delete_runs:
@@ -49,7 +51,8 @@ def why_off(host: str) -> str:
     except ValueError as error:
         return str(error)
     listens = [address.strip() for address in str(args.listen).split(",")]
-    if all(map(is_loopback, listens)) and is_loopback(_name_in(host)):
+    forwarded = any(name in headers for name in FORWARDING)
+    if all(map(is_loopback, listens)) and is_loopback(_name_in(headers.get("Host", ""))) and not forwarded:
         return ""
     return (
         "Deleting runs is off, since this server can be reached from other machines; to allow it to all who can open "
@@ -133,7 +136,9 @@ async def restore_run(request: web.Request) -> web.Response:
 async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -> web.Response:
     if (refused := refused_post(request)) is not None:
         return refused
-    if off := why_off(request.host):
+    if "Origin" not in request.headers:  # every browser sends it, and a page behind a proxy can't send this machine's
+        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
+    if off := why_off(request.headers):
         return web.json_response({"error": off}, status=403)
     try:
         return web.json_response(await asyncio.to_thread(does, request.match_info["id"]))
@@ -141,11 +146,15 @@ async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -
         return web.json_response({"error": str(error)}, status=404)
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=409)
+    except OSError as error:
+        name = Path(str(error.filename or TRASH)).name
+        fix = "see that ComfyUI may read and move the files of this run."
+        return web.json_response({"error": f"{name}: {error.strerror or error}; {fix}"}, status=409)
 
 
 async def may_delete(request: web.Request) -> web.Response:
     """Answer `/tessera/deleting`: why runs can't be deleted, empty where they can."""
-    return web.json_response({"off": why_off(request.host)})
+    return web.json_response({"off": why_off(request.headers)})
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

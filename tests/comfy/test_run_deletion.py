@@ -1,5 +1,6 @@
 """The list of all runs, their workflows, and their deletion, on a real server and by hostile requests."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -8,16 +9,17 @@ import urllib.error
 import urllib.request
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from tessera.nodes.train import run_deletion
+from tessera.train.checkpoint.run_folder import RunFolder
 from tiny.server_runs import held, put_pictures, training_graph, wait_for_step
-
-JSON = {"Content-Type": "application/json"}
 
 
 def asked(server, path, method="POST", body=b"{}", **headers):
-    """The status and the answer."""
-    given = JSON | headers if method == "POST" else headers
+    """The status and the answer. A header of None is not sent."""
+    usual = {"Content-Type": "application/json", "Origin": server.url} if method == "POST" else {}
+    given = {name: value for name, value in (usual | headers).items() if value is not None}
     request = urllib.request.Request(server.url + path, body if method == "POST" else None, given, method=method)
     try:
         with DIRECT.open(request, timeout=PATIENCE) as reply:
@@ -120,9 +122,11 @@ def test_nobody_else_deletes_or_restores(server, run, what):
         ({"Sec-Fetch-Site": "none"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": None}, 403),  # no browser; a proxy may have made the Host that of this machine
+        *(({name: "203.0.113.7"}, 403) for name in ("X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Forwarded")),
         ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),  # a name that was made to lead to this server
-        ({"Host": "192.168.0.7:8188"}, 403),
-        ({"Host": "[::"}, 403),
+        ({"Host": "192.168.0.7:8188", "Origin": "http://192.168.0.7:8188"}, 403),
+        ({"Host": "[::", "Origin": None}, 403),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Content-Type": "multipart/form-data"}, 415),
@@ -145,6 +149,7 @@ def test_a_server_that_others_reach_deletes_only_where_its_user_allows_it(server
     status, told = asked(server, f"{at}/delete", **elsewhere)
     assert status == 403 and '{"delete_runs": true}' in told["error"] and "tessera.json" in told["error"]
     assert asked(server, "/tessera/deleting", "GET", Host="my-server.example")[1]["off"] == told["error"]
+    assert asked(server, "/tessera/deleting", "GET", Forwarded="for=203.0.113.7")[1]["off"] == told["error"]
     assert server.get("/tessera/deleting") == {"off": ""}
     try:
         settings.write_text('{"delete_runs": "yes"}')
@@ -165,8 +170,23 @@ def test_a_server_that_others_reach_deletes_only_where_its_user_allows_it(server
 )  # fmt: skip
 def test_deleting_is_off_where_the_server_listens_beyond_this_machine(monkeypatch, listen, off):
     monkeypatch.setattr(run_deletion.args, "listen", listen)
-    assert bool(run_deletion.why_off("localhost:8188")) == off
-    assert not off or "can be reached from other machines" in run_deletion.why_off("[::1]:8188")
+    assert bool(run_deletion.why_off({"Host": "localhost:8188"})) == off
+    assert run_deletion.why_off({"Host": "[::"}) and run_deletion.why_off({})
+    assert not off or "can be reached from other machines" in run_deletion.why_off({"Host": "[::1]:8188"})
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_taken_for_a_dead_server(monkeypatch, tmp_path):
+    def unreadable(folder):  # as a share is that went away
+        raise PermissionError(13, "Permission denied", str(folder.path / "progress.jsonl"))
+
+    monkeypatch.setattr(run_deletion.known_runs, "folder", lambda id: RunFolder(tmp_path / "fox (001)", "fox"))
+    monkeypatch.setattr(run_deletion, "_check_over", unreadable)
+    headers = {"Host": "localhost", "Origin": "http://localhost", "Content-Type": "application/json"}
+    request = make_mocked_request("POST", "/", headers=headers, match_info={"id": "0"})
+    answer = asyncio.run(run_deletion.delete_run(request))
+    assert answer.status == 409
+    sentence = "progress.jsonl: Permission denied; see that ComfyUI may read and move the files of this run."
+    assert json.loads(answer.text) == {"error": sentence}
 
 
 def test_what_trains_is_never_deleted(server, tiny_loaders):
@@ -192,8 +212,6 @@ def test_what_trains_is_never_deleted(server, tiny_loaders):
 
 def test_a_run_of_another_process_or_machine_is_not_deleted(server, run, monkeypatch):
     folder, at = run
-    from tessera.train.checkpoint.run_folder import RunFolder
-
     with RunFolder(folder, "fox").claimed():  # this process is another one than the server's
         status, told = asked(server, f"{at}/delete")
         assert (status, told["error"]) == (409, "fox (001) is in training in another ComfyUI; stop it there first.")
