@@ -3,6 +3,7 @@
 
 import { button, curveIn, drawing, part } from '../elements.js'
 import { t } from '../words.js'
+import { between, lineOf, placing } from './curve.js'
 import { drawStrip, makeStrip } from './preview_strip.js'
 
 const HEIGHT = 232 // of the panel without previews, in pixels; the report gives it the room that it asks for
@@ -133,21 +134,15 @@ export function draw(panel, run, points, previews, further) {
   keys.validation.style.display = run.validation.length ? '' : 'none'
   keys.saves.style.display = run.saves.length ? '' : 'none'
 
-  const values = [...points.map((point) => point[1])].sort((a, b) => a - b)
-  const at = (share) => values[Math.round(share * (values.length - 1))]
-  // A few outliers would press the rest of the curve flat.
-  const shown = [...(values.length ? [at(0.01), at(0.99)] : []), ...points.map((p) => p[3]), ...run.validation.map((p) => p[1])]
+  const most = between(points.map((point) => point[1]), 0.01) ?? []
+  const shown = [...most, ...points.map((p) => p[3]), ...run.validation.map((p) => p[1])]
   const low = shown.reduce((a, b) => Math.min(a, b), Infinity)
   const high = shown.reduce((a, b) => Math.max(a, b), -Infinity)
   const ends = Math.max(run.steps, last?.[0] ?? 0, 2)
-  const x = (value) => (((value - 1) / (ends - 1)) * WIDTH).toFixed(1)
-  const y = (value) => {
-    const share = high > low ? (value - low) / (high - low) : 0.5
-    return (DEPTH * (1 - 0.06 - 0.88 * Math.min(1, Math.max(0, share)))).toFixed(1)
-  }
-  const curve = (column) => points.map((p, n) => `${n ? 'L' : 'M'}${x(p[0])} ${y(p[column])}`).join('')
-  paths.loss.setAttribute('d', curve(1))
-  paths.mean.setAttribute('d', curve(3))
+  const place = placing([WIDTH, DEPTH], [low, high], ends, 0.06)
+  const { x, y } = place
+  paths.loss.setAttribute('d', lineOf(points, 1, place))
+  paths.mean.setAttribute('d', lineOf(points, 3, place))
   paths.validation.setAttribute('d', run.validation.map(([at, value]) => `M${x(Math.max(at, 1))} ${y(value)}h0`).join(''))
   paths.saves.setAttribute('d', run.saves.map((at) => `M${x(Math.max(at, 1))} ${DEPTH}v-8`).join(''))
   keys.loss.textContent = points.length ? t('loss {low} to {high}', { low: digits(low), high: digits(high) }) : t('loss')

@@ -1,6 +1,7 @@
 // The curves of runs: one as a sparkline, several in one chart. Names came from files, so they are set as text, never as
 // HTML.
 import { button, curveIn, drawing, part } from '../elements.js'
+import { between, lineOf, placing } from '../run/curve.js'
 import { t } from '../words.js'
 import { WORDS } from './sentences.js'
 
@@ -8,21 +9,11 @@ const [WIDTH, HEIGHT] = [1000, 100] // of a drawing, in units that are stretched
 const MEAN = 3 // column of a point
 export const COLOURS = ['#2f74e6', '#d97706', '#059669', '#db2777', '#7c3aed', '#0891b2', '#65a30d', '#dc2626']
 
-/** The least and the greatest loss to show: a few outliers would press the rest flat. */
-function bounds(curves) {
-  const values = curves.flatMap((points) => points.map((point) => point[MEAN])).sort((a, b) => a - b)
-  if (!values.length) return undefined
-  const at = (share) => values[Math.round(share * (values.length - 1))]
-  return [at(0.005), at(0.995)]
-}
+/** The least and the greatest loss to show. */
+const bounds = (curves) => between(curves.flatMap((points) => points.map((point) => point[MEAN])), 0.005)
 
-function curve(points, [low, high], ends) {
-  const x = (step) => (((step - 1) / Math.max(1, ends - 1)) * WIDTH).toFixed(1)
-  const y = (value) => {
-    const share = high > low ? Math.min(1, Math.max(0, (value - low) / (high - low))) : 0.5
-    return (HEIGHT * (0.95 - 0.9 * share)).toFixed(1)
-  }
-  const drawn = points.map((point, at) => `${at ? 'L' : 'M'}${x(point[0])} ${y(point[MEAN])}`).join('')
+function curve(points, shown, ends) {
+  const drawn = lineOf(points, MEAN, placing([WIDTH, HEIGHT], shown, ends, 0.05))
   return points.length === 1 ? `${drawn}h0` : drawn
 }
 
