@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from PIL import Image
-from tiny.live_page import open_graph, press_run, with_previews
+from tiny.live_page import open_graph, press_run, redraw, with_previews
 from tiny.server_runs import held
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -115,6 +115,27 @@ LOADERS = """() => app.graph.nodes.filter((node) => node.type === 'LoraLoaderMod
   lora: node.widgets.find((widget) => widget.name === 'lora_name').value,
 }))"""
 
+DROP_RUN = """id => {
+  const data = new DataTransfer()
+  data.setData('application/x-tessera-run', id)
+  const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 900, clientY: 400 }
+  document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
+}"""
+
+# The next question that ends so waits until `window.goOn` is called.
+HOLD = """ending => {
+  const { api } = app
+  window.held = false
+  api.fetchApi = async (path, ...more) => {
+    if (path.endsWith(ending)) {
+      delete api.fetchApi
+      window.held = true
+      await new Promise((goOn) => (window.goOn = goOn))
+    }
+    return api.fetchApi(path, ...more)
+  }
+}"""
+
 
 @RENDERERS
 def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, comfyui, runs, new_renderer):
@@ -197,15 +218,19 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     expect(row(tab, "none (001)").get_by_role("button", name="Add LoRA")).to_be_disabled()
     drag(page, row(tab, "none (001)"), 1000, 600)
     assert len(page.evaluate(LOADERS)) == 2
-    page.evaluate(  # another page's drag names no run of ours
-        """() => {
-          const data = new DataTransfer()
-          data.setData('application/x-tessera-run', '../../evil')
-          const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 900, clientY: 400 }
-          document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
-        }"""
-    )
-    assert len(page.evaluate(LOADERS)) == 2
+    fox = row(tab, "red fox (001)").get_attribute("data-run")
+    open_tab(frontend, "wolf animals")
+    expect(tab).to_contain_text("1 run")
+    expect(row(tab, "red fox")).to_have_count(0)
+    wolf = row(tab, "wolf (001)").get_attribute("data-run")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    for id in ("../../evil", fox, wolf):  # another page's drag may name anything; only what is listed is asked for
+        page.evaluate(DROP_RUN, id)
+    page.wait_for_function(f"({LOADERS})().some((loader) => loader.lora.includes('wolf') && loader.at[1] > 390)")
+    assert [url.rpartition("/")[2] for url in asked if url.endswith("points=3")] == [f"{wolf}?points=3"]
+    open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
 
     before = page.evaluate("app.extensionManager.workflow.openWorkflows.length")
     row(tab, "red fox (001)").get_by_role("button", name="Open workflow").click()
@@ -274,6 +299,12 @@ def test_a_run_in_training_grows_and_cannot_be_deleted(frontend, comfyui):
     page.evaluate("app.graph.clear()")
     row(tab, "tab_live (001)").get_by_role("button", name="Open workflow").click()
     page.wait_for_function("app.graph.nodes.some((node) => node.type === 'TesseraTrainLora')")
+    panel = page.locator(".tessera-run")  # of the node, which goes with its run
+    expect(panel).to_contain_text("Finished")
+    row(tab, "tab_live (001)").get_by_role("button", name="Delete").click()
+    expect(panel).to_have_count(0)
+    tab.get_by_role("button", name="Undo").click()
+    expect(panel).to_contain_text("Finished")
     row(tab, "tab_live (001)").get_by_role("button", name="Delete").click()
     expect(tab).to_contain_text("tab_live (001) is deleted")
     shutil.rmtree(comfyui.base / "output" / ".tessera-trash")
@@ -303,6 +334,112 @@ def test_many_runs_come_in_pages_and_the_page_is_readable_in_light(frontend, com
         tab.get_by_role("button", name="Show 5 more").click()
         page.wait_for_function(f"{ROWS}.length === 205")
         assert len(set(names(page))) == 205
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.evaluate(HOLD, "fox&page=0")
+        redraw(page)
+        page.wait_for_function("window.held")
+        open_tab(frontend, "animals/ wolf")
+        expect(tab).to_contain_text("1 run")
+        page.evaluate("window.goOn()")
+        page.wait_for_timeout(500)
+        assert any("fox&page=0" in url for url in asked) and not any("page=1" in url for url in asked)
     finally:
         page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
+    assert frontend.crashes == []
+
+
+def test_no_key_of_the_tab_reaches_the_graph_and_no_deletion_keeps_another_from_coming_back(frontend, comfyui, runs):
+    page, trash = frontend.page, comfyui.base / "output" / ".tessera-trash"
+    page.evaluate(
+        """() => {
+          app.graph.clear()
+          app.graph.add(LiteGraph.createNode('Note'))
+          app.canvas.selectNode(app.graph.nodes[0])
+        }"""
+    )
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+
+    def press(button):
+        button.focus()
+        page.keyboard.press("Enter")
+
+    def focus_is_kept():
+        page.wait_for_timeout(100)  # a browser takes it from what is not drawn any more
+        for key in ("Delete", "Backspace"):
+            page.keyboard.press(key)
+        assert page.evaluate("Boolean(document.activeElement.closest('.tessera-runs'))")
+        assert page.evaluate("app.graph.nodes.length") == 1
+
+    order = ["animals/red fox (002)", "animals/wolf (001)", "animals/owl (001)", "animals/none (001)"]
+    for name, following in zip(order, [*order[1:], "animals/red fox (001)"], strict=True):
+        press(row(tab, name).get_by_role("button", name="Delete"))
+        expect(row(tab, name)).to_have_count(0)
+        focus_is_kept()
+        assert page.evaluate("document.activeElement.title") == following
+    hide, undo = (tab.get_by_role("button", name=name) for name in ("Hide this", "Undo"))
+    press(hide)  # that of the run which is shown
+    expect(tab).to_contain_text("animals/owl (001) is deleted.")
+    focus_is_kept()
+    shutil.rmtree(next(trash.glob("*/animals/owl (001)")))
+    press(undo)
+    expect(tab).to_contain_text("The files of this run are not in output/.tessera-trash any more.")
+    expect(tab).to_contain_text("animals/wolf (001) is deleted.")
+    focus_is_kept()
+    (runs / "wolf (001)").mkdir()
+    (runs / "wolf (001)" / "run.json").write_text("{}")
+    press(undo)
+    expect(tab).to_contain_text("wolf (001) is the folder of another run by now")
+    shutil.rmtree(runs / "wolf (001)")
+    page.evaluate(HOLD, "/restore")
+    press(undo)
+    page.wait_for_function("window.held")
+    page.keyboard.press("Enter")  # once more, to no effect
+    press(row(tab, "red fox (001)").get_by_role("button", name="Delete"))
+    expect(tab).to_contain_text("animals/red fox (001) is deleted.")
+    page.evaluate("window.goOn()")
+    expect(tab).to_contain_text("animals/wolf (001) is back.")
+    for name in ("red fox (001)", "red fox (002)"):
+        expect(tab).to_contain_text(f"animals/{name} is deleted.")
+        press(undo)
+        expect(tab).to_contain_text(f"animals/{name} is back.")
+        focus_is_kept()
+    expect(undo).to_have_count(0)
+    expect(tab).to_contain_text("3 runs")
+
+    row(tab, "wolf (001)").get_by_role("checkbox").check()
+    press(tab.locator(".tessera-runs-chart").get_by_role("button", name="Clear: animals/wolf (001)"))
+    expect(tab.locator(".tessera-runs-chart")).to_be_hidden()
+    focus_is_kept()
+    assert frontend.crashes == []
+
+
+def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_called_away(frontend, runs):
+    page = frontend.page
+    if page.locator(".tessera-runs").count():
+        page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")
+        expect(page.locator(".tessera-runs")).to_have_count(0)
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+
+    def load():
+        with page.expect_response("**/tessera/deleting"):
+            redraw(page)
+        page.wait_for_timeout(100)
+
+    page.context.set_offline(True)
+    try:
+        redraw(page)
+        expect(tab).to_contain_text("The server does not answer.")
+    finally:
+        page.context.set_offline(False)
+    load()
+    expect(tab).not_to_contain_text("The server does not answer.")
+    heights = [place.bounding_box()["height"] for place in tab.get_by_role("status").all()]
+    assert heights == [0, 0]  # there while they are empty, or else a screen reader may not tell what comes
+    row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
+    expect(tab).to_contain_text("This run holds no workflow")
+    load()
+    expect(tab).to_contain_text("This run holds no workflow")  # which is not of the list
     assert frontend.crashes == []

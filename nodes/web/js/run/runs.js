@@ -4,6 +4,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { addComparison } from '../compare_loras.js'
 import { ourNodes } from '../nodes.js'
+import { change, previewAddress, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
@@ -27,14 +28,10 @@ async function ask(path) {
 /** Asks something of the run that trains. Returns why it can't be met, undefined where it will be. */
 async function askFor({ run }, what) {
   try {
-    const answer = await api.fetchApi(`/tessera/runs/${run.id}/${what}`, {
-      method: 'POST',
-      headers: { 'Content-Type': 'application/json' },
-      body: JSON.stringify({ prompt_id: run.prompt_id }),
-    })
-    return answer.ok ? undefined : (await answer.json()).error
-  } catch {
-    return t('The server does not answer.')
+    await change(`runs/${run.id}/${what}`, { prompt_id: run.prompt_id })
+    return undefined
+  } catch (error) {
+    return error.message
   }
 }
 
@@ -161,8 +158,7 @@ function drawOn(place, live) {
   const panel = before ?? makePanel(
     (what) => askFor(live, what),
     { copy: () => copyName(live), compare: () => compareSaves(place, live), goOn: () => goOn(live) },
-    ({ id, step, row, changed }, small) =>
-      api.apiURL(`/tessera/runs/${id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`),
+    previewAddress,
   )
   const height = panel.dataset.height
   draw(panel, live.run, live.points, live.previews, furtherSteps(live, live.run))
@@ -218,6 +214,7 @@ app.registerExtension({
         if (visible()) refreshAll(() => true)
       }, SOON)
     })
+    window.addEventListener(RUNS_CHANGED, () => refreshAll(() => true))
     document.addEventListener('visibilitychange', () => visible() && refreshAll(() => true))
     setInterval(() => visible() && refreshAll(isDue), EVERY)
     queued = (await ask('/prompt'))?.exec_info?.queue_remaining ?? 0 // its first message came before this

@@ -1,6 +1,6 @@
 // One run in the list. All that is shown of it came from files, so it is set as text, never as HTML.
 import { button, part } from '../elements.js'
-import { previewAddress } from './ask.js'
+import { previewAddress } from '../run/ask.js'
 import { drawSparkline, makeSparkline } from './chart.js'
 import { DRAG } from './lora_drop.js'
 import { t } from '../words.js'
@@ -90,6 +90,6 @@ export function drawPreview(row, preview) {
   const text = t(WORDS.preview, { step: preview.step })
   picture.replaceChildren()
   part(picture, { width: '100%', height: '100%', objectFit: 'cover' }, 'img', {
-    draggable: false, alt: text, title: text, src: previewAddress(row.dataset.run, preview),
+    draggable: false, alt: text, title: text, src: previewAddress({ id: row.dataset.run, ...preview }, true),
   })
 }

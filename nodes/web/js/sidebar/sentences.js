@@ -8,7 +8,6 @@ export const WORDS = {
   one: '1 run',
   none: 'No run yet. Train LoRA writes its runs here.',
   noneFound: 'No run has “{filter}” in its name or model.',
-  noAnswer: 'The server does not answer.',
   more: 'Show {count} more',
   choose: 'Draw the loss of {name} in the chart above',
   most: 'The chart takes {count} runs at once; take one out first.',

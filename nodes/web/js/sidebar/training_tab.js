@@ -2,8 +2,9 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../elements.js'
-import { change, read } from './ask.js'
+import { change, read, RUNS_CHANGED } from '../run/ask.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
+import { keepFocus } from './focus.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
 import { t, translations } from '../words.js'
@@ -31,6 +32,7 @@ function build(host) {
     color: 'var(--fg-color)', overflow: 'hidden',
   })
   root.className = 'tessera-runs'
+  Object.assign(root, { tabIndex: -1 }).style.outline = 'none' // takes the focus where nothing else is left
   root.addEventListener('keydown', pressed)
   const head = part(root, { flex: 'none', padding: '10px', display: 'flex', flexDirection: 'column', gap: '6px' })
   part(head, { margin: 0, fontSize: '15px', lineHeight: '20px', fontWeight: '600' }, 'h2', { textContent: t(WORDS.title) })
@@ -57,8 +59,8 @@ function build(host) {
   })
   const count = part(head, { color: 'var(--descrip-text)' })
   const [said, gone] = [0, 0].map(() => {
-    const element = part(root, { flex: 'none', display: 'none', padding: '0 10px 8px', gap: '6px', alignItems: 'start' })
-    element.setAttribute('role', 'status')
+    const element = part(root, { flex: 'none', display: 'flex', gap: '6px', alignItems: 'start' })
+    element.setAttribute('role', 'status') // told of what comes only where it is drawn before
     return element
   })
   const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
@@ -75,26 +77,33 @@ function build(host) {
 
 function sentence(element, text, color = '') {
   element.replaceChildren()
-  element.style.display = text ? 'flex' : 'none'
-  part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text ?? '' })
+  element.style.padding = text ? '0 10px 8px' : '0'
+  if (text) part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text })
 }
 
 /** Shows a sentence above the list. */
 function tell(text, isError = false) {
-  if (view) sentence(view.said, text, isError ? 'var(--error-text)' : '')
+  if (!view) return
+  sentence(view.said, text, isError ? 'var(--error-text)' : '')
+  view.isUnlisted = false
 }
 
 /** Shows the run that was deleted last, with a way back. */
 function drawDeleted() {
   if (!view) return
-  sentence(view.gone, deleted.at(-1)?.text)
-  if (!deleted.length) return
-  button(view.gone, t(WORDS.undo), '', undo)
-  const hide = button(view.gone, '×', t(WORDS.forget), () => {
-    deleted.length = 0
-    drawDeleted()
-  }, { border: 'none', background: 'none', padding: '0 4px' })
-  hide.setAttribute('aria-label', t(WORDS.forget))
+  const last = deleted.at(-1)
+  keepFocus(view.root, () => {
+    sentence(view.gone, last?.text)
+    if (!last) return
+    button(view.gone, t(WORDS.undo), '', () => attempt(() => undo(last)))
+    const style = { border: 'none', background: 'none', padding: '0 4px' }
+    button(view.gone, '×', t(WORDS.forget), () => forget(last), style).setAttribute('aria-label', t(WORDS.forget))
+  })
+}
+
+function forget(run) {
+  if (deleted.includes(run)) deleted.splice(deleted.indexOf(run), 1)
+  drawDeleted()
 }
 
 /** Does what may fail, and shows why it did. */
@@ -110,18 +119,28 @@ async function attempt(does) {
 async function load(pages = view.pages) {
   const now = view
   const number = ++now.asked
-  await attempt(async () => {
+  const isLate = () => now !== view || number !== now.asked
+  try {
     const found = []
     let last
     do {
       last = await read(`runs?filter=${encodeURIComponent(filter)}&page=${found.length}`)
+      if (isLate()) return
       found.push(last)
     } while (found.length < Math.min(pages, last.pages))
     off = (await read('deleting')).off
-    if (now !== view || number !== now.asked) return
+    if (isLate()) return
     now.pages = pages
-    show(new Map(found.flatMap((page) => page.runs.map((run) => [run.id, run]))), last)
-  })
+    const order = [...now.list.children]
+    const at = order.findIndex((row) => row.contains(document.activeElement))
+    const nearest = () => [...order.slice(at), ...order.slice(0, at).reverse()].find((row) => row.dataset.run && row.isConnected)
+    keepFocus(now.root, () => show(new Map(found.flatMap((page) => page.runs.map((run) => [run.id, run]))), last), nearest)
+    if (now.isUnlisted) tell('')
+  } catch (error) {
+    if (isLate()) return
+    tell(error.message, true)
+    now.isUnlisted = true // until it is listed again
+  }
 }
 
 function show(found, { count, page, pages }) {
@@ -143,12 +162,8 @@ function show(found, { count, page, pages }) {
     row.isOf = `${run.changed} ${run.running}`
     drawRow(row, run, off, chosen.get(id)?.colour)
   }
-  const before = document.activeElement
   const wanted = [...found.keys()].map((id) => rows.get(id))
-  if (wanted.some((row, at) => list.children[at] !== row)) {
-    list.replaceChildren(...wanted, foot)
-    if (list.contains(before)) before.focus({ preventScroll: true })
-  }
+  if (wanted.some((row, at) => list.children[at] !== row)) list.replaceChildren(...wanted, foot)
   view.count.textContent = count === 1 ? t(WORDS.one) : t(WORDS.count, { count: count.toLocaleString() })
   foot.replaceChildren()
   if (!count) foot.textContent = filter.trim() ? t(WORDS.noneFound, { filter: filter.trim() }) : t(WORDS.none)
@@ -229,8 +244,8 @@ async function extend(id) {
 
 function drawChosen(id) {
   if (!view) return
-  drawChart(view.chart, [...chosen].map(([id, each]) => ({ id, ...each })))
   const row = view.rows.get(id)
+  keepFocus(view.root, () => drawChart(view.chart, [...chosen].map(([id, each]) => ({ id, ...each }))), () => row)
   if (!row || !runs.has(id)) return
   drawRow(row, runs.get(id), off, chosen.get(id)?.colour)
   if (row.detail) drawDetail(row, row.detail, chosen.get(id)?.colour)
@@ -255,18 +270,25 @@ async function remove(id) {
   takeOut(id)
   tell('')
   drawDeleted()
+  window.dispatchEvent(new Event(RUNS_CHANGED))
   await load()
 }
 
-function undo() {
-  return attempt(async () => {
-    const { id, folder } = deleted.at(-1)
-    await change(`runs/${id}/restore`)
-    deleted.pop()
-    drawDeleted()
-    tell(t(WORDS.restored, { name: folder }))
-    await load()
-  })
+async function undo(run) {
+  if (run.isAsked) return
+  run.isAsked = true
+  try {
+    await change(`runs/${run.id}/restore`)
+  } catch (error) {
+    if (error.status === 404) forget(run) // its files are gone
+    throw error
+  } finally {
+    run.isAsked = false
+  }
+  forget(run)
+  tell(t(WORDS.restored, { name: run.folder }))
+  window.dispatchEvent(new Event(RUNS_CHANGED))
+  await load()
 }
 
 /** Arrows go along the runs. No key reaches the graph, where some delete nodes. */
