@@ -1,6 +1,5 @@
 """The list of all runs, their workflows, and their deletion, on a real server and by hostile requests."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
+from tiny.prompt import awaited
 from tiny.server_runs import held, put_pictures, training_graph, wait_for_step
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_taken_for_a_dead_server(mon
     monkeypatch.setattr(run_deletion, "_check_over", unreadable)
     headers = {"Host": "localhost", "Origin": "http://localhost", "Content-Type": "application/json"}
     request = make_mocked_request("POST", "/", headers=headers, match_info={"id": "0"})
-    answer = asyncio.run(run_deletion.delete_run(request))
+    answer = awaited(run_deletion.delete_run(request))
     assert answer.status == 409
     sentence = "progress.jsonl: Permission denied; see that ComfyUI may read and move the files of this run."
     assert json.loads(answer.text) == {"error": sentence}
