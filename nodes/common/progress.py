@@ -1,8 +1,6 @@
 """Progress of a run: ComfyUI's progress bar and text, and live events for the browser."""
 
 import logging
-import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from . import training_now
 log = logging.getLogger(__name__)
 
 EVENT = "tessera.train"
-# Each message wakes the server's thread, for which the one that trains has to wait: in short steps that is felt.
-SECONDS_BETWEEN_STEPS = 0.25
 
 
 def client_server() -> PromptServer | None:
@@ -46,7 +42,6 @@ class ServerObserver:
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
         self.bar = ProgressBar(steps, node_id=node_id)
-        self._told = -math.inf  # when a step was told last
 
     def _send(self, kind: str, **values: Any) -> None:
         if server := client_server():
@@ -74,10 +69,6 @@ class ServerObserver:
     def step(self, report: StepReport) -> None:
         training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
-        now = time.monotonic()
-        if now < self._told + SECONDS_BETWEEN_STEPS and report.step < report.steps:
-            return
-        self._told = now
         show_progress_text(self.node_id, report.text())
         self._send(
             "step",

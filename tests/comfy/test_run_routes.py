@@ -1,21 +1,18 @@
 """The routes of a run on a real server: what a page that was not there, or a later server, finds of it."""
 
-import asyncio
 import json
 import os
 import shutil
 import time
 import urllib.error
 import urllib.request
-import uuid
 from io import BytesIO
 from urllib.parse import quote
 
-import aiohttp
 import pytest
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
-from tiny.prompt import awaited, node
+from tiny.prompt import node
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
 
@@ -254,25 +251,3 @@ def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):
     assert len(named) == 12 and named[0].endswith("step000000.safetensors")
     assert named[-2].endswith("step1800000.safetensors") and named[-1] == "saves-1234abcd/saves.safetensors"
     shutil.rmtree(folder)
-
-
-async def told(server, prompt):
-    """Queue a prompt as a page does; return its id, and the messages of training."""
-    client, found = uuid.uuid4().hex, []
-    url = f"{server.url.replace('http', 'ws')}/ws?clientId={client}"
-    async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
-        prompt_id = await asyncio.to_thread(server.queue, prompt, client)
-        while not any(message["kind"] == "end" for message in found):
-            message = await socket.receive(timeout=PATIENCE)
-            if message.type == aiohttp.WSMsgType.TEXT and (event := message.json())["type"] == "tessera.train":
-                found.append(event["data"])
-    return prompt_id, found
-
-
-def test_the_client_hears_of_the_first_step_and_of_the_last(server, tiny_loaders):
-    put_pictures(server.base)
-    train = {"steps": 60, "gradient_accumulation": 1, "save_every": 0, "resume": "off"}
-    prompt_id, found = awaited(told(server, training_graph(tiny_loaders, "told", **train)))
-    assert server.wait(prompt_id)["status"]["status_str"] == "success"
-    steps = [message["step"] for message in found if message["kind"] == "step"]
-    assert steps[0] == 1 and steps[-1] == 60 and steps == sorted(set(steps))
