@@ -50,7 +50,7 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     assert 6 <= at < 8 and shown == titles(0, 4, at, 8, 12)
     page.wait_for_function(LOADED)
     last = "[...document.querySelectorAll('.tessera-previews img')].at(-1).getBoundingClientRect().right"
-    assert page.evaluate(f"{last} <= document.querySelector('.tessera-previews').getBoundingClientRect().right + 1")
+    page.wait_for_function(f"{last} <= document.querySelector('.tessera-previews').getBoundingClientRect().right + 1")
     picture(page, f"ended_{name}")
 
     page.get_by_role("button", name=f"{titles(4)[0]}").first.click()
