@@ -124,7 +124,7 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
             assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
         assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
-        assert asked(server, f"{at}/delete", body, **JSON) == 409  # it is in training
+        assert asked(server, f"{at}/delete", body, **JSON, Origin=f"http://{host}") == 409  # it is in training
         assert (server.base / "output" / "loras" / "kept (001)" / "run.json").is_file()
         assert asked(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404
         assert asked(server, f"{at}/sample", body, **JSON) == 409  # it has no Training Preview
