@@ -1,29 +1,21 @@
-"""How long the list of all runs takes, as the sidebar asks a server for it: 5,000 runs of 2,000 steps each.
+"""Time of the list of all runs, as the sidebar asks a server for it: 5,000 runs of 2,000 steps each.
 
 Run: COMFYUI_PATH=… python benchmarks/run_list.py > benchmarks/results/run_list.md
 Needs ComfyUI's environment and 700 MB in the folder for temporary files. Seconds are those of one machine.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def load(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from with_pack import comfy_server, dev  # noqa: E402
 
 
 def write_runs(root: Path, count: int, steps: int) -> None:
@@ -47,11 +39,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
-    server_module = load("comfy_server", ROOT / "tests" / "server.py")
-    dev = load("tessera_dev", ROOT / "dev.py")
     with tempfile.TemporaryDirectory() as base:
         write_runs(Path(base, "output", "loras"), args.runs, args.steps)
-        with server_module.ComfyServer(Path(base), dev.find_comfyui()) as server:
+        with comfy_server.ComfyServer(Path(base), dev.find_comfyui()) as server:
             process = psutil.Process(server.process.pid)
 
             def seconds(*paths: str) -> tuple[float, float]:
@@ -69,8 +59,8 @@ def main() -> None:
             rows = seconds(*(f"/tessera/runs/{run['id']}?points=60" for run in runs[:10]))
     print("# The list of all runs\n")
     print(
-        f"{args.runs:,} runs of {args.steps:,} steps each, on a disk whose files are in memory, over HTTP, on two "
-        f"cores with a load of {os.getloadavg()[0]:.0f} by other programs: the processor counts.\n"
+        f"{args.runs:,} runs of {args.steps:,} steps each, on a disk whose files are in memory, over HTTP, on "
+        f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.0f} by other programs: the processor counts.\n"
     )
     print("| asked | seconds | of the processor |\n|---|---:|---:|")
     for asked, (clock, used) in [
