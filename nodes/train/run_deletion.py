@@ -1,7 +1,8 @@
-"""Routes that delete a run and bring it back.
+"""Routes that delete a run, bring it back and empty the trash.
 
-POST `/tessera/runs/{id}/delete` moves what this pack wrote of a run to `output/.tessera-trash/<date>`, and
-`/tessera/runs/{id}/restore` moves it back. Both are off where others than the user of this machine may ask.
+POST `/tessera/runs/{id}/delete` moves what this pack wrote of a run to `output/.tessera-trash/<date>`,
+`/tessera/runs/{id}/restore` moves it back, and `/tessera/trash/empty` removes what is there. All three are off where
+others than the user of this machine may ask. GET `/tessera/trash` lists what is there.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from ...common.files import MACHINE
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_names import TRASH
 from ...train.checkpoint.run_record import RunReader
-from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, restore
+from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
 from ..common import training_now
 from ..common.folder_access import SETTINGS_FILE, read_settings
 from .run import runs_folder
@@ -118,22 +119,57 @@ def bring_back(id: str) -> dict[str, Any]:
         for day, run in deleted_runs(trash_folder()):
             if id_of(run.folder.path, day) == id:
                 place = run.folder.path.relative_to(day)
-                restore(run.folder, root / place, root)
+                restore(run.folder, root / place, root, trash_folder())
                 return {"folder": place.as_posix()}
     raise NoSuchRun(f"The files of this run are not in output/{TRASH} any more.")
 
 
+def list_trash() -> dict[str, Any]:
+    """List the runs in the trash, those that were deleted last first, each place once; and the bytes of all files."""
+    found: dict[str, dict[str, Any]] = {}
+    total = 0
+    with _one_at_a_time:
+        for day, run in deleted_runs(trash_folder()):
+            size = sum((run.folder.path / file).stat().st_size for file in own_files(run.folder))
+            place, total = run.folder.path.relative_to(day).as_posix(), total + size
+            id = id_of(run.folder.path, day)
+            found.setdefault(id, {"id": id, "folder": place, "day": day.name[: len("2026-11-24")], "bytes": size})
+    return {"runs": list(found.values()), "bytes": total}
+
+
+def empty_trash() -> dict[str, Any]:
+    """Remove the files of all runs in the trash. Raises OSError for one that can't be removed."""
+    with _one_at_a_time:
+        runs = [run for _, run in deleted_runs(trash_folder())]
+        for run in runs:
+            remove_for_good(run.folder, trash_folder())
+    return {"removed": len(runs)}
+
+
 async def delete_run(request: web.Request) -> web.Response:
     """Answer POST `/tessera/runs/{id}/delete`."""
-    return await _answer(request, delete)
+    return await _answer(request, lambda: delete(request.match_info["id"]))
 
 
 async def restore_run(request: web.Request) -> web.Response:
     """Answer POST `/tessera/runs/{id}/restore`."""
-    return await _answer(request, bring_back)
+    return await _answer(request, lambda: bring_back(request.match_info["id"]))
 
 
-async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -> web.Response:
+async def remove_deleted(request: web.Request) -> web.Response:
+    """Answer POST `/tessera/trash/empty`."""
+    return await _answer(request, empty_trash)
+
+
+async def read_trash(request: web.Request) -> web.Response:
+    """Answer `/tessera/trash`: `{"runs": [{"id", "folder", "day", "bytes"}], "bytes"}`."""
+    try:
+        return web.json_response(await asyncio.to_thread(list_trash))
+    except OSError as error:
+        return _refused(error)
+
+
+async def _answer(request: web.Request, does: Callable[[], dict[str, Any]]) -> web.Response:
     if (refused := refused_post(request)) is not None:
         return refused
     if "Origin" not in request.headers:  # every browser sends it, and a page behind a proxy can't send this machine's
@@ -141,15 +177,19 @@ async def _answer(request: web.Request, does: Callable[[str], dict[str, Any]]) -
     if off := why_off(request.headers):
         return web.json_response({"error": off}, status=403)
     try:
-        return web.json_response(await asyncio.to_thread(does, request.match_info["id"]))
+        return web.json_response(await asyncio.to_thread(does))
     except NoSuchRun as error:
         return web.json_response({"error": str(error)}, status=404)
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=409)
     except OSError as error:
-        name = Path(str(error.filename or TRASH)).name
-        fix = "see that ComfyUI may read and move the files of this run."
-        return web.json_response({"error": f"{name}: {error.strerror or error}; {fix}"}, status=409)
+        return _refused(error)
+
+
+def _refused(error: OSError) -> web.Response:
+    name = Path(str(error.filename or TRASH)).name
+    fix = "see that ComfyUI may read and move the files of this run."
+    return web.json_response({"error": f"{name}: {error.strerror or error}; {fix}"}, status=409)
 
 
 async def may_delete(request: web.Request) -> web.Response:
@@ -160,5 +200,7 @@ async def may_delete(request: web.Request) -> web.Response:
 def add_routes(routes: web.RouteTableDef) -> None:
     """Add the routes to those of ComfyUI's server."""
     routes.get("/tessera/deleting")(may_delete)
+    routes.get("/tessera/trash")(read_trash)
+    routes.post("/tessera/trash/empty")(remove_deleted)
     routes.post("/tessera/runs/{id}/delete")(delete_run)
     routes.post("/tessera/runs/{id}/restore")(restore_run)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 
 import pytest
@@ -258,6 +259,8 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
         expect(row(tab, name)).to_have_count(1)
     assert sorted(runs.rglob("*")) == files
     expect(tab.get_by_role("button", name="Undo")).to_have_count(0)
+    trash = tab.locator(".tessera-runs-trash")
+    expect(trash).to_be_hidden()
 
     row(tab, "red fox (001)").focus()
     graph = page.evaluate("app.graph.nodes.length")
@@ -413,6 +416,43 @@ def test_no_key_of_the_tab_reaches_the_graph_and_no_deletion_keeps_another_from_
     expect(tab.locator(".tessera-runs-chart")).to_be_hidden()
     focus_is_kept()
     assert frontend.crashes == []
+
+
+def test_deleted_runs_are_brought_back_after_a_reload_and_removed_for_good(frontend, comfyui, runs):
+    page = frontend.page
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+    for name in ("wolf (001)", "owl (001)"):
+        row(tab, name).get_by_role("button", name="Delete").click()
+        expect(tab).to_contain_text(f"animals/{name} is deleted.")
+    frontend.open()  # what a page knew is gone
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("3 runs")
+    expect(tab.get_by_role("button", name="Undo")).to_have_count(0)
+    trash = tab.locator(".tessera-runs-trash")
+    expect(trash).to_contain_text(re.compile(r"Deleted: 2, \d\.\d MB"))
+    trash.locator("summary").click()
+    expect(trash).to_contain_text(re.compile(r"animals/owl \(001\) · \d{4}-\d\d-\d\d · \d\.\d MB"))
+    picture(page, "trash")
+    trash.get_by_role("button", name="Bring back: animals/wolf (001)").click()
+    expect(tab).to_contain_text("animals/wolf (001) is back.")
+    expect(row(tab, "wolf (001)")).to_have_count(1)
+    expect(trash).to_contain_text("Deleted: 1,")
+    files = sorted(runs.rglob("*"))
+    dialog = page.get_by_role("dialog")
+    trash.get_by_role("button", name="Remove for good").click()
+    expect(dialog).to_contain_text("There is no way back.")
+    picture(page, "trash_sure")
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog).to_be_hidden()
+    assert list((comfyui.base / "output" / ".tessera-trash").rglob("owl (001)"))
+    trash.get_by_role("button", name="Remove for good").click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(tab).to_contain_text("Removed for good: 1.")
+    expect(trash).to_be_hidden()
+    assert not (comfyui.base / "output" / ".tessera-trash").exists() and sorted(runs.rglob("*")) == files
+    page.keyboard.press("Delete")
+    assert page.evaluate("Boolean(document.activeElement.closest('.tessera-runs'))") and frontend.crashes == []
 
 
 def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_called_away(frontend, runs):

@@ -110,11 +110,31 @@ def test_a_run_is_deleted_by_a_page_of_this_server_and_comes_back(server, run):
     assert status == 409 and told["error"].startswith("fox (001) is the folder of another run by now")
 
 
-@pytest.mark.parametrize("what", ["delete", "restore"])
+def test_what_is_deleted_is_listed_with_its_size_and_removed_for_good(server, run):
+    folder, at = run
+    other = make_run(server, "gone/fox (002)")
+    assert server.get("/tessera/trash") == {"runs": [], "bytes": 0}
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    for one in listed(server, "filter=gone/fox")["runs"]:
+        assert asked(server, f"/tessera/runs/{one['id']}/delete")[0] == 200
+    told = server.get("/tessera/trash")
+    assert {run["folder"]: run["bytes"] for run in told["runs"]} == {"gone/fox (001)": size, "gone/fox (002)": size}
+    assert told["bytes"] == 2 * size and {len(run["day"]) for run in told["runs"]} == {10}
+    id = at.rpartition("/")[2]
+    assert asked(server, f"{at}/restore")[0] == 200
+    assert [run["id"] != id for run in server.get("/tessera/trash")["runs"]] == [True]
+    assert asked(server, "/tessera/trash/empty") == (200, {"removed": 1})
+    assert server.get("/tessera/trash") == {"runs": [], "bytes": 0} and not other.exists() and folder.exists()
+    assert not (server.base / "output" / ".tessera-trash").exists()
+    assert asked(server, "/tessera/trash/empty") == (200, {"removed": 0})
+
+
+@pytest.mark.parametrize("what", ["delete", "restore", "empty"])
 def test_nobody_else_deletes_or_restores(server, run, what):
     folder, at = run
-    if what == "restore":
+    if what != "delete":
         assert asked(server, f"{at}/delete")[0] == 200
+    asks = "/tessera/trash/empty" if what == "empty" else f"{at}/{what}"
     before = sorted((server.base / "output").rglob("*"))
     for headers, answer in [
         ({"Sec-Fetch-Site": "cross-site"}, 403),
@@ -131,14 +151,14 @@ def test_nobody_else_deletes_or_restores(server, run, what):
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Content-Type": "multipart/form-data"}, 415),
     ]:
-        status, told = asked(server, f"{at}/{what}", **headers)
+        status, told = asked(server, asks, **headers)
         assert status == answer, (headers, told)
     for path in [
         *("/tessera/runs/" + "0" * 16, "/tessera/runs/fox (001)".replace(" ", "%20"), "/tessera/runs/%2e%2e"),
         *("/tessera/runs/gone%2Ffox%20(001)", "/tessera/runs/..%2F..%2Floras", f"{at}%2F.."),
     ]:
         assert asked(server, f"{path}/{what}")[0] in (404, 405), path
-    assert asked(server, f"{at}/{what}", "GET")[0] in (404, 405)
+    assert asked(server, asks, "GET")[0] in (404, 405)
     assert sorted((server.base / "output").rglob("*")) == before and folder.exists() == (what == "delete")
 
 

@@ -12,7 +12,7 @@ import pytest
 from tessera.nodes.train.run_index import RunIndex, page_of
 from tessera.train.checkpoint import run_trash
 from tessera.train.checkpoint.run_folder import RunFolder, all_runs
-from tessera.train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, restore
+from tessera.train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
 
 LINKS = pytest.mark.skipif(os.name == "nt", reason="links need rights")
 DAY = "2026-11-24"
@@ -48,8 +48,51 @@ def test_all_that_a_run_writes_goes_to_the_folder_of_the_day_and_comes_back_as_i
     assert files_of(root).keys() == {file for file in before if "(004)" in file}
     ((day, found),) = deleted_runs(trash)
     assert day == trash / DAY and found.folder == RunFolder(target, "fox")
-    restore(found.folder, root / "styles" / "fox (003)", root)
+    restore(found.folder, root / "styles" / "fox (003)", root, trash)
     assert files_of(root) == before and not trash.exists()
+
+
+def test_what_is_removed_for_good_is_only_what_the_pack_wrote_and_the_trash_goes_when_it_is_empty(tmp_path):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    targets = [move_to_trash(make_run(root, f"styles/fox ({n})", "fox"), root, trash, DAY)[0] for n in ("003", "004")]
+    shutil.rmtree(root)
+    (targets[0] / "mine.txt").write_text("mine")
+    remove_for_good(RunFolder(targets[1], "fox"), trash)
+    assert not targets[1].exists() and (targets[0] / "fox.safetensors").is_file()
+    remove_for_good(RunFolder(targets[0], "fox"), trash)
+    assert files_of(tmp_path).keys() == {f".tessera-trash/{DAY}/styles/fox (003)/mine.txt"}
+    assert list(deleted_runs(trash)) == []
+    (targets[0] / "mine.txt").unlink()
+    (targets[0] / "run.json").write_text("{}")
+    remove_for_good(RunFolder(targets[0], "fox"), trash)
+    assert tmp_path.is_dir() and not trash.exists()
+
+
+def test_a_run_that_is_removed_in_part_is_still_listed(tmp_path, monkeypatch):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
+    unlink = Path.unlink
+
+    def refuse(path, **options):
+        if path.name == "sheet.png":  # as Windows does for a file that is open
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(PermissionError):
+        remove_for_good(RunFolder(target, "fox"), trash)
+    ((_, found),) = deleted_runs(trash)
+    assert found.folder.path == target
+    monkeypatch.undo()
+    remove_for_good(found.folder, trash)
+    assert not trash.exists()
+
+
+@LINKS
+def test_a_trash_that_is_a_link_holds_no_runs(tmp_path):
+    make_run(tmp_path / "elsewhere" / DAY, "fox (001)", "fox")
+    (tmp_path / ".tessera-trash").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert list(deleted_runs(tmp_path / ".tessera-trash")) == []
 
 
 def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
@@ -70,7 +113,7 @@ def test_files_of_others_stay_and_come_together_with_the_run_again(tmp_path):
     before = files_of(root)
     target, left = move_to_trash(run, root, trash, DAY)
     assert left == len(others) and files_of(run.path).keys() == set(others)
-    restore(RunFolder(target, "fox"), run.path, root)
+    restore(RunFolder(target, "fox"), run.path, root, trash)
     assert files_of(root) == before
 
 
@@ -82,12 +125,12 @@ def test_runs_of_the_same_place_do_not_meet_in_the_trash_and_the_last_comes_back
     days = [day.name for day, _ in deleted_runs(trash)]
     assert days[:2] == [f"{DAY} (11)", f"{DAY} (10)"] and days[-1] == DAY
     _, last = next(deleted_runs(trash))
-    restore(last.folder, root / "fox (001)", root)
+    restore(last.folder, root / "fox (001)", root, trash)
     assert json.loads((root / "fox (001)" / "run.json").read_text())["steps"] == 11
     _, next_one = next(deleted_runs(trash))
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"fox \(001\) is the folder of another run by now; rename that one"):
-        restore(next_one.folder, root / "fox (001)", root)
+        restore(next_one.folder, root / "fox (001)", root, trash)
     assert files_of(tmp_path) == before
 
 
@@ -132,7 +175,7 @@ def test_a_run_is_not_brought_back_through_a_link(tmp_path):
     (outside := tmp_path / "outside").mkdir()
     (root / "styles").symlink_to(outside, target_is_directory=True)
     with pytest.raises(ValueError, match="there is a link on the way"):
-        restore(RunFolder(target, "fox"), run.path, root)
+        restore(RunFolder(target, "fox"), run.path, root, trash)
     assert not list(outside.iterdir()) and (target / "run.json").is_file()
 
 

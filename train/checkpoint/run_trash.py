@@ -1,6 +1,6 @@
-"""Deletion of runs: their files are moved to a folder of the day, from which they can be brought back.
+"""Deletion of runs: their files are moved to a folder of the day, and brought back or removed from there.
 
-Only files that this pack writes are moved. What else lies in a run's folder stays there, and links are left alone.
+Only files that this pack writes are touched. What else lies in a run's folder stays there, and links are left alone.
 """
 
 import contextlib
@@ -40,10 +40,14 @@ def own_files(folder: RunFolder) -> list[Path]:
 
 
 def _plain_files(folder: Path) -> Iterator[str]:
-    if folder.resolve() != folder.parent.resolve() / folder.name:  # a link, or a junction on Windows
+    if _is_link(folder):
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         yield from sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+def _is_link(folder: Path) -> bool:
+    return folder.resolve() != folder.parent.resolve() / folder.name  # a junction on Windows, too
 
 
 def move_to_trash(folder: RunFolder, root: Path, trash: Path, day: str) -> tuple[Path, int]:
@@ -62,7 +66,9 @@ def move_to_trash(folder: RunFolder, root: Path, trash: Path, day: str) -> tuple
 
 
 def deleted_runs(trash: Path) -> Iterator[tuple[Path, FoundRun]]:
-    """Yield the runs in the trash with the folder of their day, the last day first."""
+    """Yield the runs in the trash with the folder of their day, the last day first. None where it is a link."""
+    if _is_link(trash):
+        return
     try:
         days = [day for day in trash.iterdir() if _DAY.fullmatch(day.name) and day.is_dir() and not day.is_symlink()]
     except OSError:
@@ -77,7 +83,7 @@ def _order(day: Path) -> tuple[str, int]:
     return match[1], int(match[2] or 1)
 
 
-def restore(folder: RunFolder, target: Path, root: Path) -> None:
+def restore(folder: RunFolder, target: Path, root: Path, trash: Path) -> None:
     """Move a run's files from the trash back to `target`, its place below `root`.
 
     Raises ValueError where another run or file has its place by now; then they are where they were.
@@ -87,11 +93,30 @@ def restore(folder: RunFolder, target: Path, root: Path) -> None:
     if taken:
         raise ValueError(f"{target.name} is the folder of another run by now; rename that one, then undo again.")
     _move(folder, files, target, root.resolve() / target.relative_to(root))
-    for empty in folder.path.parents:
+    _remove_empty_above(folder, trash)
+
+
+def remove_for_good(folder: RunFolder, trash: Path) -> None:
+    """Remove the files of a run in the trash, its record last: a run that is removed in part is still listed there.
+
+    Raises OSError for the first file that can't be removed.
+    """
+    files = own_files(folder)
+    for file in sorted(files, key=lambda file: file.name in RECORD):
+        (folder.path / file).unlink()
+    _remove_empty(folder.path, files)
+    _remove_empty_above(folder, trash)
+
+
+def _remove_empty_above(folder: RunFolder, trash: Path) -> None:
+    """Remove the folders that hold a run's, up to the trash itself, as far as they are empty."""
+    for place in folder.path.parents:
         try:
-            empty.rmdir()  # of the trash only what is empty
+            place.rmdir()
         except OSError:
-            break
+            return
+        if place == trash:
+            return
 
 
 def _move(folder: RunFolder, files: Sequence[Path], target: Path, real: Path) -> None:

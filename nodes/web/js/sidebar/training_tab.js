@@ -2,8 +2,9 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../elements.js'
-import { change, read, RUNS_CHANGED } from '../run/ask.js'
+import { read } from '../run/ask.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
+import { deletion, makeTrash, sentence, statusPlace } from './deletion.js'
 import { keepFocus } from './focus.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
@@ -19,7 +20,6 @@ const AT_ONCE = 3 // questions for rows; a browser has six connections to a serv
 // What stays while the tab is closed.
 const runs = new Map() // those that are listed, by id
 const chosen = new Map() // in the chart: name, colour and points, by id
-const deleted = [] // that can be brought back: id, folder and what to tell of each, the last one at the end
 let filter = ''
 let off = '' // why runs can't be deleted
 let view // what is on the page; none while the tab is closed
@@ -58,27 +58,18 @@ function build(host) {
     }, TYPING)
   })
   const count = part(head, { color: 'var(--descrip-text)' })
-  const [said, gone] = [0, 0].map(() => {
-    const element = part(root, { flex: 'none', display: 'flex', gap: '6px', alignItems: 'start' })
-    element.setAttribute('role', 'status') // told of what comes only where it is drawn before
-    return element
-  })
+  const [said, gone] = [statusPlace(root), statusPlace(root)]
   const chart = makeChart(root, () => [...chosen.keys()].forEach(takeOut), takeOut)
   const list = part(root, { flex: '1 1 0', minHeight: 0, overflowY: 'auto' })
   list.setAttribute('role', 'list')
   list.setAttribute('aria-label', t(WORDS.tooltip))
   const foot = part(list, { padding: '10px', borderTop: '1px solid var(--border-color)' })
+  const trash = makeTrash(root)
   const watch = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) target.isSeen = isIntersecting
     askForSeen()
   }, { root: list, rootMargin: '200px' })
-  return { host, root, count, said, gone, chart, list, foot, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
-}
-
-function sentence(element, text, color = '') {
-  element.replaceChildren()
-  element.style.padding = text ? '0 10px 8px' : '0'
-  if (text) part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text })
+  return { host, root, count, said, gone, chart, list, foot, trash, watch, rows: new Map(), pages: 1, asked: 0, asking: 0 }
 }
 
 /** Shows a sentence above the list. */
@@ -86,24 +77,6 @@ function tell(text, isError = false) {
   if (!view) return
   sentence(view.said, text, isError ? 'var(--error-text)' : '')
   view.isUnlisted = false
-}
-
-/** Shows the run that was deleted last, with a way back. */
-function drawDeleted() {
-  if (!view) return
-  const last = deleted.at(-1)
-  keepFocus(view.root, () => {
-    sentence(view.gone, last?.text)
-    if (!last) return
-    button(view.gone, t(WORDS.undo), '', () => attempt(() => undo(last)))
-    const style = { border: 'none', background: 'none', padding: '0 4px' }
-    button(view.gone, '×', t(WORDS.forget), () => forget(last), style).setAttribute('aria-label', t(WORDS.forget))
-  })
-}
-
-function forget(run) {
-  if (deleted.includes(run)) deleted.splice(deleted.indexOf(run), 1)
-  drawDeleted()
 }
 
 /** Does what may fail, and shows why it did. */
@@ -114,6 +87,8 @@ async function attempt(does) {
     tell(error.message, true)
   }
 }
+
+const deletions = deletion({ place: () => view?.gone, trash: () => view?.trash, attempt, tell, takeOut, load })
 
 /** Lists the runs again, with so many pages. What is answered late takes no newer answer's place. */
 async function load(pages = view.pages) {
@@ -136,6 +111,7 @@ async function load(pages = view.pages) {
     const nearest = () => [...order.slice(at), ...order.slice(0, at).reverse()].find((row) => row.dataset.run && row.isConnected)
     keepFocus(now.root, () => show(new Map(found.flatMap((page) => page.runs.map((run) => [run.id, run]))), last), nearest)
     if (now.isUnlisted) tell('')
+    await deletions.drawTrash(off)
   } catch (error) {
     if (isLate()) return
     tell(error.message, true)
@@ -178,7 +154,7 @@ function newRow(id) {
     choose: (isIn) => (isIn ? putIn(id) : takeOut(id)),
     open: () => attempt(() => openWorkflow(id)),
     add: () => attempt(() => addLora(id, middle())),
-    remove: () => attempt(() => remove(id)),
+    remove: () => attempt(() => deletions.remove(id)),
     canAdd: () => Boolean(row.detail?.last_lora),
   })
   view.rows.set(id, row)
@@ -263,34 +239,6 @@ async function addLora(id, at) {
   tell(lora ? addLoader(lora, at) : t(WORDS.noLora), !lora)
 }
 
-async function remove(id) {
-  const { folder, trash, left } = await change(`runs/${id}/delete`)
-  const text = t(WORDS.deleted, { name: folder, trash: trash.split('/').slice(0, 2).join('/') })
-  deleted.push({ id, folder, text: left ? `${text} ${t(WORDS.left, { count: left })}` : text })
-  takeOut(id)
-  tell('')
-  drawDeleted()
-  window.dispatchEvent(new Event(RUNS_CHANGED))
-  await load()
-}
-
-async function undo(run) {
-  if (run.isAsked) return
-  run.isAsked = true
-  try {
-    await change(`runs/${run.id}/restore`)
-  } catch (error) {
-    if (error.status === 404) forget(run) // its files are gone
-    throw error
-  } finally {
-    run.isAsked = false
-  }
-  forget(run)
-  tell(t(WORDS.restored, { name: run.folder }))
-  window.dispatchEvent(new Event(RUNS_CHANGED))
-  await load()
-}
-
 /** Arrows go along the runs. No key reaches the graph, where some delete nodes. */
 function pressed(event) {
   if (!event.ctrlKey && !event.metaKey && event.key !== 'Escape') event.stopPropagation()
@@ -332,7 +280,7 @@ app.registerExtension({
         host.style.height = '100%'
         view = build(host)
         drawChosen()
-        drawDeleted()
+        deletions.draw()
         load(1)
       },
       destroy() {
