@@ -102,9 +102,11 @@ def remove_for_good(folder: RunFolder, trash: Path) -> None:
     Raises OSError for the first file that can't be removed.
     """
     files = own_files(folder)
-    for file in sorted(files, key=lambda file: file.name in RECORD):
-        (folder.path / file).unlink()
-    _remove_empty(folder.path, files)
+    try:
+        for file in sorted(files, key=lambda file: file.name in RECORD):
+            (folder.path / file).unlink()
+    finally:
+        _remove_empty(folder.path, files)
     _remove_empty_above(folder, trash)
 
 
