@@ -2,7 +2,9 @@
 
 Steps, rank and accumulation are those of the help page, which names its sources (ai-toolkit's FLUX example;
 DreamBooth, arXiv 2208.12242; LoRA, arXiv 2106.09685; musubi-tuner's docs/wan.md). Learning rates are those of
-ai-toolkit's examples (FLUX, SDXL: 1e-4) and of musubi-tuner's docs (Wan and HunyuanVideo 2e-4, Qwen-Image 5e-5).
+musubi-tuner's docs (Wan, HunyuanVideo 2e-4; Qwen-Image 5e-5; HunyuanVideo 1.5, Kandinsky 5, Krea 2, FLUX.2, Z-Image
+1e-4), of ai-toolkit's examples (FLUX.1, Chroma 1e-4; HiDream I1 2e-4), of sd-scripts' docs (SDXL, SD3, Anima 1e-4), and
+of the trainers of LTX-Video (2e-4) and LTX-2 (1e-4 for text to video).
 """
 
 import re
@@ -23,8 +25,10 @@ KINDS = {
 # (name, what the title of its family or the name of its file holds in small letters, is it of video, learning rate)
 FAMILIES = (
     ("Wan", r"(^|[^a-z])wan", True, 2e-4),
+    ("HunyuanVideo 1.5", r"hunyuan[ _-]?video[ _-]?1[._]?5", True, USUAL_RATE),
     ("HunyuanVideo", r"hunyuan[ _-]?video", True, 2e-4),
-    ("LTX", r"(^|[^a-z])ltx", True, USUAL_RATE),
+    ("LTX-2", r"(^|[^a-z])ltx[ _-]?2([^0-9b]|$)", True, USUAL_RATE),
+    ("LTX-Video", r"(^|[^a-z])ltx", True, 2e-4),
     ("Kandinsky Video", r"kandinsky.*(video|[ti]2v)", True, USUAL_RATE),
     ("MiniMax", r"minimax", True, USUAL_RATE),
     ("Qwen-Image", r"qwen[ _-]?image", False, 5e-5),
@@ -32,6 +36,7 @@ FAMILIES = (
     ("Chroma", r"chroma", False, USUAL_RATE),
     ("Z-Image", r"z[ _-]?image", False, USUAL_RATE),
     ("Krea", r"krea", False, USUAL_RATE),
+    ("HiDream", r"hidream", False, 2e-4),
     ("Anima", r"(^|[^a-z])anima([^a-z]|$)", False, USUAL_RATE),
     ("SDXL", r"sd[ _-]?xl", False, USUAL_RATE),
     ("SD", r"(^|[^a-z])sd[ _-]?[0-9]", False, USUAL_RATE),

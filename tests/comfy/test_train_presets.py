@@ -31,9 +31,17 @@ def test_a_motion_is_for_models_of_video():
 
 
 @pytest.mark.parametrize(
-    ("title", "name"),
-    [("Wan 2.2", "Wan"), ("HunyuanVideo 1.5", "HunyuanVideo"), ("Qwen-Image", "Qwen-Image"), ("FLUX.2", "FLUX")]
-    + [("LTX-Video", "LTX"), ("SDXL", "SDXL"), ("SD 1.5", "SD"), ("Swan", None), ("HunyuanImage 2.1", None)],
-)
-def test_titles_of_families_are_known(title, name):
-    assert next((f[0] for f in FAMILIES if re.search(f[1], title.lower())), None) == name
+    ("title", "name", "rate"),
+    [
+        ("Wan 2.2", "Wan", 2e-4), ("HunyuanVideo", "HunyuanVideo", 2e-4), ("LTX-Video", "LTX-Video", 2e-4),
+        ("HunyuanVideo 1.5", "HunyuanVideo 1.5", 1e-4), ("hunyuanvideo1.5_720p_t2v", "HunyuanVideo 1.5", 1e-4),
+        ("hunyuan_video_t2v_720p_bf16", "HunyuanVideo", 2e-4), ("LTX-2", "LTX-2", 1e-4),
+        ("ltxv-2b-0.9", "LTX-Video", 2e-4),
+        ("ltx-2-19b-dev-fp8", "LTX-2", 1e-4), ("ltx-2.3-22b", "LTX-2", 1e-4), ("ltx-video-2b-v0.9", "LTX-Video", 2e-4),
+        ("Qwen-Image", "Qwen-Image", 5e-5), ("FLUX.2", "FLUX", 1e-4), ("HiDream", "HiDream", 2e-4),
+        ("SDXL", "SDXL", 1e-4), ("SD 1.5", "SD", 1e-4), ("Swan", None, None), ("HunyuanImage 2.1", None, None),
+    ],
+)  # fmt: skip
+def test_families_are_known_by_title_and_by_file_with_their_rate(title, name, rate):
+    found = next(((f[0], f[3]) for f in FAMILIES if re.search(f[1], title.lower())), (None, None))
+    assert found == (name, rate)
