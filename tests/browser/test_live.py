@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 from tiny.live_page import center, open_graph, panel_says, press_run, redraw
@@ -208,13 +209,17 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
     playwright.expect(report.locator(".tessera-error")).to_have_text(hostile)
     assert report.inner_text().count(hostile) == 2 and report.locator("img").count() == 0
     assert page.evaluate("window.hostile") is None and frontend.crashes == []
+    error = "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraError"
+    assert page.evaluate(error) == hostile
+    shutil.rmtree(folder)
+    page.evaluate("window.dispatchEvent(new Event('tessera.runs.changed'))")  # as the tab tells of a deletion
+    page.wait_for_function(f"!{error}")
 
     said = "An error of another workflow's node 6."
     for kind in ("TesseraPrepareDataset", "TesseraTrainLora"):
         detail = {"node_id": "6", "node_type": kind, "exception_message": said}
         page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))", detail)
-        shown = page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').tesseraError")
-        assert (shown == said) == (kind == "TesseraTrainLora")
+        assert (page.evaluate(error) == said) == (kind == "TesseraTrainLora")
 
 
 LINK_NAME = """type => {

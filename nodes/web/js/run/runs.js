@@ -117,6 +117,7 @@ async function update(live) {
   if (!newest) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
     removePanels(live)
+    tellFailure(live)
     return
   }
   const last = () => live.points.at(-1)?.[0] ?? 0
@@ -134,9 +135,16 @@ async function update(live) {
   live.points.push(...run.loss)
   await updatePreviews(live)
   for (const place of places(live)) drawOn(place, live)
-  const failure = run.status === 'failed' ? run.text : ''
-  if (failure ? live.failed !== run.started : live.failed) for (const place of places(live)) setError(place, failure)
-  live.failed = failure && run.started // told once: queueing again takes the sentence away before the next run begins
+  tellFailure(live)
+}
+
+/** Shows why the run failed; takes the sentence away where there is another run by now, or none. */
+function tellFailure(live) {
+  const { run } = live
+  const failure = run?.status === 'failed' ? run.text : ''
+  const failed = failure && `${run.id} ${run.started}`
+  if (failed !== (live.failed ?? '')) for (const place of places(live)) setError(place, failure)
+  live.failed = failed // told once: queueing again takes the sentence away before the next run begins
 }
 
 /** Lists the previews again where there are others by now. */
