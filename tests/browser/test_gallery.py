@@ -141,6 +141,12 @@ def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(fr
         boxes = page.evaluate(FRAMES)
         assert all(0 <= left < right <= 100.01 and 0 <= top < bottom <= 100.01 for left, top, right, bottom in boxes)
         assert any(right - left < 99 or bottom - top < 99 for left, top, right, bottom in boxes)
+        # A crop is as high or as wide as its picture.
+        assert all((box[0], box[2]) == (0, 100) or (box[1], box[3]) == (0, 100) for box in boxes)
+        listed = comfyui.get("/tessera/folder?kind=pictures&folder=input/gallery")["entries"]
+        assert boxes == [
+            pytest.approx([100 * side for side in box], abs=0.02) for one in listed for box in one["crops"]
+        ]
         picture(frontend, "dark", new_renderer)
         page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'light')")
         picture(frontend, "light", new_renderer)

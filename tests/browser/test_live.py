@@ -37,6 +37,16 @@ def shown(page, loss):
     return page.evaluate("loss => loss.toPrecision(3)", loss)
 
 
+CURVES = "[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))"
+# Before the panel has looked for a run of the name.
+PRESS_RENAMED = """button => {
+  const node = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
+  const name = node.widgets.find((w) => w.name === 'output_name')
+  const was = name.value
+  name.value = 'another'
+  button.click()
+  name.value = was
+}"""
 VALUES = "app.graph.serialize().nodes.find((n) => n.type === 'TesseraTrainLora').widgets_values"
 
 
@@ -73,15 +83,17 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         prompt_id = press_run(frontend)
         panel_says(frontend, "Step 23 / 60")
         assert points(frontend) == "Loss of 23 points up to step 23"
-        drawn = page.evaluate("[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))")
+        drawn = page.evaluate(CURVES)
         saves, loss, mean, _ = drawn
         assert saves.count("M") == 4 and loss.count("L") == mean.count("L") == 22
+        panel_says(frontend, " left")  # the time
+        playwright.expect(page.get_by_role("button", name="Save now")).to_be_enabled()
+        playwright.expect(page.get_by_role("button", name="Sample now")).to_be_disabled()  # no Training Preview
         page.reload()
         frontend.open()
         open_graph(frontend, prompt)
         panel_says(frontend, "Step 23 / 60")
-        again = page.evaluate("[...document.querySelectorAll('.tessera-run path')].map((p) => p.getAttribute('d'))")
-        assert again == drawn
+        assert page.evaluate(CURVES) == drawn
         assert frontend.prompt() == before and page.evaluate(VALUES) == values  # the panel is no value of the workflow
         comfyui.interrupt()
     comfyui.wait(prompt_id)
@@ -130,6 +142,8 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
     page.keyboard.press("Escape")
     frontend.set_widgets({"TesseraLatentsToDataset": {"max_graphs": 1}, "TesseraTrainLora": {"steps": 60}})
     redraw(page)
+    more.evaluate(PRESS_RENAMED)
+    panel_says(frontend, "The inputs of this node have changed; press Run.")
     more.click()
     panel_says(frontend, "Done, steps 61 to 120 in 0:")
     assert points(frontend) == "Loss of 120 points up to step 120"
@@ -141,6 +155,55 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         panel_says(frontend, "Done, steps 61 to 120 in 0:")
         playwright.expect(more).to_be_visible(visible=is_known)
     assert frontend.faults() == {} and frontend.crashes == []
+
+
+def test_a_run_of_another_client_grows_on_every_page_that_is_open(frontend, comfyui):
+    """Its events go to the client that queued it, so the page asks."""
+    prompt = graph(frontend.ENCODERS, "queued_elsewhere", steps=12)
+    open_graph(frontend, prompt)
+    with held(comfyui, 5):
+        prompt_id = comfyui.queue(prompt, client_id="another")
+        panel_says(frontend, "Step 5 / 12")
+        hold = comfyui.base / "hold"
+        hold.with_name("hold.new").write_text("9")
+        hold.with_name("hold.new").replace(hold)
+        panel_says(frontend, "Step 9 / 12")
+        assert points(frontend) == "Loss of 9 points up to step 9"
+    comfyui.wait(prompt_id)
+    panel_says(frontend, "Finished")
+    assert frontend.crashes == []
+
+
+def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyui):
+    folder = comfyui.base / "output" / "loras" / "drawn-1234abcd"
+    folder.mkdir(parents=True)
+
+    def written(started, *lines):
+        (folder / "run.json").write_text(json.dumps({"output_name": "drawn", "steps": 20, "started": started}))
+        with open(folder / "progress.jsonl", "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def steps(*numbers, loss):
+        return [{"kind": "step", "step": step, "loss": loss * step, "rate": 1e-4} for step in numbers]
+
+    checks = [{"kind": "validation", "step": step, "loss": 0.5} for step in (0, 5)]
+    written("first", *steps(*range(1, 11), loss=1.0), *checks, {"kind": "saved", "step": 4, "file": "a"})
+    open_graph(frontend, graph(frontend.ENCODERS, "drawn"))
+    panel_says(frontend, "Step 10 / 20")
+    assert points(frontend) == "Loss of 10 points up to step 10"
+    saves, loss, mean, validation = frontend.page.evaluate(CURVES)
+    assert (saves.count("M"), loss.count("L"), mean.count("L"), validation.count("M")) == (1, 9, 9, 2)
+    first = [1.0, 2.0, 3.0, 4.0]
+    begin = {"kind": "begin", "step": 4, "loss": first, "validation": [[0, 0.5]]}
+    written("second", {"kind": "start"}, begin, *steps(*range(5, 13), loss=2.0))  # past what was seen
+    redraw(frontend.page)
+    panel_says(frontend, "Step 12 / 20")
+    assert points(frontend) == "Loss of 12 points up to step 12"
+    grown = frontend.page.evaluate(CURVES)
+    open_graph(frontend, graph(frontend.ENCODERS, "drawn"))  # as a page that was opened after it
+    panel_says(frontend, "Step 12 / 20")
+    assert frontend.page.evaluate(CURVES) == grown and grown[3].count("M") == 1
+    assert frontend.crashes == []
 
 
 ON_NODES = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.tesseraError)

@@ -101,6 +101,8 @@ JSON = {"Content-Type": "application/json"}
 
 def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_it_goes_on(server, tiny_loaders):
     put_pictures(server.base)
+    (other := server.base / "output" / "loras" / "other (001)").mkdir(parents=True)
+    (other / "run.json").write_text("{}")
     graph = training_graph(tiny_loaders, "kept", save_every=0)
     graph["saved"] = node("TesseraSaveLora", lora=["train", 0], filename_prefix="kept", format="kohya", dtype="fp16")
     with held(server, 9):
@@ -124,6 +126,10 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
             assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)
         assert asked(server, f"/tessera/runs/{'0' * 16}/stop", body, **JSON) == 404
+        other_at = f"/tessera/runs/{listed(server, 'other')[0]['id']}"
+        for what in ("save", "stop"):  # of another run, though the prompt is the one that trains
+            assert asked(server, f"{other_at}/{what}", body, **JSON) == 409
+        shutil.rmtree(other)
         assert asked(server, f"{at}/delete", body, **JSON, Origin=f"http://{host}") == 409  # it is in training
         assert (server.base / "output" / "loras" / "kept (001)" / "run.json").is_file()
         assert asked(server, f"/tessera/runs/{'0' * 16}/sample", body, **JSON) == 404

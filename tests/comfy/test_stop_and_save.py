@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tessera.nodes.common import training_now
 from tessera.train.observer import SAMPLE, SAVE, STOP
 from tessera.train.preview.previewer import Preview, Previewer
 from tessera.train.preview.sampling import Sampling
@@ -81,3 +82,18 @@ def test_sampled_when_it_is_asked_and_trained_on_as_without(tiny_flux, tiny_vae,
     stopped = sampled("stopped", watcher := asking(step5={STOP}))
     assert [step for step, _ in watcher.sheets] == [4, 5]  # as at the last step
     assert stopped.summary["status"] == "stopped"
+
+
+def test_what_is_asked_of_a_run_is_done_once_and_by_no_later_run(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    training_now.begin(first, "6", "prompt 1")
+    assert not training_now.ask(second, "prompt 1", STOP) and not training_now.ask(first, "prompt 2", STOP)
+    assert training_now.take_asked() == set()
+    assert training_now.ask(first, "prompt 1", SAVE)
+    assert [training_now.take_asked() for _ in range(2)] == [{SAVE}, set()]
+    assert training_now.ask(first, "prompt 1", STOP)  # behind its last step
+    training_now.end()
+    assert not training_now.ask(first, "prompt 1", STOP)
+    training_now.begin(second, "6", "prompt 2")
+    assert training_now.take_asked() == set()
+    training_now.end()

@@ -198,6 +198,7 @@ def test_the_key_in_the_folder_tells_the_run_and_the_name_only_that_of_an_old_on
         return [folder.path.name for folder in run_folders(tmp_path, "face", key)]
 
     assert found(KEY) == ["face-0123abcd", "face (001)"] and found(OTHER) == ["face (002)", "face (004)"]
+    assert found(KEY[:8]) == found(KEY) and found(KEY[:8] + "f" * (len(KEY) - 8)) == []  # another run of such a key
     assert found("0123abcd" + "0" * 32) == []  # its run.json says whose it is, not its name
     (tmp_path / "face-0123abcd" / "run.json").unlink()
     assert found("0123abcd" + "0" * 32) == ["face-0123abcd"]

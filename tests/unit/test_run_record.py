@@ -77,6 +77,7 @@ def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_
     trained(first, range(1, 8))
     for step in (5, 7):
         first.add("saved", step=step, file="x")
+        first.add("preview", step=step)
     first.add("end", status="failed", step=7, text="no")
     with open(tmp_path / PROGRESS, "a", encoding="utf-8") as file:
         file.write('{"kind":"step","step":8,"lo')  # a line that was cut off
@@ -87,7 +88,7 @@ def test_what_a_killed_session_trained_past_its_state_gives_way_to_the_one_that_
     curve = RunReader(tmp_path).read()
     assert [point[:2] for point in curve.loss.values()] == [*((at, 0.5) for at in range(1, 6)), (6, 1 / 6)]
     assert [rate for _, _, rate in curve.loss.values()] == [1e-4] * 5 + [1.0]
-    assert list(curve.saves) == [5] and list(curve.validation) == [4]
+    assert list(curve.saves) == list(curve.previews) == [5] and list(curve.validation) == [4]
 
 
 def test_the_time_of_a_run_is_that_of_its_sessions_as_far_as_it_is_known(tmp_path, monkeypatch, at_once):
@@ -167,12 +168,36 @@ def test_a_run_of_an_older_version_has_the_curve_of_its_summary(tmp_path):
     assert curve.status == "finished"
 
 
+def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path, at_once):
+    """A run is deleted and another comes back from the trash, or a copy is put there that is shorter."""
+    path, aside = tmp_path / PROGRESS, tmp_path / "aside"
+    trained(RunRecord(tmp_path, {}), range(1, 4))
+    reader = RunReader(tmp_path)
+    assert reader.read().step == 3
+    path.rename(aside)  # so that its file number is not given to the next one
+    trained(RunRecord(tmp_path, {}), range(1, 9), rate=2e-4)
+    assert [point[2] for point in reader.read().loss.values()] == [2e-4] * 8
+    with open(path, "r+b") as file:
+        file.write(aside.read_bytes())
+        file.truncate()
+    assert [point[2] for point in reader.read().loss.values()] == [1e-4] * 3
+
+
+def test_a_line_that_is_just_being_written_is_read_once_it_is_whole(tmp_path, at_once):
+    trained(RunRecord(tmp_path, {}), [1])
+    reader, line = RunReader(tmp_path), '{"kind":"step","step":2,"loss":0.5,"rate":0.0001}\n'
+    for part, step in ((line[:20], 1), (line[20:], 2)):
+        with open(tmp_path / PROGRESS, "a", encoding="utf-8") as file:
+            file.write(part)
+        assert reader.read().step == step
+
+
 def test_thinning_keeps_lows_peaks_and_the_last_point():
     points = [(step, 1.0) for step in range(1, 100_001)]
-    points[777], points[77_777] = (778, 9.0), (77_778, -9.0)
+    points[777], points[77_700] = (778, 9.0), (77_701, -9.0)  # neither is first or last of a stretch
     kept = thinned(points)
     assert len(kept) <= MOST_POINTS and kept == sorted(kept)
-    assert {points[777], points[77_777], points[-1]} <= set(kept)
+    assert {points[777], points[77_700], points[-1]} <= set(kept)
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
 
 
