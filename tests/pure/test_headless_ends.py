@@ -1,0 +1,307 @@
+"""How run.py ends, and what it gives on to the processes that it starts."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("headless", Path(__file__).resolve().parents[2] / "run.py")
+assert spec is not None and spec.loader is not None
+headless = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(headless)
+
+TRAINS = {"4": {"class_type": headless.TRAIN, "inputs": {}}}
+WITH_MORE = TRAINS | {"5": {"class_type": "TesseraSaveLora", "inputs": {"lora": ["4", 0]}}}
+STARTED = 1000.0
+
+
+@pytest.fixture
+def output(tmp_path, monkeypatch):
+    """ComfyUI's output folder."""
+    monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace(get_output_directory=lambda: str(tmp_path)))
+    return tmp_path
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """ComfyUI's nodes; `cancelled` holds what was interrupted."""
+    cancelled = []
+    found = SimpleNamespace(interrupt_processing=lambda: cancelled.append(True), cancelled=cancelled)
+    monkeypatch.setitem(sys.modules, "nodes", found)
+    return found
+
+
+def run_of(rank=None, result=None, prompt=TRAINS):
+    made = headless.Run(prompt, {}, headless.Told(None), rank or headless.Rank(), result or headless.Result(None))
+    made.started = STARTED
+    return made
+
+
+def written(path, at):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize(
+    ("files", "is_it"),
+    [
+        ({"summary.json": 1001, "state-000001.tessera": 5}, True),  # it went on from a state and ended
+        ({"summary.json": 999, "state-000001.tessera": 5}, False),
+        ({"summary.json": 1001}, False),
+        ({"state-000001.tessera": 1001}, True),  # its process was killed
+        ({"summary.json": 1001, "tiny.safetensors": 1001}, False),
+        ({}, False),
+    ],
+)
+def test_a_state_is_one_of_a_run_that_was_told_of_since_the_start(files, is_it, tmp_path):
+    for name, at in files.items():
+        written(tmp_path / "loras" / "folder" / "a (1)" / name, at)
+    assert headless.saved_a_state(str(tmp_path), STARTED) is is_it
+
+
+@pytest.mark.parametrize(
+    ("size", "by", "has_failed", "saved", "unsaved"),
+    [
+        (1, signal.SIGTERM, False, 75, 143),
+        (1, signal.SIGINT, False, 130, 130),
+        (1, None, False, 130, 130),
+        (2, None, False, 75, 143),  # the signal came to another device
+        (2, signal.SIGINT, False, 130, 130),
+        (1, None, True, 75, 1),
+        (1, signal.SIGTERM, True, 75, 1),
+    ],
+)
+def test_the_exit_code_says_whether_and_how_it_goes_on(size, by, has_failed, saved, unsaved, output, capsys):
+    error = {"exception_message": "no room\n", "node_type": "A", "node_id": "4"}
+    messages = [["execution_error", error] if has_failed else ["execution_interrupted", {}]]
+    for code in (unsaved, saved):
+        run = run_of(headless.Rank(0, size, 0))
+        run.signal = by
+        assert run.code({"status": {"status_str": "error", "messages": messages}}) == code
+        told = capsys.readouterr().err
+        assert ("run the same command again" in told) is any(output.rglob("state-*"))
+        assert ("A (4): no room\n" in told) is has_failed
+        written(output / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
+
+
+def test_a_run_that_is_done_tells_its_files(output, capsys):
+    outputs = {"4": {"tessera": [{"path": "loras/a.safetensors"}], "images": [{"type": "temp", "filename": "b.png"}]}}
+    outputs["5"] = {"images": [{"type": "output", "subfolder": "c", "filename": "d.png"}]}
+    assert run_of().code({"status": {"status_str": "success"}, "outputs": outputs}) == 0
+    assert capsys.readouterr().out.split() == ["loras/a.safetensors", "c/d.png"]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(nodes, monkeypatch):
+    ended = []
+    monkeypatch.setattr(headless.os, "_exit", ended.append)
+    run = run_of()
+    for number, exits in ((signal.SIGTERM, []), (signal.SIGTERM, []), (signal.SIGINT, [130])):
+        run.end_by_signal(number, None)
+        assert (nodes.cancelled, ended, run.signal) == ([True], exits, signal.SIGTERM)
+
+
+def test_a_signal_that_comes_before_the_graph_is_not_forgotten(nodes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "protocol", SimpleNamespace(BinaryEventTypes=SimpleNamespace(TEXT=3)))
+    run = run_of()
+    run.tell("execution_start", {})
+    assert nodes.cancelled == []
+    run.signal = signal.SIGTERM
+    run.tell("execution_start", {})
+    assert nodes.cancelled == [True]
+
+
+class Server:
+    """Stand-in for ComfyUI's server: what is queued is done at once."""
+
+    def __init__(self):
+        self.queued, self.messages = [], asyncio.Queue()
+        self.node_replace_manager = SimpleNamespace(apply_replacements=lambda prompt: None)
+        self.prompt_queue = SimpleNamespace(put=self.queued.append, get_history=self.history)
+
+    def trigger_on_prompt(self, given):
+        return given
+
+    def history(self, number):
+        return {number: {"status": {"status_str": "success"}, "outputs": {}}} if self.queued else {}
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, ["4", "5"]), (1, ["4"])])
+def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monkeypatch):
+    async def validate_prompt(number, prompt, partial):
+        return True, None, ["4", "5"], {}
+
+    monkeypatch.setitem(sys.modules, "execution", SimpleNamespace(validate_prompt=validate_prompt))
+    nodes.NODE_CLASS_MAPPINGS = {}
+
+    async def execute():
+        server = Server()
+        return await run_of(headless.Rank(rank, 2, rank), prompt=WITH_MORE)._execute(server), server.queued
+
+    code, ((_, _, prompt, _, outputs, _),) = asyncio.run(execute())
+    assert (code, outputs, prompt) == (0, wanted, WITH_MORE)
+
+
+def test_an_input_that_its_node_does_not_have_is_told(nodes):
+    kind = SimpleNamespace(INPUT_TYPES=lambda: {"required": {"steps": ()}, "optional": {"data": ()}})
+    nodes.NODE_CLASS_MAPPINGS = {headless.TRAIN: kind}
+    run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"steps": 1, "data.a": 2}}}).check_inputs()
+    with pytest.raises(headless.Wrong, match=r"^TesseraTrainLora \(4\) has no input called stepz\.$"):
+        run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"stepz": 1}}}).check_inputs()
+
+
+@pytest.fixture
+def executed(monkeypatch, output, tmp_path):
+    """Call `main` for a rank up to the start of ComfyUI. Returns the exit code and ComfyUI's options."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "0,1")
+    monkeypatch.setenv("TESSERA_WORLD_OF", "")
+    monkeypatch.setattr(headless, "watch_parent", lambda rank, launches: None)
+    monkeypatch.setattr(headless, "find_comfyui", lambda: tmp_path)
+    (tmp_path / "w.json").write_text(json.dumps(TRAINS))
+    given = []
+
+    def execute(run, comfyui, options):
+        run.told.event("started")
+        given.append((run.prompt["4"]["inputs"], list(options)))
+        return 75
+
+    monkeypatch.setattr(headless.Run, "execute", execute)
+
+    def call(rank, size, *options):
+        given.clear()
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "here"}.items():
+            monkeypatch.setenv(name, str(value))
+        return headless.main([str(tmp_path / "w.json"), *options]), *(given[0] if given else ({}, []))
+
+    return call
+
+
+def test_the_first_device_logs_and_writes_the_result_and_each_has_its_own_place(executed, tmp_path, monkeypatch):
+    log, result = tmp_path / "log.jsonl", tmp_path / "result.json"
+    own = ["--log", str(log), "--result", str(result), "--output", "out", "--set", "4.steps=3", "--", "--lowvram"]
+    output = ["--output-directory", os.path.abspath("out"), "--lowvram"]
+    code, inputs, options = executed(1, 2, *own)
+    assert (code, inputs) == (75, {"steps": 3}) and not log.exists() and not result.exists()
+    *first, _, temporary, _, level = options
+    assert first == [*output, "--database-url", "sqlite:///:memory:"] and level == "ERROR"
+    assert options[-4] == "--temp-directory" and not os.path.exists(temporary)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1" and os.environ["TESSERA_WORLD_OF"] == str(os.getpid())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for lines in (1, 2):
+        assert executed(0, 1 + lines % 2, *own) == (75, {"steps": 3}, output)
+        assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == lines * ["started"]
+        assert json.loads(result.read_text()) == {"code": 75}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--launch", "2"], "--launch starts torchrun itself; leave it out"),
+        (["--", "--cuda-device", "1"], "--cuda-device can't be used with several devices"),
+        (["--", "--default-device=1"], "--default-device can't be used with several devices"),
+        (["--set", "9.steps=3"], "no node of the workflow is called 9"),
+    ],
+)
+def test_what_several_devices_cannot_do_is_told_once(options, said, executed, capsys):
+    assert executed(0, 2, *options)[0] == 2
+    assert said in capsys.readouterr().err
+    assert executed(1, 2, *options)[0] == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert executed(1, 2, "--", "--cpu")[0] == 75
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(headless.Wrong, match="CUDA_VISIBLE_DEVICES is 3, and 2 devices or more are to train"):
+        with headless.Rank(1, 2, 1).prepared(TRAINS, []):
+            pass
+
+
+def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert headless.Rank.of_environment() == (3, 4, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert headless.Rank.of_environment() == (0, 1, 0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("MASTER_ADDR")
+    assert headless.Rank.of_environment() == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "prompt", "options", "said"),
+    [
+        (0, TRAINS, ["--cpu"], "--launch is 0; give the number of devices"),
+        (2, {"5": WITH_MORE["5"]}, ["--cpu"], "The workflow has no Train LoRA"),
+        (3, TRAINS, [], "--launch is 3, and torch sees 2 CUDA devices here; give 2 or fewer"),
+    ],
+)
+def test_what_cannot_be_launched_is_told(devices, prompt, options, said, monkeypatch):
+    cuda = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(headless.sys, "platform", "linux")
+    headless.check_launch(2, TRAINS, [])
+    with pytest.raises(headless.Wrong, match=said):
+        headless.check_launch(devices, prompt, options)
+
+
+@pytest.mark.parametrize("launch", [["--launch", "2"], ["--launch=2"]])
+def test_the_devices_get_the_options_but_for_launch(launch, monkeypatch, tmp_path):
+    given = []
+
+    def torchrun(arguments, devices):
+        given.append((arguments, devices))
+        (tmp_path / "result").write_text('{"code": 130}')
+
+    monkeypatch.setattr(headless, "torchrun_failure", torchrun)
+    own = ["w.json", *launch, "--set", "4.steps=1", "--result", "x", "--log=l"]
+    behind = ["--", "--cpu", "--launch", "7"]
+    assert headless.launch(2, [*own, *behind], str(tmp_path / "result")) == 130
+    kept = ["w.json", "--set", "4.steps=1", "--log=l", "--result", str(tmp_path / "result")]
+    started = ["--standalone", "--nproc-per-node=2", "--", os.path.abspath(headless.__file__)]
+    assert given == [([*started, *kept, *behind], 2)]
+
+
+ENDS = {
+    "done": ({"code": 0}, None, (0, 0)),
+    "cancelled": ({"code": 130}, None, (130, 130)),
+    "ended by SIGTERM": ({"code": 143}, None, (143, 143)),
+    "nothing told": ({}, None, (1, 1)),
+    "an error of the first": ({"code": 1}, (0, 1), (1, 1)),
+    "wrong for another": ({"code": 1}, (1, 2), (2, 2)),
+    "wrong for the first": ({"code": 2}, (0, 2), (2, 2)),
+    "another was killed": ({"code": 143, "output": True}, (1, -signal.SIGKILL), (75, 143)),
+    "the first was killed": ({"output": True}, (0, -signal.SIGSEGV), (75, 1)),
+    "before it trained": ({}, (1, -signal.SIGKILL), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_code_of_launch_is_that_of_the_first_or_says_whether_it_goes_on(end, monkeypatch, tmp_path, capsys):
+    found, failed, codes = ENDS[end]
+    if "output" in found:
+        found = found | {"output": str(tmp_path), "started": STARTED}
+
+    def torchrun(arguments, devices):
+        with open(arguments[arguments.index("--result") + 1], "w") as file:
+            json.dump(found, file)
+        return failed
+
+    monkeypatch.setattr(headless, "torchrun_failure", torchrun)
+    unsaved = headless.launch(2, ["w.json", "--launch", "2"], None)
+    written(tmp_path / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
+    assert (headless.launch(2, ["w.json", "--launch", "2"], None), unsaved) == codes
+    told = capsys.readouterr().err.splitlines()
+    if failed is None or failed[1] > 0:
+        assert told == []
+    else:
+        assert told == 2 * [f"Device {failed[0]}: its process was ended by {signal.Signals(-failed[1]).name}."]
