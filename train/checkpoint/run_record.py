@@ -43,8 +43,6 @@ class RunRecord:
         self._started = time.monotonic()
         self._lock = threading.Lock()  # the timer writes from a thread of its own
         self._timer: threading.Timer | None = None
-        if not writes:
-            return
         self.add("start")
 
     def begin(self, step: int, loss: Sequence[float], validation: Sequence[dict[str, Any]]) -> None:
@@ -74,6 +72,8 @@ class RunRecord:
 
     def write(self) -> None:
         """Append the lines that are not written yet, and write run.json where that has not been done."""
+        if not self._writes:
+            return
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
