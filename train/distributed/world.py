@@ -91,10 +91,11 @@ class World:
         begun, pause = time.monotonic(), 0.005
         try:
             while True:
+                fault = self.fault()  # before the value, which a rank gives before it may end the run over another's
                 value = self.read(key)
                 if value is not None and is_it(value):
                     return value
-                if (fault := self.fault()) is not None:
+                if fault is not None:
                     raise self.stopped(fault)
                 self.check_interrupted()
                 if time.monotonic() - begun > self.wait_limit:

@@ -1,0 +1,217 @@
+"""What ranks tell each other by the keys of their store, and the time that they wait for it."""
+
+import threading
+import time
+from datetime import timedelta
+
+import comfyui_version
+import pytest
+import torch
+import torch.distributed as dist
+from comfy.model_management import InterruptProcessingException
+from tessera.train.checkpoint.metadata import VERSION
+from tessera.train.distributed.ranks import check_alike, others_told, rank_facts
+from tessera.train.distributed.world import STEP_LIMIT, WAIT_LIMIT, World
+from tessera.train.errors import CannotContinue
+
+
+@pytest.fixture
+def worlds():
+    """Two ranks of a run, in one process."""
+    store = dist.HashStore()
+    made = [World(rank, 2, store, 2) for rank in range(2)]
+    for one in made:
+        one.begin_run(lambda: None)
+    return made
+
+
+def test_a_device_waits_longer_for_the_first_than_for_a_step():
+    assert timedelta(minutes=30) <= STEP_LIMIT and timedelta(hours=2) <= timedelta(seconds=WAIT_LIMIT)
+
+
+def test_a_wait_ends_with_the_value_the_limit_or_a_cancel_and_is_counted(worlds):
+    first, second = worlds
+    first.wait_limit = 0.2
+    with pytest.raises(CannotContinue, match="Another device has not answered for 0 s"):
+        first.wait("key")
+    waited = first.waited
+    assert waited >= 0.2
+    second.post("key", 3)
+    assert first.wait("key") == 3
+    with pytest.raises(CannotContinue):
+        first.wait("key", lambda value: value > 3)
+    assert first.waited >= waited + 0.2
+
+    def cancelled():
+        raise InterruptProcessingException
+
+    first.check_interrupted, first.wait_limit = cancelled, 60.0
+    assert first.wait("key") == 3
+    with pytest.raises(InterruptProcessingException):
+        first.wait("other key")
+    assert first.facts() == {"world_size": 2, "seconds_waiting": round(first.waited, 3)}
+
+
+def test_a_value_that_came_before_the_end_is_taken(worlds, monkeypatch):
+    """Both ranks see that they differ, and the second says first that it ends: the first one still tells of what."""
+    first, second = worlds
+    read, came = first.read, list[str]()
+
+    def read_late(key):
+        found = read(key)
+        if key == "facts/1" and not came:
+            came.append(key)
+            second.post(key, [{"model": "b"}])
+            second.tell(InterruptProcessingException(), "")
+        return found
+
+    monkeypatch.setattr(first, "read", read_late)
+    with pytest.raises(CannotContinue, match="Device 1 has another model than device 0; give all of them the same"):
+        check_alike(first, "facts", {"model": "a"})
+    with pytest.raises(InterruptProcessingException):
+        first.wait("nothing else")
+
+
+def test_of_two_reasons_the_first_is_told(worlds):
+    first, second = worlds
+    for told in ("It ran out of memory.", "The others are gone."):
+        with pytest.raises(RuntimeError), others_told(second):
+            raise RuntimeError(told)
+    assert first.fault()["rank"] == 1 and not first.fault()["cancelled"]
+    with pytest.raises(CannotContinue, match=r"^Device 1 on .* ended the run: It ran out of memory\.$"):
+        first.wait("key")
+    with pytest.raises(InterruptProcessingException):  # which has nobody to tell it to
+        second.wait("key")
+
+
+def test_a_run_reads_nothing_of_the_one_before(worlds):
+    first, second = worlds
+    second.post("key", 1)
+    for one in worlds:
+        one.waited = one.sums = 5
+        one.begin_run(lambda: None)
+        assert (one.waited, one.sums) == (0, 0)
+    assert first.read("key") is None
+    second.post("key", 2)
+    assert first.read("key") == 2
+
+
+def test_the_first_decides_for_all(worlds):
+    first, second = worlds
+    assert first.agreed("folder", "a") == second.agreed("folder", "b") == "a"
+
+
+FACTS = rank_facts("m", "d", "r", "state-000002.tessera", shard=True)
+
+
+def test_versions_files_run_state_and_sharing_have_to_be_alike():
+    assert FACTS == {
+        "Tessera": VERSION,
+        "ComfyUI": comfyui_version.__version__,
+        "torch": torch.__version__,
+        "model": "m",
+        "data": "d",
+        "run": "r",
+        "state": "state-000002.tessera",
+        "shard": "on",
+    }
+    assert rank_facts("m", "d", "r", "")["shard"] == "off"
+
+
+@pytest.mark.parametrize("what", [*FACTS, "kind of product"])
+def test_each_difference_is_told_with_its_mend_by_the_first_alone(what, worlds):
+    ours = FACTS | {"kind of product": "fp8"}
+    first, second = worlds
+    second.post("facts/1", [ours | {what: "x"}])
+    with pytest.raises(CannotContinue) as error:
+        check_alike(first, "facts", ours)
+    named = "" if what in ("model", "data", "run") else f" (x; device 0 has {ours[what]})"
+    assert str(error.value).startswith(f"Device 1 has another {what} than device 0{named}; ")
+    with pytest.raises(InterruptProcessingException):
+        check_alike(second, "facts", ours | {what: "x"})
+
+
+def test_the_others_begin_when_the_first_is_done_and_end_where_it_fails(worlds):
+    first, second = worlds
+    order, began, is_in = [], threading.Event(), threading.Event()
+
+    def follow(name):
+        began.set()
+        try:
+            with second.after_first(name, lambda: None):
+                order.append("second")
+        except InterruptProcessingException:
+            order.append("ended")
+
+    def lead(name):
+        thread = threading.Thread(target=follow, args=(name,))
+        with first.after_first(name, lambda: None):
+            thread.start()
+            began.wait()
+            is_in.wait(0.3)
+            order.append("first")
+            if name == "b":
+                raise ValueError("no file")
+        return thread
+
+    lead("a").join()
+    with pytest.raises(ValueError, match="no file"):
+        lead("b")
+    end = time.monotonic() + 20
+    while len(order) < 4:
+        assert time.monotonic() < end, order
+        time.sleep(0.01)
+    assert order == ["first", "second", "first", "ended"]
+    assert "no file" in second.fault()["why"]
+
+
+def test_prepare_dataset_waits_for_the_first(worlds, monkeypatch):
+    from tessera.nodes.data import prepare as module
+
+    first, second = worlds
+    first.tell(InterruptProcessingException(), "")
+    monkeypatch.setattr(module, "current_world", lambda: second)
+    monkeypatch.setattr(module, "prepare", lambda *_, **__: pytest.fail("the others must not encode"))
+    with pytest.raises(InterruptProcessingException):
+        module.TesseraPrepareDataset.execute.__func__(NodeStub, None, None, None)
+
+
+class NodeStub:
+    class hidden:
+        unique_id = "1"
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says that it lies on a card."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_gradients_on_a_card_are_summed_in_host_memory_without_nccl(worlds, monkeypatch):
+    first, _ = worlds
+    devices = []
+
+    def all_reduce(buffer):
+        devices.append(buffer.device.type)
+        buffer.mul_(2)
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for count in (3, 3, 5):
+        buffer = torch.arange(float(count))
+        on_card = buffer.as_subclass(OnCard)
+        first.sum(on_card, 1)
+        assert buffer.tolist() == [2.0 * number for number in range(count)]
+    assert devices == ["cpu"] * 3 and first.sums == 3
+
+
+def test_seconds_of_a_sum_on_the_device_are_counted_once(worlds):
+    class Event:
+        def elapsed_time(self, other):
+            return 1500.0  # ms
+
+    first, _ = worlds
+    first._sum_events = Event(), Event()
+    first.count_sum()
+    first.count_sum()
+    assert first.waited == 1.5
