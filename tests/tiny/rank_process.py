@@ -162,6 +162,41 @@ class Held:
         return {}
 
 
+def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
+    """Count what a rank measures and samples, and have it save late or begin with another LoRA, as a job asks for.
+
+    Returns what takes it all back.
+    """
+    from tessera.train.preview import previewer as module
+    from tessera.train.trainer import Trainer
+    from tessera.train.validation import Validation
+
+    changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
+    before = [getattr(*one) for one in changed]
+    measure, decode, save_final, run = before
+
+    def counted(name: str, function: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return counting
+
+    def saving(trainer: Trainer, *args: Any) -> Any:
+        time.sleep(job.get("slow_save", 0) if world.is_first else 0)
+        return save_final(trainer, *args)
+
+    def running(trainer: Trainer) -> None:
+        if job.get("other_start") == world.rank:
+            trainer.network.parameters()[0].data.add_(0.01)
+        run(trainer)
+
+    made = counted("measured", measure), counted("sampled", decode), saving, running
+    for one, function in zip(changed, made, strict=True):
+        setattr(*one, function)
+    return lambda: [setattr(*one, function) for one, function in zip(changed, before, strict=True)]
+
+
 class Slow:
     """Watcher that takes its time where it is called, after the second step."""
 
@@ -193,7 +228,8 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     import tiny
     from tiny.runs import Watcher, mixed_data, partly_without_gradient, run_settings
 
-    world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), job["size"])
+    own = job.get("local", job["size"])  # as many of them are on one machine
+    world = worlds.World(job["rank"], job["size"], dist.PrefixStore(str(job["number"]), store), own)
     world.wait_limit = job.get("wait_limit", 60.0)
     world.killing, meeting.GRACE = None, job.get("grace", 5.0)
     world.meets, world.gathers_by_gloo = job.get("meets", False), not job.get("nccl_only")
@@ -240,6 +276,9 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     watchers += [Unloading()] if job.get("unloads") else []
     ring_forward = act_in_forward(job.get("in_forward", {}), world)
     answer: dict[str, Any] = {}
+    counts = {"measured": 0, "sampled": 0}
+    change_back = change(job, world, counts)
+    root = Path(job.get("roots", {}).get(str(world.rank), job["root"]))
     try:
         model = tiny.load_flux(Path(job["model"])) if "gguf" not in job else gguf_model(job["gguf"])
         settings = run_settings(**(job["settings"] | job.get("own", {}).get(str(world.rank), {})))
@@ -250,10 +289,11 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
             auto.free_memory = lambda patcher: job["free"][world.rank]
         if "experts" in job:
             (first, second), data = tiny.runs.planned_experts(job["experts"], settings)
-            train_lora(first.model, data, first.settings, Path(job["root"]), watcher, world=world)
+            train_lora(first.model, data, first.settings, root, watcher, world=world)
             model, settings = second.model, second.settings
-        result = train_lora(model, data, settings, Path(job["root"]), watcher, compiler, watchers, world=world)
+        result = train_lora(model, data, settings, root, watcher, compiler, watchers, world=world)
         answer["loss"], answer["summary"] = result.loss, result.summary
+        answer["folder"], answer["is_there"] = result.path.parent.name, result.path.exists()
         from safetensors.torch import save_file
 
         save_file({name: t.contiguous() for name, t in result.lora.items()}, f"{job['out']}.{world.rank}")
@@ -261,6 +301,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         answer["error"] = f"{type(error).__name__}: {error}"
         answer["trace"] = traceback.format_exc()
     finally:
+        change_back()
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
@@ -272,7 +313,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
             dist.destroy_process_group()
     notes = {"notes": watcher.notes, "files": watcher.files, "done": watcher.done}
     counted = {"sent": sent, "others": others, "gathers": gathers, "waited": world.waited, "sums": world.sums}
-    return answer | notes | counted | held.found
+    return answer | notes | counted | counts | held.found
 
 
 def main() -> None:
