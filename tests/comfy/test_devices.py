@@ -8,6 +8,7 @@ import psutil
 import pytest
 from comfy_server import PATIENCE, ServerFailure, error_of
 from safetensors.torch import load_file
+from tiny.models_folder import WAN_NAMES
 from tiny.prompt import node
 from tiny.server_runs import held, put_pictures, training_graph
 
@@ -55,6 +56,39 @@ def trained(server, prompt):
     return server.run(prompt)["outputs"]["train"]["tessera"][0]
 
 
+def check_same(server, ours, theirs):
+    """Compare two LoRAs by their places below the output folder."""
+    of_two, of_one = (load_file(server.base / "output" / path) for path in (ours, theirs))
+    assert of_two.keys() == of_one.keys()
+    for name, tensor in of_one.items():
+        assert (of_two[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def test_two_experts_come_back_from_two_processes_as_the_two_loras_that_one_trains(server, tiny_loaders):
+    loaders = {
+        "model": node("UNETLoader", unet_name=WAN_NAMES["unet_name"], weight_dtype="default"),
+        "low": node("UNETLoader", unet_name=WAN_NAMES["unet_name"], weight_dtype="fp8_e4m3fn"),
+        "clip": node("TesseraTinyClipLoader", clip_name1=WAN_NAMES["clip_name"]),
+    }
+    paths = {}
+    for devices in ("0,1", "this one"):
+        prompt = graph(loaders, f"experts {devices}", devices, model_low_noise=["low", 0])
+        prompt["train"]["inputs"] |= {"steps": 6, "gradient_accumulation": 4}
+        for of_pictures in ("image0", "image1", "latent0", "latent1", "latents"):
+            del prompt[of_pictures]
+        prompt["latent"] = node("EmptyHunyuanLatentVideo", width=32, height=32, length=5, batch_size=1)
+        prompt["data"]["inputs"]["latents"] = ["latent", 0]
+        for key, output in (("high", 2), ("low noise", 5)):
+            prompt[key] = node("PreviewAny", source=["train", output])
+        outputs = server.run(prompt)["outputs"]
+        paths[devices] = [outputs[key]["text"][0] for key in ("high", "low noise")]
+    assert processes(server) == {} and paths["0,1"][0] != paths["0,1"][1]
+    for ours, theirs in zip(*paths.values(), strict=True):
+        check_same(server, ours, theirs)
+    high, low = (load_file(server.base / "output" / path) for path in paths["0,1"])
+    assert any(not high[name].equal(low[name]) for name in high)
+
+
 def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_buttons(server, tiny_loaders):
     put_pictures(server.base)
     prompt = graph(tiny_loaders, "of two")
@@ -80,10 +114,7 @@ def test_a_node_trains_in_two_processes_what_it_trains_here_and_heeds_its_button
     assert not run_of(server, "of%20two")["running"] and processes(server) == {}
     here = trained(server, graph(tiny_loaders, "of one", devices="this one"))
     assert done["loss"] == pytest.approx(here["loss"], rel=1e-5) and "world_size" not in here
-    ours, theirs = (load_file(server.base / "output" / one["path"]) for one in (done, here))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+    check_same(server, done["path"], here["path"])
     folder = (server.base / "output" / done["path"]).parent
     saved = json.loads((folder / "of two.api.json").read_text())
     assert saved["train"]["inputs"]["devices"] == "0,1" and "save" in saved  # the graph of the user, not that of run.py
