@@ -116,17 +116,33 @@ def draw_sheet(rows: dict[str, dict[str, Path]]) -> Image.Image:
     return sheet
 
 
-def add_loss_plot(prompt: dict[str, Any]) -> None:
-    """Put Loss Plot behind Train LoRA."""
+def add_loss_plot(prompt: dict[str, Any]) -> str:
+    """Put Loss Plot behind Train LoRA; returns the key of that node."""
     (train,) = (key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
     prompt["loss plot"] = node("TesseraLossPlot", loss=[train, 1], smoothing=0.9, log_scale=False)
+    return train
+
+
+def keep(server: ComfyServer, outputs: dict[str, Path], summary: dict[str, Any], lora: Path, plot: Path) -> None:
+    """Copy LoRA and loss plot to the results. Ends the demo where ComfyUI did not know every key of the LoRA."""
+    if "lora key not loaded" in server.log.read_text(errors="replace"):
+        raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
+    shutil.copy(server.base / "output" / summary["path"], lora)
+    shutil.copy(outputs["loss plot"], plot)
+
+
+def print_loss(summary: dict[str, Any]) -> None:
+    loss = summary["loss"]
+    tenth = max(1, len(loss) // 10)
+    print(
+        f"Mean loss of the first tenth {sum(loss[:tenth]) / tenth:.3f}, of the last {sum(loss[-tenth:]) / tenth:.3f}."
+    )
 
 
 def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
     shutil.rmtree(base / "output", ignore_errors=True)
     prompt = load_prompt()
-    train_node = next(key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
-    add_loss_plot(prompt)
+    train_node = add_loss_plot(prompt)
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
@@ -136,18 +152,11 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
         print("Sampling each picture without and with the LoRA through core's KSampler:")
         sampling, shown = sampled_each(load_prompt())
         found = pictures_of(server, asyncio.run(run_with_progress(server, sampling)))
-        if "lora key not loaded" in server.log.read_text(errors="replace"):
-            raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
-        shutil.copy(base / "output" / summary["path"], results / "demo.safetensors")
-        shutil.copy(pictures_of(server, trained)["loss plot"], results / "loss.png")
+        keep(server, pictures_of(server, trained), summary, results / "demo.safetensors", results / "loss.png")
         rows = {"trained on": {name: file for name, (file, _) in captions().items()}}
         rows |= {f"{words} the LoRA": {name: found[key] for name, key in of.items()} for words, of in shown.items()}
         draw_sheet(rows).save(results / "sheet.png")
-    loss = summary["loss"]
-    tenth = max(1, len(loss) // 10)
-    print(
-        f"Mean loss of the first tenth {sum(loss[:tenth]) / tenth:.3f}, of the last {sum(loss[-tenth:]) / tenth:.3f}."
-    )
+    print_loss(summary)
     print(f"LoRA:              {results / 'demo.safetensors'}")
     print(f"Loss plot:         {results / 'loss.png'}")
     print(f"Sheet of pictures: {results / 'sheet.png'}")
@@ -176,27 +185,18 @@ def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: 
         write_clips(photos, base / folder)
     settings = {"output_name": "demo", "steps": 60, "learning_rate": 1e-3, "batch_size": 2}
     prompt = fitted(workflow, folder, **settings, compile="off" if cpu else "auto")
-    add_loss_plot(prompt)
+    train_node = add_loss_plot(prompt)
+    lora, plot = results / f"{model}.safetensors", results / f"{model}_loss.png"
     results.mkdir(parents=True, exist_ok=True)
     print("Starting ComfyUI …", flush=True)
     with ComfyServer(base, comfyui, cpu=cpu, tell=tell) as server:
         print(f"Training a tiny {model} on {contents}, {settings['steps']} steps:")
         entry = asyncio.run(run_with_progress(server, prompt))
-        train_node = next(key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
         (summary,) = entry["outputs"][train_node]["tessera"]
-        if "lora key not loaded" in server.log.read_text(errors="replace"):
-            raise SystemExit(f"ComfyUI did not know every key of the LoRA.\n{server.log_tail()}")
-        shutil.copy(base / "output" / summary["path"], results / f"{model}.safetensors")
-        for node, path in pictures_of(server, entry).items():
-            if prompt[node]["class_type"] == "TesseraLossPlot":
-                shutil.copy(path, results / f"{model}_loss.png")
-    loss = summary["loss"]
-    tenth = max(1, len(loss) // 10)
-    print(
-        f"Mean loss of the first tenth {sum(loss[:tenth]) / tenth:.3f}, of the last {sum(loss[-tenth:]) / tenth:.3f}."
-    )
-    print(f"LoRA:      {results / f'{model}.safetensors'}")
-    print(f"Loss plot: {results / f'{model}_loss.png'}")
+        keep(server, pictures_of(server, entry), summary, lora, plot)
+    print_loss(summary)
+    print(f"LoRA:      {lora}")
+    print(f"Loss plot: {plot}")
 
 
 def main() -> None:
