@@ -43,7 +43,7 @@ const KIND = 'TesseraCompareLoras'
 const PREVIEW = 'TesseraPreview'
 const SPACE = 60
 
-/** Where an input's value comes from: a node and the number of its output; none where it is not linked. */
+/** The source of an input's value: a node and the number of its output; none where it is not linked. */
 function sourceOf(node, name) {
   const slot = node?.inputs?.findIndex((input) => input.name === name) ?? -1
   const link = slot < 0 ? undefined : node.getInputLink(slot)

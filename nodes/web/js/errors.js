@@ -1,4 +1,4 @@
-// What is wrong stands on the node that it is about: errors of a run, inputs that the server refused, folders that are
+// Errors stand on the node that they are about: errors of a run, inputs that the server refused, folders that are
 // not there.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'

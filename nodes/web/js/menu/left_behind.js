@@ -1,4 +1,4 @@
-// What of core's Train LoRA has no counterpart on this pack's, in sentences: only values that change something.
+// Sentences on what core's Train LoRA has and this pack's has not: only values that change something.
 import { widgetOf } from '../widgets.js'
 
 const NEW = 'Train LoRA (Tessera)'

@@ -1,4 +1,4 @@
-// What the page asks of the server about runs.
+// Questions and wishes of the page about runs, for the server.
 import { api } from '../../../../scripts/api.js'
 import { t } from '../words.js'
 
@@ -19,6 +19,6 @@ export const read = (path) => answerOf(`/tessera/${path}`)
 export const change = (path, what = {}) =>
   answerOf(`/tessera/${path}`, { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(what) })
 
-/** Where the server gives a preview of the run `id`. */
+/** The address of a preview of the run `id`. */
 export const previewAddress = ({ id, step, row, changed }, small) =>
   api.apiURL(`/tessera/runs/${id}/previews/${step}/${row}?v=${changed}${small ? '&small=1' : ''}`)

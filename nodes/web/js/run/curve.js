@@ -1,4 +1,4 @@
-// How curves of runs are put into a drawing.
+// Curves of runs in a drawing.
 
 /** The values between which all but a share at either end lie, as a few outliers would press a curve flat. None of none. */
 export function between(values, share) {
@@ -7,7 +7,7 @@ export function between(values, share) {
   return sorted.length ? [at(share), at(1 - share)] : undefined
 }
 
-/** Where a step and a value lie in a drawing that goes to the step `ends`; `edge`: share kept free above and below. */
+/** The places of a step and a value in a drawing that goes to the step `ends`; `edge`: share kept free above and below. */
 export function placing([width, height], [low, high], ends, edge) {
   const x = (step) => (((step - 1) / Math.max(1, ends - 1)) * width).toFixed(1)
   const y = (value) => {

@@ -149,7 +149,7 @@ export function draw(panel, run, points, previews, further) {
   svg.setAttribute('aria-label', t('Loss of {count} points up to step {step}', { count: points.length, step: run.step }))
 }
 
-/** How a finished run went: its time, where that is known, and the loss of its first and last twentieth. */
+/** The end of a finished run: its time, where that is known, and the loss of its first and last twentieth. */
 function ending({ seconds, timed_from: from, steps, loss_ends: [first, last] }) {
   const values = { first: digits(first), last: digits(last), from: from + 1, to: steps }
   if (seconds == null) return t('Done, loss from {first} to {last}', values)

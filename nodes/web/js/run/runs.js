@@ -35,7 +35,7 @@ async function askFor({ run }, what) {
   }
 }
 
-/** What is known of a node's run. */
+/** The record of a node's run: what is known of it, and its panels. */
 function liveOf(node, path, hosts) {
   const known = lives.get(path)
   if (known?.node === node) return Object.assign(known, { hosts })

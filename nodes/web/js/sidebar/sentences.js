@@ -1,4 +1,4 @@
-// What the sidebar tab says. Names in braces are filled in by `t`.
+// Sentences of the sidebar tab. Names in braces are filled in by `t`.
 
 export const WORDS = {
   title: 'Training',

@@ -17,7 +17,7 @@ const TYPING = 200
 const SPARKLINE = 60 // points
 const AT_ONCE = 3 // questions for rows; a browser has six connections to a server, and others need some
 
-// What stays while the tab is closed.
+// Kept while the tab is closed.
 const runs = new Map() // those that are listed, by id
 const chosen = new Map() // in the chart: name, colour and points, by id
 let filter = ''
