@@ -2,6 +2,7 @@
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { nodeAt, ourNodes } from '../nodes.js'
+import { throttle } from '../throttle.js'
 import { after, ownWidget, widgetOf } from '../widgets.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
@@ -129,13 +130,7 @@ async function showFolder(node, subfolder) {
   if (node.tesseraError || !folder?.options?.values?.includes(value)) await app.refreshComboInNodes?.()
 }
 
-let soon
-const refreshSoon = () => {
-  soon ??= setTimeout(() => {
-    soon = undefined
-    refreshAll()
-  }, 200)
-}
+const refreshSoon = throttle(200, refreshAll)
 
 app.registerExtension({
   name: 'tessera.gallery',

@@ -8,6 +8,7 @@ import { change, previewAddress, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
+import { throttle } from '../throttle.js'
 import { sourceWidget } from '../widgets.js'
 import { t } from '../words.js'
 
@@ -206,7 +207,6 @@ function refreshAll(isDue) {
 
 const isDue = ({ run, asked }) => queued || !asked || run?.running
 const visible = () => document.visibilityState === 'visible'
-let soon
 
 app.registerExtension({
   name: 'tessera.runs',
@@ -216,12 +216,7 @@ app.registerExtension({
       queued = detail?.exec_info?.queue_remaining ?? 0
       if (before && !queued && visible()) refreshAll(() => true) // the end of what ran last
     })
-    api.addEventListener('tessera.train', () => {
-      soon ??= setTimeout(() => {
-        soon = undefined
-        if (visible()) refreshAll(() => true)
-      }, SOON)
-    })
+    api.addEventListener('tessera.train', throttle(SOON, () => visible() && refreshAll(() => true)))
     window.addEventListener(RUNS_CHANGED, () => refreshAll(() => true))
     document.addEventListener('visibilitychange', () => visible() && refreshAll(() => true))
     setInterval(() => visible() && refreshAll(isDue), EVERY)

@@ -3,6 +3,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { button, part } from '../elements.js'
 import { read } from '../run/ask.js'
+import { throttle } from '../throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
 import { deletion, makeTrash, sentence, statusPlace } from './deletion.js'
 import { keepFocus } from './focus.js'
@@ -256,13 +257,7 @@ function lookAtRunning() {
   for (const id of chosen.keys()) if (runs.get(id)?.running) extend(id).catch(() => {}) // asked again soon
 }
 
-let soon
-function reloadSoon() {
-  soon ??= setTimeout(() => {
-    soon = undefined
-    if (visible()) load()
-  }, SOON)
-}
+const reloadSoon = throttle(SOON, () => visible() && load())
 
 app.registerExtension({
   name: 'tessera.training',
