@@ -25,6 +25,12 @@ export function button(parent, text, title, press, style = {}) {
   return element
 }
 
+/** Has a button take presses, or not and look so. */
+export function enable(button, isOn) {
+  button.disabled = !isOn
+  button.style.opacity = isOn ? 1 : 0.5
+}
+
 const SVG = 'http://www.w3.org/2000/svg'
 
 /** A drawing of so many units, stretched to the width of its parent. */

@@ -1,6 +1,6 @@
 // A page of thumbnails with captions. All in it came from files, so it is set as text, never as HTML.
 
-import { button, part } from '../elements.js'
+import { button, enable, part } from '../elements.js'
 import { t } from '../words.js'
 
 const THUMB = 84 // pixels a tile's picture is high
@@ -73,9 +73,8 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
     : t('{count} without a caption', { count: number(found.missing) })
   lacking.title = missing ? '' : t('Show only those')
   for (const each of [back, on]) each.style.display = found.pages > 1 ? '' : 'none'
-  back.disabled = !found.page
-  on.disabled = found.page === found.pages - 1
-  for (const each of [back, on]) each.style.opacity = each.disabled ? 0.4 : 1
+  enable(back, found.page > 0)
+  enable(on, found.page < found.pages - 1)
   const frames = framed && found.entries.some((entry) => entry.crops.length)
   tell(said, [
     !found.count && t(EMPTY_WORDS[kind]),

@@ -1,28 +1,15 @@
 // Deletion of runs: the run that was deleted last with a way back, and the trash that holds all that were deleted.
 import { app } from '../../../../scripts/app.js'
-import { button, part } from '../elements.js'
+import { button, enable, part } from '../elements.js'
 import { change, read, RUNS_CHANGED } from '../run/ask.js'
 import { keepFocus } from './focus.js'
 import { t } from '../words.js'
 import { WORDS } from './sentences.js'
+import { sentence } from './status.js'
 
 const deleted = [] // that can be brought back: id, folder and what to tell of each, the last one at the end
 
 const size = (bytes) => (bytes < 1e9 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(1)} GB`)
-
-/** A place that is told of when something comes, so it is drawn before. */
-export function statusPlace(parent) {
-  const element = part(parent, { flex: 'none', display: 'flex', gap: '6px', alignItems: 'start' })
-  element.setAttribute('role', 'status')
-  return element
-}
-
-/** Shows a sentence in a status place; none for an empty text. */
-export function sentence(element, text, color = '') {
-  element.replaceChildren()
-  element.style.padding = text ? '0 10px 8px' : '0'
-  if (text) part(element, { flex: 1, minWidth: 0, overflowWrap: 'anywhere', color }, 'span', { textContent: text })
-}
 
 /** The trash, closed at first. */
 export function makeTrash(parent) {
@@ -106,10 +93,7 @@ export function deletion({ place, trash, attempt, tell, takeOut, load }) {
     const box = trash()
     if (!box) return
     const { summary, list, foot } = box.parts
-    const press = (parent, text, title, does) => {
-      Object.assign(button(parent, text, off || title, () => attempt(does)), { disabled: Boolean(off) })
-        .style.opacity = off ? 0.5 : 1
-    }
+    const press = (parent, text, title, does) => enable(button(parent, text, off || title, () => attempt(does)), !off)
     keepFocus(box.parentElement, () => {
       box.style.display = runs.length ? '' : 'none'
       summary.textContent = t(WORDS.trash, { count: runs.length, size: size(bytes) })

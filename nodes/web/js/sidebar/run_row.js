@@ -1,5 +1,5 @@
 // One run in the list. All that is shown of it came from files, so it is set as text, never as HTML.
-import { button, part } from '../elements.js'
+import { button, enable, part } from '../elements.js'
 import { previewAddress } from '../run/ask.js'
 import { drawSparkline, makeSparkline } from './chart.js'
 import { DRAG } from './lora_drop.js'
@@ -60,9 +60,8 @@ export function drawRow(row, run, off, colour) {
   const date = new Date(run.changed * 1000).toLocaleString(undefined, { dateStyle: 'medium', timeStyle: 'short' })
   model.textContent = [date, run.model].filter(Boolean).join(' · ')
   model.title = run.model
-  remove.disabled = run.running || Boolean(off)
+  enable(remove, !run.running && !off)
   remove.title = run.running ? t(WORDS.isRunning) : off || t(WORDS.deleteTitle)
-  remove.style.opacity = remove.disabled ? 0.5 : 1
 }
 
 /** Shows what a run itself tells: its state, its curve, whether it has a LoRA. */
@@ -73,9 +72,8 @@ export function drawDetail(row, detail, colour) {
   state.title = detail.text || state.textContent
   state.style.color = detail.running ? '#059669' : kind === 'failed' ? 'var(--error-text)' : ''
   drawSparkline(sparkline, detail.loss, detail, colour)
-  add.disabled = !detail.last_lora
+  enable(add, detail.last_lora)
   add.title = detail.last_lora ? t(WORDS.addTitle) : t(WORDS.noLora)
-  add.style.opacity = add.disabled ? 0.5 : 1
   row.draggable = !add.disabled
   row.style.cursor = add.disabled ? '' : 'grab'
 }

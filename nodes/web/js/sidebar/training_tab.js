@@ -5,12 +5,13 @@ import { button, part } from '../elements.js'
 import { read } from '../run/ask.js'
 import { throttle } from '../throttle.js'
 import { COLOURS, drawChart, makeChart } from './chart.js'
-import { deletion, makeTrash, sentence, statusPlace } from './deletion.js'
+import { deletion, makeTrash } from './deletion.js'
 import { keepFocus } from './focus.js'
 import { addLoader, middle, takeDrops } from './lora_drop.js'
 import { drawDetail, drawPreview, drawRow, makeRow } from './run_row.js'
 import { t, translations } from '../words.js'
 import { WORDS } from './sentences.js'
+import { sentence, statusPlace } from './status.js'
 
 const EVERY = 2000 // milliseconds between two looks at what trains
 const SOON = 1000 // after an event; the server writes once a second
