@@ -6,6 +6,7 @@ Run it with `python dev.py demo`, which finds or makes the environment.
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import signal
 import struct
@@ -18,7 +19,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from photos import write_photos
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from server import ComfyServer, error_of
 from tiny import write_models
 from tiny.films import write_film
@@ -28,6 +29,7 @@ from tiny.try_it import captions, load_prompt, sampled_each
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_EVENT = 3
+PICTURED = (0, 100, 200, 400, 600, 800)  # steps whose previews the README shows
 
 
 async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -101,16 +103,17 @@ def pictures_of(server: ComfyServer, entry: dict[str, Any]) -> dict[str, Path]:
     return found
 
 
-def draw_sheet(rows: dict[str, dict[str, Path]]) -> Image.Image:
-    """Rows of pictures by what they show."""
-    cell, label, margin = 256, 24, 8
+def draw_sheet(rows: dict[str, dict[str, Path]], cell: int = 256) -> Image.Image:
+    """Rows of pictures by what they show. cell: pixels of a picture's side."""
+    label, margin = 24, 8
+    font = ImageFont.load_default(15)
     (first, *_) = rows.values()
     sheet = Image.new("RGB", (len(first) * (cell + margin) + margin, len(rows) * (cell + label) + margin), "white")
     draw = ImageDraw.Draw(sheet)
     for row, (title, files) in enumerate(rows.items()):
         for column, (name, file) in enumerate(files.items()):
             x, y = margin + column * (cell + margin), row * (cell + label)
-            draw.text((x, y + 6), f"{name}, {title}", fill="black")
+            draw.text((x, y + 4), f"{name}, {title}" if title else name, "black", font)
             with Image.open(file) as image:
                 sheet.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.BICUBIC), (x, y + label))
     return sheet
@@ -156,6 +159,10 @@ def run_demo(comfyui: Path, base: Path, results: Path, cpu: bool) -> None:
         rows = {"trained on": {name: file for name, (file, _) in captions().items()}}
         rows |= {f"{words} the LoRA": {name: found[key] for name, key in of.items()} for words, of in shown.items()}
         draw_sheet(rows).save(results / "sheet.png")
+        if folder := os.environ.get("TESSERA_PICTURES"):  # the README's
+            previews = (base / "output" / summary["path"]).parent / "previews"
+            row = {f"step {step}": previews / f"step{step:06d}_0.png" for step in PICTURED}
+            draw_sheet({"": row}, 192).save(Path(folder) / "try_it.png", optimize=True)
     print_loss(summary)
     print(f"LoRA:              {results / 'demo.safetensors'}")
     print(f"Loss plot:         {results / 'loss.png'}")
