@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 import aiohttp  # noqa: E402
 from comfyui import load_tiny_writers  # noqa: E402
+from processes import processor  # noqa: E402
 from with_pack import comfy_server, dev  # noqa: E402
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -191,14 +191,6 @@ def measure(rounds: int, steps: int, new_renderer: bool, base: Path) -> list[dic
                 )
             context.close()
     return found
-
-
-def processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -12,6 +14,15 @@ from threading import Thread
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+
+
+def processor() -> str:
+    """Name the CPU of this machine."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @dataclass

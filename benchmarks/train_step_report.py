@@ -6,9 +6,8 @@ import platform
 import sys
 from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
 
-from processes import Measured
+from processes import Measured, processor
 from train_step_figures import markdown_table, ratio_by_round, spread
 from train_step_swap import swap_report
 
@@ -148,10 +147,7 @@ def counts_table(run: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
 def machine(args: argparse.Namespace) -> str:
     import torch
 
-    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
-    if args.device == "cpu" and Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else processor()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{name}, {os.cpu_count()} cores, {platform.system()}, {versions}"
 
