@@ -77,7 +77,7 @@ def page_of(runs: Sequence[IndexedRun], number: int) -> list[IndexedRun]:
 
 def _facts(record: dict[str, Any]) -> dict[str, Any]:
     text = {name: text_of(record.get(name))[:MOST_TEXT] for name in ("output_name", "model", "started")}
-    return {**text, "steps": record["steps"] if type(record.get("steps")) is int else 0}
+    return {**text, "steps": steps_of(record)}
 
 
 def _order(run: IndexedRun) -> tuple[bool, float, str]:
@@ -86,6 +86,11 @@ def _order(run: IndexedRun) -> tuple[bool, float, str]:
 
 def _folded(text: str) -> str:
     return normalize("NFC", text).casefold()
+
+
+def steps_of(record: dict[str, Any]) -> int:
+    """Return the steps that a run was asked for, out of its record; 0 where that does not say."""
+    return record["steps"] if type(record.get("steps")) is int else 0
 
 
 def text_of(value: Any) -> str:

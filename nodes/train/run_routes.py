@@ -27,7 +27,7 @@ from ...train.expert_pair import HIGH, LOW
 from ...train.observer import SAMPLE, SAVE, STOP
 from ..common import training_now
 from .run import runs_folder
-from .run_index import PAGE, RunIndex, page_of, text_of
+from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
 
 MOST_LISTED = 20
 MOST_READERS = 8  # whose curves stay in memory
@@ -94,7 +94,11 @@ class Runs:
     def folder(self, id: str) -> RunFolder | None:
         """Folder of a run; None for an unknown id, or where it is gone or a link by now."""
         with self._lock:
-            found = self._folders.get(id)
+            return self._found(id)
+
+    def _found(self, id: str) -> RunFolder | None:
+        """Do what `folder` does, with the lock held."""
+        found = self._folders.get(id)
         return found if found and _lies_in(found.path, runs_folder()) and _changed(found.path) else None
 
     def read(self, id: str, since: int, points: int = MOST_POINTS) -> dict[str, Any] | None:
@@ -103,10 +107,10 @@ class Runs:
         points: thins each series to so many.
         """
         with self._lock:
-            found = self._folders.get(id)
-            if found is None or not (_lies_in(found.path, root := runs_folder()) and _changed(found.path)):
+            found = self._found(id)
+            if found is None:
                 return None
-            folder = found.path
+            root, folder = runs_folder(), found.path
             reader = self._readers.pop(folder, None) or RunReader(folder)
             self._readers[folder] = reader
             while len(self._readers) > MOST_READERS:
@@ -115,7 +119,7 @@ class Runs:
                 facts, curve = reader.facts(), reader.read()
             except OSError:  # deleted meanwhile
                 return None
-            steps = facts["steps"] if type(facts.get("steps")) is int else 0
+            steps = steps_of(facts)
             window = max(10, steps // 20)
             # Those before `since` count in the first means after it, and no further back than one window.
             begin = max(0, bisect_right(list(curve.loss), since) - window)
