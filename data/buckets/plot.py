@@ -56,11 +56,9 @@ def plot_plan(plan: BucketPlan, sizes: Sequence[tuple[int, int]]) -> Image.Image
     assert len(sizes) == len(plan.placements)
     canvas = Canvas(WIDTH, HEIGHT)
     counts = " / ".join(str(tokens) for tokens in plan.token_counts)
-    contents, grids = (
-        _contents([p.grid for p in plan.placements]),
-        _count(len({p.grid for p in plan.placements}), "grid"),
-    )
-    canvas.text(40, 12, f"{counts} tokens: {contents} on {grids}", 36, room=WIDTH - 80)
+    grids = [placement.grid for placement in plan.placements]
+    title = f"{counts} tokens: {_contents(grids)} on {_count(len(set(grids)), 'grid')}"
+    canvas.text(40, 12, title, 36, room=WIDTH - 80)
     _plot_histogram(canvas, plan, sizes)
     _plot_crops(canvas, plan)
     _plot_grids(canvas, plan)
