@@ -24,7 +24,10 @@ def _time_features(weights: dict[str, Tensor], sigma: Tensor) -> Tensor:
 
 
 def make_denoiser(weights: dict[str, Tensor], data_variance: float = 0.05) -> None:
-    """Set the outer layers of a small FLUX (fp32 tensors, in place) and quiet its blocks."""
+    """Set the outer layers of a small FLUX (fp32 tensors, in place) and quiet its blocks.
+
+    data_variance: `s2` above. Raises ValueError where `hidden` is less than twice a token's input.
+    """
     hidden, patch = weights["img_in.weight"].shape
     if hidden < 2 * patch:
         raise ValueError(f"hidden is {hidden}; a tiny denoiser needs at least {2 * patch}, to carry its input through.")

@@ -8,7 +8,10 @@ HEAD_SIZE = 128
 def flux_shapes(
     hidden: int, depth: int, depth_single: int, context_dim: int, vec_dim: int, guidance: bool, channels: int = 16
 ) -> Shapes:
-    """Names and shapes of FLUX.1's parameters. Detection takes the number of heads as hidden / 128."""
+    """Names and shapes of FLUX.1's parameters. Detection takes the number of heads as hidden / 128.
+
+    Raises ValueError where `hidden` is no multiple of that.
+    """
     if hidden % HEAD_SIZE:
         raise ValueError(f"hidden is {hidden}; FLUX's heads are {HEAD_SIZE} wide, so take a multiple of {HEAD_SIZE}.")
     mlp = 4 * hidden

@@ -9,6 +9,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def linear(shapes: Shapes, name: str, inputs: int, outputs: int, bias: bool = True) -> None:
+    """Add a Linear's weight, (outputs, inputs), and bias, (outputs,)."""
     shapes[f"{name}.weight"] = (outputs, inputs)
     if bias:
         shapes[f"{name}.bias"] = (outputs,)
