@@ -2,7 +2,7 @@
 // queue the run, sees it as the one that did.
 import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
-import { addComparison } from '../compare_loras.js'
+import { addComparison } from './compare_loras.js'
 import { ourNodes } from '../nodes.js'
 import { change, previewAddress, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
