@@ -89,12 +89,12 @@ def delete(id: str) -> dict[str, Any]:
         raise NoSuchRun(NO_RUN)
     root, day = runs_folder(), f"{datetime.now():%Y-%m-%d}"
     with _one_at_a_time, ExitStack() as claim:
-        _check_over(folder)
         try:
-            claim.enter_context(folder.claimed())
+            claim.enter_context(folder.claimed())  # first: from here on none begins
         except ValueError:
+            _check_over(folder)
             raise ValueError(f"{folder.path.name} is in training in another ComfyUI; stop it there first.") from None
-        _check_over(folder)  # it may have begun meanwhile
+        _check_over(folder)
         target, left = move_to_trash(folder, root, trash_folder(), day)
     place = target.relative_to(folder_paths.get_output_directory())
     return {"folder": folder.path.relative_to(root).as_posix(), "trash": place.as_posix(), "left": left}

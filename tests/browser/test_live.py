@@ -285,6 +285,28 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
         assert (page.evaluate(error) == said) == (kind == "TesseraTrainLora")
 
 
+IN_SUBGRAPH = """said => {
+  const train = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
+  const { subgraph, node: outer } = app.graph.convertToSubgraph(new Set([train]))
+  const [inner] = subgraph.nodes
+  const detail = { node_id: `${outer.id}:${inner.id}`, node_type: inner.type, exception_message: said }
+  app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))
+  return [outer.tesseraError, inner.tesseraError]
+}"""
+
+
+def test_an_error_in_a_subgraph_stands_on_the_node_around_it_too_until_run_is_pressed(frontend):
+    open_graph(frontend, graph(frontend.ENCODERS, "of no run"))
+    page, said = frontend.page, "An error in a subgraph."
+    assert page.evaluate(IN_SUBGRAPH, said) == [said, said]
+    playwright.expect(page.locator(".tessera-error", has_text=said)).to_be_visible()
+    page.evaluate("app.graph.nodes.find((n) => n.type === 'TesseraLatentsToDataset').widgets[0].value = 0")
+    assert press_run(frontend) is None  # the server refuses it, for another node
+    shown = "app.graph.nodes.find((n) => n.subgraph).tesseraError"
+    page.wait_for_function(f"!{shown}")
+    assert frontend.crashes == []
+
+
 LINK_NAME = """type => {
   const source = LiteGraph.createNode(type)
   app.graph.add(source)

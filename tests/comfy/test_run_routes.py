@@ -179,6 +179,12 @@ def test_what_no_run_has_is_refused_and_nothing_outside_is_told(server):
     for name in ("../outside", "/etc", "..", "a\x00b", "", "C:\\x"):
         assert status_of(server, f"/tessera/runs?name={quote(name)}") == 400, name
     assert listed(server, "absent") == []
+    for name in ("pair_low_noise (001)", "pair_high_noise (001)", "pair_other (001)"):
+        (loras / name).mkdir()
+        (loras / name / "run.json").write_text("{}")
+    assert {run["folder"] for run in listed(server, "pair")} == {"pair_low_noise (001)", "pair_high_noise (001)"}
+    for folder in loras.glob("pair_*"):
+        shutil.rmtree(folder)
     (one,) = listed(server, "hostile")
     found = server.get(f"/tessera/runs/{one['id']}")
     assert (found["output_name"], found["steps"], found["model"], found["loss"]) == ("", 0, "", [])
