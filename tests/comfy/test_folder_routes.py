@@ -5,31 +5,21 @@ import json
 import os
 import struct
 import time
-import urllib.error
-import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from urllib.parse import urlencode
 
 import pytest
-from comfy_server import DIRECT, PATIENCE
 from PIL import Image
 from tiny.films import write_film
+from tiny.routes import ask
 
 SECRET = "the secret of another folder"
 
 
 def asked(server, path, method="GET", **query):
-    """Ask a route; returns the status, and the body as JSON or as it is."""
-    request = urllib.request.Request(f"{server.url}{path}?{urlencode(query)}", method=method)
-    try:
-        with DIRECT.open(request, timeout=PATIENCE) as reply:
-            data = reply.read()
-            is_json = reply.headers["Content-Type"].startswith("application/json")
-            return reply.status, json.loads(data) if is_json else data
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
+    return ask(server, f"{path}?{urlencode(query)}", method)
 
 
 def page_of(server, folder, **query):
@@ -105,8 +95,8 @@ def test_clips_show_their_first_frame(server, home):
     assert status == 200 and [entry["caption"] for entry in found["entries"]] == ["a grey", None]
     image = opened(thumbnail(server, "datasets/shown_clips", found["entries"][0]["file"], "clips")[1])
     assert image.size == (64, 48) and max(image.getpixel((9, 9))) < 24  # the darkest
-    status, text = thumbnail(server, "datasets/shown_clips", found["entries"][1]["file"], "clips")
-    assert status == 400 and "The clip 'b.webm' can't be read" in text
+    status, told = thumbnail(server, "datasets/shown_clips", found["entries"][1]["file"], "clips")
+    assert status == 400 and "The clip 'b.webm' can't be read" in told["error"]
     assert thumbnail(server, "input/shown", named("a.png"), "clips")[0] == 400  # no clip by its name
 
 
@@ -201,15 +191,15 @@ def test_broken_huge_and_foreign_files_are_told_in_a_sentence(server, home):
     Image.new("RGB", (9, 9)).save(folder / "gif.png", "GIF")  # of a kind that training does not read
     for entry in page_of(server, "input/hostile")["entries"]:
         begin = time.monotonic()
-        status, text = thumbnail(server, "input/hostile", entry["file"])
-        assert status == 400 and str(home) not in text and "Traceback" not in text, entry
-        assert json.loads(text)["error"].startswith("The picture"), text
+        status, told = thumbnail(server, "input/hostile", entry["file"])
+        assert status == 400 and str(home) not in str(told) and "Traceback" not in str(told), entry
+        assert told["error"].startswith("The picture"), told
         assert time.monotonic() - begin < 20
     with (folder / "endless.webp").open("wb") as file:
         file.truncate(600_000_000)  # without a block on the disk
-    said = json.loads(thumbnail(server, "input/hostile", named("endless.webp"))[1])["error"]
+    said = thumbnail(server, "input/hostile", named("endless.webp"))[1]["error"]
     assert said == "The picture 'endless.webp' (600 MB) is too large to be shown here; it can be trained on."
-    said = json.loads(thumbnail(server, "input/hostile", named("large.png"))[1])["error"]
+    said = thumbnail(server, "input/hostile", named("large.png"))[1]["error"]
     assert said == "The picture 'large.png' (11000 x 10000 pixels) is too large to be shown here; it can be trained on."
 
 
@@ -217,8 +207,8 @@ def test_a_clip_of_huge_frames_is_not_decoded(server, home):
     folder = home / "datasets" / "huge_clips"
     folder.mkdir(parents=True)
     write_film(folder / "a.mkv", 1, size=(6000, 7000), codec=("mjpeg", "yuvj420p"), caption="a grey")
-    status, text = thumbnail(server, "datasets/huge_clips", named("a.mkv"), "clips")
-    assert status == 400 and "(7000 x 6000 pixels) is too large to be shown here" in text
+    status, told = thumbnail(server, "datasets/huge_clips", named("a.mkv"), "clips")
+    assert status == 400 and "(7000 x 6000 pixels) is too large to be shown here" in told["error"]
 
 
 def test_odd_names_and_captions_come_through_as_they_are(server, home):

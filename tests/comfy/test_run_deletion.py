@@ -4,29 +4,21 @@ import json
 import os
 import shutil
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from comfy_server import DIRECT, PATIENCE
 from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
 from tiny.prompt import awaited
+from tiny.routes import ask
 from tiny.server_runs import held, put_pictures, training_graph, wait_for_step
 
 
-def asked(server, path, method="POST", body=b"{}", **headers):
+def asked(server, path, method="POST", **headers):
     """The status and the answer. A header of None is not sent."""
     usual = {"Content-Type": "application/json", "Origin": server.url} if method == "POST" else {}
     given = {name: value for name, value in (usual | headers).items() if value is not None}
-    request = urllib.request.Request(server.url + path, body if method == "POST" else None, given, method=method)
-    try:
-        with DIRECT.open(request, timeout=PATIENCE) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        text = error.read()
-        return error.code, json.loads(text) if text[:1] == b"{" else {}
+    return ask(server, path, method, {} if method == "POST" else None, **given)
 
 
 def listed(server, query=""):

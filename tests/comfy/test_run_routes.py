@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import time
-import urllib.error
-import urllib.request
 from io import BytesIO
 from urllib.parse import quote
 
@@ -13,6 +11,7 @@ import pytest
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
 from tiny.prompt import node
+from tiny.routes import ask
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
 
@@ -40,12 +39,7 @@ def wait_until(is_so):
 
 
 def status_of(server, path, method="GET", **headers):
-    request = urllib.request.Request(server.url + path, method=method, headers=headers)
-    try:
-        with DIRECT.open(request, timeout=PATIENCE) as reply:
-            return reply.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return ask(server, path, method, **headers)[0]
 
 
 def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_server, tiny_loaders):
@@ -88,12 +82,7 @@ def test_a_run_that_is_queued_over_the_api_is_seen_killed_and_gone_on_with(own_s
 
 
 def asked(server, path, body, **headers):
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers, method="POST")
-    try:
-        with DIRECT.open(request, timeout=PATIENCE) as reply:
-            return reply.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return ask(server, path, "POST", body, **headers)[0]
 
 
 JSON = {"Content-Type": "application/json"}
