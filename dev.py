@@ -66,7 +66,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def cache_folder() -> Path:
-    """Where environments, ComfyUI and the server's files are kept: TESSERA_CACHE, else the platform's user cache."""
+    """Folder of environments, ComfyUI and the server's files: TESSERA_CACHE, else the platform's user cache."""
     if chosen := os.environ.get("TESSERA_CACHE"):
         return Path(chosen).expanduser().resolve()
     if sys.platform == "win32":
@@ -106,7 +106,7 @@ def is_comfyui(path: Path) -> bool:
 
 
 def unpacked_comfyui() -> Path:
-    """Where the pinned release is (or will be) unpacked."""
+    """Folder into which the pinned release is (or will be) unpacked."""
     return cache_folder() / f"comfyui-{OLDEST.sha256[:12]}"
 
 
@@ -377,7 +377,7 @@ class Pytest:
 
 
 def slowest(times: Path, count: int = 25) -> str:
-    """Where the time went, by pytest's reports in a folder: seconds of each folder, and of the slowest files and tests.
+    """List where the time went, by pytest's reports: seconds of folders, and of the slowest files and tests.
 
     A test's seconds include its fixtures; a shared one counts for the test that came first.
     """

@@ -1,4 +1,4 @@
-"""What buckets cost: the mean part of a picture lost to crop at 1 megapixel, over the 10,000 sizes of tests/data.
+"""Cost of buckets: the mean part of a picture lost to crop at 1 megapixel, over the 10,000 sizes of tests/data.
 
 Run: python benchmarks/bucket_loss.py > benchmarks/results/bucket_loss.md
 Needs numpy only; the result is the same on every machine.

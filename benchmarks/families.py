@@ -1,4 +1,4 @@
-"""What the benchmarks run: each family small, from a file, or in its real shape with random weights."""
+"""Models of the benchmarks: each family small, from a file, or in its real shape with random weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ Entry = Callable[[torch.dtype], Any]
 
 @dataclass(frozen=True)
 class Picture:
-    """What is sampled or trained on. length: tokens of the text, as the family's encoder gives it; lora: empty or the
+    """Sample to train on or to make. length: tokens of the text, as the family's encoder gives it; lora: empty or the
     name of one."""
 
     width: int
@@ -84,7 +84,7 @@ class Model:
 
 
 def detected(shapes: Callable[..., dict[str, tuple[int, ...]]], sizes: tuple[Any, ...], dtype: torch.dtype) -> Any:
-    """What ComfyUI takes a file with weights of these names and shapes for."""
+    """Configuration that ComfyUI detects in a file with weights of these names and shapes."""
     from comfy import model_detection
 
     state = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes(*sizes).items()}

@@ -164,7 +164,7 @@ def picture_of(args: argparse.Namespace, family: str) -> Picture:
 
 
 def work_text(args: argparse.Namespace, family: str, folder: Path) -> str:
-    """What one step asks for, and the least time that it takes."""
+    """Demands of one step, and the least time that it takes."""
     model, picture = MODELS[args.size][family], picture_of(args, family)
     file = str(model.write(folder / f"{family}.safetensors")) if model.write is not None else ""
     work = count_work(model, file, picture)

@@ -29,12 +29,12 @@ compiling = import_module("tiny.compiling")
 
 
 def skip_transformer_options(guards: Any) -> list[bool]:
-    """What core's TorchCompileModel keeps of the guards."""
+    """Return True for each guard that core's TorchCompileModel keeps."""
     return ["transformer_options" not in guard.name for guard in guards]
 
 
 def compile_as_core(model: Any, backend: str) -> Any:
-    """What core's TorchCompileModel does. Its own file imports the node API, which a bare GPU machine does not have."""
+    """Compile as core's TorchCompileModel does, whose file imports the node API, absent on a bare GPU machine."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     clone = model.clone(disable_dynamic=True)
@@ -135,7 +135,7 @@ class Sampler:
 
 
 def cpu_seconds() -> float:
-    """What this process and the compilers that it started have computed."""
+    """CPU seconds of this process and of the compilers that it started."""
     return sum(os.times()[:4])
 
 
@@ -144,7 +144,7 @@ def differences(times: list[float]) -> list[float]:
 
 
 def deviation(out: torch.Tensor, file: Path) -> float:
-    """How far this is from what the eager contestant left in `file`, relative to its size."""
+    """Distance of `out` from what the eager contestant left in `file`, relative to its size."""
     expected = torch.load(file)
     return ((out - expected).norm() / expected.norm()).item()
 

@@ -1,4 +1,4 @@
-"""What torch compiled, by dynamo's own records, not by what this pack reports of itself."""
+"""Counts of what torch compiled, by dynamo's own records, not by what this pack reports of itself."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a step of the inference benchmark asks for, and the model of its session.
+"""Demands of a step of the inference benchmark, and the model of its session.
 
 Needs ComfyUI's model classes and the small writers of tests/tiny only; neither the node API nor the server is imported.
 """

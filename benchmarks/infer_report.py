@@ -50,7 +50,7 @@ def speed_report(field_of: Sequence[Measured], steps: int, cpu: bool) -> str:
 
 
 def cost_table(run: Sequence[Measured], core: Measured | None, cpu: bool) -> tuple[list[str], list[list[str]]]:
-    """What compiling took: in the first picture, from an empty cache. Later pictures must compile nothing."""
+    """Cost of compiling: in the first picture, from an empty cache. Later pictures must compile nothing."""
     memory = "peak_mib" if cpu else "driver_mib"
     header = ["compiling", "graphs", "graph breaks", "seconds", "of core's", "CPU seconds of the first picture"]
     header += ["graphs in later pictures", "peak above the loaded model, MiB" if cpu else "in all, by the driver, MiB"]

@@ -27,7 +27,7 @@ def processor() -> str:
 
 @dataclass
 class Measured:
-    """What one contestant replied. spec: what it was told to do; first: in the warm-up; rounds: in each round;
+    """Replies of one contestant. spec: what it was told to do; first: in the warm-up; rounds: in each round;
     memory: in the steps that count allocations; ended: why it took no more part, if it did not."""
 
     name: str

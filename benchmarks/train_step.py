@@ -149,7 +149,7 @@ def take_turn(contestant: Contestant, number: int, rounds: int, steps: int) -> N
 
 
 def work_text(args: argparse.Namespace, family: str, file: str) -> str:
-    """What the shape asks for: parameters, tokens, FLOP and copies, and the least time that these take."""
+    """Demands of the shape: parameters, tokens, FLOP and copies, and the least time that these take."""
     from train_step_work import CountedStep
 
     step = CountedStep(MODELS[args.size][family], file, picture_of(args, family))

@@ -123,7 +123,7 @@ def held_for_backward(trainer: Any) -> dict[str, Any]:
 
 
 class CountedCopies:
-    """What block swap copies in a step, by the engine's own count."""
+    """Bytes that block swap copies in a step, by the engine's own count."""
 
     def __init__(self, trainer: Any):
         self.ring = trainer.placed.swap.ring

@@ -1,4 +1,4 @@
-"""What the step benchmark trains on: random latents and texts of the shapes that the family's VAE and encoders give."""
+"""Data of the step benchmark: random latents and texts of the shapes that the family's VAE and encoders give."""
 
 from importlib import import_module
 from typing import Any

@@ -27,7 +27,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratio_by_round(numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]) -> Spread:
-    """How many times `numerator` is `denominator`: the ratio of their medians in each round, over all rounds.
+    """Quotient of `numerator` and `denominator`: the ratio of their medians in each round, over all rounds.
 
     Each argument holds the values of each round. What else the machine does changes from round to round and weighs on
     both sides of a ratio alike, so these vary far less than seconds do.
@@ -37,12 +37,12 @@ def ratio_by_round(numerator: Sequence[Sequence[float]], denominator: Sequence[S
 
 
 def swapped_blocks(percent: float, total: int) -> int:
-    """How many of `total` blocks are `percent` of them: the nearest number, and one at least where it is above 0."""
+    """Number of blocks that are `percent` of `total`: the nearest number, and one at least where it is above 0."""
     return max(1, int(total * percent / 100 + 0.5)) if percent else 0
 
 
 def times_the_least(seconds: Sequence[Sequence[float]], resident: Sequence[Sequence[float]], copying: float) -> Spread:
-    """How many times the least time of a swapped step it took, by rounds: the greater one of a step that swaps nothing
+    """Quotient of its seconds and the least of a swapped step, by rounds: the greater one of a step that swaps nothing
     (`resident`, in the same rounds) and of copying alone. Seconds."""
     return ratio_by_round(seconds, [[max(median(of_round), copying)] for of_round in resident])
 

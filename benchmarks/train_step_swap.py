@@ -1,4 +1,4 @@
-"""What block swap costs a step, as a table."""
+"""Cost of block swap in a step, as a table."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -15,7 +15,7 @@ from train_step_figures import MIB, copies_to_device, peak_and_rest
 
 
 class Memory:
-    """What this process holds, in bytes, beyond what it held when this was made.
+    """Memory that this process holds, in bytes, beyond what it held when this was made.
 
     free: what the driver had free before anything was loaded.
     """

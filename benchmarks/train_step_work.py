@@ -1,4 +1,4 @@
-"""What a training step asks for, counted on torch's meta device: FLOP, and the bytes that block swap copies."""
+"""Demands of a training step, counted on torch's meta device: FLOP, and the bytes that block swap copies."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -35,8 +35,10 @@ class SwapWork:
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What torch's SDPA runs on a GPU; its backward computes the scores again. On the meta device it would take the
-    plain products."""
+    """Attention as torch's SDPA runs it on a GPU; its backward computes the scores again.
+
+    On the meta device SDPA would take the plain products.
+    """
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
 
 

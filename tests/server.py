@@ -116,7 +116,7 @@ class ComfyServer:
             pass
 
     def _start_at(self, port: int, end: float) -> bool:
-        """Whether it got the port, which another process may take before the server does."""
+        """True where it got the port, which another process may take before the server does."""
         assert self.process is None, "the server runs already"
         self.url = f"http://127.0.0.1:{port}"
         with open(self.log, "ab") as log:

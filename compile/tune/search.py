@@ -126,7 +126,7 @@ class _Run:
             end_of_node()
 
     def why_not(self, settings: CompileSettings) -> str | None:
-        """Why these settings are not tried, as a sentence."""
+        """Return why these settings are not tried, as a sentence; None where they are."""
         if settings.scope != "model" and not self.blocks:
             return "the model has no repeated blocks."
         if settings.scope == "stack" and not self.lists:
@@ -257,7 +257,7 @@ def _memory_in_use(device: torch.device) -> int:
 
 
 def _not_compiled(compiled_model: CompiledModel) -> str | None:
-    """Why nothing of it runs compiled, as a sentence; None where something does."""
+    """Return why nothing of it runs compiled, as a sentence; None where something does."""
     if any(not region.eager and region.report.compiled_calls for region in compiled_model.regions.values()):
         return None
     causes = [

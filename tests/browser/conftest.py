@@ -112,7 +112,7 @@ SET_WIDGETS = """values => {
 
 
 class Frontend:
-    """What a person does with a workflow in the browser. `crashes` are the errors of the page."""
+    """Acts of a person with a workflow in the browser. `crashes` are the errors of the page."""
 
     ENCODERS = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl_fp16.safetensors"}
 
@@ -132,7 +132,7 @@ class Frontend:
         self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=json.loads(workflow)["id"])
 
     def faults(self) -> dict[str, list[Any]]:
-        """What the frontend finds wrong with the graph, by kind, without the kinds of which there is nothing."""
+        """Faults that the frontend finds in the graph, by kind, without the kinds of which there is nothing."""
         return {kind: found for kind, found in self.page.evaluate(FAULTS).items() if found}
 
     def use_new_renderer(self, on: bool) -> None:

@@ -123,7 +123,7 @@ def number(cell: str) -> float | str:
 
 
 def cells_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the table has to show of the facts in the history."""
+    """Rows that the table has to show of the facts in the history."""
 
     def cells(region: dict[str, Any]) -> dict[str, Any]:
         (speed,) = region["speed"]

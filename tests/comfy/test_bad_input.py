@@ -369,7 +369,7 @@ def test_a_full_disk_at_cancel_still_ends_the_run_as_cancelled_and_gives_its_mem
 
 
 def told_of_a_full_disk(model, root, step, **options):
-    """What a run says whose disk is full from this step on."""
+    """Notes of a run whose disk is full from this step on."""
     with disk(400) as full:
         watcher = Watcher(at_step=lambda done: full.fill() if done == step else None)
         assert not train(model, mixed_data(), root, watcher, **options).saved

@@ -73,7 +73,7 @@ def prepared(dataset, vae, clip, root, **changes):
 
 
 def core(clip, text, length):
-    """What core's CLIP Text Encode gives of a literal text; FLUX.1's T5 padded to at least `length`."""
+    """Conditioning that core's CLIP Text Encode gives of a literal text; FLUX.1's T5 padded to at least `length`."""
     literal = text.replace("(", "\\(").replace(")", "\\)")
     tokens = clip.tokenize(literal, **({"tokenizer_options": {"t5xxl_min_length": length}} if length else {}))
     with torch.inference_mode():

@@ -27,7 +27,7 @@ every_clip = pytest.mark.parametrize("name", ["klein", "mistral", "wan", "qwen"]
 
 
 def core_node(clip, text):
-    """What core's CLIP Text Encode gives."""
+    """Conditioning that core's CLIP Text Encode gives."""
     import nodes
 
     with torch.inference_mode():

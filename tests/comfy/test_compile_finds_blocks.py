@@ -1,4 +1,4 @@
-"""Which blocks are found by structure in ComfyUI's models, at their real sizes on the meta device."""
+"""Blocks that are found by structure in ComfyUI's models, at their real sizes on the meta device."""
 
 from collections import Counter
 from importlib import import_module

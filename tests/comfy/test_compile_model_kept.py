@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_graphs")
 
 
 class Kept:
-    """What has to be the same after compiling: each weight's name, bytes and place, each module and where it stands."""
+    """All that compiling must not change: each weight's name, bytes and place, each module and where it stands."""
 
     def __init__(self, patcher: Any):
         self.model = patcher.model
@@ -109,7 +109,7 @@ def test_after_an_interrupt_in_the_middle_of_the_first_pass_a_run_compiles_as_ev
 
 
 def saved(patcher: Any, path: Any) -> dict[str, Tensor]:
-    """What core's nodes that save a model write."""
+    """State dict that core's nodes that save a model write."""
     with torch.inference_mode():
         comfy.sd.save_checkpoint(str(path), patcher)
     return load_file(path)

@@ -1,4 +1,4 @@
-"""Which sizes share a graph, and that numbers which never change, such as a norm's epsilon, are no inputs of it."""
+"""Sizes that share a graph, and that numbers which never change, such as a norm's epsilon, are no inputs of it."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product

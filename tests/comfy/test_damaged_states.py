@@ -90,7 +90,7 @@ def part(packed, *keys):
 
 
 def places(plain):
-    """Where every field of a state stands: (a dict or list, the place in it) by the field's name."""
+    """Places of every field of a state: (a dict or list, the place in it) by the field's name."""
     (adapter,), (segment,), tree = plain["adapters"], plain["parts"], plain["tree"]
     (point, *_), groups = plain["validation"]["points"], part(tree, "optimizer", "param_groups")
     named = {"": plain, "adapters.": adapter, "parts.": segment, "machine.": plain["machine"]}

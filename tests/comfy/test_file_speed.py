@@ -1,4 +1,4 @@
-"""How fast swapped blocks come out of the mapped file that they lie in, and what a plan makes of it."""
+"""Speed at which swapped blocks come out of the mapped file that they lie in, and what a plan makes of it."""
 
 import sys
 from dataclasses import replace

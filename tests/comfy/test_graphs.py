@@ -1,4 +1,4 @@
-"""What decides how many graphs a run compiles: what was planned, which blocks have a LoRA, whether a compiler works."""
+"""Number of graphs that a run compiles: what was planned, which blocks have a LoRA, whether a compiler works."""
 
 from collections.abc import Callable
 from typing import Any

@@ -31,7 +31,7 @@ def some_lora(tiny_files):
 
 
 def picture_of(model):
-    """What has to be the same after training: each weight's bytes and place, and everything on the patcher."""
+    """All that has to be the same after training: each weight's bytes and place, and everything on the patcher."""
     weights = {name: (t.data_ptr(), t.detach().clone()) for name, t in model.model.state_dict().items()}
     grads = [p.requires_grad for p in model.model.parameters()]
     kept = {"patches": dict(model.patches), "uuid": model.patches_uuid, "options": repr(model.model_options)}

@@ -1,5 +1,5 @@
-"""What LoRA Network sets beside size and targets, in whole runs: it has its effect, goes on bit for bit, and is part of
-what a run is known by."""
+"""Settings of LoRA Network beside size and targets, in whole runs: each has its effect, goes on bit for bit, and is
+part of what a run is known by."""
 
 import json
 

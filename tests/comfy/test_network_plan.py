@@ -1,4 +1,4 @@
-"""What LoRA Network says before a run: the preview, ranks by pattern, what does not fit."""
+"""LoRA Network before a run: the preview, ranks by pattern, what does not fit."""
 
 import pytest
 import torch

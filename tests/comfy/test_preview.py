@@ -181,8 +181,8 @@ def test_a_model_that_cannot_be_unloaded_after_a_preview_ends_the_run_with_its_s
 
 
 class Notes(Watcher):
-    """What lies on the device, what is compiled, and what this run has made and holds (how many parameters, how many
-    bytes of all tensors) after each step."""
+    """Record of what lies on the device, what is compiled, and what this run has made and holds (how many parameters,
+    how many bytes of all tensors) after each step."""
 
     def __init__(self, model):
         super().__init__(at_step=self.look)

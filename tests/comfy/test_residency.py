@@ -62,7 +62,7 @@ def test_a_patched_model_is_patched_again_when_its_weights_return(tiny_flux, tmp
 
 
 def test_weights_are_read_from_the_masters_after_the_patched_model_was_loaded_in_between(tiny_flux, tmp_path):
-    """What a preview does: it loads the MODEL, which writes the patches into the modules that we read from."""
+    """As a preview does, load the MODEL, which writes the patches into the modules that we read from."""
     patched = tiny_flux.clone()
     key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
     patched.add_patches({key: ("diff", (0.1 * torch.ones_like(patched.model.state_dict()[key]),))})

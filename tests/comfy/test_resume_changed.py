@@ -126,7 +126,7 @@ def test_an_average_that_ends_at_a_resume_says_so(tiny_flux, tmp_path):
 
 
 def told(result):
-    """What the LoRA's metadata say of earlier parts; the summary says the same."""
+    """Earlier parts by the LoRA's metadata; the summary says the same."""
     with safe_open(result.path, "pt") as file:
         earlier = json.loads(file.metadata()["tessera"])["continued_from"]
     assert result.summary.get("continued_from", []) == earlier

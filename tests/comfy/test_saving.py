@@ -1,4 +1,4 @@
-"""When LoRAs are saved, which of them stay, what they say of their run, and the workflow that lies beside them."""
+"""Saves of LoRAs: when they are made, which stay, what they say of their run, and the workflow beside them."""
 
 import json
 from dataclasses import replace

@@ -311,7 +311,7 @@ def test_a_model_under_dynamic_vram_streams_from_its_file_too(tiny_files: dict[s
 def test_linears_that_dynamic_vram_makes_without_memory_stay_in_the_file(
     known: bool, node: Any, ram: Any, monkeypatch: Any
 ) -> None:
-    """Where ComfyUI loads them in another way than is known they are copied, which is told."""
+    """They are copied where ComfyUI loads them in another way than is known, which is told."""
     want = sample(node()[0], "flux")
 
     def load_safetensors(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""What swapping costs the host: the weights lie there once, also while they move into the masters."""
+"""Cost of swapping on the host: the weights lie there once, also while they move into the masters."""
 
 import json
 import os

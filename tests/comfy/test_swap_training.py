@@ -67,7 +67,7 @@ def test_compiled_equals_resident_for_every_count_and_prefetch(deep_flux, reside
 
 
 class Writes(TorchDispatchMode):
-    """Which memory each copy goes into, and out of which it comes."""
+    """Memory that each copy goes into, and that it comes out of."""
 
     def __init__(self) -> None:
         super().__init__()

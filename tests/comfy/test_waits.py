@@ -1,4 +1,4 @@
-"""What a step waits for: once, for the loss and the norm of the gradients together, before anything moves."""
+"""Waits of a step: once, for the loss and the norm of the gradients together, before anything moves."""
 
 import math
 from collections import Counter

@@ -47,7 +47,7 @@ def placed(latent: Tensor, patch: int, place: tuple[int, ...]) -> tuple[Tensor, 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxCase(FamilyCase):
-    """What FLUX.1 and FLUX.2 share."""
+    """Case of what FLUX.1 and FLUX.2 share."""
 
     kinds = 2
     wide: ClassVar[Mapping[str, Any]] = {"hidden": 256}

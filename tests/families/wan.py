@@ -258,7 +258,7 @@ def _sines_of_core(transformer: Any) -> None:
 
 
 def _core_conds(model: Any, sample: Any, x: Tensor) -> dict[str, Any]:
-    """What core's `extra_conds` makes of a sample whose noisy latent is x (1, C, T, H, W)."""
+    """Conditioning that core's `extra_conds` makes of a sample whose noisy latent is x (1, C, T, H, W)."""
     read = sample.load()
     copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in read.conditioning.items()}
     made = model.model.extra_conds(noise=x, device=x.device, cross_attn=padded_text(sample), **copied)

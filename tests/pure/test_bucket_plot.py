@@ -24,7 +24,7 @@ def pixels(plan, sizes, panel=(0, 0, WIDTH, HEIGHT)) -> np.ndarray:
 
 
 def near(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
-    """How many pixels have that colour, but for a little smoothing."""
+    """Count the pixels of that colour, but for a little smoothing."""
     return int((np.abs(picture - colour).max(axis=-1) <= 8).sum())
 
 

@@ -1,4 +1,4 @@
-"""Which frames of a film become clips, drawn as musubi-tuner's guide draws them."""
+"""Frames of a film that become clips, drawn as musubi-tuner's guide draws them."""
 
 import pytest
 from tessera.data.media.clip_windows import EXTRACTIONS, Extraction, parse_target_frames, round_down_frames

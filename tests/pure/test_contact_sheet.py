@@ -1,4 +1,4 @@
-"""What a sheet shows of clips: frames by their colour."""
+"""Sheets of clips: frames by their colour."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from tessera.train.preview.contact_sheet import render_frames, render_sheet
 
 
 class Pixels(np.ndarray):
-    """What a sheet asks of a tensor: its frames, and them as an array."""
+    """Stand-in for a tensor on a sheet: its frames, and them as an array."""
 
     def float(self):
         return self.astype(np.float32)

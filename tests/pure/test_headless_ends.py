@@ -1,4 +1,4 @@
-"""How run.py ends, and what it gives on to the processes that it starts."""
+"""Ends of run.py, and what it gives on to the processes that it starts."""
 
 import asyncio
 import importlib.util

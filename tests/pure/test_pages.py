@@ -11,7 +11,7 @@ PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/?)`")
 
 
 def named_paths(page: str) -> set[str]:
-    """What stands in code marks and is a path: it ends with a slash or a suffix, or has a slash within."""
+    """Paths in code marks: each ends with a slash or a suffix, or has a slash within."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return {found for found in PATH.findall(text) if "/" in found or re.search(r"\.(py|md|toml|json)$", found)}
 

@@ -1,4 +1,4 @@
-"""Which samples of an optimizer step each device takes."""
+"""Samples of an optimizer step that each device takes."""
 
 import importlib.util
 import sys

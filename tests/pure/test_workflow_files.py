@@ -1,4 +1,4 @@
-"""What a shared workflow carries for somebody who has none of the files yet, and that its two forms are one graph."""
+"""Contents of a shared workflow for somebody who has none of the files yet, and that its two forms are one graph."""
 
 import json
 from pathlib import Path

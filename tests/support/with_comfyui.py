@@ -104,7 +104,7 @@ def case_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def reference_values() -> dict[Any, Any]:
-    """What references gave for a LoRA at its start, for tests that compare several modes with them."""
+    """Cache of what references gave for a LoRA at its start, for tests that compare several modes with them."""
     return {}
 
 
@@ -136,7 +136,7 @@ def tiny_vae(tiny_files: dict[str, Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def lora_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where alone ComfyUI lists LoRAs: empty at first, and of this file's tests only."""
+    """Folder in which alone ComfyUI lists LoRAs: empty at first, and of this file's tests only."""
     import folder_paths
 
     listed, folder = folder_paths.folder_names_and_paths["loras"], tmp_path_factory.mktemp("loras")

@@ -46,7 +46,7 @@ def adapted_weight(options: Any, weight: Tensor, masters: Mapping[str, Tensor]) 
 
 
 def numbers(adapter: torch.nn.Module) -> dict[str, Tensor]:
-    """What an adapter holds, in fp64: leaves of what is trained, and what it began from."""
+    """Tensors of an adapter, in fp64: leaves of what is trained, and what it began from."""
     held = {name: b.double() for name, b in adapter.named_buffers()}
     return held | {name: p.detach().double().requires_grad_() for name, p in adapter.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Which tensors this process holds, counted by tests that look for memory left behind."""
+"""Tensors that this process holds, counted by tests that look for memory left behind."""
 
 import gc
 import weakref

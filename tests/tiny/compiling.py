@@ -1,4 +1,4 @@
-"""What tests of compiled MODELs share: counting graphs, LoRAs for any tiny model, MODELs that are loaded in part."""
+"""Parts of tests of compiled MODELs: counting graphs, LoRAs for any tiny model, MODELs that are loaded in part."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -102,7 +102,7 @@ def make_lora(model: Any, seed: int = 0, rank: int = 2, inside: str = "") -> dic
 
 
 def with_lora(model: Any, lora: dict[str, Tensor], strength: float) -> Any:
-    """What core's LoraLoaderModelOnly gives."""
+    """MODEL that core's LoraLoaderModelOnly gives."""
     import comfy.sd
 
     with torch.inference_mode():

@@ -144,7 +144,7 @@ class FamilyCase:
     deep: ClassVar[Mapping[str, Any]] = {}
     """Sizes for `write` that give four blocks or more."""
     deep_blocks: ClassVar[int] = 4
-    """How many that is."""
+    """Number of these blocks."""
     wide: ClassVar[Mapping[str, Any]] = {}
     """Sizes for `write` that give two heads or more, where the smallest model has one."""
     ragged_in_core: ClassVar[bool] = True
@@ -200,7 +200,7 @@ class FamilyCase:
         return None
 
     def learning(self, folder: Path) -> Learning:
-        """What is to be learned in seconds; a file of its own goes into `folder`."""
+        """Sample to be learned in seconds; a file of its own goes into `folder`."""
         raise NotImplementedError
 
     def gradients(self) -> dict[str, tuple[int, ...]]:
@@ -218,7 +218,7 @@ class FamilyCase:
         raise NotImplementedError
 
     def shift(self, sample: Any) -> float:
-        """How far training moves this sample's sigma towards noise by default."""
+        """Shift by which training moves this sample's sigma towards noise by default."""
         return 1.0
 
     def reference_velocity(

@@ -1,4 +1,4 @@
-"""Whether a LoRA has learned its sample, judged by ComfyUI's own forward and sampler with its own loader of LoRAs."""
+"""Test of what a LoRA has learned, by ComfyUI's own forward and sampler with its own loader of LoRAs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def assert_draws(drawn: Callable[[Any], Tensor], wanted: Tensor, models: tuple[A
 
 
 def sampled(model: Any, start: Tensor, text: Tensor, conditioning: dict[str, Any], **options: Any) -> Tensor:
-    """What core's sampler makes of noise over `start` (of one sample) in eight Euler steps, with guidance 1."""
+    """Latent that core's sampler makes of noise over `start` (of one sample) in eight Euler steps, with guidance 1."""
     import comfy.sample
 
     noise = comfy.sample.prepare_noise(start[None], 1)

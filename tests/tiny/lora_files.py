@@ -42,7 +42,7 @@ def loaded_in_comfyui(model: Any, tensors: Mapping[str, Tensor], caplog: Any) ->
 
 
 def patched_deltas(model: Any, patched: Any) -> dict[str, Tensor]:
-    """What the patches add to each patched weight, by the module's own name."""
+    """Change that the patches add to each patched weight, by the module's own name."""
     import comfy.utils
 
     result = {}

@@ -16,7 +16,7 @@ Conditioning = list[list[Any]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a tiny model takes. `cell` is the picture's pixels per latent cell; `frames_per_latent` 0 is a picture."""
+    """Inputs of a tiny model. `cell` is the picture's pixels per latent cell; `frames_per_latent` 0 is a picture."""
 
     text_width: int
     pooled_width: int = 0
@@ -50,7 +50,7 @@ def conditioning(name: str, length: int, seed: int = 0) -> Conditioning:
 
 
 def empty_latent(name: str, width: int, height: int, batch: int = 1, frames: int = 1) -> Tensor:
-    """What core's empty latent node of this family gives; `width` and `height` in pixels, `frames` of a video."""
+    """Latent of core's empty latent node of this family; `width` and `height` in pixels, `frames` of a video."""
     inputs = INPUTS[name]
     if frames != 1 and not inputs.frames_per_latent:
         raise ValueError(f"frames is {frames}; {name} makes pictures, so take 1.")

@@ -28,8 +28,8 @@ class WrongOrder(AssertionError):
 
 @dataclass
 class Device:
-    """What its streams share. sites: the places in the code that wait for anything; without: those that don't, in this
-    test. deferred: how many copies came later than they were asked for."""
+    """State that its streams share. sites: the places in the code that wait for anything; without: those that don't, in
+    this test. deferred: how many copies came later than they were asked for."""
 
     without: str | None = None
     sites: set[str] = field(default_factory=set)

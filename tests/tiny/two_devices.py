@@ -49,7 +49,7 @@ class TwoDevices:
         return isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self._held
 
     def put_weights_of(self, trainer: Any) -> None:
-        """What a run has on the device before its first step; it moves its batches there by name."""
+        """Put there what a run has on the device before its first step; it moves its batches there by name."""
         trainer.device = trainer.batches.device = DEVICE
         self.put(trainer.network.parameters())
         self.put(tensor for group in trainer.network.flat for tensor in (group.gradient, group.cast))
@@ -98,7 +98,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """What no op tells: a tensor's device, copies between the devices, and numbers that are read in one go."""
+    """Stand-ins for what no op tells: a tensor's device, copies between devices, numbers that are read in one go."""
 
     def __init__(self, devices: TwoDevices):
         super().__init__()

@@ -28,7 +28,7 @@ TRAINED = [family for family in FAMILIES if family in TINY]
 
 
 def small(name: str) -> Picture:
-    """What a small family trains on here: a picture, or a clip of two latent frames."""
+    """Sample that a small family trains on here: a picture, or a clip of two latent frames."""
     return Picture(64, 96, 16, frames=5 if TINY[name].picture.frames > 1 else 1)
 
 
@@ -147,7 +147,7 @@ def test_the_copies_of_the_dry_run_are_those_of_a_step(
 
 
 class Stop(BaseException):
-    """What ends core's loop from inside, as no error of its own does."""
+    """Exception that ends core's loop from inside, as no error of its own does."""
 
 
 @pytest.mark.parametrize("name", TRAINED)

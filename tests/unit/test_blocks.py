@@ -1,4 +1,4 @@
-"""What is a block, what blocks share, and which lists of them can be one region."""
+"""Blocks: what is one, what they share, and which lists of them can be one region."""
 
 import copy
 

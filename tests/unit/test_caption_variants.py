@@ -149,7 +149,7 @@ def test_the_first_form_of_tags_is_the_caption_as_written_and_as_likely_as_it_wa
 
 
 def pooled(text, count=500, **options):
-    """How often each form is shown over captions that differ in a first word, which is cut off."""
+    """Count how often each form is shown over captions that differ in a first word, which is cut off."""
     found = Counter()
     for number in range(count):
         of = forms(f"n{number} {text}", **options)

@@ -1,4 +1,4 @@
-"""Which products a card can do and which are the fastest there, asked of faked cards: a CPU takes anything."""
+"""Products that a card can do, and the fastest of them, asked of faked cards: a CPU takes anything."""
 
 import json
 from pathlib import Path

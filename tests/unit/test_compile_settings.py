@@ -1,4 +1,4 @@
-"""What the fields of Compile Model mean, what of it is ignored where, and what is refused with a sentence."""
+"""Fields of Compile Model: what they mean, what of it is ignored where, and what is refused with a sentence."""
 
 import inspect
 
@@ -136,7 +136,7 @@ def test_each_backend_of_the_menu_is_one_of_torchs_and_the_usual_ones_come_first
 
 
 def told(settings, device):
-    """What is ignored, without the sentence on a torch that has no limit for each region."""
+    """Notes on what is ignored, without the sentence on a torch that has no limit for each region."""
     return [note for note in settings.ignored(BLOCKS, device) if "no limit for each region" not in note]
 
 

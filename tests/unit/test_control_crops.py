@@ -1,4 +1,4 @@
-"""Where control pictures lie, against the boxes of their results."""
+"""Places of control pictures, against the boxes of their results."""
 
 from pathlib import Path
 

@@ -29,7 +29,7 @@ CASES = (
 
 
 def other_versions() -> str:
-    """Why the counts do not hold here, empty where they do."""
+    """Return why the counts do not hold here; empty where they do."""
     for package in ("torch", "triton"):
         try:
             found = version(package).partition("+")[0]

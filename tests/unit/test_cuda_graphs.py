@@ -45,7 +45,7 @@ def flux(tiny_files: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def cuda_malloc_async(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says under ComfyUI's own choice on nearly every NVIDIA card."""
+    """Answer of torch under ComfyUI's own choice on nearly every NVIDIA card."""
     for module in (cuda_graphs, results):
         monkeypatch.setattr(module, "memory_allocator", lambda device: "cudaMallocAsync")
 

@@ -1,4 +1,4 @@
-"""What a recording tells about the compilations inside it, provoked with the real torch.compile."""
+"""Recordings of the compilations inside them, provoked with the real torch.compile."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""What `dev.py test --fast` runs of each family."""
+"""Tests of each family that `dev.py test --fast` runs."""
 
 import os
 import re

@@ -64,7 +64,7 @@ Saved = namedtuple("Saved", "weight inplace_update")
 
 
 def patcher(model, patches=None, backup=None, injections=None):
-    """What of a ComfyUI model patcher says which weights it stands for."""
+    """Part of a ComfyUI model patcher that says which weights it stands for."""
     return SimpleNamespace(
         model=model, patches=patches or {}, patches_uuid=uuid.uuid4(), backup=backup or {}, injections=injections or {}
     )

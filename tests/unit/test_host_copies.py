@@ -7,7 +7,7 @@ from torch import nn
 
 
 def moved_there_and_back(model):
-    """What `model.to(device)` and back leave: new memory on the host."""
+    """Give the weights new memory on the host, as `model.to(device)` and back do."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 

@@ -1,4 +1,4 @@
-"""Which form of a sample is shown: each as often as it should be, and a function of the seed and the step alone."""
+"""Forms of a sample: each is shown as often as it should be, and a function of the seed and the step alone."""
 
 from collections import Counter
 

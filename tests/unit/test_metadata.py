@@ -1,4 +1,4 @@
-"""What a LoRA file says of itself: true, strings only, no path of a disk, a hash that fits the file."""
+"""Metadata of a LoRA file: true, strings only, no path of a disk, a hash that fits the file."""
 
 import dataclasses
 import hashlib

@@ -53,7 +53,7 @@ def saved(request):
 
 
 def stored(value):
-    """What a header tells of a state."""
+    """Return what a header tells of a state's value."""
     if isinstance(value, torch.Tensor):
         number = float(value) if tuple(value.shape) in ((), (1,)) else None
         return StoredTensor(tuple(value.shape), "F32", number)

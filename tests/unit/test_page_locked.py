@@ -18,7 +18,7 @@ SIZE = 3 * 2**20 + 1  # torch's own allocator would lock 4 MiB
 
 
 class Registry:
-    """What CUDA is told; `refuses` is the error that it answers."""
+    """Stand-in for CUDA that notes what it is told; `refuses` is the error that it answers."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}

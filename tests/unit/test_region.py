@@ -103,7 +103,7 @@ def test_a_weight_stored_narrower_costs_the_partitioner_as_much_as_a_plain_one()
 
 
 def positions(picture: torch.Tensor) -> torch.Tensor:
-    """What core computes for a picture of any size: padded to patches, and a place for each."""
+    """Compute places as core does for a picture of any size: padded to patches, one for each."""
     _, _, height, width = picture.shape
     picture = nn.functional.pad(picture, (0, -width % 2, 0, -height % 2), mode="circular")
     rows, columns = (height + 1) // 2, (width + 1) // 2

@@ -1,4 +1,4 @@
-"""How a batch gets to a GPU, told by the calls: page-locked first, then a copy that is not waited for."""
+"""Way of a batch to a GPU, told by the calls: page-locked first, then a copy that is not waited for."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ranks tell each other by the keys of their store, and the time that they wait for it."""
+"""Messages of ranks by the keys of their store, and the time that they wait for it."""
 
 import threading
 import time

@@ -19,7 +19,7 @@ FOLDERS = ("tessera", "comfyui-tessera", "ComfyUI-Tessera")
 
 @dataclass(frozen=True)
 class Card:
-    """What is said of a workflow.
+    """Texts about a workflow.
 
     title: a sentence with the workflow's number in the list.
     text: what it does, one sentence.

@@ -1,4 +1,4 @@
-"""What the workflows have in common: the groups of nodes that load, train and sample, and the notes beside them."""
+"""Parts that workflows have in common: the groups of nodes that load, train and sample, and the notes beside them."""
 
 import re
 

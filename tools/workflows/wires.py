@@ -51,7 +51,7 @@ def start_of(node: Mapping[str, Any], output: int) -> Point:
 
 
 def end_of(node: Mapping[str, Any], number: int) -> Point:
-    """Where a link enters; what belongs to a widget enters at it, which is near enough to the node's middle."""
+    """Point at which a link enters; that of a widget enters at it, which is near enough to the node's middle."""
     plain = [place for place, slot in enumerate(node["inputs"]) if "widget" not in slot]
     x, y = node["pos"]
     return x, y + SLOT * (plain.index(number) + 0.7) if number in plain else y + node["size"][1] / 2

@@ -95,7 +95,7 @@ def test_a_caption_takes_the_ladders_length_and_its_pads_are_counted_out(model):
 
 
 def core_node(clip, text):
-    """What core's CLIP Text Encode gives."""
+    """Conditioning that core's CLIP Text Encode gives."""
     with torch.inference_mode():
         (((cond, extra),),) = nodes.CLIPTextEncode().encode(clip, text)
     return cond, {name: value for name, value in extra.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What FLUX.2's family says of a model and of samples, and what it refuses."""
+"""FLUX.2's family: what it says of a model and of samples, and what it refuses."""
 
 from types import SimpleNamespace
 
