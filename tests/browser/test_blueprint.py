@@ -12,7 +12,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 RENDERERS = pytest.mark.parametrize("new_renderer", [False, True], ids=["canvas renderer", "new renderer"])
 
 BLUEPRINT = "Train a LoRA"
-INPUTS = ["model", "clip", "vae", "folder", "name", "trigger_word", "steps"]
+INPUTS = ["model", "clip", "vae", "folder", "name", "trigger_word", "preset", "steps"]
 OUTER = "app.graph.nodes.find((n) => n.subgraph)"
 # Next to loaders, and made small inside, for a computer without a GPU.
 WIRE = f"""([encoders, small, values]) => {{
@@ -28,6 +28,18 @@ WIRE = f"""([encoders, small, values]) => {{
     loader.connect(0, node, slot)
   }}
   for (const [name, value] of Object.entries(values)) node.widgets.find((w) => w.name === name).value = value
+}}"""
+WIDGET_PLACE = f"""name => {{
+  const widget = {OUTER}.widgets.find((w) => w.name === name)
+  const [x, y] = [{OUTER}.pos[0] + {OUTER}.size[0] / 2, {OUTER}.pos[1] + widget.last_y + 10]
+  const {{ left, top }} = app.canvas.canvas.getBoundingClientRect()
+  const [shownX, shownY] = app.canvas.ds.convertOffsetToCanvas([x, y])
+  return [left + shownX, top + shownY]
+}}"""
+INSIDE = f"""() => {{
+  const train = {OUTER}.subgraph.nodes.find((n) => n.type === 'TesseraTrainLora')
+  const names = ['learning_rate', 'rank', 'gradient_accumulation']
+  return names.map((name) => train.widgets.find((w) => w.name === name).value)
 }}"""
 VALUES = f"""() => {{
   const widgets = {OUTER}.widgets.filter((w) => w.name !== 'tessera_report')
@@ -90,7 +102,7 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     page = frontend.page
     name = "new_blue" if new_renderer else "old_blue"
     add_from_search(frontend)
-    values = {"folder": "input/dots", "name": name, "trigger_word": "a dot", "steps": 2}
+    values = {"folder": "input/dots", "name": name, "trigger_word": "a dot", "preset": "custom", "steps": 2}
     page.evaluate(WIRE, [frontend.ENCODERS, SMALL, values])
     assert page.evaluate(VALUES) == values and frontend.faults() == {}
     before = page.evaluate(f"{OUTER}.serialize()")
@@ -110,4 +122,42 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     page.get_by_role("button", name="Continue + 2").click()
     panel_says(frontend, "Step 4 / 4")
     assert page.evaluate(VALUES)["steps"] == 4
+    assert frontend.crashes == []
+
+
+def choose(frontend, name, option, new_renderer):
+    """Choose an option as a person does: a click on the input, a click on the option."""
+    page = frontend.page
+    if new_renderer:
+        page.get_by_role("combobox", name=name).click()
+        page.get_by_role("option", name=option, exact=True).click()
+        return
+    page.mouse.click(*page.evaluate(WIDGET_PLACE, name))
+    page.locator(".litemenu-entry").get_by_text(option, exact=True).click()
+
+
+@RENDERERS
+def test_a_preset_chosen_on_it_fills_in_what_suits_the_model_in_front(frontend, new_renderer):
+    frontend.use_new_renderer(new_renderer)
+    page = frontend.page
+    add_from_search(frontend)
+    page.evaluate(WIRE, [{"unet_name": "qwen_image_fp8_e4m3fn.safetensors"}, {}, {}])
+    hint = page.locator(".tessera-hint")
+    choose(frontend, "preset", "style, quick", new_renderer)
+    playwright.expect(hint).to_contain_text("style, quick, for Qwen-Image")
+    assert page.evaluate(VALUES)["steps"] == 1000 and page.evaluate(INSIDE) == [5e-5, 16, 2]
+    choose(frontend, "preset", "object, best", new_renderer)
+    told = "object, best, for Qwen-Image: steps 1500, rank 16, gradient_accumulation 1, learning_rate 0.00005."
+    playwright.expect(hint).to_have_text(told)
+    assert page.evaluate(VALUES)["steps"] == 1500 and page.evaluate(INSIDE) == [5e-5, 16, 1]
+    picture(page, f"preset_{'new' if new_renderer else 'old'}")
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    playwright.expect(hint).to_have_text(told)
+    page.wait_for_timeout(500)  # two looks at the new nodes, which change nothing
+    page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'steps').value = 1499")
+    playwright.expect(hint).to_have_count(0)
+    assert page.evaluate(VALUES)["preset"] == "custom" and page.evaluate(VALUES)["steps"] == 1499
+    choose(frontend, "preset", "motion, quick", new_renderer)
+    playwright.expect(hint).to_contain_text("Qwen-Image makes pictures")
+    assert page.evaluate(VALUES)["preset"] == "custom" and page.evaluate(VALUES)["steps"] == 1499
     assert frontend.crashes == []

@@ -1,13 +1,15 @@
-// Train LoRA: a preset fills in the widgets that it stands for, and changing one of them ends the preset. Which family
-// the model is of, the browser reads from the name of the file that the loader in front has.
+// Train LoRA: a preset fills in the widgets that it stands for, and changing one of them ends the preset. An input that
+// is linked to one of the subgraph around the node has its widget there. Which family the model is of, the browser reads
+// from the name of the file that the loader in front has.
 import { app } from '../../../../scripts/app.js'
 import { ourNodes } from '../nodes.js'
 import { setHint } from '../report_widget.js'
-import { after, widgetOf } from '../widgets.js'
+import { after, sourceWidget, widgetOf } from '../widgets.js'
 import { t } from '../words.js'
 
 const TYPE = 'TesseraTrainLora'
 const CUSTOM = 'custom'
+const EVERY = 250 // milliseconds between two looks at subgraph nodes
 const MODEL_FILE = /\.(safetensors|sft|gguf|ckpt|pth?|bin)$/i
 // Inputs of the node, and what is told where one is connected.
 const INSTEAD_WORDS = {
@@ -25,42 +27,77 @@ app.registerExtension({
     const { onNodeCreated, onConnectionsChange } = nodeType.prototype
     nodeType.prototype.onNodeCreated = function (...rest) {
       const result = onNodeCreated?.apply(this, rest)
-      followPreset(this)
+      after(widgetOf(this, 'preset'), () => chosen(this, 'preset'))
+      for (const name of filledIn()) after(widgetOf(this, name), () => chosen(this, name))
       return result
     }
     nodeType.prototype.onConnectionsChange = function (...rest) {
       const result = onConnectionsChange?.apply(this, rest)
-      if (valueOf(this, 'preset') !== CUSTOM) tell(this)
+      if (valueOf(this, 'preset') !== CUSTOM) tell(this, hostsOf(this))
       return result
     }
   },
+  setup() {
+    setInterval(() => document.visibilityState === 'visible' && lookAtHosts(), EVERY)
+  },
   afterConfigureGraph() {
-    for (const [node] of ourNodes()) if (node.type === TYPE) tell(node)
+    for (const { node, hosts } of trainNodes()) tell(node, hosts)
   },
 })
 
-const valueOf = (node, name) => widgetOf(node, name)?.value
+const valueOf = (node, name, hosts) => sourceWidget(node, name, hosts)?.value
+const hostsOf = (one) => trainNodes().find(({ node }) => node === one)?.hosts ?? []
+const trainNodes = () =>
+  [...ourNodes()].filter(([{ type }]) => type === TYPE).map(([node, path, hosts]) => ({ node, path, hosts }))
+const filledIn = () => Object.keys(valuesOf(Object.keys(table.presets)[0]))
 
-function followPreset(node) {
-  const preset = widgetOf(node, 'preset')
-  after(preset, () => {
-    const family = familyOf(node)
-    if (preset.value.startsWith('motion') && family && !family.video) {
-      preset.value = CUSTOM
-      setHint(node, t('A motion is for video models, and {model} makes pictures: the preset is custom again.', { model: family.name }))
-      return
-    }
-    for (const [name, value] of Object.entries(valuesOf(preset.value, family))) widgetOf(node, name).value = value
-    tell(node)
-  })
-  for (const name of Object.keys(valuesOf(Object.keys(table.presets)[0]))) {
-    after(widgetOf(node, name), () => {
-      const wanted = valuesOf(preset.value, familyOf(node))[name]
-      if (wanted === undefined || wanted === widgetOf(node, name).value) return
-      preset.value = CUSTOM
-      tell(node)
-    })
+/** Acts on a change of a widget of the node's own. */
+function chosen(node, name) {
+  const hosts = hostsOf(node)
+  if (sourceWidget(node, name, hosts) !== widgetOf(node, name)) return
+  if (name === 'preset') fillIn(node, hosts)
+  else endPreset(node, name, hosts)
+}
+
+const seen = new Map() // by the path of a Train LoRA in subgraphs: what was seen of it last
+
+/** Acts on changes of the widgets of subgraph nodes, of which Nodes 2.0 tells nobody. */
+function lookAtHosts() {
+  for (const { node, path, hosts } of trainNodes()) {
+    const isOutside = (name) => sourceWidget(node, name, hosts) !== widgetOf(node, name)
+    const names = hosts.length ? ['preset', ...filledIn()].filter(isOutside) : []
+    const values = () => new Map(names.map((name) => [name, valueOf(node, name, hosts)]))
+    const last = seen.get(path)
+    const [before, now] = [last?.node === node && last.host === hosts[0] ? last.values : values(), values()]
+    const changed = names.filter((name) => before.has(name) && before.get(name) !== now.get(name))
+    if (changed[0] === 'preset') fillIn(node, hosts)
+    else for (const name of changed) endPreset(node, name, hosts)
+    seen.set(path, { node, host: hosts[0], values: values() })
   }
+}
+
+function fillIn(node, hosts) {
+  const preset = sourceWidget(node, 'preset', hosts)
+  const family = familyOf(node, hosts)
+  if (preset.value.startsWith('motion') && family && !family.video) {
+    preset.value = CUSTOM
+    hint(node, hosts, t('A motion is for video models, and {model} makes pictures: the preset is custom again.', { model: family.name }))
+    return
+  }
+  for (const [name, value] of Object.entries(valuesOf(preset.value, family))) {
+    const widget = sourceWidget(node, name, hosts)
+    if (widget) widget.value = value // none where another node gives it
+  }
+  tell(node, hosts)
+}
+
+/** Makes the preset custom again where an input has another value than the preset's. */
+function endPreset(node, name, hosts) {
+  const preset = sourceWidget(node, 'preset', hosts)
+  const wanted = valuesOf(preset?.value, familyOf(node, hosts))[name]
+  if (wanted === undefined || wanted === valueOf(node, name, hosts)) return
+  preset.value = CUSTOM
+  tell(node, hosts)
 }
 
 /** The values by name that a preset stands for; none for custom. */
@@ -70,13 +107,11 @@ function valuesOf(preset, family) {
 }
 
 /** The family of the model, by the names of files in the nodes in front; undefined where none says so. */
-function familyOf(node) {
-  for (let at = node, seen = new Set(); at && !seen.has(at);) {
-    seen.add(at)
-    const slot = at.inputs?.findIndex((input) => input.type === 'MODEL' && input.link != null) ?? -1
-    if (slot < 0) return undefined
-    at = at.getInputNode(slot)
-    for (const { value } of at?.widgets ?? []) {
+function familyOf(node, hosts) {
+  for (let place = { node, hosts }, passed = new Set(); place && !passed.has(place.node);) {
+    passed.add(place.node)
+    place = inFront(place, (input) => input.type === 'MODEL' && input.link != null)
+    for (const { value } of place?.node.widgets ?? []) {
       if (typeof value !== 'string' || !MODEL_FILE.test(value)) continue
       const found = table.families.find(({ pattern }) => new RegExp(pattern).test(value.toLowerCase()))
       if (found) return found
@@ -85,16 +120,31 @@ function familyOf(node) {
   return undefined
 }
 
+/** The node that gives the first such input, and the subgraph nodes that it is in; none where nothing does. */
+function inFront({ node, hosts }, isIt) {
+  const link = node.graph?.getLink(node.inputs?.find(isIt)?.link)
+  const { outputNode, subgraphInput } = link?.resolve(node.graph) ?? {}
+  if (outputNode) return { node: outputNode, hosts }
+  if (!subgraphInput || !hosts.length) return undefined
+  return inFront({ node: hosts.at(-1), hosts: hosts.slice(0, -1) }, ({ name }) => name === subgraphInput.name)
+}
+
 /** Prints on the node what its preset has set, and what connected nodes set in its place. */
-function tell(node) {
-  const preset = valueOf(node, 'preset')
-  const family = familyOf(node)
-  const set = Object.keys(valuesOf(preset, family)).map((name) => `${name} ${valueOf(node, name)}`).join(', ')
+function tell(node, hosts) {
+  const preset = valueOf(node, 'preset', hosts)
+  const family = familyOf(node, hosts)
+  const set = Object.keys(valuesOf(preset, family)).map((name) => `${name} ${valueOf(node, name, hosts)}`).join(', ')
   if (!set) {
-    setHint(node)
+    hint(node, hosts)
     return
   }
   const linked = (name) => node.inputs.some((input) => input.name === name && input.link != null)
   const what = family ? t('{preset}, for {model}: {settings}.', { preset, model: family.name, settings: set }) : `${preset}: ${set}.`
-  setHint(node, [what, ...Object.keys(INSTEAD_WORDS).filter(linked).map((name) => t(INSTEAD_WORDS[name]))].join(' '))
+  hint(node, hosts, [what, ...Object.keys(INSTEAD_WORDS).filter(linked).map((name) => t(INSTEAD_WORDS[name]))].join(' '))
+}
+
+/** Prints a line on the node and, where its preset is chosen on a subgraph around it, on those. */
+function hint(node, hosts, text) {
+  const isOutside = sourceWidget(node, 'preset', hosts) !== widgetOf(node, 'preset')
+  for (const place of isOutside ? [node, ...hosts] : [node]) setHint(place, text)
 }
