@@ -83,6 +83,7 @@ class Trainer:
             placed = PlacedModel(context, observer)
             given = placed.network, self.settings.optimizer, self.settings.steps, placed.dtype, self.device.type
             learner = Learner(*given, flat_gradients=not self.world.is_lone)
+            self.sync = GradientSync(self.world, learner, observer)
         except BaseException as error:
             if placed is not None:
                 placed.unload()
@@ -91,7 +92,6 @@ class Trainer:
             raise errors.out_of_memory_while_loading() from error
         self.placed, self.learner, self.network = placed, learner, placed.network
         self.losses = StepLosses(placed, self.settings.objective)
-        self.sync = GradientSync(self.world, learner, observer)
         self.compile_settings = context.compile_settings
         self.clock = StepClock(self.device)
         self.batches = StepBatches(context, self.device, self.clock)
@@ -328,7 +328,7 @@ class Trainer:
         self.learner.zero_grad()
         self.batches.close()
         self.placed.close()
-        del self.placed, self.network, self.learner, self.saver.learner
+        del self.placed, self.network, self.learner, self.losses, self.sync, self.saver.learner
         comfy.model_management.soft_empty_cache()
 
     def report(self, loss: float, learning_rate: float) -> StepReport:

@@ -1,10 +1,13 @@
 """The MODEL that came in is what it was after training, and what is on it is trained on."""
 
+import threading
+
 import comfy.model_management
 import comfy.sd
 import pytest
 import tiny
 import torch
+from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file, save_file
 from tiny.alive import Since
 from tiny.runs import Watcher, cancel_at, mixed_data, train
@@ -74,6 +77,16 @@ def test_training_gives_all_its_memory_back(tiny_flux, tmp_path):
     comfy.model_management.unload_all_models()
     assert not [t for t in made() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
     assert not [name for name, t in result.lora.items() if t.requires_grad]
+
+
+def test_a_cancelled_run_gives_its_memory_back_while_its_error_is_still_held(tiny_flux, tmp_path):
+    """ComfyUI holds it, and with it the frames of the run, for as long as it tells of it."""
+    made = Since()
+    with pytest.raises(InterruptProcessingException) as stopped:
+        train(tiny_flux, mixed_data(), tmp_path, cancel_at(1), optimizer={"ema_decay": 0.9})
+    assert not [t for t in made() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tessera-reader")]
+    assert stopped.value.__traceback__ is not None
 
 
 def test_a_lora_on_the_model_is_trained_upon_as_if_it_were_merged_into_the_file(tiny_flux, some_lora, tmp_path):
