@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tessera.common.rng import generator
 from tessera.lora.options import NetworkOptions
 from tessera.train.objective.noise import sample_noise
+from tessera.train.objective.options import ObjectiveOptions
 from tessera.train.optim.options import OptimizerOptions
 from tessera.train.settings import MemoryOptions, ValidationOptions
 from tessera.train.step.batches import StepBatches
@@ -32,8 +33,8 @@ def to_tokens(latent):
     return tokens, torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(1, h * w, 3)
 
 
-def reference_losses(data, weights, lora, seed):
-    """Written out in fp64: at each sigma the mean over the samples of mean((v − (noise − x0))²)."""
+def reference_losses(data, weights, lora, seed, guidance):
+    """Written out in fp64: at each sigma the mean over the samples of mean((v − (noise − x0))²), masked."""
     tensors = {name: tensor.double() for name, tensor in weights.items()}
     means = []
     for sigma in SIGMAS:
@@ -46,9 +47,11 @@ def reference_losses(data, weights, lora, seed):
             tokens, ids = to_tokens((1 - at) * x0 + at * noise)
             target, _ = to_tokens(noise - x0)
             text, pooled = read.text.double(), read.conditioning["pooled_output"].double()
-            level, guidance = torch.tensor([at], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-            velocity = flux_forward(tensors, tokens, ids, text, pooled, level, guidance, num_heads=1, lora=lora)
-            losses.append(float((velocity - target).square().mean()))
+            level, told = (torch.tensor([number], dtype=torch.float64) for number in (at, guidance))
+            velocity = flux_forward(tensors, tokens, ids, text, pooled, level, told, num_heads=1, lora=lora)
+            error = (velocity - target).square().mean(dim=2)[0]
+            counted = torch.ones_like(error) if read.weights is None else read.weights.double()
+            losses.append(float((error * counted).sum() / counted.sum()))
         means.append(sum(losses) / len(losses))
     return means
 
@@ -59,16 +62,20 @@ def held_out():
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=str)
 def test_the_loss_equals_an_fp64_reference(backend, tiny_files, tiny_flux, tmp_path):
-    """With dropout, which is off here, with swapped blocks, and in batches of which the last is short."""
-    held = held_out()
+    """With dropout, which is off here, with a mask and the guidance of training, with swapped blocks, and in batches of
+    which the last is short."""
+    first, *others = held_out().samples
+    read = replace(first.load(), weights=torch.linspace(0, 1, first.tokens))
+    held = training_data(replace(first, load=lambda *_: read), *others)
     options = ValidationOptions(data=held, seed=7)
     network, memory = NetworkOptions(rank=4, alpha=8.0, dropout=0.5), MemoryOptions("none", blocks_to_swap=2)
     settings = {"validation": options, "network": network, "memory": memory, "batch_size": 2}
+    settings["objective"] = ObjectiveOptions(guidance=3.5)
     data = tiny.make_data([(4, 4)], [16])
     trainer = tiny.make_trainer(tiny_flux, data, tmp_path, backend=backend, held_out=held, **settings)
     tiny.fill_up_matrices(trainer)
     lora = {n: (down.detach().double(), up.detach().double(), 2.0) for n, (down, up) in trainer.network.pairs.items()}
-    expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7)
+    expected = reference_losses(held, load_file(tiny_files["flux"]), lora, 7, 3.5)
     assert trainer.watchers[0].losses(trainer) == pytest.approx(expected, rel=1e-4)
     assert all(p.grad is None for p in trainer.network.parameters())
     trainer.close()
