@@ -1,6 +1,7 @@
 """Forms of a sample: each is shown as often as it should be, and a function of the seed and the step alone."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from scipy.stats import binomtest, chisquare
@@ -47,6 +48,15 @@ def test_the_empty_prompt_is_shown_as_often_as_dropout_says_whatever_the_other_f
         assert binomtest(found[None], DRAWS, dropout).pvalue > 0.001
         if forms and dropout < 1:
             assert binomtest(found[1], found[0] + found[1], 0.25).pvalue > 0.001
+
+
+def test_each_place_of_each_micro_batch_has_its_caption_dropped_by_itself():
+    of, keys = sample(caption_dropout=0.5), [(micro, place) for micro in (0, 1) for place in (0, 1)]
+    empty = Counter(
+        tuple(choose_variant(of, 5, (step, micro), place).caption is None for micro, place in keys)
+        for step in range(DRAWS // 4)
+    )
+    assert chisquare([empty[which] for which in product((False, True), repeat=4)]).pvalue > 0.001
 
 
 def test_picture_and_caption_are_drawn_apart():
