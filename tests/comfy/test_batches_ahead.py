@@ -8,9 +8,10 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from tessera.train.checkpoint.state import load_state
+from tessera.train.observer import SAMPLE
 from tessera.train.step import batches as step_batches
 from tessera.train.trainer import Trainer
-from tiny.runs import cancel_at, mixed_data, sample, train, training_data
+from tiny.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
 
 class Sees:
@@ -93,6 +94,18 @@ def test_no_batch_is_made_ahead_of_a_validation_that_is_due(events, tiny_flux, t
     assert events == [
         *(("make", 0, 0), *step(0, ("make", 1, 0)), *step(1)),
         *(("make", 2, 0), *step(2, ("make", 3, 0)), *step(3)),
+    ]
+
+
+def test_a_batch_that_was_made_ahead_makes_room_for_a_preview_that_is_asked_for(events, tiny_flux, tmp_path):
+    watcher = Watcher()
+    watcher.asks = {1: frozenset({SAMPLE})}
+    train(tiny_flux, mixed_data(), tmp_path, watcher, steps=3)
+    assert events == [
+        ("make", 0, 0),
+        *step(0, ("make", 1, 0)),
+        *(("make", 1, 0), *step(1, ("make", 2, 0))),
+        *step(2),
     ]
 
 
