@@ -22,6 +22,7 @@ from tessera.train import batch
 from tessera.train.expert_pair import HIGH, LOW
 from tessera.train.experts import ExpertObserver, plan_experts
 from tessera.train.objective.options import ObjectiveOptions
+from tessera.train.observer import StepReport
 from tessera.train.preflight.checks import check_run
 from tessera.train.settings import MemoryOptions
 from tessera.train.train_lora import train_lora
@@ -58,6 +59,14 @@ def run_both(experts, root, watcher=None, **changes):
         train_lora(e.model, clips(), e.settings, root, ExpertObserver(observer, e, number, 2))
         for number, e in enumerate(planned(experts, **changes))
     ]
+
+
+def test_progress_and_the_time_left_are_those_of_both(experts):
+    watcher, reports = Watcher(), []
+    watcher.step = reports.append
+    for number, expert in enumerate(planned(experts, steps=4)):
+        ExpertObserver(watcher, expert, number, 2).step(StepReport(3, 4, 0.5, 1e-4, 2.0, 2.0))
+    assert [(report.step, report.steps, report.seconds_left) for report in reports] == [(3, 8, 10.0), (7, 8, 2.0)]
 
 
 def test_both_in_one_queue_give_the_files_of_each_alone(experts, tmp_path, monkeypatch):

@@ -116,6 +116,7 @@ def test_a_run_takes_the_steps_that_are_written_out(case_file, tmp_path, dtype):
             assert (found[name] - before[name] - change).norm() <= matrix * change.norm(), name
     assert [report.loss for report in seen.reports] == pytest.approx(expected.losses, rel=loss)
     assert [report.learning_rate for report in seen.reports] == pytest.approx(RATES)
+    assert [r.seconds_left / r.seconds_per_step for r in seen.reports] == pytest.approx([4, 3, 2, 1, 0])
     scale = trainer.learner.scaler.get_scale()
     assert scale == (2.0**16 if dtype == torch.float16 else 1.0)
     trainer.close()
