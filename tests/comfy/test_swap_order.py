@@ -1,6 +1,8 @@
 """The order of copies on a GPU, with its streams played on the CPU: what is computed never reads what has not come, and
 nothing is overwritten that is still read; each wait that orders them is needed."""
 
+import gc
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import comfy.model_management
 import pytest
 import tiny
 from tessera.models.swapped_model import SwapSettings, swap
+from tessera.train.errors import TrainingStopped
 from tessera.train.settings import MemoryOptions
 from tiny.compiling import make_lora, with_lora
 from tiny.runs import Watcher
 from tiny.sampling import sample
-from tiny.streams import streams
+from tiny.streams import WrongOrder, streams
 from torch import OutOfMemoryError, equal, ones
 
 # Where anything waits, by what the copies go through; what settles everything stands beside.
@@ -29,7 +32,7 @@ def deep_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_flux(tmp_path_factory.mktemp("deep") / "flux.safetensors", depth=3, depth_single=3)
 
 
-def trained(path: Path, folder: Path, **memory: Any) -> Any:
+def made(path: Path, folder: Path, **memory: Any) -> Any:
     trainer = tiny.make_trainer(
         tiny.load_flux(path),
         tiny.make_data([(4, 4), (2, 8)], [16, 16]),
@@ -39,6 +42,11 @@ def trained(path: Path, folder: Path, **memory: Any) -> Any:
     )
     trainer.observer = Watcher()
     tiny.fill_up_matrices(trainer)
+    return trainer
+
+
+def trained(path: Path, folder: Path, **memory: Any) -> Any:
+    trainer = made(path, folder, **memory)
     trainer.run()
     return trainer
 
@@ -130,6 +138,29 @@ def test_a_backward_that_breaks_off_lets_go_of_nothing_that_a_copy_is_on_its_way
         trainer.run()
     assert hooks and trainer.placed.swap is not None  # it went on with less
     assert same(trainer, resident("full")) and device.deferred > 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("site", sorted(SETTLE))
+def test_a_run_that_breaks_off_ends_its_copies_before_it_lets_go_of_their_memory(
+    deep_flux, tmp_path, monkeypatch, site: str, waits: bool
+) -> None:
+    def fail(grad: Any) -> None:
+        raise OutOfMemoryError("CUDA out of memory")
+
+    expected = nullcontext() if waits else pytest.raises(WrongOrder, match="memory is let go")
+    with expected, streams(monkeypatch, site.startswith("CudaLink"), without=None if waits else site) as device:
+        memory = {"blocks_to_swap": 5, "offload_activations": site.startswith("ActivationOffload")}
+        trainer = made(deep_flux, tmp_path, prefetch_blocks=3, **memory)
+        linears = trainer.placed.transformer.blocks()[2][1].linears().values()
+        next(linear for linear in linears if linear.adapter is not None).adapter.up.register_hook(fail)
+        with suppress(TrainingStopped):
+            trainer.run()
+        ones(1, requires_grad=True).sum().backward()  # as above
+        trainer.close()
+        del trainer, linears
+        gc.collect()
+        device.finish()
 
 
 @pytest.mark.parametrize("site", [None, "CudaLink.send", "CudaLink.order"])

@@ -37,12 +37,18 @@ class Device:
     position: int = 0  # of the computing thread
     last: dict[int, int] = field(default_factory=dict)  # of each storage, the position of its last access
     copies: threading.local = field(default_factory=threading.local)  # what each thread does on a stream
+    sides: "list[Side]" = field(default_factory=list)
 
     def waits(self) -> bool:
         frame = sys._getframe(2)
         site = f"{type(frame.f_locals['self']).__name__}.{frame.f_code.co_name}"
         self.sites.add(site)
         return site != self.without
+
+    def finish(self) -> None:
+        """Make all copies that are under way still."""
+        for side in self.sides:
+            side.run(len(side.queue))
 
     def access(self, tensors: list[Tensor]) -> None:
         self.position += 1
@@ -85,6 +91,7 @@ class Side:
         self.queue: list[Callable[[], Any] | None] = []
         self.done = self.seen = 0
         self.lock = threading.RLock()
+        device.sides.append(self)
 
     def run(self, position: int) -> None:
         with self.lock, _disable_current_modes():
