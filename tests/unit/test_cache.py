@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -107,6 +108,24 @@ module.write_atomically(pathlib.Path(sys.argv[1]) / "file", half)
 
 def unfinished(folder):
     return sorted(path for path in folder.rglob("*") if path.suffix == ".part")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after_that(tmp_path, monkeypatch):
+    """Else a power cut could leave the name of a whole file on an empty one."""
+    happened, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(handle):
+        happened.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renamed(source, target):
+        happened.append("name")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_atomically(tmp_path / "file", lambda beside: beside.write_bytes(b"whole"))
+    assert happened == ["file", "name", "folder"]
 
 
 def test_what_a_killed_process_left_is_swept_and_what_a_live_one_writes_is_not(tmp_path):
