@@ -127,7 +127,7 @@ class _Ledger:
     """Owner of torch's next entries. Dynamo compiles one frame at a time, under a lock of its own."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # autograd compiles backwards on threads of its own; one method calls another
         self.owner: recording | None = None
         self.newest: Any = None
         self.newest_break: Any = None

@@ -14,7 +14,7 @@ from .images import load_image, open_image
 from .strips import is_large
 
 THREADS = 8
-_TURN = Lock()
+_TURN = Lock()  # of large images, each of which takes memory for all its pixels
 
 
 def check_images(pictures: Sequence[ImagePixels], progress: Progress, interrupted: Interrupted) -> None:

@@ -32,7 +32,7 @@ from .run_routes import NO_RUN, id_of, known_runs, refused_post
 
 STILL_ALIVE = 3600  # seconds after the last write of a run on another machine
 FORWARDING = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")  # headers that a proxy adds
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # requests run at once, and one would move what another is listing or removing
 
 
 class NoSuchRun(LookupError):

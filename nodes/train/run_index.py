@@ -41,7 +41,7 @@ class RunIndex:
 
     def __init__(self) -> None:
         self._runs: dict[Path, IndexedRun] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # searches of several requests run at once
 
     def search(self, root: Path, wanted: str) -> list[IndexedRun]:
         """List the runs whose place, name or model has every word of `wanted`: those in training, then the newest."""

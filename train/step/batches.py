@@ -26,7 +26,7 @@ class StepBatches:
 
     A step depends on its number and on its place in the data alone, so a batch that was made ahead is the one that its
     step would make. What a state holds of the data is the number of batches that were trained on: a batch that was made
-    made ahead and dropped is made again.
+    ahead and dropped is made again.
 
     share: what this device takes of each step; everything that is sampled goes by a sample's place in the whole step.
     reader: reads the samples of this step and the next.
