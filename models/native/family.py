@@ -12,8 +12,9 @@ from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
-from ..latents import LatentPolicy, policy_of_latent
+from ..latents import LatentPolicy
 from ..layers.attention import attention_function
+from .facts.latents import model_latents
 from .facts.lookup import facts_of, named_facts
 from .facts.untrained import why_untrained
 from .inputs import native_inputs, patchify
@@ -68,11 +69,7 @@ class NativeFamily(Family):
         return origin_of(model, self.name)
 
     def latents(self, model: Any) -> LatentPolicy:
-        form = model.latent_format
-        frames = int(getattr(form, "temporal_downscale_ratio", 1)) if form.latent_dimensions == 3 else 0
-        patch = policy_of_latent(form.latent_channels).patch
-        cell = form.spacial_downscale_ratio
-        return LatentPolicy(self.title, "the VAE of the model", form.latent_channels, cell, patch, frames)
+        return model_latents(model)
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1 and model.latent_format.latent_dimensions == 2:

@@ -21,6 +21,7 @@ from tessera.data.media.frames import VideoPixels
 from tessera.data.media.images import load_image
 from tessera.data.prepare import prepare
 from tessera.models.latents import FLUX, WAN21, latent_policy
+from tessera.models.native.facts.videos import MINIMAX_LATENTS
 from tessera.models.native.text import CoreText
 from tessera.models.registry import text_policy
 from tessera.models.text import check_pair
@@ -333,3 +334,12 @@ def test_latents_of_other_channels_keep_their_own_whole_grids_and_what_core_put_
         assert torch.equal(conditioning["conditioning_llama3"], entry[1]["conditioning_llama3"])
         assert conditioning["layers"] == 4
     assert latents_to_data([{"samples": torch.rand(1, 4, 16, 16)}], [[entry]], 1).notes == ()
+
+
+def test_minimax_h3_counts_channels_and_frames_as_its_vae_does():
+    vae = other_encoders.hollow_vae(*GEOMETRY["MiniMax H3"][:2])
+    of_vae, of_model = latent_policy(vae), MINIMAX_LATENTS
+    assert (of_model.channels, of_model.pixels_per_token) == (of_vae.channels, of_vae.pixels_per_token)
+    for frames in range(1, 200):
+        assert of_model.latent_frames(frames) == of_vae.latent_frames(frames)
+        assert of_model.whole_frames(frames) == of_vae.whole_frames(frames)

@@ -158,7 +158,7 @@ def _check_data(family: Family, patcher: ModelPatcher, data: TrainingData) -> No
         family.check(patcher.model, sample.facts())
     first = data.samples[0]
     tensors = first.load(SampleVariant(empty_caption=True)) if first.empty_length else first.load()
-    channels = patcher.model.latent_format.latent_channels
+    channels = family.latents(patcher.model).channels
     if tensors.latent.shape[0] != channels:
         raise ValueError(
             f"data has latents of {tensors.latent.shape[0]} channels, but the model takes {channels}; prepare the "

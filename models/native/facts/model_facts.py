@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...latents import LatentPolicy
+
 
 @dataclass(frozen=True)
 class PreviewDefaults:
@@ -67,6 +69,7 @@ class ModelFacts:
     releases: of this model, the one to train on first.
     licence: the name of one that binds what is made with the weights; empty for an open one.
     sound: beside the video; None for models that make none.
+    latents: of the pictures or video; None where ComfyUI's latent format tells them.
     batches: False where its forward takes one sample.
     notes: what else a user should know before training, a sentence each.
     """
@@ -85,6 +88,7 @@ class ModelFacts:
     releases: tuple[NamedRelease, ...] = ()
     licence: str = ""
     sound: Sound | None = None
+    latents: LatentPolicy | None = None
     batches: bool = True
     notes: tuple[str, ...] = field(default=())
 

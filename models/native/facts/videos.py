@@ -3,6 +3,7 @@
 
 import math
 
+from ...latents import LatentPolicy
 from .model_facts import ModelFacts, NamedRelease, PreviewDefaults, Sound
 from .patterns import DOUBLE_AND_SINGLE, KANDINSKY_5, WAN
 
@@ -51,6 +52,21 @@ WAN_CONDITIONED: tuple[tuple[str, str, str, tuple[NamedRelease, ...]], ...] = (
 
 
 SILENT = "Pictures and clips train without their sound: the model hears noised silence, which is left out of the loss."
+
+
+# Its latent format counts the sound's 32 channels. The frames are those of its VAE (ComfyUI, comfy/sd.py): chunks of 17
+# make 5 latent frames each, and the last 3 are dropped.
+MINIMAX_LATENTS = LatentPolicy(
+    "MiniMax H3",
+    "minimax_h3_video_vae_fp16.safetensors",
+    channels=24,
+    pixels_per_latent=16,
+    patch=2,
+    frames_per_latent=4,
+    frames_to_latent=lambda frames: max(1, (frames - 5) // 17 * 5 + 2),
+    latent_to_frames=lambda latent: max(1, (latent - 2) // 5 * 17 + 5),
+    whole_grids=True,
+)
 
 
 def _minimax_sound(frames: int, rate: float | None) -> tuple[int, ...]:
@@ -154,6 +170,7 @@ VIDEOS = (
         ),
         licence="MiniMax H3 Community License Agreement",
         sound=Sound(_minimax_sound, _minimax_sound_sigma),
+        latents=MINIMAX_LATENTS,
         notes=(SILENT,),
         batches=False,
     ),
