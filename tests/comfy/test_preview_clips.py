@@ -95,7 +95,7 @@ def test_both_experts_sample_as_core_s_advanced_samplers_do_and_a_clip_has_its_f
 
 def test_sizes_of_clips_are_those_that_the_model_takes(experts, tiny_files):
     vae = tiny.load_vae(tiny_files["wan_vae"])
-    with pytest.raises(ValueError, match="frames is 6; the model takes 1 more than a multiple of 4, such as 5"):
+    with pytest.raises(ValueError, match="frames is 6, which the model does not take; set it to 5 or 9"):
         Previewer([Preview(sampling(vae, frames=6))], experts[0])
 
 

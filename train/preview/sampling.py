@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import comfy.lora
@@ -20,7 +21,9 @@ from torch import Tensor
 from ...common.core import end_of_node
 from ...common.text import joined
 from ...models.name_table import uncompiled
+from ...models.native.facts.latents import model_latents
 from ...models.registry import related_family
+from .latents import check_latent, check_latent_fits, empty_latent, pictures_of
 
 Conditioning = list[list[Any]]
 MOST_SEED = 0xFFFFFFFFFFFFFFFF
@@ -78,7 +81,7 @@ class Sampling:
         if self.scheduler not in comfy.samplers.KSampler.SCHEDULERS:
             raise ValueError(f"scheduler is {self.scheduler!r}, which this ComfyUI does not have.")
         if self.latent_image is not None:
-            _check_latent(self.latent_image)
+            check_latent(self.latent_image)
 
     def all_seeds(self) -> list[int]:
         """List the seeds to sample; they wrap around after MOST_SEED."""
@@ -86,7 +89,7 @@ class Sampling:
 
     def facts(self) -> dict[str, Any]:
         """Return the settings as plain numbers and strings, without the seed."""
-        size = None if self.latent_image is None else list(self.latent_image["samples"].shape)
+        size = None if self.latent_image is None else list(pictures_of(self.latent_image["samples"]).shape)
         return {
             **({"width": self.width, "height": self.height, "frames": self.frames} if size is None else {}),
             **({"latent_image": size} if size is not None else {}),
@@ -102,14 +105,6 @@ def titled(samplings: Sequence[Sampling]) -> list[tuple[str, Sampling, int]]:
     labels = [sampling.label or f"prompt {number}" for number, sampling in enumerate(samplings, 1)]
     pairs = zip(labels, samplings, strict=True)
     return [(f"{label}, seed {seed}", sampling, seed) for label, sampling in pairs for seed in sampling.all_seeds()]
-
-
-def _check_latent(latent: Mapping[str, Any]) -> None:
-    samples = latent["samples"]
-    if getattr(samples, "is_nested", False) or samples.ndim not in (4, 5):
-        raise ValueError("latent_image is no latent of a picture or a clip; connect an empty latent of the model.")
-    if len(samples) != 1:
-        raise ValueError(f"latent_image holds {len(samples)} latents; make it of batch size 1 and raise seeds.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,34 +145,27 @@ def with_lora(model: ModelPatcher, lora: Mapping[str, Tensor], strength: float =
 
 def check_fits(sampling: Sampling, model: ModelPatcher) -> None:
     """Raise ValueError where the VAE or the latent belongs to another model, or the model does not take the size."""
-    format, vae = model.get_model_object("latent_format"), sampling.vae
-    if (channels := getattr(vae, "latent_channels", None)) not in (None, format.latent_channels):
+    policy, vae = model_latents(model.model), sampling.vae
+    if (channels := getattr(vae, "latent_channels", None)) not in (None, policy.channels):
         raise ValueError(
-            f"vae decodes latents of {channels} channels and the model makes {format.latent_channels}; connect the "
-            "model's own VAE."
+            f"vae decodes latents of {channels} channels and the model makes {policy.channels}; connect the model's "
+            "own VAE."
         )
     if sampling.latent_image is not None:
-        samples = sampling.latent_image["samples"]
-        if torch.count_nonzero(samples) and samples.shape[1] != format.latent_channels:
-            raise ValueError(
-                f"latent_image has {samples.shape[1]} channels and the model makes {format.latent_channels}; connect a "
-                "latent of the model."
-            )
+        check_latent_fits(sampling.latent_image, model)
         return
-    cell = format.spacial_downscale_ratio
+    cell = policy.pixels_per_latent
     for name in ("width", "height"):
         if (value := getattr(sampling, name)) % cell:
             low = max(cell, value - value % cell)
             raise ValueError(f"{name} is {value}; the model takes multiples of {cell}, such as {low}.")
     family = related_family(model.model)
-    pictures_only = format.latent_dimensions != 3 or (family is not None and family.pictures_only)
+    pictures_only = not policy.makes_video or (family is not None and family.pictures_only)
     if sampling.frames > 1 and pictures_only:
         raise ValueError(f"frames is {sampling.frames}, but the model makes pictures; set it to 1.")
-    if rest := (sampling.frames - 1) % format.temporal_downscale_ratio:
-        raise ValueError(
-            f"frames is {sampling.frames}; the model takes 1 more than a multiple of "
-            f"{format.temporal_downscale_ratio}, such as {sampling.frames - rest}."
-        )
+    if (whole := policy.whole_frames(sampling.frames)) != sampling.frames:
+        more = next(number for number in count(sampling.frames) if policy.whole_frames(number) == number)
+        raise ValueError(f"frames is {sampling.frames}, which the model does not take; set it to {whole} or {more}.")
 
 
 def check_text(sampling: Sampling, width: int, number: int) -> None:
@@ -203,7 +191,8 @@ def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
     both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
     if sampling.negative is not None and math.isclose(sampling.cfg, 1.0) and not both:
         yield "negative is not used: at cfg 1 the sampler runs the positive prompt alone; raise cfg, or disconnect it."
-    frames = sampling.frames if latent is None else latent["samples"].shape[2] if latent["samples"].ndim == 5 else 1
+    given = None if latent is None else pictures_of(latent["samples"])
+    frames = sampling.frames if given is None else given.shape[2] if given.ndim == 5 else 1
     if sampling.fps != Sampling.fps and frames == 1:
         yield "fps is not used: the prompt is sampled as a picture."
 
@@ -221,7 +210,7 @@ def sample_latent(stages: Stages, sampling: Sampling, seed: int, tell: Callable[
 def sample_latents(
     stages: Stages, rows: Sequence[tuple[Sampling, int]], tell: Callable[[], None], check: Callable[[], None] = _nothing
 ) -> list[Tensor]:
-    """Sample a latent for each (prompt, seed).
+    """Sample a latent for each (prompt, seed); of a model that makes sound too, that of the video.
 
     The high noise expert makes its steps for all rows before the low noise expert is loaded, so that each is loaded
     once.
@@ -230,7 +219,7 @@ def sample_latents(
     check: called before each row of each expert; may raise.
     """
     met = [stages.first_steps(sampling) for sampling, _ in rows]
-    latents: list[Tensor] = []
+    latents: list[Any] = []
     for (sampling, seed), steps in zip(rows, met, strict=True):
         check()
         whole = steps in (0, sampling.steps)
@@ -244,18 +233,18 @@ def sample_latents(
         check()
         part = {"start_step": steps, "last_step": sampling.steps, "force_full_denoise": True, "disable_noise": True}
         latents[row] = _sampled(stages.low_noise, sampling, seed, latents[row], tell, part)
-    return latents
+    return [pictures_of(latent) for latent in latents]
 
 
 def _sampled(
     model: ModelPatcher,
     sampling: Sampling,
     seed: int,
-    half: Tensor | None,
+    half: Any,
     tell: Callable[[], None],
     part: Mapping[str, Any],
-) -> Tensor:
-    """Run core's sampler.
+) -> Any:
+    """Run core's sampler. Returns a latent, which is nested where the one that it starts from is.
 
     half: latent after the first expert's steps, None to start from noise.
     part: range of steps, as keyword arguments of core's sampler.
@@ -289,12 +278,9 @@ def _sampled(
         end_of_node()
 
 
-def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Tensor]:
-    """Make the latent of core's empty latent node for the model: zeros, (1, C, H, W) or (1, C, T, H, W)."""
-    format = model.get_model_object("latent_format")
-    time = ((sampling.frames - 1) // format.temporal_downscale_ratio + 1,) if format.latent_dimensions == 3 else ()
-    cell = format.spacial_downscale_ratio
-    return {"samples": torch.zeros(1, format.latent_channels, *time, sampling.height // cell, sampling.width // cell)}
+def _empty_latent(model: ModelPatcher, sampling: Sampling) -> dict[str, Any]:
+    told = (extra["frame_rate"] for _, extra in sampling.positive if "frame_rate" in extra)
+    return empty_latent(model, sampling.width, sampling.height, sampling.frames, next(told, None))
 
 
 def zeroed(conditioning: Conditioning) -> Conditioning:

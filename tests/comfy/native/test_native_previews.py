@@ -5,10 +5,13 @@ import comfy.utils
 import nodes as core
 import pytest
 import torch
-from tessera.train.preview.previewer import Preview, Previewer
+from comfy_extras.nodes_lt import EmptyLTXVLatentVideo, LTXVConcatAVLatent
+from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
+from tessera.models.registry import family_of
+from tessera.train.preview.previewer import Preview, Previewer, check_previews
 from tessera.train.preview.sampling import Sampling
 from tessera.train.train_lora import train_lora
-from tiny.native import NAMED, build, data_of
+from tiny.native import NAMED, ROWS, build, data_of
 from tiny.native.latents import Latents
 from tiny.runs import Watcher, run_settings
 
@@ -36,3 +39,46 @@ def test_a_preview_is_what_comfyui_samples_with_the_lora(row, tmp_path):
     before, after = vae.seen
     assert torch.equal(after, of_core(build(row), result.path, positive, empty))
     assert not torch.equal(after, before) and after.isfinite().all()
+
+
+def pair_of_minimax():
+    return EmptyMiniMaxH3LatentAV.execute(96, 64, 22).args[0]
+
+
+def pair_of_ltx():
+    """What core's nodes join for LTX-2: its empty latent of sound takes a VAE for the number of latents alone."""
+    video = EmptyLTXVLatentVideo.execute(96, 64, 9).args[0]
+    return LTXVConcatAVLatent.execute(video, {"samples": torch.zeros(1, 8, 9, 16)}).args[0]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["of its own", "given"])
+@pytest.mark.parametrize(("name", "pair", "frames"), [("minimax-h3", pair_of_minimax, 22), ("ltx-2", pair_of_ltx, 9)])
+def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, pair, frames, given, tmp_path):
+    (row,) = (row for row in ROWS if row.name == name)
+    model, data, vae = build(row), data_of(row, 1), Latents()
+    read, empty = data.samples[0].load(), pair()
+    positive = [[read.text, dict(read.conditioning)]]
+    size = {"latent_image": empty} if given else {"width": 96, "height": 64, "frames": frames}
+    preview = Preview(Sampling(vae, positive, steps=STEPS, seed=SEED, **size), every_n_steps=0)
+    watcher = Watcher()
+    settings = run_settings(steps=2, save_every=0, optimizer={"learning_rate": 0.05})
+    result = train_lora(model, data, settings, tmp_path, watcher, None, [Previewer([preview], model)])
+    assert not any("failed" in note for note in watcher.notes), watcher.notes
+    before, after = vae.seen
+    video, sound = of_core(build(row), result.path, positive, empty).unbind()
+    assert torch.equal(after, video) and after.isfinite().all() and sound.numel() > 0
+    assert not torch.equal(after, before)
+
+
+def test_a_latent_without_the_sound_that_a_model_cannot_do_without_is_told():
+    (row,) = (row for row in ROWS if row.name == "minimax-h3")
+    model, read = build(row), data_of(row, 1).samples[0].load()
+    video = {"samples": pair_of_minimax()["samples"].unbind()[0]}
+    preview = Preview(Sampling(Latents(), [[read.text, {}]], latent_image=video))
+    with pytest.raises(
+        ValueError, match=r"latent_image has no sound, which this model makes beside its video; connect"
+    ):
+        check_previews([preview], family_of(model), model)
+    preview = Preview(Sampling(Latents(), [[read.text, {}]], width=96, height=64, frames=9))
+    with pytest.raises(ValueError, match="frames is 9, which the model does not take; set it to 5 or 22"):
+        check_previews([preview], family_of(model), model)
