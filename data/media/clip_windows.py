@@ -9,8 +9,11 @@ import numpy as np
 from ...common.text import shown
 
 HEAD, CHUNK, SLIDE, UNIFORM, FULL = EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
-# Video VAEs (Wan's) encode the first frame by itself and then four frames to each latent frame.
+# Video VAEs encode the first frame by itself and then four frames to each latent frame. MiniMax H3's takes chunks of 17
+# frames and 5 behind them (ComfyUI, comfy_extras/nodes_minimax_h3.py). What another VAE leaves of such a number is cut
+# off when the clip is encoded.
 FRAMES_PER_LATENT = 4
+MINIMAX_CHUNK, MINIMAX_REST = 17, 5
 _DIGITS = 9  # of a number of frames
 
 
@@ -18,7 +21,7 @@ _DIGITS = 9  # of a number of frames
 class Extraction:
     """Method by which clips are taken out of a video.
 
-    target_frames: frames of a clip, each 4n + 1; a video gives clips of every one of these lengths.
+    target_frames: frames of a clip, each 4n + 1 or 17n + 5; a video gives clips of every one of these lengths.
     fps: frames per second of the clips, by dropping or repeating frames; 0 takes the video's own rate.
     method: head (the first frames), chunk (one clip after the other), slide (a clip every `frame_stride` frames),
         uniform (`frame_sample` clips spread evenly), full (all frames up to `max_frames`; no target_frames).
@@ -73,14 +76,15 @@ class Extraction:
 
 
 def round_down_frames(count: int) -> int:
-    """Round a number of frames down to 4n + 1."""
-    return (count - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
+    """Round a number of frames down to 4n + 1 or 17n + 5, whichever is nearer."""
+    usual = (count - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
+    return max(usual, (count - MINIMAX_REST) // MINIMAX_CHUNK * MINIMAX_CHUNK + MINIMAX_REST)
 
 
 def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Parse a list such as "1, 25, 49".
 
-    Returns the distinct counts in ascending order, and a note where one was rounded down to 4n + 1.
+    Returns the distinct counts in ascending order, and a note where one was rounded down to what a VAE takes.
     Raises ValueError for anything but positive whole numbers.
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip().strip("[]")) if part]
@@ -92,7 +96,7 @@ def parse_target_frames(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     given = sorted({int(part) for part in parts})
     lowered = [f"{count} to {round_down_frames(count)}" for count in given if round_down_frames(count) != count]
     notes = (
-        (f"target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered {', '.join(lowered)}.",)
+        (f"target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered {', '.join(lowered)}.",)
         if lowered
         else ()
     )

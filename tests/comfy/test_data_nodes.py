@@ -311,7 +311,7 @@ def test_training_clips_chains_with_pictures_and_notices_changes(home):
     clip = both.entries[2]
     assert (clip.name, clip.caption, clip.repeats) == ("film.mp4", "ohwx, running", 2)
     assert clip.extraction == Extraction((1, 5), 8.0, "slide", 3, 4, 81)
-    assert both.notes == ("target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered 8 to 5.",)
+    assert both.notes == ("target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered 8 to 5.",)
     (alone,) = run(prepare.TesseraVideoFolder, folder="input/f").result
     assert alone.entries[0].extraction == Extraction() and Extraction().target_frames == (25,)
     name = prepare.TesseraVideoFolder.fingerprint_inputs(folder="input/f")

@@ -43,12 +43,13 @@ def test_full_takes_all_that_the_vae_can():
 
 
 @pytest.mark.parametrize("method", EXTRACTIONS)
-def test_no_clip_reaches_beyond_the_film_and_each_is_4n_plus_1(method):
+def test_no_clip_reaches_beyond_the_film_and_each_is_as_long_as_a_vae_takes(method):
     extraction = Extraction((1, 5, 25, 49), method=method, frame_stride=3, frame_sample=5)
     for frames in range(1, 120):
         windows = extraction.windows(frames)
         assert windows and len(set(windows)) == len(windows)
-        assert all(0 <= start and start + count <= frames and count % 4 == 1 for start, count in windows)
+        assert all(0 <= start and start + count <= frames for start, count in windows)
+        assert all(count % 4 == 1 or count % 17 == 5 for _, count in windows)
         if method != "full":
             assert {count for _, count in windows} == {1, 5, 25, 49} - set(extraction.too_long(frames))
 
@@ -64,9 +65,12 @@ def test_a_list_of_frames_is_read_and_lowered_to_what_the_vae_takes():
     assert parse_target_frames("1, 25, 49") == ((1, 25, 49), ())
     assert parse_target_frames("[25; 1 25]") == ((1, 25), ())
     counts, notes = parse_target_frames("81, 24, 30")
-    assert counts == (21, 29, 81)
-    assert notes == ("target_frames has to be 4n + 1 for the VAE (1, 5, … 25, … 81): lowered 24 to 21, 30 to 29.",)
+    assert counts == (22, 29, 81)
+    assert notes == (
+        "target_frames has to be 4n + 1 (for MiniMax H3 17n + 5), as the VAE takes: lowered 24 to 22, 30 to 29.",
+    )
     assert [round_down_frames(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 1, 1, 5, 5, 9]
+    assert [round_down_frames(count) for count in (21, 22, 24, 39, 40, 41)] == [21, 22, 22, 39, 39, 41]
 
 
 @pytest.mark.parametrize("text", ["", " , ", "a", "25.5", "-5", "0", "25, x", "9" * 4300, "25, " + "9" * 10**5])
