@@ -43,6 +43,7 @@ NAMED = [
     "diffusion_models/krea2_turbo_fp8_scaled.safetensors",
     "diffusion_models/anima-base-v1.0.safetensors",
     "diffusion_models/hunyuanvideo1.5_720p_t2v_fp16.safetensors",
+    "diffusion_models/minimax_h3_fl2va_pruned_int8_convrot.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
     "checkpoints/ltx-video-2b-v0.9.safetensors",
     "clip_vision/clip_vision_h.safetensors",
@@ -51,8 +52,12 @@ NAMED = [
     "text_encoders/qwen3vl_4b_fp8_scaled.safetensors",
     "text_encoders/t5xxl_fp8_e4m3fn_scaled.safetensors",
     "text_encoders/byt5_small_glyphxl_fp16.safetensors",
+    "text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors",
     "vae/flux2-vae.safetensors",
     "vae/hunyuanvideo15_vae_fp16.safetensors",
+    "vae/minimax_h3_video_vae_fp16.safetensors",
+    "vae/minimax_h3_audio_vae_fp32.safetensors",
+    "loras/minimax_h3_training_adapter_v1.safetensors",
 ]
 FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]
 

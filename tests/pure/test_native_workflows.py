@@ -16,6 +16,7 @@ TEMPLATES = {
     "sdxl_lora": ("sdxl_simple_example", set()),
     "hunyuan_video15_lora": ("video_hunyuan_video_1.5_720p_t2v", set()),
     "ltx_video_lora": ("ltxv_text_to_video", set()),
+    "minimax_h3_lora": ("video_minimax_h3_t2v", {"minimax_h3_training_adapter_v1.safetensors"}),
 }
 
 
@@ -53,7 +54,7 @@ AS_IN_TEMPLATE = [
 ]
 AS_IN_TEMPLATE += [
     (name, "CLIPLoader", ["clip_name", "type", "device"])
-    for name in ("z_image_lora", "krea2_lora", "anima_lora", "ltx_video_lora")
+    for name in ("z_image_lora", "krea2_lora", "anima_lora", "ltx_video_lora", "minimax_h3_lora")
 ]
 
 
@@ -79,3 +80,11 @@ def test_ltx_video_is_sampled_with_the_cfg_of_its_template():
 def test_ltx_video_is_told_the_frame_rate_of_its_clips():
     rates = [inputs("ltx_video_lora", "TesseraVideoFolder")["fps"], inputs("ltx_video_lora", "CreateVideo")["fps"]]
     assert rates == [inputs("ltx_video_lora", "LTXVConditioning")["frame_rate"]] * 2
+
+
+def test_minimax_h3_has_the_frame_rate_of_its_template_and_clips_of_lengths_that_its_vae_takes():
+    rates = [inputs("minimax_h3_lora", kind)["fps"] for kind in ("TesseraVideoFolder", "CreateVideo")]
+    assert rates == [next(values("video_minimax_h3_t2v", "CreateVideo"))[0]] * 2
+    lengths = inputs("minimax_h3_lora", "TesseraVideoFolder")["target_frames"].split(",")
+    lengths += [inputs("minimax_h3_lora", "TesseraPreview")["frames"]]
+    assert all(int(frames) % 17 == 5 for frames in lengths)

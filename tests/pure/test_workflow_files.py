@@ -11,6 +11,7 @@ WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI = sorted(path.name for path in WORKFLOWS.glob("*.json"))
 NOT_SWAPPED = [f"{name}.json" for name in ("compare_loras", "flux_compile", "qwen_image_compile", "wan_compile")]
 OWN_MODELS = "try_it.json"  # which takes those of the pack
+FOLDERS = ("diffusion_models", "text_encoders", "vae", "clip_vision", "checkpoints", "loras")  # below `models`
 COMPILED = [name for name in UI if name.endswith(("_compile.json", "_block_swap.json"))]
 
 
@@ -51,7 +52,7 @@ def test_every_model_file_that_a_workflow_names_has_a_download_link_and_its_fold
     assert bool(named) != (name == OWN_MODELS) and named == {model["name"] for model in links}
     for model in links:
         assert model["url"].startswith("https://") and model["name"] in model["url"]
-        assert model["directory"] in ("diffusion_models", "text_encoders", "vae", "clip_vision", "checkpoints")
+        assert model["directory"] in FOLDERS
 
 
 @pytest.mark.parametrize("name", UI)
@@ -93,6 +94,7 @@ def test_there_is_a_workflow_to_share_for_everything():
     compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
     training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]
+    training += ["minimax_h3_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
     training += ["lora_with_validation", "try_it"]
     assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", "compare_loras", *compiling, *training])

@@ -123,3 +123,14 @@ def load_hunyuan_video_15_clip() -> Any:
         replaced(vision, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity()),
     ):
         return make_clip(hunyuan_image.te(), hunyuan_video.HunyuanVideo15Tokenizer, options)
+
+
+def load_minimax_h3_clip(width: int = 32) -> Any:
+    """MiniMax H3's CLIP: a Qwen3-VL of this width; its eyes have one layer."""
+    import comfy.text_encoders.minimax as minimax
+    import comfy.text_encoders.qwen3vl as qwen3vl
+
+    eyes = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "deepstack_visual_indexes": []}
+    with replaced(qwen3vl, "QWEN3VL_VISION", {"qwen3vl_32b": eyes}):
+        options = {"qwen3vl_32b_model_config": LLAMA_CONFIG | {"hidden_size": width}}
+        return make_clip(minimax.te(), minimax.MiniMaxH3Tokenizer, options)

@@ -1,5 +1,6 @@
-"""Tiny VAEs of HunyuanVideo 1.5 and LTX-Video, of core's own classes with random weights."""
+"""Tiny VAEs of HunyuanVideo 1.5, LTX-Video and MiniMax H3, of core's own classes with random weights."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,3 +53,13 @@ def load_hunyuan_video_15_vae() -> Any:
     )
     with replaced(comfy.sd, "AutoencodingEngine", tiny):
         return make_vae(made)
+
+
+def load_minimax_h3_vae() -> Any:
+    """MiniMax H3's VAE of the video: 24 channels, 16 x 16 pixels, and five latent frames for 17 frames."""
+    import comfy.ldm.minimax.vae as minimax
+
+    decoder = partial(minimax.ViT3DDecoder, num_layers=1, heads=1)
+    tiny = partial(minimax.MiniMaxH3VideoVAE, ch=32, ch_mult=(1,) * 6, num_res_blocks=1)
+    with replaced(minimax, "ViT3DDecoder", decoder), replaced(minimax, "MiniMaxH3VideoVAE", tiny):
+        return make_vae(tiny())

@@ -136,6 +136,40 @@ def hunyuan_video15_lora(graph: Graph) -> None:
     video(graph, sampled[0], vae[0], "my_hunyuan_video_lora", 24)
 
 
+def minimax_h3_lora(graph: Graph) -> None:
+    model_file, clip_file, vae_file = (
+        hub_file(f"MiniMax-H3/resolve/main/{directory}/{name}.safetensors", directory)
+        for directory, name in (
+            ("diffusion_models", "minimax_h3_fl2va_pruned_int8_convrot"),
+            ("text_encoders", "qwen3vl_32b_minimax_h3_nvfp4_awq"),
+            ("vae", "minimax_h3_video_vae_fp16"),
+        )
+    )
+    sound_file = hub_file("MiniMax-H3/resolve/main/vae/minimax_h3_audio_vae_fp32.safetensors", "vae")
+    adapter = "minimax_h3_training_adapter/resolve/main/minimax_h3_training_adapter_v1.safetensors"
+    adapter_file = _hub("ostris", adapter, "loras")
+    more = (
+        "**target_frames** are the lengths cut from each clip, 17 n + 5 frames. The picture is trained, the sound is "
+        "not. H3 is distilled: the training adapter keeps it so, and is off when you sample."
+    )
+    files = [model_file, clip_file, vae_file, sound_file, adapter_file]
+    training_note(graph, files, more, "my_clips", "your clips")
+    model, clip, vae = load(graph, model_file, "minimax", [clip_file], vae_file)
+    data = clips(graph, vae[0], clip[0], "22, 39", 24)
+    positive, negative = prompts(graph, clip[0], CLIP_PROMPT)
+    small = {"width": 480, "height": 288, "frames": 22, "fps": 24}
+    options = preview(graph, vae[0], positive[0], sampler_name="res_multistep", **small)
+    trained = train(graph, "my_minimax_h3_lora", model[0], data, adapter=adapter_file, **options)
+    graph.column("Sample", NARROW)
+    latent = graph.node("EmptyMiniMaxH3LatentAV", width=1344, height=768, length=73)
+    with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=model[0], lora=trained[0])
+    sampled = ksampler(graph, with_lora, positive[0], negative[0], latent[0], steps=20, cfg=1, sampler="res_multistep")
+    graph.beside(NARROW)
+    sound_vae = graph.node("VAELoader", title="Load VAE of the sound", files=[sound_file], vae_name=sound_file.name)
+    sound = graph.node("VAEDecodeAudio", samples=sampled[0], vae=sound_vae[0])
+    video(graph, sampled[0], vae[0], "my_minimax_h3_lora", 24, audio=sound[0])
+
+
 def ltx_video_lora(graph: Graph) -> None:
     file = _hub("Lightricks", "LTX-Video/resolve/main/ltx-video-2b-v0.9.safetensors", "checkpoints")
     clip_file = _hub("comfyanonymous", "flux_text_encoders/resolve/main/t5xxl_fp16.safetensors", "text_encoders")
@@ -172,4 +206,4 @@ def ltx_video_lora(graph: Graph) -> None:
     video(graph, sampled[0], loaded[2], "my_ltx_video_lora", 25)
 
 
-DESCRIPTIONS = [z_image_lora, krea2_lora, anima_lora, sdxl_lora, hunyuan_video15_lora, ltx_video_lora]
+DESCRIPTIONS = [z_image_lora, krea2_lora, anima_lora, sdxl_lora, hunyuan_video15_lora, ltx_video_lora, minimax_h3_lora]

@@ -112,12 +112,27 @@ def preview(graph: Graph, vae: Output, positive: Output, **given: object) -> dic
     return {"memory": memory[0], "preview": shown[0]}
 
 
-def train(graph: Graph, name: str, model: Output, data: Node, low: Node | None = None, **given: object) -> Node:
+def train(
+    graph: Graph,
+    name: str,
+    model: Output,
+    data: Node,
+    low: Node | None = None,
+    adapter: ModelFile | None = None,
+    **given: object,
+) -> Node:
+    """adapter: in force while a distilled model trains. LoRA Network with it takes the room of Save LoRA, without which
+    the LoRA is written too."""
     graph.column("Train", WIDE)
     linked = {} if low is None else {"model_low_noise": low[0]}
+    if adapter is not None:
+        network = graph.node("TesseraLoraNetwork", tall=330, files=[adapter], training_adapter=adapter.name)
+        linked["network"] = network[0]
     trained = graph.node(
         "TesseraTrainLora", tall=PANEL_TALL, model=model, data=data[0], output_name=name, **linked, **given
     )
+    if adapter is not None:
+        return trained
     for place, title in ((0, ""),) if low is None else ((0, "_high_noise"), (3, "_low_noise")):
         graph.node(
             "TesseraSaveLora",
@@ -166,9 +181,9 @@ def prompts(
     return positive, unwanted
 
 
-def video(graph: Graph, latent: Output, vae: Output, name: str, fps: int = 16) -> None:
+def video(graph: Graph, latent: Output, vae: Output, name: str, fps: int = 16, **sound: Output) -> None:
     images = graph.node("VAEDecode", samples=latent, vae=vae)
-    made = graph.node("CreateVideo", images=images[0], fps=fps)
+    made = graph.node("CreateVideo", images=images[0], fps=fps, **sound)
     graph.node("SaveVideo", tall=PICTURE_TALL, video=made[0], filename_prefix=f"video/{name}")
 
 

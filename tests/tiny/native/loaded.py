@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from .. import other_encoders
 from ..encoders import T5_WIDTH
 from ..taesd import load_vae, write_taesd
-from ..video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, ltx_vae_tensors
+from ..video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, load_minimax_h3_vae, ltx_vae_tensors
 from ..wan_vae import write_wan_vae
 from .row import NativeRow, build
 
@@ -34,6 +34,7 @@ SIZES: dict[str, tuple[dict[str, Any], str, Callable[[Path], Any] | None]] = {
     "anima": ({}, "anima", _wan_vae),
     "sdxl": ({"context_dim": 32 + 64, "adm_in_channels": 64 + 6 * 256}, "sdxl", _taesd(4)),
     "hunyuan-video-1.5": ({"context_in_dim": 32}, "hunyuan_video_15", lambda _: load_hunyuan_video_15_vae()),
+    "minimax-h3": ({"text_dim": 32}, "minimax_h3", lambda _: load_minimax_h3_vae()),
     "ltx-video": ({"caption_channels": T5_WIDTH}, "ltx", None),
 }
 

@@ -13,8 +13,10 @@ CASES = {
     "sdxl_lora": "sdxl",
     "hunyuan_video15_lora": "hunyuan-video-1.5",
     "ltx_video_lora": "ltx-video",
+    "minimax_h3_lora": "minimax-h3",
 }
-CLIPS = ("hunyuan_video15_lora", "ltx_video_lora")  # of CASES, those that train on clips
+CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "minimax_h3_lora")  # of CASES, those that train on clips
+LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, where it isn't 9
 FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
 # The places of MODEL, CLIP and VAE among the outputs of each loader.
 LOADERS = {
@@ -35,6 +37,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "EmptyHunyuanVideo15Latent": {"width": 64, "height": 64, "length": 5},
     "EmptyLTXVLatentVideo": {"width": 64, "height": 64, "length": 9},
     "LTXVScheduler": {"steps": 2},
+    "EmptyMiniMaxH3LatentAV": {"width": 64, "height": 64, "length": 5},
+    "TesseraLoraNetwork": {"training_adapter": "none"},
 }
 
 
@@ -45,17 +49,22 @@ def fitted(name: str, folder: str = "", **training: Any) -> dict[str, Any]:
     """
     prompt = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     loaders = {key: node["class_type"] for key, node in prompt.items() if node["class_type"] in LOADERS}
-    for key in loaders:
+    # Sound is decoded by a VAE of its own, of which there is no tiny one.
+    sounds = {key for key, node in prompt.items() if node["class_type"] == "VAEDecodeAudio"}
+    for key in (*loaders, *sounds):
         del prompt[key]
     for node in prompt.values():
         kind = node["class_type"]
         if kind == "TesseraPreview":
-            node["inputs"] |= {"width": 64, "height": 64, "steps": 2, "frames": min(node["inputs"]["frames"], 9)}
+            frames = min(node["inputs"]["frames"], LEAST_FRAMES.get(name, 9))
+            node["inputs"] |= {"width": 64, "height": 64, "steps": 2, "frames": frames}
         node["inputs"] |= SMALL.get(kind, {}) | (training if kind == "TesseraTrainLora" else {})
         if folder and kind in FOLDERS:
             node["inputs"]["folder"] = folder
-        for each, value in node["inputs"].items():
-            if isinstance(value, list) and value[0] in loaders:
+        for each, value in list(node["inputs"].items()):
+            if isinstance(value, list) and value[0] in sounds:
+                del node["inputs"][each]
+            elif isinstance(value, list) and value[0] in loaders:
                 node["inputs"][each] = ["tiny", LOADERS[loaders[value[0]]][value[1]]]
     prompt["tiny"] = {"class_type": "TesseraTinyNative", "inputs": {"name": CASES[name]}}
     return prompt
