@@ -149,7 +149,10 @@ def set_input(prompt: Prompt, change: str) -> None:
     now = inputs.get(key)
     if isinstance(now, list):
         raise Wrong(f"--set {change}: {key} is connected to another node, so it has no value.")
-    inputs[key] = text if isinstance(now, str) else _value(text)
+    value = text if isinstance(now, str) else _value(text)
+    if isinstance(now, bool) and not isinstance(value, bool):
+        raise Wrong(f"--set {change}: {key} is a switch; give true or false.")
+    inputs[key] = value
 
 
 def _names(node: dict[str, Any]) -> tuple[str, str]:
@@ -157,6 +160,8 @@ def _names(node: dict[str, Any]) -> tuple[str, str]:
 
 
 def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):  # ComfyUI takes every other text for true, False too
+        return text.lower() == "true"
     try:
         return json.loads(text)
     except ValueError:

@@ -17,6 +17,7 @@ PROMPT = {
     "4": {"class_type": "TesseraTrainLora", "inputs": {"steps": 10, "output_name": "a", "model": ["1", 0]}},
     "5": {"class_type": "LoadImage", "inputs": {"image": "a.png"}, "_meta": {"title": "First"}},
     "6": {"class_type": "LoadImage", "inputs": {"image": "b.png"}, "_meta": {"title": "Second.one"}},
+    "7": {"class_type": "TesseraMemory", "inputs": {"shard": True}},
 }
 
 
@@ -32,6 +33,8 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
     assert prompt["4"]["inputs"] == {"steps": 20, "output_name": "12", "model": ["1", 0], "seed": 3}
     assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
     assert changed("4.learning_rate=1e-4")["4"]["inputs"]["learning_rate"] == 1e-4
+    for text in ("false", "False", "FALSE"):
+        assert changed(f"7.shard={text}", f"7.new={text}")["7"]["inputs"] == {"shard": False, "new": False}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +42,10 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
     [
         ("steps=3", "write NODE.INPUT=VALUE"),
         ("4.steps", "write NODE.INPUT=VALUE"),
-        ("7.steps=3", "no node of the workflow is called 7"),
+        ("8.steps=3", "no node of the workflow is called 8"),
         ("LoadImage.image=c.png", r"2 nodes \(5, 6\) of the workflow are called LoadImage"),
         ("4.model=3", "model is connected to another node"),
+        ("7.shard=off", "shard is a switch; give true or false"),
     ],
 )
 def test_a_change_that_names_no_input_is_told(change, said):
