@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             if rank.size > 1:
                 raise Wrong("--launch starts torchrun itself; leave it out where torchrun has started run.py.")
             check_launch(options.launch, prompt, comfyui_options)
-            return launch(options.launch, arguments, options.result)
+            return result.ended(launch(options.launch, arguments, options.result))
         with (
             rank.prepared(prompt, comfyui_options) as comfyui_options,
             open_log(options.log if not rank.rank else None) as log,
@@ -614,13 +614,16 @@ def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:
         except (OSError, ValueError):
             found = {}
     code = found.get("code")
-    if failed is None:
-        return FAILED if code is None else int(code)
-    rank, exit_code = failed
-    if exit_code < 0:
-        print(f"Device {rank}: its process was ended by {signal.Signals(-exit_code).name}.", file=sys.stderr)
-    if rank > 0 and exit_code == WRONG:
-        return WRONG
+    if failed is not None:
+        rank, exit_code = failed
+        if exit_code < 0:
+            print(f"Device {rank}: its process was ended by {signal.Signals(-exit_code).name}.", file=sys.stderr)
+        if rank > 0 and exit_code == WRONG:
+            return WRONG
+    elif code is not None:
+        return int(code)
+    else:
+        code = TERMINATED  # by a signal while the first one started, or because it took too long to end
     if code is None or code == TERMINATED:
         again = "output" in found and saved_a_state(found["output"], found["started"])
         return TRY_AGAIN if again else FAILED if code is None else int(code)

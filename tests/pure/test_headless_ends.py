@@ -271,11 +271,23 @@ def test_the_devices_get_the_options_but_for_launch(launch, monkeypatch, tmp_pat
     assert given == [([*started, *kept, *behind], 2)]
 
 
+def test_the_result_of_launch_is_the_code_that_it_ends_with(monkeypatch, tmp_path):
+    """Not what the first device wrote, which may have been killed before it could."""
+    path, workflow = tmp_path / "result", tmp_path / "w.json"
+    workflow.write_text(json.dumps(TRAINS))
+    monkeypatch.setattr(headless, "find_comfyui", lambda: tmp_path)
+    monkeypatch.setattr(headless, "check_launch", lambda *_: None)
+    monkeypatch.setattr(headless, "launch", lambda *_: path.write_text('{"output": "x"}') and 75)
+    assert headless.main([str(workflow), "--launch", "2", "--result", str(path)]) == 75
+    assert json.loads(path.read_text()) == {"code": 75}
+
+
 ENDS = {
     "done": ({"code": 0}, None, (0, 0)),
     "cancelled": ({"code": 130}, None, (130, 130)),
     "ended by SIGTERM": ({"code": 143}, None, (143, 143)),
-    "nothing told": ({}, None, (1, 1)),
+    "ended while they start": ({}, None, (143, 143)),
+    "killed long after SIGTERM": ({"output": True}, None, (75, 143)),
     "an error of the first": ({"code": 1}, (0, 1), (1, 1)),
     "wrong for another": ({"code": 1}, (1, 2), (2, 2)),
     "wrong for the first": ({"code": 2}, (0, 2), (2, 2)),
