@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 DONE, FAILED, WRONG, TRY_AGAIN, CANCELLED, TERMINATED = 0, 1, 2, 75, 130, 143
 Prompt = dict[str, dict[str, Any]]
 TRAIN = "TesseraTrainLora"
+SAME = 5.0  # seconds in which the first device finds the same mistake, and is the one that tells of it
 PARENT = "TESSERA_PARENT"  # id of the process without which this one is not to run
 
 
@@ -287,7 +288,7 @@ class Run:
             return int(server.loop.run_until_complete(self._execute(server)))
         except Wrong as mistake:
             self.told.event("error", node=None, message=str(mistake))
-            mistake.of_this_device = self.rank.tell_others(str(mistake))
+            mistake.of_this_device = self.rank.tell_others(str(mistake), SAME)
             raise
         finally:
             main.asset_seeder.shutdown()
@@ -316,6 +317,7 @@ class Run:
             raise Wrong("\n".join(self.explain(error, node_errors)))
         if node_errors:
             raise Wrong("\n".join(self.explain({}, node_errors)))  # a server would leave these nodes out
+        self.rank.check_shares(prompt)
         if self.rank.rank > 0:  # nothing but training and what it needs: the first device saves, shows and compares
             outputs = [number for number in outputs if self.prompt[number]["class_type"] == TRAIN]
         data = {**self.extra_data, "client_id": self.client, "create_time": int(time.time() * 1000)}
@@ -489,13 +491,27 @@ class Rank(NamedTuple):
         names = [name for name in sys.modules if name.endswith(".train.distributed.current")]
         return sys.modules[names[0]].current_world() if names and self.size > 1 else None
 
-    def tell_others(self, text: str) -> bool:
-        """Tell the other devices why this one ends. Returns True unless one has done so before."""
+    def check_shares(self, prompt: Prompt) -> None:
+        """Raise Wrong where several devices can't share a step evenly: here, before nodes in front encode and load."""
+        name = next((name for name in sys.modules if name.endswith(".train.distributed.share")), None)
+        for node in prompt.values() if name is not None and self.size > 1 else ():
+            given = [node.get("inputs", {}).get(one) for one in ("batch_size", "gradient_accumulation")]
+            if node["class_type"] == TRAIN and all(isinstance(one, int) for one in given):
+                try:
+                    sys.modules[name].share_of(self.rank, self.size, *given)
+                except ValueError as error:
+                    raise Wrong(str(error)) from error
+
+    def tell_others(self, text: str, seconds: float = 0.0) -> bool:
+        """Tell the other devices why this one ends. Returns True unless one has done so before.
+
+        seconds: in which the first one may do so, which is left to it.
+        """
         world = self.world()
         if world is None:
             return True
         with contextlib.suppress(RuntimeError):  # of the store, which may be gone
-            if world.fault() is not None:
+            if world.fault(seconds if self.rank else 0.0) is not None:
                 return False
         world.tell(RuntimeError(text), text.partition("\n")[0])
         return True

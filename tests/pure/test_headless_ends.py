@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,6 +216,34 @@ def test_what_several_devices_cannot_do_is_told_once(options, said, executed, ca
     assert said in capsys.readouterr().err
     assert executed(1, 2, *options)[0] == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(size, monkeypatch):
+    def share_of(rank, size, batch_size, accumulation):
+        raise ValueError(f"{size} devices can't share {batch_size} and {accumulation}")
+
+    monkeypatch.setitem(sys.modules, "the pack.train.distributed.share", SimpleNamespace(share_of=share_of))
+    rank = headless.Rank(0, size, 0)
+    linked = {"batch_size": ["1", 0], "gradient_accumulation": 2}
+    rank.check_shares({"4": {"class_type": headless.TRAIN, "inputs": linked}, "5": WITH_MORE["5"]})
+    given = {"4": {"class_type": headless.TRAIN, "inputs": linked | {"batch_size": 3}}}
+    with pytest.raises(headless.Wrong, match="2 devices can't share 3 and 2") if size > 1 else nullcontext():
+        rank.check_shares(given)
+
+
+@pytest.mark.parametrize(("rank", "first", "tells"), [(0, False, True), (1, True, False), (1, False, True)])
+def test_what_the_first_device_finds_too_is_left_to_it(rank, first, tells, monkeypatch):
+    waited, told = [], []
+
+    def fault(seconds):
+        waited.append(seconds)
+        return {"rank": 0} if first else None
+
+    world = SimpleNamespace(fault=fault, tell=lambda error, sentence: told.append(sentence))
+    monkeypatch.setattr(headless.Rank, "world", lambda self: world)
+    assert headless.Rank(rank, 2, rank).tell_others("no file", 5.0) is tells
+    assert waited == [5.0 if rank else 0.0] and told == (["no file"] if tells else [])
 
 
 def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
