@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,9 +103,31 @@ def test_each_process_takes_one_of_the_devices_that_are_named(name, monkeypatch)
     monkeypatch.setenv(name, "2,3")
     seen = []
     monkeypatch.setattr(headless, "_see_devices", seen.append)
-    with headless.Rank(1, 2, 1).prepared({"1": {"class_type": headless.TRAIN, "inputs": {}}}, []):
-        monkeypatch.delenv("TESSERA_WORLD_OF")
-    assert seen == ["3"]
+    for _ in range(2):  # the second process of the second machine; then where none are named
+        with headless.Rank(3, 4, 1).prepared({"1": {"class_type": headless.TRAIN, "inputs": {}}}, []):
+            monkeypatch.delenv("TESSERA_WORLD_OF")
+        monkeypatch.delenv(name, raising=False)
+    assert seen == ["3", "1"]
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "names", "wanted"),
+    [
+        ("cuda_device", 2, VISIBLE, "2"),
+        ("default_device", 2, VISIBLE, ",".join(map(str, [2, 0, 1, *range(3, 32)]))),
+        ("oneapi_device_selector", "gpu:1", ["ONEAPI_DEVICE_SELECTOR"], "gpu:1"),
+        ("deterministic", True, ["CUBLAS_WORKSPACE_CONFIG"], ":4096:8"),
+    ],
+)
+def test_options_that_torch_reads_of_the_environment_are_put_there(option, value, names, wanted, monkeypatch):
+    """ComfyUI's main.py does so only where it is started itself."""
+    monkeypatch.setattr(headless.os, "environ", {})
+    options = dict.fromkeys(("default_device", "cuda_device", "oneapi_device_selector"), None)
+    headless.set_environment(SimpleNamespace(**options | {"deterministic": False} | {option: value}))
+    assert [headless.os.environ.get(name) for name in names] == [wanted] * len(names)
 
 
 def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
