@@ -23,6 +23,7 @@ from tiny.runs import (
     planned_experts,
     run_settings,
     train,
+    varied_data,
 )
 
 STEPS = STEP["steps"]
@@ -49,6 +50,19 @@ def test_any_number_of_processes_trains_the_same_lora(case, ranks, tiny_flux, tm
         near(ranks.lora(), dict(alone.lora))
         for rank in range(1, size):
             same(ranks.lora(rank), ranks.lora())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_sampled_goes_by_the_place_in_the_whole_step_and_the_sum_is_clipped(size, ranks, tiny_flux, tmp_path):
+    """Two processes share each micro-batch, and three take a whole one each."""
+    objective = {"ip_noise_gamma": 0.3, "noise_offset": 0.3, "preservation_weight": 0.5}
+    settings = STEP | {"network": DROPS, "objective": objective}
+    settings["optimizer"] = {"eps": 1e-4, "max_grad_norm": 1e-3}
+    answers = ranks.train(size, tmp_path / "many", settings, data="varied_data")
+    assert not any(told(answers)), answers
+    alone = train(tiny_flux, varied_data(), tmp_path / "1", **settings)
+    assert answers[0]["loss"] == pytest.approx(alone.loss, rel=1e-5)
+    near(ranks.lora(), dict(alone.lora))
 
 
 def test_a_weight_that_has_a_gradient_on_some_processes_only_is_stepped_as_on_one(

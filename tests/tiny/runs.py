@@ -50,6 +50,25 @@ def masked_data() -> Any:
     return training_data(*(masked(one, 6 * number) if 0 < number < 3 else one for number, one in enumerate(whole)))
 
 
+def varied_data() -> Any:
+    """The same with two images and two captions for each, captions that are dropped, class captions and weights."""
+    from tessera.data.samples import FIRST_VARIANT, Prompt
+
+    def varied(one: Any, number: int) -> Any:
+        shape = one.grid[1:]
+        read = {(i, c): sample(f"{one.name} {i} {c}", *shape).load() for i in range(2) for c in (0, 1, None)}
+        of_class = sample(f"the class of {one.name}", *shape).load()
+
+        def load(choice: Any = FIRST_VARIANT) -> Any:
+            prompt = Prompt(of_class.text, of_class.conditioning) if choice.class_caption else None
+            return replace(read[choice.image, choice.caption], class_prompt=prompt)
+
+        drawn = {"image_variants": 2, "caption_variants": 2, "caption_dropout": 0.3}
+        return replace(one, load=load, loss_weight=1.0 + number, class_caption=number > 0, **drawn)
+
+    return training_data(*(varied(one, number) for number, one in enumerate(mixed_data().samples)))
+
+
 def planned_experts(files: Sequence[str], settings: Any) -> tuple[list[Any], Any]:
     """The runs of two experts of Wan 2.2 on one clip."""
     from tessera.train.experts import plan_experts
