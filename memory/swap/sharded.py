@@ -39,8 +39,8 @@ class Peers(Protocol):
         """Wait for all ranks. Returns what each has given, by place. Raises where one leaves or does not come."""
         ...
 
-    def leave(self) -> None:
-        """Say that this rank comes to no other meeting."""
+    def leave(self, whole: bool) -> None:
+        """Say that this rank comes to no other meeting. whole: it has queued all gathers of the sweep under way."""
         ...
 
 
@@ -153,8 +153,10 @@ class ShardedRing(SlotRing):
             self.over = True
             try:
                 self._end_sweep()
-            finally:
-                self.peers.leave()
+            except BaseException:
+                self.peers.leave(whole=False)
+                raise
+            self.peers.leave(whole=True)
 
 
 class ShardedSwap(BlockSwap):

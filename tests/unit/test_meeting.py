@@ -237,4 +237,38 @@ def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
     else:
         assert all("Device 1 did not come to share its part" in str(one) for one in (error.value, told[0]))
     with pytest.raises(CannotContinue, match="gone"):
-        ours.leave()
+        ours.leave(whole=True)
+
+
+def test_gathers_that_a_failed_device_does_not_take_part_in_are_ended_and_its_error_is_told(store, monkeypatch):
+    def failing(*args, **options):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(node, "gather_pieces", failing)
+    first, second = (world_of(store, rank, 3, threading.Event()) for rank in range(2))
+    ours, theirs = (NodeRanks(world, range(2), None) for world in (first, second))
+    aborted, found = [], []
+    monkeypatch.setattr(ours, "abort", lambda: aborted.append(True))
+
+    def come():
+        try:
+            ours.meet("forward", False)
+        except CannotContinue as error:
+            found.append(str(error))
+
+    thread = later(0.0, come)
+    with pytest.raises(torch.AcceleratorError) as error:
+        theirs.gather(torch.zeros(2), torch.zeros(1))
+    sync = GradientSync.__new__(GradientSync)
+    sync.world, sync.sums_left = second, 5
+
+    def leave_gathers():
+        theirs.leave(whole=False)
+        raise error.value
+
+    sync.leave(error.value, 3, leave_gathers)
+    thread.join()
+    assert aborted == [True] and "Device 1 on " in found[0] and "illegal memory access" in found[0]
+    with pytest.raises(Unmet) as unmet:  # on another machine
+        world_of(store, 2, 3).meet("sum", 1, None)
+    assert unmet.value.left == 1

@@ -1,6 +1,7 @@
 """The ring that several devices fill together: what lies in a slot when it is read, whatever the others need."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ class Others:
 
     def __init__(self, seed):
         self.count, self.place, self.random = 2, 0, random.Random(seed)
-        self.met, self.late = [], False
+        self.met, self.left, self.late = [], [], False
         self.pending = []
 
     def gather(self, into, piece):
@@ -29,8 +30,8 @@ class Others:
         self.met.append((wish, other))
         return [(wish, fresh), (other, False)]
 
-    def leave(self):
-        pass
+    def leave(self, whole):
+        self.left.append(whole)
 
 
 def ring_of(others, prefetch):
@@ -69,6 +70,23 @@ def test_a_block_is_waited_for(monkeypatch):
     for j in range(BLOCKS):
         ring.forward(j)
         assert ring.slot_of(j)[:256].eq(j).all()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fails, monkeypatch):
+    others = Others(0)
+    ring = ring_of(others, 1)
+    ring.forward(0)
+
+    def gather(into, piece):
+        raise torch.AcceleratorError("planted")
+
+    if fails:
+        monkeypatch.setattr(others, "gather", gather)
+    with pytest.raises(torch.AcceleratorError) if fails else nullcontext():
+        ring.leave()
+    ring.leave()
+    assert others.left == [not fails]
 
 
 class Held(FrozenModule):

@@ -93,14 +93,19 @@ class GradientSync:
         """Leave the run with the others, for an error of this rank: all end at the step that it did not finish.
 
         step: number of that step, from 1.
-        leave_gathers: leaves those that share blocks with this rank, before; where it raises, no other comes to a sum.
+        leave_gathers: leaves those that share blocks with this rank, before; where it raises, none of them comes to a
+            sum.
         """
         if self.world.is_lone:
             return
         with contextlib.suppress(Exception, InterruptProcessingException):  # the error itself must reach the user
             self.world.tell(error, error_sentence(error))
             left, self.sums_left = self.sums_left, 0
-            leave_gathers()
+            try:
+                leave_gathers()
+            except BaseException:
+                self.world.leave_sum()  # other machines share no block with this one, and would wait
+                raise
             if isinstance(error, InterruptProcessingException):
                 self.world.interrupted = error  # its user waits no longer for the others than there
             if left:

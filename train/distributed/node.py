@@ -39,12 +39,15 @@ class NodeRanks:
     def gather(self, into: Tensor, piece: Tensor) -> None:
         """Queue a gather of everyone's piece on the current stream; on a CPU it is done at once.
 
-        into: (count·n,), piece: (n,), bytes. Raises CannotContinue where a rank is gone.
+        into: (count·n,), piece: (n,), bytes. Raises CannotContinue where a rank is gone, and AcceleratorError where
+        this rank's device has failed.
         """
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
         try:
             gather_pieces(into, piece, group=self.group)
+        except torch.AcceleratorError:  # of this rank's own device
+            raise
         except Exception as error:
             raise self._lost() from error
         if into.device.type == "cuda":
@@ -74,9 +77,12 @@ class NodeRanks:
         world.waited += time.monotonic() - begun
         return [(given[0], given[1]) for given in found]
 
-    def leave(self) -> None:
-        """Say that this rank comes to no other meeting. Raises CannotContinue where another rank is gone."""
-        self.world.meeting(self._name, self._number + 1, self.ranks).leave(comes=True)
+    def leave(self, whole: bool) -> None:
+        """Say that this rank comes to no other meeting. Raises CannotContinue where another rank is gone.
+
+        whole: it has queued all that the others wait for; else they end their gathers, and do not wait for it in a sum.
+        """
+        self.world.meeting(self._name, self._number + 1, self.ranks).leave(comes=whole and not self._lost_one)
         if self._lost_one:
             raise CannotContinue("Another device is gone.")
 
