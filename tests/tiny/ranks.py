@@ -61,7 +61,7 @@ class Ranks:
             used[hangs].kill()
             answers[hangs] = ""
         for rank, process in enumerate(used):
-            if not answers[rank]:
+            if not answers[rank] or job.get("ends"):
                 process.wait()
         self.begin(size)
         return [json.loads(answers[rank]) if answers[rank] else {} for rank in range(size)]

@@ -2,11 +2,27 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 GRACE = 5.0  # seconds in which a process that ends can still say why
 _LEFT = "left"
+
+
+def patience(seconds: float, is_interrupted: Callable[[], bool]) -> Iterator[None]:
+    """Yield now and then for as long as others are waited for.
+
+    seconds: the longest wait; an interrupt makes it short.
+    """
+    end, is_cut, pause = time.monotonic() + seconds, False, 0.0005
+    while True:
+        yield
+        if not is_cut and is_interrupted():
+            end, is_cut = min(end, time.monotonic() + 2 * GRACE), True
+        if time.monotonic() > end:
+            return
+        time.sleep(pause)
+        pause = min(0.002, 1.3 * pause)
 
 
 class Unmet(Exception):
@@ -37,19 +53,17 @@ class Meeting:
 
         value: plain JSON. Raises Unmet where a rank has left: this one does past `seconds`, or soon after an interrupt.
         """
-        end, is_cut, came, pause = time.monotonic() + seconds, False, False, 0.0005
-        while True:
+        came = False
+        for _ in patience(seconds, is_interrupted):
             if not came and (is_ready is None or is_ready()):
                 came = True
                 self._enter({str(self.rank): value})
             if (values := self.values()) is not None:
                 return values
-            if not is_cut and is_interrupted():
-                end, is_cut = min(end, time.monotonic() + 2 * GRACE), True
-            if time.monotonic() > end:
-                self.leave(comes=False)
-            time.sleep(pause)
-            pause = min(0.002, 1.3 * pause)
+        self.leave(comes=False)
+        values = self.values()
+        assert values is not None
+        return values
 
     def leave(self, comes: bool) -> None:
         """Let nobody go on from here, unless all have come. comes: this rank comes to the next sum, to say why."""

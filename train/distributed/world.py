@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from comfy.model_management import InterruptProcessingException
 from torch import Tensor
 
 from ..errors import CannotContinue, error_sentence
-from .meeting import GRACE, Meeting, Unmet
+from .meeting import GRACE, Meeting, Unmet, patience
 
 STEP_LIMIT = timedelta(minutes=30)  # longest that a device waits for the others within a step, compiling included
 WAIT_LIMIT = 6 * 3600.0  # seconds that a device waits for the first one: longer than any preview or encoding
@@ -117,12 +118,9 @@ class World:
 
     def agreed(self, key: str, value: Any) -> Any:
         """Return rank 0's value on every rank. value: plain JSON."""
-        if self.is_lone:
-            return value
-        if self.is_first:
+        if self.is_first and not self.is_lone:
             self.post(key, value)
-            return value
-        return self.wait(key)
+        return value if self.is_first else self.wait(key)
 
     def wait_for_first(self, step: int, due: bool) -> None:
         """Wait, where something is `due` after `step` steps, until rank 0 has done it, as long as that takes."""
@@ -214,19 +212,28 @@ class World:
                 dist.all_reduce(buffer)
                 self._sum_events[1].record()
             elif buffer.device.type == "cpu":
-                dist.all_reduce(buffer)
+                self._sum_on_host(buffer)
             else:
                 if self._on_host is None or self._on_host.shape != buffer.shape:
                     self._on_host = torch.empty(buffer.shape, dtype=buffer.dtype)
                 self._on_host.copy_(buffer)
-                dist.all_reduce(self._on_host)
+                self._sum_on_host(self._on_host)
                 buffer.copy_(self._on_host)
-        except (InterruptProcessingException, torch.AcceleratorError):  # of this rank and its own device
+        except (InterruptProcessingException, CannotContinue, torch.AcceleratorError):  # told, or of its own device
             raise
         except Exception as error:
             raise self._lost(step, error.missing if isinstance(error, Unmet) else []) from error
         self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
         self.waited += time.monotonic() - begun
+
+    def _sum_on_host(self, buffer: Tensor) -> None:
+        """Sum by gloo. An interrupt is treated as `meet` does, but the others learn of it when this process ends."""
+        work = dist.all_reduce(buffer, async_op=True)
+        for _ in patience(math.inf, self._is_interrupted):  # gloo has the limit of a step
+            if work.is_completed():
+                work.wait()
+                return
+        self._raise_why()
 
     def _meet(self, device: torch.device) -> None:
         """Wait until all ranks have come to the next sum, see `meet`.
@@ -270,9 +277,7 @@ class World:
             values = self.meeting(name, number, ranks).wait(value, limit, self._is_interrupted, is_ready)
         except Unmet as unmet:
             if unmet.left == self.rank:
-                if (fault := self.fault()) is not None and not fault["cancelled"]:
-                    raise self.stopped(fault) from unmet
-                self.raise_interrupted()
+                self._raise_why()
             raise
         if self.rank == ranks[0] and number > 1:  # all have read it that have come here
             self.meeting(name, number - 1, ranks).forget()
@@ -299,6 +304,12 @@ class World:
         if self._sum_events is not None:
             begun, ended = self._sum_events
             self.waited, self._sum_events = self.waited + begun.elapsed_time(ended) / 1000, None
+        self.raise_interrupted()
+
+    def _raise_why(self) -> None:
+        """Raise what interrupted this rank, or its cause where another one has told it."""
+        if (fault := self.fault()) is not None and not fault["cancelled"]:
+            raise self.stopped(fault)
         self.raise_interrupted()
 
     def raise_interrupted(self) -> None:
