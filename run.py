@@ -47,6 +47,10 @@ class Wrong(Exception):
     of_this_device = False  # true where the other devices may not have it
 
 
+class NoDevice(Exception):
+    """ComfyUI finds no GPU and was not started with --cpu."""
+
+
 def main(arguments: Sequence[str]) -> int:
     rank = Rank.of_environment()
     result = Result(None)
@@ -215,8 +219,19 @@ def start_comfyui(folder: Path, options: Sequence[str]) -> Any:
     sys.path[0] = str(folder)  # in place of this pack's own folder, which ComfyUI's loader imports as a package
     importlib.import_module("comfy.options").enable_args_parsing()
     set_environment(importlib.import_module("comfy.cli_args").args)
-    _, server, _ = importlib.import_module("main").start_comfyui()
+    try:
+        main = importlib.import_module("main")
+    except (AssertionError, RuntimeError) as error:  # of torch, which ComfyUI asks for its device while it is loaded
+        if any(word in str(error) for word in ("CUDA", "NVIDIA", "HIP")) and not device_count():
+            raise NoDevice from error
+        raise
+    _, server, _ = main.start_comfyui()
     return server
+
+
+def device_count() -> int:
+    """Return how many GPUs torch sees. Loads torch."""
+    return int(importlib.import_module("torch").cuda.device_count())
 
 
 class Told:
@@ -278,7 +293,10 @@ class Run:
 
     def execute(self, comfyui: Path, options: Sequence[str]) -> int:
         """Run the prompt to its end; returns the exit code."""
-        server = start_comfyui(comfyui, options)
+        try:
+            server = start_comfyui(comfyui, options)
+        except NoDevice as error:
+            raise self.rank.without_device() from error
         self.rank.meet_others()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.end_by_signal)
@@ -477,6 +495,17 @@ class Rank(NamedTuple):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def without_device(self) -> Wrong:
+        """Make the error of a process that finds no GPU."""
+        mistake = Wrong(
+            "torch finds no GPU here; put -- --cpu at the end to run on the CPU."
+            if self.size == 1
+            else f"This machine has no GPU for its process {self.local + 1}; start as many processes as it has GPUs, "
+            "or put -- --cpu at the end."
+        )
+        mistake.of_this_device = True
+        return mistake
+
     def meet_others(self) -> None:
         """Wait for the other devices, before any of them does something that takes long or may fail."""
         try:
@@ -593,7 +622,7 @@ def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
     check_many(prompt, options)
     if "--cpu" in options:
         return
-    there = importlib.import_module("torch").cuda.device_count()
+    there = device_count()
     if there < devices:
         raise Wrong(
             f"--launch is {devices}, and torch sees {there} CUDA devices here; give {there or '--cpu'} or fewer."

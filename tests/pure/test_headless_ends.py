@@ -255,6 +255,31 @@ def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
             pass
 
 
+@pytest.mark.parametrize(
+    ("rank", "there", "said"),
+    [
+        (headless.Rank(), 0, "torch finds no GPU here; put -- --cpu at the end to run on the CPU."),
+        (headless.Rank(5, 6, 2), 0, "This machine has no GPU for its process 3; start as many processes as it has"),
+        (headless.Rank(), 1, None),
+    ],
+)
+def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, monkeypatch, tmp_path):
+    (tmp_path / "main.py").write_text("raise RuntimeError('No CUDA GPUs are available')")
+    for name in ("main", "comfy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    options = SimpleNamespace(enable_args_parsing=lambda: None)
+    monkeypatch.setitem(sys.modules, "comfy.options", options)
+    monkeypatch.setitem(sys.modules, "comfy.cli_args", SimpleNamespace(args=None))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: there)))
+    monkeypatch.setattr(headless, "set_environment", lambda args: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with pytest.raises(RuntimeError if said is None else headless.Wrong) as error:
+        run_of(rank).execute(tmp_path, [])
+    assert str(error.value).startswith(said or "No CUDA GPUs")
+    assert said is None or error.value.of_this_device
+
+
 def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
