@@ -7,11 +7,18 @@ import subprocess
 import sys
 import time
 
+import comfy.model_management
 import psutil
 import pytest
-from tessera.nodes.train.devices import needed_prompt
+from tessera.nodes.train.devices import OnDevices, SameRun, needed_prompt
+from tessera.train.checkpoint.run_folder import RunFolder
+from tessera.train.distributed import launcher
 from tessera.train.distributed.launcher import JOB, PARENT, RUN, Facts, Job, Launched, child_environment, child_options
+from tessera.train.errors import TrainingStopped
+from tessera.train.observer import SilentObserver
+from tessera.train.preflight.run_start import RunStart
 from tiny.prompt import node
+from tiny.runs import run_settings
 
 PROMPT = {
     "1": node("UNETLoader", unet_name="a.safetensors") | {"is_changed": [0.5]},
@@ -94,10 +101,52 @@ def test_events_are_read_as_they_come_whole_lines_only(tmp_path):
         assert [next(events), next(events), next(events)] == [{"event": "a", "text": "ü"}] * 2 + [None]
 
 
+class Silent(SilentObserver):
+    node_id = "3"
+
+
+def run_start(tmp_path, key="a key"):
+    return RunStart("weights", "lineage", "lineage", key, RunFolder(tmp_path / "loras" / "a (001)", "a"))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("print('Device 1: There is no room.\\nmore'); raise SystemExit(1)", r"^Device 1: There is no room\.$"),
+        ("raise SystemExit(1)", "^The processes that train were ended from outside"),
+        ("", "^devices: in a process of its own the workflow gives another run than here"),
+    ],
+)
+def test_models_are_unloaded_and_processes_that_train_no_such_run_are_told(
+    script, said, tmp_path, tiny_flux, monkeypatch
+):
+    """A stand-in for run.py, which ends at once."""
+    other = tmp_path / "run.py"
+    other.write_text(script)
+    monkeypatch.setattr(launcher, "RUN", other)
+    comfy.model_management.load_models_gpu([tiny_flux])
+    assert comfy.model_management.loaded_models()
+    train = OnDevices([0, 1], PROMPT, None, run_settings(batch_size=2), {}, Silent())
+    with pytest.raises(TrainingStopped, match=said):
+        train(run_start(tmp_path))
+    assert not comfy.model_management.loaded_models()
+
+
+def test_a_process_that_makes_another_run_of_the_graph_is_told():
+    with pytest.raises(ValueError, match="gives another run than here, so an input of Train LoRA does not come out"):
+        SameRun("another key")(run_start(RUN.parent))
+    check = SameRun("a key")
+    assert check(run_start(RUN.parent)) is None
+    assert check(run_start(RUN.parent, "that of the second expert")) is None
+
+
+def test_steps_that_the_devices_cannot_share_are_told_before_anything_is_unloaded():
+    with pytest.raises(ValueError, match="2 devices can't share evenly; set batch_size to 4"):
+        OnDevices([0, 1], PROMPT, None, run_settings(batch_size=3, gradient_accumulation=1), {}, Silent())
+
+
 def test_processes_that_do_not_end_are_killed_at_the_second_cancel(tmp_path, monkeypatch):
     """A stand-in for run.py that heeds no signal, with a process below it in another session, as torchrun's are."""
-    import tessera.train.distributed.launcher as launcher
-
     below = f"import time, sys; sys.argv = ['run.py']; exec(open({str(RUN)!r}).read().split('if __name__')[0]); "
     below += "watch_parent(Rank(0, 2), False); print('up', flush=True); time.sleep(600)"
     stubborn = tmp_path / "a folder" / "run.py"
