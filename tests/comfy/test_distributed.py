@@ -283,6 +283,20 @@ def test_a_process_killed_at_any_moment_leaves_a_state_that_goes_on(seed, ranks,
     near(dict(resumed.lora), whole_runs)
 
 
+def test_devices_of_a_machine_plan_with_equal_parts_of_the_memory_that_is_free_before_any_takes_some(ranks, tmp_path):
+    """Who looks later finds less, and would plan as if that were free for all."""
+    gib = 2**30
+    job = {"local": 2, "host": [64 * gib, 7 * gib, 40 * gib, 32 * gib]}
+    memory = {"checkpointing": "none", "blocks_to_swap": 3}
+    answers = ranks.train(4, tmp_path / "given", STEP | {"steps": 1, "memory": memory}, **job)
+    assert not any(told(answers)), answers
+    assert any(note.startswith("RAM is short: 3.5 GB are free") for note in answers[0]["notes"]), answers[0]["notes"]
+    memory = {"checkpointing": "auto", "blocks_to_swap": -1}
+    answers = ranks.train(4, tmp_path / "chosen", STEP | {"steps": 1, "memory": memory}, **job)
+    assert not any(told(answers)), answers
+    assert [answer["planned"] for answer in answers] == 2 * [[7 * gib // 2]] + 2 * [[16 * gib]]
+
+
 def test_masks_weigh_in_a_batch_over_processes_as_in_one(ranks, tiny_flux, tmp_path):
     answers = ranks.train(2, tmp_path / "2", STEP, data="masked_data")
     assert not any(told(answers)), answers

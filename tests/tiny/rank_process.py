@@ -16,6 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1] / "support")  # not this f
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what ComfyUI prints is no answer
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import with_comfyui  # noqa: E402, F401
@@ -240,6 +241,16 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     all_reduce = dist.all_reduce
     kept = {name: getattr(dist, name) for name in OTHER_COLLECTIVES}
     of_batch, begin, free = StepLosses.of_batch, BlockProducts.__init__, auto.free_memory
+    memory, measure, planned = psutil.virtual_memory, auto.measure, list[int]()
+
+    def measured(*args: Any) -> Any:
+        cost = measure(*args)
+        planned.append(cost.machine.host)
+        return cost
+
+    if "host" in job:  # free bytes of the host's memory, as each rank finds them
+        found = memory()._replace(available=job["host"][world.rank])
+        psutil.virtual_memory, auto.measure = lambda: found, measured
 
     def having(products: str) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -305,13 +316,14 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
         node.gather_pieces, ShardedRing.forward = gather, ring_forward  # type: ignore[method-assign]
         dist.all_reduce, StepLosses.of_batch = all_reduce, of_batch
         BlockProducts.__init__, auto.free_memory = begin, free  # type: ignore[method-assign]
+        psutil.virtual_memory, auto.measure = memory, measure
         if world.killing is not None:
             world.killing.cancel()
         for name, function in kept.items():
             setattr(dist, name, function)
         if dist.is_initialized() and not job.get("ends"):  # it would wait for a sum that was given up
             dist.destroy_process_group()
-    notes = {"notes": watcher.notes, "files": watcher.files, "done": watcher.done}
+    notes = {"planned": planned, "notes": watcher.notes, "files": watcher.files, "done": watcher.done}
     counted = {"sent": sent, "others": others, "gathers": gathers, "waited": world.waited, "sums": world.sums}
     return answer | notes | counted | counts | held.found
 

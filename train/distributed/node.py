@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -129,6 +130,16 @@ class NodeRanks:
         """Say that these ranks are gone. seconds: in which another may still say why."""
         self.abort()
         return self.world.gone(ranks, "share its part of the model", self.world.fault(seconds))
+
+
+def free_host_memory(world: World) -> int:
+    """Return the free bytes of this machine's memory before any rank of it takes some; all ranks have to call it.
+
+    Each may take an equal part. One that looked for itself would find what the others have left.
+    """
+    first = world.rank - world.local_rank
+    free = psutil.virtual_memory().available
+    return int(min(world.exchange("free memory", free, range(first, first + world.local_size))))
 
 
 def connect_node(world: World, device: torch.device, memory: MemoryOptions) -> NodeRanks | None:

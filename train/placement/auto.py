@@ -238,16 +238,17 @@ def measure(
     targets: list[str],
     settings: TrainSettings,
     compile_settings: CompileSettings | None = None,
+    available: int | None = None,
     processes: int = 1,
 ) -> StepCost:
     """Measure a training step: run one block of each structure forward and backward on the largest batch.
 
     compile_settings: those of the run, whose blocks are reckoned as compiled; None runs eagerly.
-    processes: as many share the memory of this host.
+    available: bytes of this host's memory that are free; None asks for them. processes: as many share them.
     Frees everything that it has allocated.
     """
     device, dtype = patcher.load_device, patcher.model.get_dtype_inference()
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available if available is None else available
     machine = Hardware(
         free_memory(patcher), link_bandwidth(device), available // processes, place=memory_place(device.type)
     )

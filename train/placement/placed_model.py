@@ -21,7 +21,7 @@ from ...memory.weights.requantise import base_of
 from ...memory.weights.residency import Holder, ResidentWeights
 from ...models.adapters.base import DropMask
 from ...models.family import Block, ModelInputs, RunBlock, Transformer
-from ..distributed.node import connect_node
+from ..distributed.node import connect_node, free_host_memory
 from ..observer import Observer
 from ..preflight.context import RunContext
 from . import auto
@@ -48,6 +48,7 @@ class PlacedModel:
         self.device = self.patcher.load_device
         self.dtype = self.patcher.model.get_dtype_inference()
         self.memory, self.before = self.settings.memory, context.environment
+        self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
         self.products = BlockProducts(self.memory.products, self.device, self.dtype, context.products)
         self.automatic: AutomaticMemory | None = None
@@ -72,7 +73,7 @@ class PlacedModel:
         """Measure one step and choose the fastest plan that fits."""
         self.observer.phase("Measuring one step")
         given = self.patcher, self.family, data, targets, self.settings, self.compile_settings
-        measured = auto.measure(*given, self.world.local_size)
+        measured = auto.measure(*given, self.free_before, self.world.local_size)
         before = auto.chosen_before(self.before, self.settings.memory)
         given_plan = self.settings.memory, measured, self.family.swap_order, before
         self.automatic, reason = self.sharing.plan(*given_plan)
@@ -124,7 +125,8 @@ class PlacedModel:
         if self.sharing.node is not None:
             return transformer, ShardedSwap(blocks, self.device, memory.prefetch_blocks, self.sharing.node)
         needed = sum(m.held_bytes() for block in blocks for m in frozen_modules(block).values())
-        available = psutil.virtual_memory().available // self.world.local_size
+        free = psutil.virtual_memory().available if self.world.is_lone else self.free_before
+        available = free // self.world.local_size
         inside = bytes_in_file(tensor for block in blocks for tensor in block.buffers())
         host = place_on_host(memory.pin_memory, self.device.type, HostWeights(needed, inside), available)
         self.host = host
