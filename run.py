@@ -624,9 +624,8 @@ def check_launch(devices: int, prompt: Prompt, options: Sequence[str]) -> None:
         return
     there = device_count()
     if there < devices:
-        raise Wrong(
-            f"--launch is {devices}, and torch sees {there} CUDA devices here; give {there or '--cpu'} or fewer."
-        )
+        mend = f"give {there} or fewer" if there else "put -- --cpu at the end to run on the CPU"
+        raise Wrong(f"--launch is {devices}, and torch sees {there} CUDA devices here; {mend}.")
 
 
 def launch(devices: int, arguments: Sequence[str], result: str | None) -> int:

@@ -149,6 +149,35 @@ def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monk
     assert (code, outputs, prompt) == (0, wanted, WITH_MORE)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told_of_it(
+    known, output, nodes, monkeypatch
+):
+    async def validate_prompt(number, prompt, partial):
+        found = {"message": "Value not in list", "details": "no such model"}
+        return False, {}, [], {"4": {"errors": [found]}}
+
+    told, loop = [], asyncio.new_event_loop()
+    world = SimpleNamespace(fault=lambda: {"rank": 0} if known else None, tell=lambda error, text: told.append(text))
+    server = Server()
+    server.loop = loop
+    nodes.NODE_CLASS_MAPPINGS = {}
+    modules = {
+        "tessera.train.distributed.current": SimpleNamespace(current_world=lambda: world),
+        "execution": SimpleNamespace(validate_prompt=validate_prompt),
+        "main": SimpleNamespace(asset_seeder=SimpleNamespace(shutdown=list), cleanup_temp=list),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(headless, "start_comfyui", lambda folder, options: server)
+    monkeypatch.setattr(headless.signal, "signal", lambda number, act: None)
+    with pytest.raises(headless.Wrong, match="Value not in list. no such model") as error:
+        run_of(headless.Rank(1, 2, 1)).execute(output, [])
+    loop.close()
+    assert error.value.of_this_device is not known
+    assert told == ([] if known else ["TesseraTrainLora (4): Value not in list. no such model"])
+
+
 def test_an_input_that_its_node_does_not_have_is_told(nodes):
     kind = SimpleNamespace(INPUT_TYPES=lambda: {"required": {"steps": ()}, "optional": {"data": ()}})
     nodes.NODE_CLASS_MAPPINGS = {headless.TRAIN: kind}
@@ -292,18 +321,19 @@ def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "prompt", "options", "said"),
+    ("devices", "there", "prompt", "options", "said"),
     [
-        (0, TRAINS, ["--cpu"], "--launch is 0; give the number of devices"),
-        (2, {"5": WITH_MORE["5"]}, ["--cpu"], "The workflow has no Train LoRA"),
-        (3, TRAINS, [], "--launch is 3, and torch sees 2 CUDA devices here; give 2 or fewer"),
+        (0, 2, TRAINS, ["--cpu"], "--launch is 0; give the number of devices"),
+        (2, 2, {"5": WITH_MORE["5"]}, ["--cpu"], "The workflow has no Train LoRA"),
+        (3, 2, TRAINS, [], r"--launch is 3, and torch sees 2 CUDA devices here; give 2 or fewer\."),
+        (1, 0, TRAINS, [], "--launch is 1, and torch sees 0 CUDA devices here; put -- --cpu at the end"),
     ],
 )
-def test_what_cannot_be_launched_is_told(devices, prompt, options, said, monkeypatch):
-    cuda = SimpleNamespace(device_count=lambda: 2)
+def test_what_cannot_be_launched_is_told(devices, there, prompt, options, said, monkeypatch):
+    cuda = SimpleNamespace(device_count=lambda: there)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(headless.sys, "platform", "linux")
-    headless.check_launch(2, TRAINS, [])
+    headless.check_launch(there or 2, TRAINS, [] if there else ["--cpu"])
     with pytest.raises(headless.Wrong, match=said):
         headless.check_launch(devices, prompt, options)
 
