@@ -181,6 +181,10 @@ def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
         "a step, but "
         "is another run. The wait for the slowest device grows with the root of a logarithm only.",
         "",
+        "Not counted: before each sum the devices meet by one key of torch's store, which each of them writes. That "
+        "takes a few thousandths of a second for a few devices, grows faster than their number, and was not measured "
+        "for many.",
+        "",
         "## `shard`: each device keeps its part of the base",
         "",
         f"Up to {ON_A_HOST} devices of a host. Each micro-batch, here of one picture, gathers every block "
