@@ -115,6 +115,10 @@ class ComfyServer:
         while not self._start_at(free_port(), end):
             pass
 
+    def start_again(self, timeout: float = PATIENCE) -> None:
+        """Starts a killed server at the address that it had, where pages of it are still open."""
+        assert self._start_at(int(self.url.rpartition(":")[2]), time.monotonic() + timeout), "the port was taken"
+
     def _start_at(self, port: int, end: float) -> bool:
         """True where it got the port, which another process may take before the server does."""
         assert self.process is None, "the server runs already"

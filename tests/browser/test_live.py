@@ -174,6 +174,25 @@ def test_a_run_of_another_client_grows_on_every_page_that_is_open(frontend, comf
     assert frontend.crashes == []
 
 
+def test_a_page_that_stays_open_learns_that_its_run_was_killed_with_the_server(frontend, comfyui):
+    prompt = graph(frontend.ENCODERS, "killed", save_every=2)
+    open_graph(frontend, prompt)
+    try:
+        with held(comfyui, 6):
+            press_run(frontend)
+            panel_says(frontend, "Step 6 / 60")
+            comfyui.kill()
+            comfyui.start_again()
+            panel_says(frontend, "Broke off")
+        panel_says(frontend, "Step 6 / 60")
+        assert points(frontend) == "Loss of 6 points up to step 6"
+        playwright.expect(frontend.page.get_by_role("button", name="Stop and keep")).to_be_hidden()
+    finally:
+        if comfyui.process is None:
+            comfyui.start_again()
+    assert frontend.crashes == []
+
+
 def test_a_run_that_goes_on_from_an_earlier_state_is_drawn_anew(frontend, comfyui):
     folder = comfyui.base / "output" / "loras" / "drawn-1234abcd"
     folder.mkdir(parents=True)

@@ -128,8 +128,9 @@ async function update(live) {
     live.points = []
     run = await ask(`/tessera/runs/${newest.id}?since=0`)
   }
-  if (!run) {
-    live.run = undefined // its folder is gone
+  if (!run) { // its folder is gone, or the server was restarted and knows no run before it has listed it
+    live.again = Boolean(live.run?.running)
+    live.run = undefined
     return
   }
   live.run = run
