@@ -304,6 +304,33 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
         assert (page.evaluate(error) == said) == (kind == "TesseraTrainLora")
 
 
+ACTIVE = "name => app.extensionManager.workflow.activeWorkflow.path.endsWith(name)"
+
+
+def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_meanwhile(frontend, comfyui):
+    """Its nodes have the same numbers and kinds."""
+    page = frontend.page
+    open_graph(frontend, graph(frontend.ENCODERS, "of_the_first", steps=8, save_every=2))
+    page.wait_for_function(ACTIVE, arg="live.json")
+    with held(comfyui, 3):
+        prompt_id = press_run(frontend)
+        panel_says(frontend, "Step 3 / 8")
+        page.evaluate("prompt => app.loadApiJson(prompt, 'other')", graph(frontend.ENCODERS, "of_the_other"))
+        page.wait_for_function(ACTIVE, arg="other.json")
+    comfyui.wait(prompt_id)
+    # An error that the server tells before the run's end would be here by then.
+    page.wait_for_function("() => app.extensionManager.workflow && !document.querySelector('.tessera-run')")
+    page.wait_for_timeout(1000)
+    said = "Of the first."
+    tell = "detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))"
+    detail = {"node_id": "6", "node_type": "TesseraTrainLora", "exception_message": said}
+    page.evaluate(tell, detail | {"prompt_id": prompt_id})
+    assert page.locator(".tessera-report").count() == 0
+    page.evaluate(tell, detail | {"prompt_id": "queued before this page was opened"})
+    assert page.locator(".tessera-report").inner_text() == said
+    assert frontend.crashes == []
+
+
 IN_SUBGRAPH = """said => {
   const train = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
   const { subgraph, node: outer } = app.graph.convertToSubgraph(new Set([train]))

@@ -2,7 +2,7 @@
 // not there.
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
-import { ourNodes, placeOf } from './nodes.js'
+import { isElsewhere, ourNodes, placeOf } from './nodes.js'
 import { setError } from './report_widget.js'
 import { after, ownWidget, widgetOf } from './widgets.js'
 import { t } from './words.js'
@@ -60,8 +60,8 @@ app.registerExtension({
   setup() {
     api.addEventListener('execution_error', ({ detail }) => {
       const { node, hosts } = placeOf(detail.node_id)
-      // Of another workflow that was queued, a node of the same number may be of another kind.
-      if (node?.type !== detail.node_type) return
+      // In another workflow a node of the same number may be of another kind.
+      if (node?.type !== detail.node_type || isElsewhere(detail.prompt_id)) return
       for (const place of [node, ...hosts]) setError(place, detail.exception_message?.trim())
     })
     const { queuePrompt } = app

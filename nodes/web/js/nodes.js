@@ -1,5 +1,6 @@
 // The nodes of this pack in the open workflow, those in subgraphs too.
 import { app } from '../../../scripts/app.js'
+import { api } from '../../../scripts/api.js'
 
 const root = () => app.rootGraph ?? app.graph
 
@@ -31,3 +32,24 @@ export function placeOf(path) {
 }
 
 export const nodeAt = (path) => placeOf(path).node
+
+const queued = new WeakMap() // ids of the prompts that this page queued, by the workflow that they are of
+let executed // id of the prompt that the server executes for this page
+
+const { queuePrompt } = api
+api.queuePrompt = async function (...rest) {
+  const workflow = app.extensionManager.workflow?.activeWorkflow
+  const answer = await queuePrompt.apply(this, rest)
+  if (workflow && answer?.prompt_id) queued.set(workflow, (queued.get(workflow) ?? new Set()).add(answer.prompt_id))
+  return answer
+}
+api.addEventListener('execution_start', ({ detail }) => (executed = detail.prompt_id))
+for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) {
+  api.addEventListener(end, () => (executed = undefined))
+}
+
+/** Tells whether a prompt is of a workflow that is open behind the one on the page, whose nodes may have the same ids. */
+export function isElsewhere(prompt = executed) {
+  const { activeWorkflow, openWorkflows = [] } = app.extensionManager.workflow ?? {}
+  return openWorkflows.some((workflow) => workflow !== activeWorkflow && queued.get(workflow)?.has(prompt))
+}

@@ -3,7 +3,7 @@
 import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { TABLE_WIDTH, describeCompiling } from './compile_report.js'
-import { nodeAt } from './nodes.js'
+import { isElsewhere, nodeAt } from './nodes.js'
 import { monospaced, picture, show } from './report_widget.js'
 import { t } from './words.js'
 
@@ -96,7 +96,7 @@ app.registerExtension({
     api.addEventListener('tessera.train', ({ detail }) => {
       const line = liveLines[detail.kind]?.(detail)
       const node = nodeAt(detail.node)
-      if (!node) return
+      if (!node || isElsewhere()) return
       if (detail.kind === 'preview') showPreviews(node, detail)
       if (!line) return
       node.tesseraLines = [...(node.tesseraLines ?? []), line]
@@ -104,7 +104,7 @@ app.registerExtension({
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
       const node = nodeAt(detail.node)
-      if (node) show(node, detail.notes)
+      if (node && !isElsewhere()) show(node, detail.notes)
     })
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
@@ -123,6 +123,7 @@ app.registerExtension({
     }
     nodeType.prototype.onExecuted = function (output, ...rest) {
       onExecuted?.call(this, output, ...rest)
+      if (isElsewhere()) return
       const payloads = output?.tessera ?? []
       begin(this, this.tesseraLines) // at the end the frontend itself shows the sheet
       if (payloads.length) show(this, payloads.flatMap((payload) => lines(payload)), leastWidth[nodeData.name])
