@@ -331,6 +331,31 @@ def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_m
     assert frontend.crashes == []
 
 
+def test_the_notes_of_a_run_are_there_after_a_reload_and_go_with_it(frontend, comfyui):
+    folder = comfyui.base / "output" / "loras" / "noted-1234abcd"
+    folder.mkdir(parents=True)
+    lines = [{"kind": "step", "step": 1, "loss": 1.0, "rate": 1e-4}, {"kind": "note", "text": "First."}]
+    (folder / "run.json").write_text(json.dumps({"output_name": "noted", "model": "FLUX", "steps": 1}))
+    (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    open_graph(frontend, graph(frontend.ENCODERS, "noted"))
+    page = frontend.page
+    notes = page.locator(".tessera-report")
+    playwright.expect(notes).to_contain_text("First.")
+    with open(folder / "progress.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "note", "text": "Second."}) + "\n")
+    redraw(page)
+    playwright.expect(notes).to_contain_text("First.\nSecond.")
+    saved = {"kind": "saved", "node": "6", "file": "noted-step000001.safetensors"}  # of the client that was reloaded
+    page.evaluate(TELL, saved)
+    playwright.expect(notes).to_contain_text("First.\nSecond.\nSaved: noted-step000001.safetensors")
+    open_graph(frontend, graph(frontend.ENCODERS, "noted"))
+    playwright.expect(notes).to_contain_text("Second.")
+    shutil.rmtree(folder)
+    redraw(page)
+    playwright.expect(notes).to_have_count(0)
+    assert frontend.crashes == []
+
+
 IN_SUBGRAPH = """said => {
   const train = app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')
   const { subgraph, node: outer } = app.graph.convertToSubgraph(new Set([train]))

@@ -102,6 +102,14 @@ export function setPanel(node, path, panel) {
   show(node, node.tesseraContent ?? [], panel && PANEL_WIDTH)
 }
 
+/** What the record of a run notes, where the node says nothing: a page that did not see it begin got no event of it. */
+export function setNotes(node, notes) {
+  const { tesseraContent: said = [], tesseraNotes: told } = node
+  if ((said.length && said !== told) || String(notes) === String(told ?? [])) return
+  node.tesseraNotes = notes
+  show(node, notes)
+}
+
 function errorLine(text) {
   const element = document.createElement('div')
   element.className = 'tessera-error'

@@ -74,8 +74,11 @@ function showPreviews(node, { filename, subfolder, type, step }) {
 
 const newRun = () => ({ sheets: 0, shown: 0 })
 
+/** The lines so far; those of the run's record on a page that has seen no beginning. */
+const linesOf = (node) => node.tesseraLines ?? node.tesseraNotes ?? []
+
 function showLive(node) {
-  show(node, [...(node.tesseraLines ?? []), node.tesseraSheet])
+  show(node, [...linesOf(node), node.tesseraSheet])
 }
 
 function begin(node, lines) {
@@ -98,8 +101,8 @@ app.registerExtension({
       const node = nodeAt(detail.node)
       if (!node || isElsewhere()) return
       if (detail.kind === 'preview') showPreviews(node, detail)
-      if (!line) return
-      node.tesseraLines = [...(node.tesseraLines ?? []), line]
+      if (!line || linesOf(node).includes(line)) return
+      node.tesseraLines = [...linesOf(node), line]
       showLive(node)
     })
     api.addEventListener('tessera.compile', ({ detail }) => {

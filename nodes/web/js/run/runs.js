@@ -6,7 +6,7 @@ import { addComparison } from './compare_loras.js'
 import { ourNodes } from '../nodes.js'
 import { change, previewAddress, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
-import { setError, setPanel } from '../report_widget.js'
+import { setError, setNotes, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
 import { throttle } from '../throttle.js'
 import { sourceWidget } from '../widgets.js'
@@ -119,6 +119,7 @@ async function update(live) {
     Object.assign(live, { id: undefined, run: undefined, points: [], previews: [], sampled: '' })
     removePanels(live)
     tellFailure(live)
+    setNotes(live.node, [])
     return
   }
   const last = () => live.points.at(-1)?.[0] ?? 0
@@ -138,6 +139,7 @@ async function update(live) {
   await updatePreviews(live)
   for (const place of places(live)) drawOn(place, live)
   tellFailure(live)
+  setNotes(live.node, run.notes)
 }
 
 /** Shows why the run failed; takes the sentence away where there is another run by now, or none. */
