@@ -125,6 +125,24 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     assert frontend.crashes == []
 
 
+@RENDERERS
+def test_an_absent_folder_is_marked_on_it_when_it_is_opened_until_another_is_chosen(frontend, comfyui, new_renderer):
+    (folder := comfyui.base / "input" / "squares").mkdir(exist_ok=True)
+    Image.new("RGB", (96, 96), "navy").save(folder / "square.png")
+    frontend.use_new_renderer(new_renderer)
+    page = frontend.page
+    add_from_search(frontend)
+    page.evaluate(WIRE, [frontend.ENCODERS, {}, {"folder": "input/absent", "name": "of no run"}])
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    error = page.locator(".tessera-error")
+    playwright.expect(error).to_contain_text("input/absent is not among the folders that hold pictures.")
+    page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'folder').value = 'input/squares'")
+    playwright.expect(error).to_have_count(0)
+    page.wait_for_timeout(1500)  # each second it looks again
+    shown = f"[{OUTER}, ...{OUTER}.subgraph.nodes].filter((n) => n.tesseraError).length"
+    assert page.evaluate(shown) == 0 and frontend.crashes == []
+
+
 def choose(frontend, name, option, new_renderer):
     """Choose an option as a person does: a click on the input, a click on the option."""
     page = frontend.page

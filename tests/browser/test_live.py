@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from PIL import Image
 from tiny.live_page import center, open_graph, panel_says, press_run, redraw
 from tiny.prompt import node
 from tiny.server_runs import held
@@ -271,6 +272,23 @@ def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, co
     comfyui.wait(press_run(frontend))
     page.wait_for_function(f"!('TesseraTrainLora' in ({ON_NODES})())")
     assert frontend.crashes == []
+
+
+def test_a_folder_too_deep_for_the_list_is_not_called_absent(frontend, comfyui):
+    (folder := comfyui.base / "input" / "deep" / "2" / "3" / "4" / "5" / "6" / "7").mkdir(parents=True)
+    Image.new("RGB", (64, 64), "teal").save(folder / "there.png")
+    open_graph(
+        frontend,
+        {
+            "1": node("TesseraImageFolder", folder=folder.relative_to(comfyui.base).as_posix()),
+            "2": node("TesseraImageFolder", folder="input/absent"),
+        },
+    )
+    page, marked = frontend.page, "app.graph.nodes.filter((n) => n.tesseraError).map((n) => n.widgets[0].value)"
+    page.evaluate("async () => { await app.loadGraphData(app.graph.serialize()) }")
+    playwright.expect(page.locator(".tessera-error")).to_have_count(1)
+    page.wait_for_timeout(1500)  # each second it looks again
+    assert page.evaluate(marked) == ["input/absent"] and frontend.crashes == []
 
 
 def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui):

@@ -4,7 +4,7 @@ import { app } from '../../../scripts/app.js'
 import { api } from '../../../scripts/api.js'
 import { isElsewhere, ourNodes, placeOf } from './nodes.js'
 import { setError } from './report_widget.js'
-import { after, ownWidget, widgetOf } from './widgets.js'
+import { after, sourceWidget, widgetOf } from './widgets.js'
 import { t } from './words.js'
 
 let renewed // definitions after R; nodes that stand there keep the class of the old ones
@@ -12,6 +12,8 @@ const ABSENT_WORDS = {
   TesseraImageFolder: '{folder} is not among the folders that hold pictures.',
   TesseraVideoFolder: '{folder} is not among the folders that hold clips.',
 }
+const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
+const EVERY = 1000 // milliseconds between two looks at subgraph nodes, of whose inputs Nodes 2.0 tells nobody
 
 /** One of the server's errors of a node, as a sentence. Ours stand behind the name of the input and a dash. */
 function refusal({ type, message, details, extra_info }) {
@@ -31,28 +33,56 @@ function showRefused() {
   for (const [place, sentences] of said) if (sentences.length) setError(place, [...new Set(sentences)].join('\n'))
 }
 
-/** Marks a folder that is not in the list, or that stands there only to say where to put the files. */
-function checkFolder(node, folder) {
-  const listed = folder.options?.values
+const unlisted = new Map() // whether files are there, by type and folder; the list ends at some depth and number
+const marked = new Map() // what is told of folders, by the node that it stands on
+
+async function look(key, type, folder) {
+  unlisted.set(key, undefined)
+  const asked = new URLSearchParams({ kind: KINDS[type], folder, page: 0 })
+  const answer = await api.fetchApi(`/tessera/folder?${asked}`, { cache: 'no-store' }).catch(() => undefined)
+  const found = answer?.ok ? await answer.json() : undefined
+  unlisted.set(key, found?.count > 0)
+  markFolders()
+}
+
+/** What to tell of a folder that is not there, or that stands there only to say where to put the files. */
+function absent(node, hosts) {
+  const listed = folderOf(node).options?.values
   const values = typeof listed === 'function' ? listed() : listed
-  if (!Array.isArray(values) || !ownWidget(node, 'folder')) return
+  const folder = sourceWidget(node, 'folder', hosts)?.value
+  if (!Array.isArray(values) || folder === undefined) return ''
   const definition = renewed?.[node.type] ?? node.constructor.nodeData
-  const placeholder = definition?.input?.required?.folder?.[1]?.placeholder
-  const absent = folder.value === placeholder || !values.includes(folder.value)
-  setError(node, absent ? `${t(ABSENT_WORDS[node.type], { folder: folder.value })} ${t('Put them there and press R, or choose another folder.')}` : '')
+  if (folder !== definition?.input?.required?.folder?.[1]?.placeholder) {
+    const key = `${node.type} ${folder}`
+    if (values.includes(folder)) return ''
+    if (!unlisted.has(key)) look(key, node.type, folder)
+    if (unlisted.get(key) !== false) return ''
+  }
+  return `${t(ABSENT_WORDS[node.type], { folder })} ${t('Put them there and press R, or choose another folder.')}`
 }
 
 const folderOf = (node) => node.comfyClass in ABSENT_WORDS && widgetOf(node, 'folder')
 
-function checkFolders() {
-  for (const [node] of ourNodes()) if (folderOf(node)) forget(node)
+/** Marks folders that are absent, on the subgraph nodes around them too. */
+function markFolders() {
+  const said = new Map()
+  for (const [node, , hosts] of ourNodes()) {
+    const text = folderOf(node) ? absent(node, hosts) : undefined
+    for (const place of text === undefined ? [] : [node, ...hosts]) {
+      said.set(place, new Set(said.get(place)).add(text))
+    }
+  }
+  for (const place of marked.keys()) if (!said.has(place)) marked.delete(place)
+  for (const [place, sentences] of said) {
+    const [before, text] = [marked.get(place) ?? '', [...sentences].filter(Boolean).join('\n')]
+    if (text !== before && (text || place.tesseraError === before)) setError(place, text)
+    marked.set(place, text)
+  }
 }
 
-/** Takes away the last error; an absent folder is marked again. */
-function forget(node) {
-  const folder = folderOf(node)
-  if (folder) checkFolder(node, folder)
-  else setError(node, '')
+function checkFolders() {
+  unlisted.clear()
+  markFolders()
 }
 
 app.registerExtension({
@@ -67,20 +97,25 @@ app.registerExtension({
     const { queuePrompt } = app
     // The server tells a refusal to nobody but the one that asked.
     app.queuePrompt = async function (...rest) {
-      for (const [node, , hosts] of ourNodes()) {
-        forget(node)
-        for (const host of hosts) setError(host, '')
-      }
+      for (const [node, , hosts] of ourNodes()) for (const place of [node, ...hosts]) setError(place, '')
+      marked.clear()
+      checkFolders()
       try {
         return await queuePrompt.apply(this, rest)
       } finally {
         showRefused()
       }
     }
+    setInterval(() => document.visibilityState === 'visible' && [...marked.values()].some(Boolean) && markFolders(), EVERY)
   },
   nodeCreated(node) {
     const folder = folderOf(node)
-    if (folder) after(folder, () => checkFolder(node, folder))
+    if (!folder) return
+    after(folder, () => {
+      setError(node, '')
+      marked.delete(node)
+      markFolders()
+    })
   },
   afterConfigureGraph: checkFolders,
   refreshComboInNodes(definitions) {
