@@ -242,7 +242,7 @@ async def ask_run(request: web.Request) -> web.Response:
         return refused
     try:
         body = await request.json()
-    except (ValueError, RecursionError):
+    except (LookupError, ValueError, RecursionError):  # LookupError: a charset that does not exist
         body = None
     prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
     if not isinstance(prompt_id, str):
@@ -273,7 +273,10 @@ def _is_own_page(request: web.Request) -> bool:
     if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
         return False
     origin = request.headers.get("Origin")
-    return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+    except ValueError:  # no address, such as http://[::
+        return False
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

@@ -303,6 +303,14 @@ def test_what_a_stranger_wrote_into_a_run_is_text_on_the_page(frontend, comfyui)
     (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     open_graph(frontend, graph(frontend.ENCODERS, "hostile"))
     panel_says(frontend, "Ended by an error")
+    with open(folder / "progress.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "end", "status": "constructor", "text": hostile}) + "\n")
+    redraw(frontend.page)
+    panel_says(frontend, "Broke off")
+    with open(folder / "progress.jsonl", "a") as file:
+        file.write(json.dumps(lines[-1]) + "\n")
+    redraw(frontend.page)
+    panel_says(frontend, "Ended by an error")
     page = frontend.page
     page.evaluate(TELL, {"kind": "note", "node": "6", "text": hostile})
     report = page.locator(".tessera-report", has_text=hostile)

@@ -8,8 +8,10 @@ from io import BytesIO
 from urllib.parse import quote
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
+from tessera.nodes.train import run_routes
 from tiny.prompt import node
 from tiny.routes import ask
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
@@ -88,6 +90,12 @@ def asked(server, path, body, **headers):
 JSON = {"Content-Type": "application/json"}
 
 
+def test_an_origin_that_is_no_address_is_refused():
+    headers = JSON | {"Host": "localhost", "Origin": "http://[::"}
+    refused = run_routes.refused_post(make_mocked_request("POST", "/", headers=headers))
+    assert refused is not None and refused.status == 403
+
+
 def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_it_goes_on(server, tiny_loaders):
     put_pictures(server.base)
     (other := server.base / "output" / "loras" / "other (001)").mkdir(parents=True)
@@ -111,6 +119,7 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
             (JSON, {"prompt_id": ""}, 409),
             (JSON, {"prompt_id": ["x"]}, 400),
             (JSON, [], 400),
+            ({"Content-Type": "application/json; charset=nonsense"}, body, 400),
         ]:
             assert asked(server, f"{at}/sample", given, **headers) == answer, (headers, given)
             assert asked(server, f"{at}/stop", given, **headers) == answer, (headers, given)

@@ -107,7 +107,7 @@ export function draw(panel, run, points, previews, further) {
   panel.parts.at = `${run.running} ${run.status} ${run.step}`
   step.textContent = run.steps ? t('Step {step} / {steps}', run) : t('Step {step}', run)
   if (run.running) left.textContent = run.seconds_left == null ? '' : t('{time} left', { time: clock(run.seconds_left) })
-  else left.textContent = run.status in END_WORDS ? t(END_WORDS[run.status]) : t('Broke off')
+  else left.textContent = Object.hasOwn(END_WORDS, run.status) ? t(END_WORDS[run.status]) : t('Broke off')
   facts.textContent = [
     last && t('loss {value}', { value: digits(last[3]) }),
     last?.[2] != null && t('rate {value}', { value: Number(last[2].toPrecision(3)) }),
