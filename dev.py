@@ -9,7 +9,7 @@
   python dev.py test --core       the tests of what depends on ComfyUI, for a look at another one by COMFYUI_PATH
   python dev.py test [PYTEST …]   only pytest, with these arguments
   python dev.py serve [MAIN …]    start ComfyUI with this pack, open at Try it; the arguments go to its main.py
-  python dev.py lists             write the lists of models that train into README and help pages
+  python dev.py lists             write the lists of models that train into docs/limits.md and help pages
   python dev.py card [--part …]   check and time this machine's GPU, for a page to paste into an issue; --help says more
   python dev.py models            write docs/models.md: every model class of ComfyUI, and how far its training is tested
 

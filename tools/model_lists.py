@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "nodes" / "web" / "docs").glob("*.md")))
+PAGES = (ROOT / "docs" / "limits.md", *sorted((ROOT / "nodes" / "web" / "docs").glob("*.md")))
 LIST, NAMED = (re.compile(rf"(<!-- {mark} -->).*?(<!-- /{mark} -->)", re.DOTALL) for mark in ("models", "named models"))
 
 

@@ -583,6 +583,11 @@ def test_every_help_page_belongs_to_a_node():
         assert page.read_text(encoding="utf-8").startswith(f"# {SURFACE[page.stem][0]}\n")
 
 
+def test_the_readme_lists_every_node():
+    listed = re.findall(r"^\| ([A-Z].+?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, *_ in SURFACE.values()} - {*listed} - {f"{name} (Tessera)" for name in listed} == set()
+
+
 def test_the_pack_is_of_the_new_node_api_only():
     assert not hasattr(tessera, "NODE_CLASS_MAPPINGS")  # it would shadow the nodes of comfy_entrypoint
     assert callable(tessera.comfy_entrypoint)

@@ -46,3 +46,17 @@ def test_the_moving_commits_are_named_whole():
     commits = [line for line in lines if line and not line.startswith("#")]
     assert len(commits) > 8
     assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits)
+
+
+def test_the_readme_lists_every_workflow():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", rows)) >= {path.stem for path in (ROOT / "workflows").glob("*.json")}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_every_link_of_a_page_leads_to_a_file(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = {link for link in re.findall(r"\]\(([^)#]+)|(?:src|srcset)=\"([^\"]+)", text) for link in link if link}
+    here = (ROOT / page).parent
+    assert [link for link in links if "://" not in link and not (here / link).exists()] == []

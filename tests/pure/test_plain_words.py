@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
+PAGES = ("docs", "nodes/web")
 PHRASES = (
     r"kinds? of blocks?",
     r"like blocks",
@@ -41,7 +42,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for path in (ROOT / "run.py",):
         for text in literals(path.read_text(encoding="utf-8")):
             yield path.name, text
-    for path in [ROOT / "README.md", *sorted((ROOT / "nodes/web").rglob("*.md"))]:
+    for path in [ROOT / "README.md", *(page for folder in PAGES for page in sorted((ROOT / folder).rglob("*.md")))]:
         yield path.name, path.read_text(encoding="utf-8")
 
 
