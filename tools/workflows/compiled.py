@@ -14,8 +14,8 @@ TWICE = (
     "compiles once more."
 )
 REPORT = (
-    "Read Compile Report\n*graphs* counts what was compiled: it stands still once each size that you use has been "
-    "there. *gain* is how much faster a call is.\n\nA LoRA, before or behind *Compile Model*, compiles nothing. **Tune "
+    "Read Compile Report\n*graphs* counts what was compiled: it stops growing once each size that you use has run. "
+    "*gain* is how much faster a call is.\n\nA LoRA, before or behind *Compile Model*, compiles nothing. **Tune "
     "Compile** in its place measures which settings are fastest on your GPU. {more}"
 )
 SWAPPED = (

@@ -147,7 +147,7 @@ def _face(graph: Graph, clip: Output, vae: Output, **given: object) -> tuple[Nod
 
 
 def lora_with_everything(graph: Graph) -> None:
-    more = "Each node stands at what suits a face. Delete one around *Train LoRA*, and the run takes its defaults."
+    more = "Each node has settings for a face. Delete one around *Train LoRA*, and its defaults are used."
     training_note(graph, FILES, more)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data, _, guided = _face(graph, clip[0], vae[0], caption_dropout=0.05)
@@ -164,7 +164,7 @@ def lora_with_everything(graph: Graph) -> None:
 
 def lora_with_validation(graph: Graph) -> None:
     more = (
-        "**Validation** holds a tenth of the pictures out and keeps the LoRA that does best on them. **class_word** "
+        "**Validation** sets a tenth of the pictures aside and saves the LoRA that does best on them. **class_word** "
         "keeps what the model makes of *woman* as it is, at the price of two more forward passes."
     )
     training_note(graph, FILES, more)
@@ -201,8 +201,8 @@ def compare_loras(graph: Graph) -> None:
         "name them as a LoRA loader lists them, one to a line, or choose a **run**."
     )
     third = (
-        "Press Run\nThere is a row for each prompt and seed, a column for each LoRA. Take the earliest that is like "
-        "enough in all rows. The last prompt has no trigger words: it should look as without LoRA."
+        "Press Run\nThere is a row for each prompt and seed, a column for each LoRA. Take the earliest with "
+        "enough likeness in all rows. The last prompt has no trigger words: it should not change."
     )
     note(graph, FILES, PLAIN, second=second, third=third)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE, blocks_to_swap=0)

@@ -32,7 +32,7 @@ Below `ComfyUI/models`:
 `a.txt`. Press R and choose the folder.
 
 ### 3. Press Run
-The LoRA lies in `output/loras`, and every LoRA loader lists it. If you stop, the next Run goes on.
+The LoRA is saved in `output/loras`; LoRA loaders list it. If you stop, the next Run continues.
 
 {more}"""
 PLAIN = """### 1. Get the files

@@ -9,14 +9,13 @@ NOTE = """### 1. Press Run
 That is all: nothing to download, no pictures to add. It takes a minute or two, without a GPU too.
 
 ### 2. Watch it learn
-*Train LoRA* shows the loss falling and the previews: out of noise comes the boat of *Training Images*. *Picture with \
-the LoRA*, on the right, is the end.
+*Train LoRA* shows the loss falling and the previews: noise turns into the boat of *Training Images*. *Picture with \
+the LoRA*, on the right, is the result.
 
 ### 3. Ask for another picture
 Set the prompt to *the face of a black cat* or *a yellow house at night* and press Run. Nothing is trained again.
 
-The model is tiny and knew no picture before, so the settings are not those of a real one. Go on with *1 Train a FLUX \
-LoRA*."""
+The model is tiny and starts from nothing, so its settings don't suit real models. Next: *1 Train a FLUX LoRA*."""
 
 
 def try_it(graph: Graph) -> None:

@@ -84,7 +84,7 @@ def wan_i2v_lora(graph: Graph) -> None:
 
 def wan22_two_experts_lora(graph: Graph) -> None:
     high_file, low_file = (_wan("2.2", f"wan2.2_t2v_{side}_noise_14B_fp8_scaled") for side in ("high", "low"))
-    more = "The experts are trained one after the other, so that one has to fit. There are two LoRAs."
+    more = "The experts are trained one after the other, so only one has to fit. There are two LoRAs."
     training_note(graph, [high_file, low_file, UMT5, WAN_VAE], more, "my_clips", "your clips")
     high, clip, vae = load(graph, high_file, "wan", [UMT5], WAN_VAE, title="High noise expert")
     low = graph.node(
