@@ -199,10 +199,10 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
 def _parse_line(number: int, pattern: str, words: list[str]) -> Override:
     where = f"overrides, line {number}"
     if not words:
-        raise ValueError(f"{where}: {pattern} stands alone; write eager or, for example, mode=max-autotune behind it.")
+        raise ValueError(f"{where}: {pattern} has no setting; write eager or, for example, mode=max-autotune after it.")
     if EAGER in words:
         if len(words) > 1:
-            raise ValueError(f"{where}: eager blocks are not compiled, so nothing else can stand beside eager.")
+            raise ValueError(f"{where}: eager blocks are not compiled, so eager can't be combined with other settings.")
         return Override(pattern, eager=True)
     allowed = {"backend": None, "mode": MODES, "dynamic": tuple(DYNAMIC), "fullgraph": ("true", "false")}
     changes: dict[str, str] = {}

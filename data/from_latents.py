@@ -270,7 +270,7 @@ def _reference_notes(samples: list[Sample], odd: list[str], whole: list[str], ma
         yield f"Reference latents of an odd number of cells are cut to whole tokens: {shortlist(odd)}."
     if whole:
         yield (
-            f"Cropped without their reference latents, which have other sides than they: {shortlist(whole)}; raise "
+            f"Cropped without their reference latents, which have a different size: {shortlist(whole)}; raise "
             f"max_graphs to crop less, or encode both at one size."
         )
     shapes = {sample.references for sample in samples}
@@ -297,7 +297,8 @@ def _notes(
         yield (
             f"These have an odd number of latent cells along a side, so one row is cut off: {shortlist(odd)}."
             if policy.patch == 2
-            else f"Cut to whole tokens, having sides that are no multiples of {policy.patch} cells: {shortlist(odd)}."
+            else f"Cut to whole tokens, because their sides are not multiples of {policy.patch} cells: "
+            f"{shortlist(odd)}."
         )
     counts = sorted({p.tokens for p in placements})
     listed = ", ".join(map(str, counts))

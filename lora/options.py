@@ -25,8 +25,8 @@ _BENEATH = {"base_lora": "base_strength", "training_adapter": "training_adapter_
 _WITHOUT_NORM = {
     "dora": "dora trains the lengths of a layer's columns apart from its matrices, whose size does not limit them; set "
     "scale_weight_norms to 0",
-    "oft": "oft turns what a layer gives, which leaves its size as it is; set scale_weight_norms to 0 (constraint "
-    "limits the turn)",
+    "oft": "oft rotates a layer's output, which keeps its size; set scale_weight_norms to 0 (constraint limits the "
+    "rotation)",
 }
 
 _OF_BASE = Unread(lambda options: options.base_lora is None, ": base_lora is none.")

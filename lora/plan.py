@@ -91,7 +91,7 @@ def network_notes(options: NetworkOptions, family: Family, model: Any, targets: 
     notes += unread_notes(options)
     alphas = [line for line in parse_rank_patterns(options.rank_patterns) if line.alpha is not None]
     if options.algorithm == "oft" and (options.alpha != options.rank or alphas):
-        notes.append("alpha is not used by oft, whose update is a turn and is not scaled.")
+        notes.append("alpha is not used by oft, whose update is a rotation and is not scaled.")
     notes += _lines_without_effect(options, targets)
     notes += _too_large(specs, shapes)
     if options.rank_patterns.strip():

@@ -271,8 +271,8 @@ class Saver:
             f"the best saved one is that of step {best.step}" if best else f"the best counts from step {state.step} on"
         )
         self.observer.note(
-            f"The LoRA of the least validation loss so far, {least['loss']:.4g} at step {least['step']}, is not saved "
-            f"any more; {now}."
+            f"The LoRA with the lowest validation loss so far, {least['loss']:.4g} at step {least['step']}, is not "
+            f"saved any more; {now}."
         )
 
     def _resume_best(self, path: Path, state: TrainingState) -> None:

@@ -123,7 +123,7 @@ _RECOMPILES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"\.adapter\b|BypassForwardHook",
-        "The strength of a bypass LoRA is part of the graph: take an ordinary LoRA loader, which compiles nothing.",
+        "The strength of a bypass LoRA is part of the graph: use an ordinary LoRA loader, which compiles nothing.",
     ),
     (
         r"comfy_cast_weights",
@@ -141,8 +141,8 @@ _RECOMPILES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"device mismatch",
-        "A tensor lies on another device, as when a model is partly offloaded: free memory so that the model loads "
-        "whole, or use Block Swap.",
+        "A tensor is on another device, for example because a model is partly offloaded: free memory so that the "
+        "model loads whole, or use Block Swap.",
     ),
     (
         r"dtype mismatch",
@@ -167,13 +167,13 @@ _RECOMPILES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"___check_type_id|type mismatch",
-        "An object of another class stands in the model, as when a node replaces a layer: keep the nodes in front as "
-        "they are.",
+        "An object of another class is in the model, for example because a node replaces a layer: keep the nodes in "
+        "front as they are.",
     ),
     (
         r"___check_obj_id|\bis\b",
-        "Another object or function stands in the model, as when a node replaces one at each run: keep the nodes in "
-        "front as they are.",
+        "Another object or function is in the model, for example because a node replaces one at each run: keep the "
+        "nodes in front as they are.",
     ),
     (
         r"\blen\(|^not |dict_contains|hasattr|dict\.keys",
@@ -192,4 +192,4 @@ def advice(guard: str) -> str:
     for pattern, words in _RECOMPILES:
         if re.search(pattern, guard):
             return words
-    return "Something that the graph was made for has changed: keep the workflow in front as it is."
+    return "Something that the graph was made for has changed: keep the nodes in front of Compile Model as they are."

@@ -40,9 +40,9 @@ def read_class_word(class_word: str, trigger_words: str) -> ClassWord:
     whole = trigger_words.strip().rstrip(",").rstrip()
     if not whole:
         raise ValueError(
-            f"class_word is {shown(word)} and trigger_words is empty, so that there is no word that it could stand "
-            f"for; set trigger_words, or write class_word as word=class (such as ohwx={cut(word)}) where the captions "
-            "hold the word already."
+            f"class_word is {shown(word)} and trigger_words is empty, so there is no word that it could replace; set "
+            f"trigger_words, or write class_word as word=class (such as ohwx={cut(word)}) if the captions already "
+            "contain the word."
         )
     parts = (part.strip() for part in whole.split(","))
     return ClassWord(tuple(dict.fromkeys((whole, *filter(None, parts)))), word)
@@ -57,8 +57,8 @@ def check_class_captions(rule: ClassWord, folder: str, with_class: int, without:
     """
     if not with_class:
         raise ValueError(
-            f"class_word stands for {shown(rule.words[0])}, which no caption of the folder {folder!r} "
-            f"holds; write the word that they hold, as {cut(rule.words[0])}={cut(rule.of_class)} with it in front."
+            f"class_word replaces {shown(rule.words[0])}, which no caption in the folder {folder!r} contains; write a "
+            f"word that they contain, as {cut(rule.words[0])}={cut(rule.of_class)} with it in front."
         )
     if not without:
         return ()

@@ -39,7 +39,9 @@ class FolderOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.unmasked_weight <= 1:
-            raise ValueError(f"unmasked_weight is {self.unmasked_weight}; set it between 0 (left out) and 1 (as all).")
+            raise ValueError(
+                f"unmasked_weight is {self.unmasked_weight}; set it between 0 (left out) and 1 (like all others)."
+            )
         if self.flip not in FLIPS:
             raise ValueError(f"flip is {shown(self.flip)}; choose one of {', '.join(FLIPS)}.")
         if self.crops < 1:
@@ -48,8 +50,8 @@ class FolderOptions:
             raise ValueError(f"crop_zoom is {self.crop_zoom}; set it between 1 (no zoom) and 8.")
         if not 0 < self.loss_weight <= 100:
             raise ValueError(
-                f"loss_weight is {self.loss_weight}; set it above 0 and to at most 100 (1 is as all others), or leave "
-                f"the folder out."
+                f"loss_weight is {self.loss_weight}; set it above 0 and to at most 100 (1 is like all others), or "
+                "leave the folder out."
             )
         if not 0 < self.sample_ratio <= 1:
             raise ValueError(
@@ -59,12 +61,12 @@ class FolderOptions:
         if self.sample_ratio < 1 and self.regularisation:
             raise ValueError(
                 f"sample_ratio is {self.sample_ratio} and regularisation is on, whose pictures take every second "
-                "showing, whatever their number; set sample_ratio to 1 there."
+                "showing, however many there are; set sample_ratio to 1 there."
             )
         if self.blank_prompt_preservation and self.class_word.strip():
             raise ValueError(
-                f"class_word is {shown(self.class_word.strip())} and blank_prompt_preservation is on; what "
-                "is preserved is one of them: leave class_word empty, or switch blank_prompt_preservation off."
+                f"class_word is {shown(self.class_word.strip())} and blank_prompt_preservation is on; only one of "
+                "them can be preserved: leave class_word empty, or switch blank_prompt_preservation off."
             )
         if self.regularisation and self.blank_prompt_preservation:
             raise ValueError(

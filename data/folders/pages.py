@@ -84,7 +84,9 @@ def _entry(folder: Path, file: Path, extension: str, may_read: Callable[[Path], 
     if not caption.is_file():
         return PageEntry(file, name, None)
     if not may_read(caption):
-        return PageEntry(file, name, None, f"The caption file {caption.name!r} is a link out of the folders allowed.")
+        return PageEntry(
+            file, name, None, f"The caption file {caption.name!r} is a link to a place outside the allowed folders."
+        )
     try:
         text = read_caption(file, extension).strip()
     except ValueError as error:

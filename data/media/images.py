@@ -228,7 +228,7 @@ def _white_level(image: Image.Image, wide: bool) -> float:
     else:
         white = 255 if most <= 255 else 65535
     if white is None or (image.mode == "I" and (least < 0 or most > white)):
-        raise ValueError(f"it holds numbers from {least:g} to {most:g}, which do not say what is white")
+        raise ValueError(f"its values go from {least:g} to {most:g}, so it is unclear what is white")
     return white
 
 

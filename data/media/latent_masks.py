@@ -36,8 +36,8 @@ def noise_mask_weights(
     weights = torch.cat([means[min(frame, len(means) - 1)][:of_frame] for frame in range(kept.frames)])
     if not float(weights.sum()) > 0:
         raise ValueError(
-            f"The noise mask of {name} is 0 all over, as the latent is cropped, which leaves nothing to learn; set it "
-            f"to 1 where it is to be learnt, or switch masked_loss off."
+            f"The noise mask of {name} is 0 everywhere in the cropped latent, so there is nothing to learn; set it to "
+            "1 where the model should learn, or switch masked_loss off."
         )
     return weights
 
@@ -50,8 +50,8 @@ def noise_mask_notes(masked: Sequence[str], used: bool) -> Iterator[str]:
     """
     if masked and not used:
         yield (
-            f"The noise mask is left out, as training takes whole pictures, of {shortlist(masked)}; switch masked_loss "
-            f"on to learn only where it is 1."
+            f"Training takes the whole picture, so the noise mask is ignored for {shortlist(masked)}; switch "
+            "masked_loss on to learn only where it is 1."
         )
     if used and not masked:
         yield "masked_loss has no effect, as no latent has a noise mask; set one with Set Latent Noise Mask."

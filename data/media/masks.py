@@ -96,8 +96,8 @@ def find_mask(picture: Path, mask: Path | None, name: str, size: tuple[int, int]
     facts = inspect_image(mask, called)
     if abs(log(facts.size[1] / facts.size[0]) - log(size[1] / size[0])) > SAME_SHAPE:
         raise ValueError(
-            f"The mask {mask.name!r} is {facts.size[1]} x {facts.size[0]} pixels and {name!r}, to which it belongs, "
-            f"{size[1]} x {size[0]}; make the mask of the same size, or of the same shape."
+            f"The mask {mask.name!r} is {facts.size[1]} x {facts.size[0]} pixels, but {name!r} is "
+            f"{size[1]} x {size[0]}; give the mask the same size or the same shape."
         )
     return Mask(mask, called, facts.digest, facts.size, False, facts.wide)
 
@@ -144,7 +144,7 @@ def check_alpha(names: Sequence[str], of: int) -> None:
     if names:
         raise ValueError(
             f"alpha_mask is on and {len(names)} of {of} pictures have no alpha channel: {shortlist(names)}; save them "
-            f"as PNG with one, or take mask pictures with mask_folder."
+            "as PNG with one, or use mask_folder instead."
         )
 
 

@@ -92,13 +92,13 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
         return Pinning(False, "The swapped blocks go through a page-locked stage, as pin_memory asks.")
     if windows:
         return Pinning(
-            False, "The swapped blocks go through a page-locked stage: Windows bounds the memory that may be locked."
+            False, "The swapped blocks go through a page-locked stage: Windows limits the memory that may be locked."
         )
     if available < coming + RESERVED_RAM:
         return Pinning(
             False,
             f"The swapped blocks go through a page-locked stage: locking them all would leave less than "
-            f"{RESERVED_RAM // 2**30} GB of RAM to everything else.",
+            f"{RESERVED_RAM // 2**30} GB of RAM for everything else.",
         )
     return Pinning(True, "The swapped blocks are page-locked.")
 

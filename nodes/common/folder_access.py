@@ -48,7 +48,7 @@ def read_settings() -> FolderSettings:
     except FileNotFoundError:
         return FolderSettings()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{_place()} can't be read as JSON ({error}); mend it or delete it.") from error
+        raise ValueError(f"{_place()} can't be read as JSON ({error}); fix it or delete it.") from error
     folders = content.get("allowed_folders", []) if isinstance(content, dict) else None
     if not isinstance(folders, list) or not all(isinstance(f, str) and os.path.isabs(f) for f in folders):
         raise ValueError(

@@ -67,7 +67,7 @@ def _name(id: str) -> str:
     try:
         return os.fsdecode(base64.urlsafe_b64decode(id.encode("ascii")))
     except (UnicodeError, binascii.Error) as error:
-        raise ValueError("This is no name of a file; list the folder first.") from error
+        raise ValueError("This isn't a file name; list the folder first.") from error
 
 
 def _clean(text: str) -> str:
@@ -123,7 +123,7 @@ async def list_folder(request: web.Request) -> web.Response:
     query = dict(request.query)
     page = query.get("page", "0")
     if not (page.isascii() and page.isdigit() and len(page) < 9):
-        return _refused("page is no number; give one from 0 on.")
+        return _refused("page is not a number; give 0 or more.")
     if query.get("kind") not in _KINDS:
         return _refused("kind is neither pictures nor clips.")
     endings = sorted(_KINDS[query["kind"]][0].read)  # for a folder that is still to be made too

@@ -33,9 +33,9 @@ from .run import prompt_facts, runs_folder
 log = logging.getLogger(__name__)
 
 _OTHER_RUN = (
-    "devices: in a process of its own the workflow gives another run than here, so an input of Train LoRA does not "
-    "come out alike twice, such as latents of core's VAE Encode or of a node that draws or remembers something; take "
-    f"Prepare Dataset for the data, save the rest to files and load those, or set devices to '{THIS_ONE}'."
+    "devices: the other processes got a different run than this one, so an input of Train LoRA is not the same each "
+    "time it is made, such as latents from core's VAE Encode or from a node that uses random numbers; use Prepare "
+    "Dataset for the data, save other inputs to files and load those, or set devices to '{THIS_ONE}'."
 )
 
 
@@ -74,8 +74,8 @@ def needed_prompt(prompt: Mapping[str, Any] | None, node_id: str | None) -> dict
             continue
         if prompt is None or number is None or number not in prompt:
             raise ValueError(
-                "devices: Train LoRA or an input of it was made while the workflow ran, as by a loop, and is not in "
-                f"the workflow that other processes could run; set devices to '{THIS_ONE}'."
+                "devices: Train LoRA or one of its inputs was created while the workflow ran, by a loop for example, "
+                "so other processes can't run it; set devices to '{THIS_ONE}'."
             )
         found.add(number)
         node = prompt[number]
@@ -155,7 +155,7 @@ class OnDevices:
             try:
                 code = launched.follow(self.tell, observer.check_interrupted, observer.asked)
                 if code != 0:
-                    words = self.said or job.last_words() or "The processes that train were ended from outside."
+                    words = self.said or job.last_words() or "The training processes were ended from outside."
                     log.error("run.py ended with %d; it wrote:\n%s", code, "\n".join(job.output_tail()))
                     raise TrainingStopped(words)
             except BaseException as error:

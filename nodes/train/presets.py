@@ -81,6 +81,6 @@ def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[s
     mine = ", ".join(f"{name} {values[name]:g}" for name in other)
     theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
     return [
-        f"The preset '{preset}' stands for {theirs} with {title}, but this run uses {mine}: the inputs count. Choose "
+        f"The preset '{preset}' means {theirs} for {title}, but this run uses {mine}, as set on the inputs. Choose "
         "the preset again on the node to fill them in."
     ]

@@ -188,7 +188,7 @@ async def _answer(request: web.Request, does: Callable[[], dict[str, Any]]) -> w
 
 def _refused(error: OSError) -> web.Response:
     name = Path(str(error.filename or TRASH)).name
-    fix = "see that ComfyUI may read and move the files of this run."
+    fix = "make sure that ComfyUI may read and move the files of this run."
     return web.json_response({"error": f"{name}: {error.strerror or error}; {fix}"}, status=409)
 
 

@@ -40,7 +40,7 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
     "Cache-Control": "private, max-age=31536000, immutable",  # the address that a page uses holds the time of the file
 }
-NO_WORKFLOW = "This run holds no workflow: it was queued without one, or ComfyUI runs with --disable-metadata."
+NO_WORKFLOW = "This run has no workflow: it was queued without one, or ComfyUI runs with --disable-metadata."
 GONE = "There is no such preview any more; list those of the run again."
 
 _thumbnails = ByteCache(MOST_CACHED)

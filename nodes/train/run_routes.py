@@ -207,7 +207,7 @@ async def list_runs(request: web.Request) -> web.Response:
     query = request.query
     if "name" not in query:
         if (page := _number(query.get("page", "0"))) is None:
-            return web.json_response({"error": "page is not a number; give one from 0 on."}, status=400)
+            return web.json_response({"error": "page is not a number; give 0 or more."}, status=400)
         return web.json_response(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
     try:
         found = await asyncio.to_thread(known_runs.named, query["name"])
@@ -220,7 +220,7 @@ async def read_run(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}?since=0&points=2000`."""
     since, points = (_number(request.query.get(name, start)) for name, start in _READ.items())
     if since is None:
-        return web.json_response({"error": "since is not a step; give a number from 0 on."}, status=400)
+        return web.json_response({"error": "since is not a step; give 0 or more."}, status=400)
     if points is None or not 3 <= points <= MOST_POINTS:
         return web.json_response({"error": f"points is not a number from 3 to {MOST_POINTS}."}, status=400)
     found = await asyncio.to_thread(known_runs.read, request.match_info["id"], since, points)
@@ -246,7 +246,7 @@ async def ask_run(request: web.Request) -> web.Response:
         body = None
     prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
     if not isinstance(prompt_id, str):
-        return web.json_response({"error": "Say the prompt_id of the run."}, status=400)
+        return web.json_response({"error": "Give the prompt_id of the run."}, status=400)
     what = request.match_info["what"]
     if what == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
         fix = "It has no Training Preview, so there is nothing to sample; connect one to preview and run it again."

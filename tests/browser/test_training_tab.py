@@ -243,7 +243,7 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     )  # none is lost
     page.wait_for_function("app.extensionManager.workflow.activeWorkflow.filename === 'red fox (001)'")
     row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
-    expect(tab).to_contain_text("This run holds no workflow")
+    expect(tab).to_contain_text("This run has no workflow")
     picture(page, f"refused_{new_renderer}")
 
     files = sorted(runs.rglob("*"))
@@ -479,7 +479,7 @@ def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_calle
     heights = [place.bounding_box()["height"] for place in tab.get_by_role("status").all()]
     assert heights == [0, 0]  # there while they are empty, or else a screen reader may not tell what comes
     row(tab, "owl (001)").get_by_role("button", name="Open workflow").click()
-    expect(tab).to_contain_text("This run holds no workflow")
+    expect(tab).to_contain_text("This run has no workflow")
     load()
-    expect(tab).to_contain_text("This run holds no workflow")  # which is not of the list
+    expect(tab).to_contain_text("This run has no workflow")  # which is not of the list
     assert frontend.crashes == []

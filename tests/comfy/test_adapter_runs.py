@@ -47,7 +47,7 @@ def test_a_resumed_run_learns_the_same_bits(tiny_flux, tmp_path, name, optimizer
 
 def test_muon_is_refused_where_there_is_more_than_matrices(tiny_flux, tmp_path):
     for name, what in (("dora", "a vector of lengths for each layer too"), ("oft", "stacks of blocks")):
-        with pytest.raises(ValueError, match=f"muon steps matrices only, and {name} trains {what}; choose another"):
+        with pytest.raises(ValueError, match=f"muon trains matrices only, and {name} trains {what}; choose another"):
             train(tiny_flux, mixed_data(), tmp_path, network=ALGORITHMS[name], optimizer={"optimizer": "muon"})
 
 

@@ -86,7 +86,7 @@ BAD = [
     ({"preset": "fast"}, "preset is 'fast'; choose one of custom, fast start, balanced, maximum speed."),
     ({"cache_size_limit": 0}, "cache_size_limit is 0; it has to be at least 1."),
     ({"overrides": "blocks.* eager"}, "blocks.* matches no block of this model, which has double_blocks.*, single_"),
-    ({"overrides": "double_blocks.*"}, "overrides, line 1: double_blocks.* stands alone; write eager or"),
+    ({"overrides": "double_blocks.*"}, "overrides, line 1: double_blocks.* has no setting; write eager or"),
     ({"overrides": "\ndouble_blocks.* eager mode=default"}, "overrides, line 2: eager blocks are not compiled, so"),
     ({"overrides": "double_blocks.* dynamic=true dynamic=false"}, "overrides, line 1: dynamic is given twice."),
     ({"overrides": "double_blocks.* mode=fast"}, "overrides, line 1: mode is 'fast'; choose one of default"),
@@ -256,7 +256,7 @@ def test_the_server_refuses_a_backend_that_is_not_there_in_our_words(server, tin
 def test_the_server_shows_the_sentence_on_compile_model_before_it_samples(server, tiny_loaders):
     for overrides, sentence in {
         "blocks.* eager": "overrides: blocks.* matches no block of this model, which has double_blocks.*, single_",
-        "double_blocks.*": "overrides, line 1: double_blocks.* stands alone",
+        "double_blocks.*": "overrides, line 1: double_blocks.* has no setting",
     }.items():
         entry = server.wait(server.queue(compile_graph(tiny_loaders, overrides=overrides)))
         assert error_of(entry).startswith("TesseraCompileModel compile: ") and sentence in error_of(entry)

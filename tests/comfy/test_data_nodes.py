@@ -206,7 +206,7 @@ def test_folders_with_video_files_are_offered_to_training_clips_and_others_refus
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"the file tessera.json in ComfyUI's user folder can't be read as JSON \(.*; mend it or delete it"),
+        ("{", r"the file tessera.json in ComfyUI's user folder can't be read as JSON \(.*; fix it or delete it"),
         ("[]", r"no list of absolute folders"),
         ('{"allowed_folders": "/x"}', r"no list of absolute folders"),
         ('{"allowed_folders": ["relative"]}', r"no list of absolute folders"),

@@ -39,8 +39,8 @@ def test_the_processes_get_the_node_with_all_that_it_is_made_of_and_no_more():
 @pytest.mark.parametrize(
     ("changed", "of", "said"),
     [
-        ({}, "3.0.1", "as by a loop"),
-        ({"4": node("Made", picture=["2.0.7", 0])}, "3", "as by a loop"),
+        ({}, "3.0.1", "by a loop"),
+        ({"4": node("Made", picture=["2.0.7", 0])}, "3", "by a loop"),
         ({"2": node("LoadImage", image="shot.png [temp]")}, "3", r"image of LoadImage \(2\) is in ComfyUI's temporary"),
     ],
 )
@@ -50,7 +50,7 @@ def test_what_other_processes_cannot_make_is_told(changed, of, said):
 
 
 def test_what_no_file_can_hold_is_told(tmp_path):
-    with pytest.raises(ValueError, match="no plain value"):
+    with pytest.raises(ValueError, match="not a plain value"):
         Job(tmp_path).write({"1": {"class_type": "A", "inputs": {"x": object()}}}, {}, Facts())
     assert not list(tmp_path.iterdir())
 

@@ -252,7 +252,7 @@ def test_a_process_that_is_gone_or_hangs_ends_the_run_and_its_last_state_goes_on
     act = {"rank": 1, "do": do, "step": 2}
     limit = 4 if do == "hang" else 10  # seconds, in place of half an hour
     answers = ranks.train(3, tmp_path / "ended", STEP, meets=meets, step_limit=limit, act=act)
-    assert answers[1] == {} and "did not come to the end of step 3" in answers[0]["error"], answers
+    assert answers[1] == {} and "did not get to the end of step 3" in answers[0]["error"], answers
     assert "Device 1" in answers[0]["error"] or do == "kill"
     assert "Everything up to step 2 is saved" in answers[0]["error"]
     (folder,) = (tmp_path / "ended").iterdir()
@@ -342,7 +342,7 @@ def test_devices_that_went_apart_end_the_run_with_what_was_trained(step, found, 
     """At the next save, and at the last one."""
     settings = STEP | {"save_every": 2 if found == 2 else 0}
     answers = ranks.train(2, tmp_path, settings, act={"rank": 1, "do": "drift", "step": step})
-    assert "Device 1 and device 0 have computed another LoRA" in answers[0]["error"]
+    assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]
     assert answers[0]["done"] == found
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.glob("*.tessera")] == [f"state-{found:06d}.tessera"]
@@ -350,7 +350,7 @@ def test_devices_that_went_apart_end_the_run_with_what_was_trained(step, found, 
 
 def test_devices_that_begin_apart_do_not_begin(ranks, tmp_path):
     answers = ranks.train(2, tmp_path, STEP, other_start=1)
-    assert "Device 1 and device 0 have computed another LoRA" in answers[0]["error"]
+    assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]
     assert [answer["sums"] for answer in answers] == [0, 0] and not list(tmp_path.rglob("*.tessera"))
 
 

@@ -158,7 +158,7 @@ def test_links_out_of_the_folders_are_named_but_not_read(server, home):
     status, found = asked(server, "/tessera/folder", kind="pictures", folder="input/links")
     assert status == 200 and SECRET not in json.dumps(found)
     listed = {entry["name"]: entry for entry in found["entries"]}
-    assert "is a link out of the folders allowed" in listed["a.png"]["problem"]
+    assert "is a link to a place outside the allowed folders" in listed["a.png"]["problem"]
     assert listed["inner.png"]["caption"] is None
     for name in ("file.png", "folder/c.png", "pipe.png"):
         assert thumbnail(server, "input/links", named(name))[0] == 400

@@ -206,7 +206,7 @@ def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path)
     samples = data().samples
     costs, embedded = check_guidance_loss(replace(OBJECTIVE, guidance=1.0), samples, "FLUX.1", True)
     assert "runs the model without the LoRA twice more per step" in costs and "experimental" in costs
-    assert embedded.startswith("FLUX.1 is told a guidance of 1 while it trains")
+    assert embedded.startswith("FLUX.1 trains with guidance 1, at which its output has no guidance")
     assert len(check_guidance_loss(OBJECTIVE, samples, "FLUX.1", True)) == 1
     assert check_guidance_loss(ObjectiveOptions(), samples, "FLUX.1", True) == (
         "The empty caption in data has no effect: Training Objective has guidance_loss_scale 0.",
@@ -215,7 +215,7 @@ def test_what_it_lacks_is_refused_and_what_it_costs_is_told(tiny_flux, tmp_path)
     narrow = with_empty_caption(narrow, [[torch.randn(1, 7, 48), {}]])
     with pytest.raises(ValueError, match="empty has text of width 48 but the model takes 64; encode the empty caption"):
         train(tiny_flux, narrow, tmp_path, objective={"guidance_loss_scale": SCALE})
-    with pytest.raises(ValueError, match="guidance_loss_scale is 1.75 and training_adapter is undo, which takes out"):
+    with pytest.raises(ValueError, match="guidance_loss_scale is 1.75 and training_adapter is undo, which removes"):
         check_guidance_loss(OBJECTIVE, samples, "FLUX.1", True, "undo")
     dropped = [replace(one, caption_dropout=0.1) for one in samples]
     assert check_guidance_loss(ObjectiveOptions(), dropped, "FLUX.1", True) == ()

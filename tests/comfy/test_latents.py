@@ -138,7 +138,7 @@ def test_a_noise_mask_is_named_as_left_out():
     masked = latent(2, 16, 8, 8) | {"noise_mask": torch.ones(1, 64, 64)}
     data = latents_to_data([latent(16, 8, 8), masked, latent(16, 8, 8) | {"noise_mask": None}], [[entry(1)]], 1)
     (note,) = data.notes
-    assert note.startswith("The noise mask is left out, as training takes whole pictures, of latent 2, latent 3;")
+    assert note.startswith("Training takes the whole picture, so the noise mask is ignored for latent 2, latent 3;")
     assert all(sample.load().weights is None for sample in data.samples)
 
 
@@ -158,7 +158,7 @@ def test_a_noise_mask_is_how_much_each_token_counts_with_masked_loss():
     torch.testing.assert_close(wide.load().weights, expected)
     other = latents_to_data([pictures[0] | {"noise_mask": 1 - mask}, *pictures[1:]], [[entry(1)]], 1, masked_loss=True)
     assert other.fingerprint != data.fingerprint
-    with pytest.raises(ValueError, match="noise mask of latent 1 is 0 all over"):
+    with pytest.raises(ValueError, match="noise mask of latent 1 is 0 everywhere in the cropped latent"):
         latents_to_data([pictures[0] | {"noise_mask": 0 * mask}], [[entry(1)]], 1, masked_loss=True)
     (note,) = latents_to_data([latent(16, 8, 8)], [[entry(1)]], 1, masked_loss=True).notes
     assert note.startswith("masked_loss has no effect")

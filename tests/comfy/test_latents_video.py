@@ -107,7 +107,7 @@ def test_a_reference_of_its_latents_sides_is_cropped_with_it_and_others_are_name
     assert first.shape[-2:] == tensors.latent.shape[-2:] != (16, 20)
     assert torch.equal(apart.load().conditioning["reference_latents"][0], other)
     assert any(
-        note.startswith("Cropped without their reference latents, which have other sides than they: latent 3; raise")
+        note.startswith("Cropped without their reference latents, which have a different size: latent 3; raise")
         for note in data.notes
     )
 
@@ -159,7 +159,7 @@ def test_other_noise_masks_are_left_out_and_named():
         data = latents_to_data([{"samples": noise(1, 48, 3, 6, 4), "noise_mask": other}], [[entry()]], 1)
         assert data.samples[0].clean_frames == 0, name
         (note,) = data.notes
-        assert note.startswith("The noise mask is left out, as training takes whole pictures, of latent 1;"), name
+        assert note.startswith("Training takes the whole picture, so the noise mask is ignored for latent 1;"), name
     two = torch.ones(1, 1, 3, 6, 4)
     two[:, :, :2] = 0
     data = latents_to_data([{"samples": noise(1, 48, 3, 6, 4), "noise_mask": two}], [[entry()]], 1)

@@ -193,7 +193,7 @@ def test_a_model_that_the_lora_does_not_fit_is_refused_before_anything_is_traine
     only = {"diffusion_model.guidance_in.in_layer.diff": torch.zeros(128, 256)}
     network = NetworkOptions(base_lora=LoraSource("base.safetensors", "x", lambda: only))
     with pytest.raises(
-        ValueError, match="base_lora: base.safetensors changes nothing of the model of prompt 1 of prev"
+        ValueError, match="base_lora: base.safetensors changes nothing in the model of prompt 1 of prev"
     ):
         on_other_models([replace(preview(tiny_vae), model=turbo)], tiny_flux, network)
 

@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_taken_for_a_dead_server(mon
     request = make_mocked_request("POST", "/", headers=headers, match_info={"id": "0"})
     answer = awaited(run_deletion.delete_run(request))
     assert answer.status == 409
-    sentence = "progress.jsonl: Permission denied; see that ComfyUI may read and move the files of this run."
+    sentence = "progress.jsonl: Permission denied; make sure that ComfyUI may read and move the files of this run."
     assert json.loads(answer.text) == {"error": sentence}
 
 
@@ -241,7 +241,7 @@ def test_a_run_of_another_process_or_machine_is_not_deleted(server, run, monkeyp
 
 def test_a_workflow_is_given_as_it_was_queued_and_no_file_beside_it(server, run):
     folder, at = run
-    assert asked(server, f"{at}/workflow", "GET")[1]["error"].startswith("This run holds no workflow")
+    assert asked(server, f"{at}/workflow", "GET")[1]["error"].startswith("This run has no workflow")
     (folder / "fox.api.json").write_text('{"1": {"class_type": "A", "is_changed": NaN}}')
     assert server.get(f"{at}/workflow") == {"prompt": {"1": {"class_type": "A", "is_changed": None}}}
     (folder / "fox.workflow.json").write_text('{"nodes": []}')

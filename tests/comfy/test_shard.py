@@ -123,7 +123,7 @@ def test_an_error_on_one_ends_all_and_saves(ranks, tmp_path):
 def test_a_killed_device_ends_the_others_in_a_sentence(ranks, tmp_path):
     act = {"rank": 1, "do": "kill", "at": 5}
     answers = ranks.train(3, tmp_path, SHORT | {"batch_size": 3, "memory": SHARD}, in_forward=act, step_limit=10)
-    assert answers[1] == {} and "Device 1 did not come to share its part of the model" in answers[0]["error"], answers
+    assert answers[1] == {} and "Device 1 did not get to share its part of the model" in answers[0]["error"], answers
     assert "Everything up to step 1 is saved" in answers[0]["error"]
 
 
@@ -134,7 +134,7 @@ def test_it_is_refused_without_nccl_and_said_alone(ranks, tiny_flux, tmp_path):
     watcher = Watcher()
     alone = train(tiny_flux, mixed_data(), tmp_path / "one", watcher, **SHORT, memory=SHARD)
     assert [note for note in watcher.notes if note.startswith("shard")] == [
-        "shard is not used: one device of this machine trains, so there is none to share the blocks with."
+        "shard is not used: only one device of this machine trains, so there is no other to share the blocks with."
     ]
     same(dict(alone.lora), dict(train(tiny_flux, mixed_data(), tmp_path / "two", **SHORT, memory=SWAP).lora))
     watcher = Watcher()

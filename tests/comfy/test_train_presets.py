@@ -18,8 +18,8 @@ def test_a_preset_that_the_inputs_match_is_told_nothing_of():
 def test_a_preset_that_the_inputs_do_not_match_is_named_with_both():
     (note,) = preset_notes("face, quick", "Wan 2.1", {**FACE, "rank": 8})
     assert note.startswith(
-        "The preset 'face, quick' stands for rank 16, learning_rate 0.0002 with Wan 2.1, but this run uses rank 8, "
-        "learning_rate 0.0001: the inputs count."
+        "The preset 'face, quick' means rank 16, learning_rate 0.0002 for Wan 2.1, but this run uses rank 8, "
+        "learning_rate 0.0001, as set on the inputs."
     )
 
 

@@ -93,8 +93,8 @@ def test_where_the_least_loss_has_no_lora_any_more_that_is_said_and_the_best_cou
     assert [point["loss"] for point in other.validation] == [9.0, 1.0, 3.0, 2.5, 4.0]
     assert other.summary["validation"]["best"]["step"] == 3 and best_of(other.path.parent)[0]["loss"] == 2.5
     told = (
-        "The LoRA of the least validation loss so far, 1 at step 1, is not saved any more; the best counts from step "
-        "2 on."
+        "The LoRA with the lowest validation loss so far, 1 at step 1, is not saved any more; the best counts from "
+        "step 2 on."
     )
     assert told in watcher.notes
 

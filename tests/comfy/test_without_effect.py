@@ -72,10 +72,7 @@ def test_a_guidance_on_positive_that_training_replaces_is_told(tiny_flux, given,
     one = replace(plain, conditioning=frozenset(known), load=lambda *_: replace(tensors, conditioning=known))
     checked = check_run(tiny_flux, TrainingData((one,), "guided"), run_settings())
     said = [note for note in checked.notes if "guidance" in note]
-    sentence = (
-        "positive carries a guidance of 3.5, in whose place training tells the model 1; that is set by guidance on "
-        "Training Objective."
-    )
+    sentence = "positive has a guidance of 3.5, but training uses 1, as guidance on Training Objective says."
     assert said == ([sentence] if told else [])
 
 
@@ -212,7 +209,7 @@ def sampling(vae=None, **changes):
         ({"negative": True}, "negative is not used: at cfg 1 the sampler runs the positive prompt alone"),
         ({"negative": True, "cfg": 2.0}, None),
         ({"negative": True, "sampler_name": "euler_cfg_pp"}, None),
-        ({"latent": True}, "width and height are not used: latent_image says the size."),
+        ({"latent": True}, "width and height are not used: latent_image sets the size."),
         ({"latent": True, "width": 1024, "height": 1024}, None),
         ({"fps": 24.0}, "fps is not used: the prompt is sampled as a picture."),
         ({"fps": 24.0, "frames": 5}, None),

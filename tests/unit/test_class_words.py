@@ -59,7 +59,7 @@ def test_captions_without_the_word_are_told_and_a_folder_of_them_refused(tmp_pat
     dataset = scan_images(pictures, options=FolderOptions(class_word="ohwx=man"))
     assert [entry.variants.class_texts for entry in dataset.entries] == [("a photo of man",), ()]
     assert dataset.notes == ("These captions don't have the word 'ohwx', so they get no class caption: 1.png.",)
-    with pytest.raises(ValueError, match="class_word stands for 'sks', which no caption of the folder .* holds"):
+    with pytest.raises(ValueError, match="class_word replaces 'sks', which no caption in the folder .* contains"):
         scan_images(pictures, options=FolderOptions(class_word="sks=dog"))
     with pytest.raises(ValueError, match="class_word is 'man' and regularisation is on"):
         FolderOptions(class_word=" man", regularisation=True)

@@ -79,7 +79,7 @@ def test_overrides_are_read_line_by_line_without_comments():
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("double_blocks.*", "line 2: double_blocks.* stands alone"),
+        ("double_blocks.*", "line 2: double_blocks.* has no setting"),
         ("double_blocks.* eager mode=default", "line 2: eager blocks are not compiled"),
         ("double_blocks.* fast", "line 2: 'fast' is not known; write eager, backend=…"),
         ("double_blocks.* scope=model", "line 2: 'scope=model' is not known"),

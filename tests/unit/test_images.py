@@ -273,9 +273,7 @@ def test_a_tiff_of_wide_numbers_is_scaled_by_their_range(tmp_path, dtype, scale)
 )
 def test_wide_numbers_without_a_white_are_refused(tmp_path, array, told):
     Image.fromarray(array).save(tmp_path / "a.tiff")
-    with pytest.raises(
-        ValueError, match=rf"'a.tiff' can't be read \(it holds numbers from {told}, .* white\); save it"
-    ):
+    with pytest.raises(ValueError, match=rf"'a.tiff' can't be read \(its values go from {told}, .* white\); save it"):
         load_image(tmp_path / "a.tiff", (0, 0, 2, 1), 1, 2)
 
 

@@ -126,7 +126,7 @@ def test_what_is_queued_behind_a_dead_device_is_aborted_and_the_device_named(can
         interrupted.set()
     with pytest.raises(InterruptProcessingException if cancelled else CannotContinue) as error:
         first.sum(Gradients(), 3)
-    assert cancelled or str(error.value).startswith("Device 1 did not come to the end of step 3")
+    assert cancelled or str(error.value).startswith("Device 1 did not get to the end of step 3")
     assert aborted == [True]
     with pytest.raises(Unmet):  # so nobody waits in the sum for this one
         second.meet("sum", 1, None)
@@ -184,7 +184,7 @@ def test_the_cause_is_told_where_a_signal_came_with_it(store):
 def test_of_those_that_did_not_come_another_is_named(store):
     first = world_of(store, 0, 3)
     first.post("at/0", 3)
-    assert str(first._lost(3, [0, 2])).startswith("Device 2 did not come to the end of step 3")
+    assert str(first._lost(3, [0, 2])).startswith("Device 2 did not get to the end of step 3")
 
 
 @pytest.mark.parametrize("late", ["gradients", "gather"])
@@ -235,7 +235,7 @@ def test_a_meeting_of_shared_blocks_ends_alike(cancelled, store):
     if cancelled:
         assert isinstance(told[0], InterruptProcessingException)
     else:
-        assert all("Device 1 did not come to share its part" in str(one) for one in (error.value, told[0]))
+        assert all("Device 1 did not get to share its part" in str(one) for one in (error.value, told[0]))
     with pytest.raises(CannotContinue, match="gone"):
         ours.leave(whole=True)
 

@@ -151,13 +151,13 @@ def test_options_of_flow_matching_are_refused_for_a_noise_schedule(name, value, 
     with pytest.raises(ValueError) as raised:
         check_schedule_options(ObjectiveOptions(**{name: value}), "SDXL")
     assert str(raised.value) == (
-        f"{name} is '{value}', which is for flow matching models, and SDXL is none; choose one of {others}."
+        f"{name} is '{value}', which is for flow matching models, and SDXL is not one; choose one of {others}."
     )
 
 
 def test_a_noise_schedule_is_told_how_its_levels_are_drawn():
     (note,) = check_schedule_options(ObjectiveOptions(), "SDXL")
-    assert note.startswith("timestep_sampling logit_normal draws the middle of the noise schedule of SDXL more often;")
+    assert note.startswith("timestep_sampling logit_normal picks the middle of the noise schedule of SDXL more often;")
     assert check_schedule_options(ObjectiveOptions("uniform", weighting="min_snr"), "SDXL") == ()
 
 

@@ -215,7 +215,7 @@ def test_an_argument_that_has_to_be_given_is_named(monkeypatch):
     with pytest.raises(ValueError) as raised:
         check_optimizer(custom("torch.optim.Needy"), CPU)
     assert str(raised.value) == (
-        "The optimizer torch.optim.Needy cannot do without horizon; add a line horizon=… to optimizer_args."
+        "The optimizer torch.optim.Needy needs horizon; add a line horizon=… to optimizer_args."
     )
     assert check_optimizer(custom("torch.optim.Needy", "horizon=10"), CPU) == ()
 

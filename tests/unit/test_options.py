@@ -35,8 +35,8 @@ NAN, INF = float("nan"), float("inf")
         (
             NetworkOptions,
             {"algorithm": "oft", "scale_weight_norms": 0.5},
-            "scale_weight_norms is 0.5 and oft turns what a layer gives, which leaves its size as it is; set "
-            "scale_weight_norms to 0 (constraint limits the turn), or algorithm to lora, loha or lokr.",
+            "scale_weight_norms is 0.5 and oft rotates a layer's output, which keeps its size; set "
+            "scale_weight_norms to 0 (constraint limits the rotation), or algorithm to lora, loha or lokr.",
         ),
         (NetworkOptions, {"factor": 0}, "factor is 0; set it to -1 (near the square root) or to 1 or more."),
         (NetworkOptions, {"constraint": -0.1}, "constraint is -0.1; set it to 0 (none) or above."),

@@ -12,7 +12,7 @@ GB = 2**30
         ("on", 0, True, True, "as pin_memory asks"),
         ("off", 99 * GB, False, False, "as pin_memory asks"),
         ("auto", 99 * GB, False, True, "are page-locked."),
-        ("auto", 99 * GB, True, False, "Windows bounds"),
+        ("auto", 99 * GB, True, False, "Windows limits"),
         ("auto", 20 * GB + RESERVED_RAM, False, True, "are page-locked."),
         ("auto", 20 * GB + RESERVED_RAM - 1, False, False, "locking them all would leave less than 4 GB of RAM"),
     ],

@@ -257,7 +257,7 @@ def test_a_curve_draws_between_its_points_only_and_never_where_it_is_0():
         ("0:1, nan:1", "sigma_curve has 'nan:1'; sigmas lie between 0"),
         ("0:1, 0.5:-1", "sigma_curve has '0.5:-1'; give a weight of 0 or more"),
         ("0:1, 1:inf", "sigma_curve has '1:inf'; give a weight of 0 or more"),
-        ("0:1, 0.5:1, 0.5:2", "sigma_curve has '0.5:2' after sigma 0.5; let the sigmas rise"),
+        ("0:1, 0.5:1, 0.5:2", "sigma_curve has '0.5:2' after sigma 0.5; put the points in rising order"),
         ("0:0, 1:0", "give at least one weight above 0"),
     ],
 )

@@ -72,7 +72,7 @@ class Job:
             text = json.dumps({"prompt": prompt, "extra_data": extra_data})
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                "devices: an input of the workflow is no plain value, so another process can't be given it; set "
+                "devices: an input of the workflow is not a plain value, so it can't be passed to another process; set "
                 "devices to 'this one'."
             ) from error
         self.prompt.write_text(text, encoding="utf-8")

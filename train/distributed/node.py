@@ -181,4 +181,6 @@ def shard_notes(world: World, memory: MemoryOptions) -> tuple[str, ...]:
     """Return a sentence where there is no other device to share blocks with."""
     if not shards(memory) or world.local_size > 1:
         return ()
-    return ("shard is not used: one device of this machine trains, so there is none to share the blocks with.",)
+    return (
+        "shard is not used: only one device of this machine trains, so there is no other to share the blocks with.",
+    )

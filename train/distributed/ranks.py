@@ -65,8 +65,8 @@ def check_alike(world: World, meeting: str, facts: Mapping[str, str]) -> None:
 def _difference(rank: int, what: str, theirs: str, ours: str) -> str:
     if what == "LoRA":
         return (
-            f"Device {rank} and device 0 have computed another LoRA from the same gradients; take devices of one model "
-            "with one driver."
+            f"Device {rank} and device 0 computed different LoRAs from the same gradients; use devices of the same "
+            "model with the same driver."
         )
     values = "" if what in ("model", "data", "run") else f" ({theirs or 'none'}; device 0 has {ours or 'none'})"
     return f"Device {rank} has another {what} than device 0{values}; {_MENDS[what]}."

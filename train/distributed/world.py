@@ -339,7 +339,7 @@ class World:
             return self.stopped(fault)
         who = f"Device {missing[0]}" if missing else "Another device"
         return CannotContinue(
-            f"{who} did not come to {where}: its process was killed, ran out of host memory, or hangs."
+            f"{who} did not get to {where}: its process was killed, ran out of host memory, or hangs."
         )
 
     def facts(self) -> dict[str, Any]:

@@ -17,11 +17,12 @@ def check_schedule_options(options: ObjectiveOptions, title: str) -> tuple[str, 
         if (value := getattr(options, name)) in flow_only:
             others = ", ".join(repr(one) for one in values if one not in flow_only)
             raise ValueError(
-                f"{name} is {value!r}, which is for flow matching models, and {title} is none; choose one of {others}."
+                f"{name} is {value!r}, which is for flow matching models, and {title} is not one; choose one of "
+                f"{others}."
             )
     if options.timestep_sampling == ObjectiveOptions.timestep_sampling:
         return (
-            f"timestep_sampling {options.timestep_sampling} draws the middle of the noise schedule of {title} more "
-            "often; 'uniform' draws all of it alike, as Stable Diffusion was trained.",
+            f"timestep_sampling {options.timestep_sampling} picks the middle of the noise schedule of {title} more "
+            "often; 'uniform' picks all of it equally, as Stable Diffusion was trained.",
         )
     return ()

@@ -59,8 +59,8 @@ def check_guidance_loss(
         return (message,) if unread else ()
     if training_adapter:
         raise ValueError(
-            f"guidance_loss_scale is {scale:g} and training_adapter is {training_adapter}, which takes out the "
-            "guidance that this loss keeps; set guidance_loss_scale to 0, or training_adapter to none."
+            f"guidance_loss_scale is {scale:g} and training_adapter is {training_adapter}, which removes the guidance "
+            "that this loss preserves; set guidance_loss_scale to 0, or training_adapter to none."
         )
     if without := [sample.name for sample in samples if not sample.empty_length]:
         raise ValueError(
@@ -71,8 +71,8 @@ def check_guidance_loss(
     notes = [f"guidance_loss_scale {scale:g} runs the model without the LoRA twice more per step. It's experimental."]
     if takes_guidance and options.guidance == ObjectiveOptions.guidance:
         notes.append(
-            f"{title} is told a guidance of {options.guidance:g} while it trains, with which its output holds none, so "
-            "that guidance_loss_scale adds some; set guidance to that of sampling (such as 3.5), or "
+            f"{title} trains with guidance {options.guidance:g}, at which its output has no guidance, so "
+            "guidance_loss_scale adds some; set guidance to what you sample with (such as 3.5), or "
             "guidance_loss_scale to 0."
         )
     return tuple(notes)

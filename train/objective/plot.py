@@ -39,7 +39,7 @@ def plot_distribution(options: ObjectiveOptions) -> Image.Image:
     canvas.text(_LEFT, _BOTTOM + 50, "picture (detail)", _TEXT, SOFT)
     canvas.text(_RIGHT, _BOTTOM + 50, "noise (composition)", _TEXT, SOFT, "ra")
     if range_probability(options, MEGAPIXEL_TOKENS, 1.0) < MIN_RANGE_PROBABILITY:
-        canvas.text(WIDTH / 2, 250, "Next to nothing is drawn in this range; widen it.", 32, _WEIGHTED, "ma")
+        canvas.text(WIDTH / 2, 250, "Almost nothing in this range is trained; widen it.", 32, _WEIGHTED, "ma")
     else:
         _curves(canvas, options)
     canvas.line([(_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], SOFT, 2)

@@ -72,7 +72,7 @@ def check_preservation(options: ObjectiveOptions, samples: Sequence[Sample]) -> 
     if not there:
         raise ValueError(
             f"preservation_weight is {options.preservation_weight:g} and no caption has a class word to preserve; set "
-            f"class_word on Training Images or Training Clips (such as man, for a trigger word that calls one man) or "
+            f"class_word on Training Images or Training Clips (such as man, if the trigger word names a man) or "
             f"blank_prompt_preservation, or preservation_weight to 0."
         )
     without = [sample.name for sample in samples if not sample.class_caption and not sample.regularisation]

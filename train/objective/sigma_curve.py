@@ -73,7 +73,9 @@ def parse_curve(text: str) -> SigmaCurve:
         if not (weight >= 0 and math.isfinite(weight)):
             raise ValueError(f"sigma_curve has {shown(entry)}; give a weight of 0 or more.")
         if len(points) > 1 and sigma <= points[-2][0]:
-            raise ValueError(f"sigma_curve has {shown(entry)} after sigma {points[-2][0]:g}; let the sigmas rise.")
+            raise ValueError(
+                f"sigma_curve has {shown(entry)} after sigma {points[-2][0]:g}; put the points in rising order."
+            )
     if len(points) < 2:
         raise ValueError(f"sigma_curve is {shown(text)}; give at least two points, such as {EXAMPLE}.")
     if not (highest := max(weight for _, weight in points)):

@@ -36,8 +36,8 @@ def check_optimizer(
     shapes = _small_adapter(network)
     if options.optimizer == "muon" and any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(
-            f"muon steps matrices only, and {network.algorithm} trains {_NO_MATRIX[network.algorithm]}; choose another "
-            "optimizer, such as adamw, or another algorithm."
+            f"muon trains matrices only, and {network.algorithm} trains {_NO_MATRIX[network.algorithm]}; choose "
+            "another optimizer, such as adamw, or another algorithm."
         )
     whole = _small_weights(shapes, device, options.learning_rate, ratio)
     optimizer = build_optimizer(options, whole)

@@ -200,9 +200,7 @@ def check_args(name: str, kind: Callable[..., Any], args: Mapping[str, Any]) -> 
         key for key, p in taken.items() if p.default is p.empty and key not in args and key not in ("params", "lr")
     ]
     if missing:
-        raise ValueError(
-            f"The optimizer {name} cannot do without {missing[0]}; add a line {missing[0]}=… to optimizer_args."
-        )
+        raise ValueError(f"The optimizer {name} needs {missing[0]}; add a line {missing[0]}=… to optimizer_args.")
     if "relative_step" in taken and args.get("relative_step", taken["relative_step"].default) is True:
         raise ValueError(
             f"The optimizer {name} with relative_step=True sets its own rate in place of learning_rate; add a line "

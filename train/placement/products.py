@@ -148,7 +148,7 @@ class BlockProducts:
         if found is None:
             return None, f"stored as {frozen.format_name}"
         if not fits(frozen.shape):
-            return None, f"a side is no multiple of {MULTIPLE}"
+            return None, f"a side is not a multiple of {MULTIPLE}"
         sides = (self.full or {}).get(place, ())
         if not sides:
             return found, ""

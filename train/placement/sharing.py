@@ -49,9 +49,9 @@ class SharedBlocks:
         self.agreed(shared, shared.plan)
         all_fit, reason = all(self.node.exchange(own.plan.fits)), ""
         if not shared.plan.swapped:
-            reason = "everything fits on each device" if all_fit else "of so few blocks it would save nothing"
+            reason = "everything fits on each device" if all_fit else "with so few blocks it would save nothing"
         elif not shared.plan.fits and all_fit:
-            reason = "the devices' memory does not suffice for it, and with blocks from the computer's memory it does"
+            reason = "the devices don't have enough memory for it, but with blocks from the computer's memory it fits"
         if reason:
             self.node = None
         return (own if reason else shared), reason

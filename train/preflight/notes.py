@@ -70,8 +70,8 @@ def guidance_notes(family: Family, model: Any, options: ObjectiveOptions, sample
     given = None if carries is None else _number(carries.load().conditioning["guidance"])
     if given is not None and given != options.guidance:
         yield (
-            f"positive carries a guidance of {given:g}, in whose place training tells the model {options.guidance:g}; "
-            "that is set by guidance on Training Objective."
+            f"positive has a guidance of {given:g}, but training uses {options.guidance:g}, as guidance on Training "
+            "Objective says."
         )
 
 

@@ -21,7 +21,7 @@ def check_latent(latent: Mapping[str, Any]) -> None:
     """Raise ValueError for a latent_image that is not one of a picture or a clip, or more than one."""
     samples = pictures_of(latent["samples"])
     if samples.ndim not in (4, 5):
-        raise ValueError("latent_image is no latent of a picture or a clip; connect an empty latent of the model.")
+        raise ValueError("latent_image isn't a latent of a picture or a clip; connect an empty latent of the model.")
     if len(samples) != 1:
         raise ValueError(f"latent_image holds {len(samples)} latents; make it of batch size 1 and raise seeds.")
 

@@ -66,7 +66,7 @@ def _with_base(other: ModelPatcher, network: NetworkOptions, number: int) -> Mod
     clone, changed = with_lora(other, base.tensors(), network.base_strength)
     if not changed:
         raise ValueError(
-            f"{base.input('base_lora')}: {base.name} changes nothing of the model of prompt {number} of preview; "
+            f"{base.input('base_lora')}: {base.name} changes nothing in the model of prompt {number} of preview; "
             "connect a MODEL that it fits."
         )
     return clone

@@ -214,7 +214,7 @@ class Previewer:
         """Report sampling notes once, and read the shots of the session that this one resumes."""
         if not all(row.preview.use_ema for row in self.rows) and not trainer.learner.saves_other_weights:
             trainer.observer.note(
-                "use_ema off has no effect on the previews: this optimizer saves the weights that it steps; set "
+                "use_ema off has no effect on the previews: this optimizer saves its current weights; set "
                 "ema_decay on Optimizer for an average."
             )
         if self.partner is not None:

@@ -185,7 +185,7 @@ def sampling_notes(sampling: Sampling, model: ModelPatcher) -> Iterator[str]:
     unread = [name for name, default in defaults.items() if getattr(sampling, name) != default]
     latent = sampling.latent_image
     if latent is not None and unread:
-        yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image says the size."
+        yield f"{joined(unread)} {'is' if len(unread) == 1 else 'are'} not used: latent_image sets the size."
     # CFG++ samplers evaluate the negative prompt at any cfg; so do MODELs on which a node has turned this optimisation
     # of core off.
     both = "cfg_pp" in sampling.sampler_name or model.model_options.get("disable_cfg1_optimization", False)
