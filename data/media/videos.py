@@ -166,7 +166,7 @@ def _timeline(container: Any, stream: Any) -> tuple[list[int], int]:
     lengths: dict[int, int] = {}
     for one in shown:
         if one.pts is None:
-            raise ValueError("its frames have no time stamps; save it anew as MP4")
+            raise ValueError("its frames have no time stamps; save it again as MP4")
         lengths[one.pts] = max(one.duration or 0, 0)
     if not lengths:
         raise ValueError("it has no frames")

@@ -20,6 +20,13 @@ PHRASES = (
     r"as it stands",
     r"in the mean\b",
     r"(is|are) passed over",
+    r"\banew\b",
+    r"\bmend\b",
+    r"\blies (in|at|on|beside)\b",
+    r"\bstands? (at|beside|alone|beneath)\b",
+    r"\b(is|of) no (plain|number|multiple)\b",
+    r"what is there",
+    r"takes? the place",
 )
 UNCLEAR = re.compile("|".join(PHRASES))
 
