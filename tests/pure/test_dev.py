@@ -342,3 +342,41 @@ def test_a_processor_that_kills_what_it_lists_is_held_to_less(tmp_path, monkeypa
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     dev.avoid_forbidden_instructions("python", facts)
     assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == limited
+
+
+SLOW_COMFYUI = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+print("loading custom nodes", flush=True)
+time.sleep(1.5)
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"system": {"argv": sys.argv}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).serve_forever()
+"""
+
+
+def test_a_start_that_is_told_of_is_waited_for_as_long_as_the_server_lives(monkeypatch, tmp_path):
+    comfy_server = sys.modules["comfy_server"]
+    monkeypatch.setattr(comfy_server, "TELLING", 0.2)
+    path = comfyui(tmp_path / "comfyui")
+    (path / "main.py").write_text(SLOW_COMFYUI)
+    lines: list[str] = []
+    told = comfy_server.ComfyServer(tmp_path / "told", path, tell=lines.append)
+    try:
+        told.start(timeout=0.1)
+        assert "loading custom nodes" in lines
+    finally:
+        told.kill()
+    with pytest.raises(comfy_server.ServerFailure, match="did not answer in time"):
+        comfy_server.ComfyServer(tmp_path / "silent", path).start(timeout=0.1)
+    (path / "main.py").write_text("raise SystemExit('no torch here')")
+    with pytest.raises(comfy_server.ServerFailure, match="ended with status 1(.|\n)*no torch here"):
+        comfy_server.ComfyServer(tmp_path / "dead", path, tell=lines.append).start()
