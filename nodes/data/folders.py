@@ -136,8 +136,8 @@ class TesseraVideoFolder(io.ComfyNode):
                     default="25",
                     optional=True,
                     tooltip="How many frames a clip has; write several numbers, such as 1, 25, 49, to get clips of "
-                    "each length. The VAE needs 4n + 1 frames, so other numbers are lowered. More frames show longer "
-                    "motion and need more memory and time.",
+                    "each length. The VAE needs 4n + 1 frames (MiniMax H3: 17n + 5), so other numbers are lowered. "
+                    "More frames show longer motion and need more memory and time.",
                 ),
                 io.Float.Input(
                     "fps",

@@ -149,8 +149,8 @@ def minimax_h3_lora(graph: Graph) -> None:
     adapter = "minimax_h3_training_adapter/resolve/main/minimax_h3_training_adapter_v1.safetensors"
     adapter_file = _hub("ostris", adapter, "loras")
     more = (
-        "**target_frames** are the lengths cut from each clip, 17 n + 5 frames. The picture is trained, the sound is "
-        "not. H3 is distilled: the training adapter keeps it so, and is off when you sample."
+        "**target_frames** are the lengths cut from each clip, 17 n + 5 frames. The sound isn't trained. H3 is "
+        "distilled; its training adapter is used while training only, so that the LoRA works on it as it is."
     )
     files = [model_file, clip_file, vae_file, sound_file, adapter_file]
     training_note(graph, files, more, "my_clips", "your clips")
