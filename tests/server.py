@@ -64,9 +64,14 @@ def prepare_base(base: Path) -> None:
 
 
 def command(comfyui: Path, base: Path, port: int, cpu: bool, python: str = sys.executable) -> list[str]:
-    """The command that starts ComfyUI over `base`; nothing is written into ComfyUI's own folder."""
+    """The command that starts ComfyUI over `base`; nothing is written into ComfyUI's own folder.
+
+    TESSERA_FRONTEND names the folder `static` of another frontend than the one installed.
+    """
     options = ["--use-pytorch-cross-attention", "--disable-auto-launch", "--port", str(port)]
     options += ["--base-directory", str(base), "--database-url", "sqlite:///:memory:"]
+    if frontend := os.environ.get("TESSERA_FRONTEND"):
+        options += ["--front-end-root", frontend]
     return [python, str(comfyui / "main.py"), *options, *(["--cpu"] if cpu else [])]
 
 

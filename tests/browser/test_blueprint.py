@@ -160,7 +160,7 @@ def test_a_preset_chosen_on_it_fills_in_what_suits_the_model_in_front(frontend, 
     page = frontend.page
     add_from_search(frontend)
     page.evaluate(WIRE, [{"unet_name": "qwen_image_fp8_e4m3fn.safetensors"}, {}, {}])
-    hint = page.locator(".tessera-hint")
+    hint = page.locator(".tessera-hint:visible")
     choose(frontend, "preset", "style, quick", new_renderer)
     playwright.expect(hint).to_contain_text("style, quick, for Qwen-Image")
     assert page.evaluate(VALUES)["steps"] == 1000 and page.evaluate(INSIDE) == [5e-5, 16, 2]

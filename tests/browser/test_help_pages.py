@@ -25,7 +25,8 @@ UNFIT = """() => {
 }"""
 WIDTH = """width => {
   const panel = document.querySelector('[data-testid=properties-panel]')
-  panel.closest('.p-splitterpanel').style.flex = `0 0 ${width}px`
+  const frame = panel.closest('.p-splitterpanel') ?? panel // newer frontends have another splitter
+  Object.assign(frame.style, { flex: `0 0 ${width}px`, width: `${width}px`, maxWidth: `${width}px` })
 }"""
 TITLE = "title => document.querySelector('.node-help-content h1')?.textContent === title"
 

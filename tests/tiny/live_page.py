@@ -42,7 +42,7 @@ def press_run(frontend: Any) -> Any:
 def panel_says(frontend: Any, text: str) -> None:
     from playwright.sync_api import expect
 
-    expect(frontend.page.locator(".tessera-run")).to_contain_text(text)
+    expect(frontend.page.locator(".tessera-run:visible")).to_contain_text(text)
 
 
 def center(page: Any, zoom: float = 0.5) -> None:

@@ -1,7 +1,8 @@
 // Fewer things at once: of the widgets that a node's schema calls advanced, those stand behind *more* that have no link
 // and the value that they began with. Nodes 2.0 has a button for them of its own and asks `options.advanced`; the canvas
-// renderer has none and asks `hidden`. Both are computed when asked, so that nothing has to be kept in step. No widget
-// is moved or taken out: values and prompts are the same with all shown.
+// renderer has none and asks `hidden`. Both are computed when asked, so that nothing has to be kept in step; newer
+// frontends keep what they were told, and are told again with each drawing and whatever may change it. No widget is moved
+// or taken out: values and prompts are the same with all shown.
 import { app } from '../../../scripts/app.js'
 import { t } from './words.js'
 
@@ -22,6 +23,7 @@ app.registerExtension({
     }
     nodeType.prototype.onConfigure = function (info, ...rest) {
       const result = onConfigure?.call(this, info, ...rest)
+      this.tesseraMore?.tell()
       // Saved before there was *more*: the node gives back the room of what is hidden now.
       if (info.showAdvanced === undefined) this.tesseraMore?.shrink()
       return result
@@ -44,17 +46,22 @@ function hideBehindMore(node, advanced) {
     return now || kept.has(widget)
   }
 
+  const told = [] // in newer frontends, what tells them again
+  const tell = () => told.forEach((each) => each())
+  for (const happening of ['onConnectionsChange', 'onDrawBackground']) after(node, happening, tell)
+
   const forced = () => all || app.extensionManager.setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')
   const extra = new Map() // widget: is it behind *more*, shown or not
   for (const widget of behind) {
     const initial = widget.value
     const isExtra = () => !stays(widget, initial)
     extra.set(widget, isExtra)
-    compute(widget, 'advanced', () => isExtra() && !forced())
-    compute(widget.options, 'advanced', isExtra)
+    follow(widget, 'advanced', () => isExtra() && !forced(), told)
+    after(widget, 'callback', tell)
     for (const part of [widget, ...(widget.linkedWidgets ?? [])]) { // such as seed's control_after_generate
       const hidden = () => isExtra() && !node.showAdvanced && !forced()
-      compute(part, 'hidden', hidden)
+      compute(part.options, 'advanced', isExtra)
+      hide(part, hidden, told)
       let y = part.y
       compute(part, 'y', () => (hidden() ? AWAY : y), (value) => (y = value))
     }
@@ -66,7 +73,7 @@ function hideBehindMore(node, advanced) {
   })
   button.serialize = false
   compute(button, 'label', () => (node.showAdvanced ? t('show fewer') : t('show {count} more', { count: count() })))
-  compute(button, 'hidden', () => !count() || forced())
+  hide(button, () => !count() || forced(), told)
 
   /** Changes what is in view; the node becomes higher or lower by just that. */
   function resizeBy(change) {
@@ -80,17 +87,53 @@ function hideBehindMore(node, advanced) {
   node.toggleAdvanced = () => resizeBy(() => { // the menu of the canvas calls it too
     node.graph?.incrementVersion()
     node.showAdvanced = !node.showAdvanced
+    tell()
   })
+  tell()
   node.setSize([node.size[0], node.computeSize()[1]])
 
   return {
+    tell,
     shrink() {
       all = true
+      tell()
       const full = node.computeSize()[1]
       all = false
+      tell()
       const room = full - node.computeSize()[1]
       if (room > 0 && node.size[1] >= full) node.setSize([node.size[0], node.size[1] - room])
     },
+  }
+}
+
+/** Newer frontends have setters for what older ones read as it is. */
+function hasSetter(object, name) {
+  let kind = Object.getPrototypeOf(object)
+  while (kind && !Object.getOwnPropertyDescriptor(kind, name)?.set) kind = Object.getPrototypeOf(kind)
+  return !!kind
+}
+
+/** Keeps a field of a widget at what `get` gives. told: gets what does so in newer frontends. */
+function follow(widget, name, get, told) {
+  if (!hasSetter(widget, name)) return compute(widget, name, get)
+  told.push(() => (widget[name] = get()))
+}
+
+/** Hides a widget on the canvas while `get` is true; Nodes 2.0, which has a button of its own, asks `advanced`. */
+function hide(widget, get, told) {
+  if (!hasSetter(widget, 'hidden')) return compute(widget, 'hidden', get)
+  // Asked anew by `told`, and by the frontend itself where it changes from one renderer to the other.
+  compute(widget.options, 'hidden', () => !LiteGraph.vueNodesMode && get())
+  told.push(() => widget.syncLiveVisibilityOptions?.())
+}
+
+/** Does something after each call of a method. */
+function after(object, name, act) {
+  const method = object[name]
+  object[name] = function (...rest) {
+    const result = method?.apply(this, rest)
+    act()
+    return result
   }
 }
 

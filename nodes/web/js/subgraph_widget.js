@@ -18,13 +18,14 @@ function addedTo(node) {
 export function addSubgraphWidget(node, name, type, element, options) {
   const own = addedTo(node)
   const widget = node.addDOMWidget(name, type, element, options)
-  own.push(widget)
+  if (!node.widgets.includes(widget)) own.push(widget) // newer frontends keep it, and Nodes 2.0 draws it there
   return widget
 }
 
 export function removeSubgraphWidget(node, widget) {
   const own = addedTo(node)
-  own.splice(own.indexOf(widget), 1)
+  if (own.includes(widget)) own.splice(own.indexOf(widget), 1)
+  else node.removeWidget(widget)
   widget.onRemove?.()
   widget.element.remove()
 }
