@@ -56,6 +56,18 @@ def test_no_node_lies_on_another_and_each_is_in_one_group_but_the_note(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_group_has_an_empty_half(name):
+    workflow = load(name)
+    for x, y, width, height in (group["bounding"] for group in workflow["groups"]):
+        rects = [rect_of(node) for node in workflow["nodes"]]
+        inside = [r for r in rects if x <= r[0] and y <= r[1] and r[2] <= x + width and r[3] <= y + height]
+        for first, last, start, size in ((0, 2, x, width), (1, 3, y, height)):
+            middle = start + size / 2
+            assert min(r[first] for r in inside) < middle < max(r[last] for r in inside)
+        assert sum((r[2] - r[0]) * (r[3] - r[1]) for r in inside) > width * height / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_wire_runs_under_a_node(name):
     workflow = load(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
