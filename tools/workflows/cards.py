@@ -38,7 +38,7 @@ class Card:
 PICTURES, CLIPS, EDITS, NONE = "10 to 30 pictures", "10 to 30 clips", "10 to 30 pairs of pictures", "no pictures"
 OWN = "pictures included"
 SWAPPED, STREAMS = "8 GB or more", "any, it streams"
-WHOLE = "must fit whole"
+WHOLE = "must hold the whole model"
 _ROWS = [
     ("try_it", "Try it: train a LoRA now", "tiny models", "not needed", OWN, "Nothing to download, a minute or two."),
     ("flux_lora", "Train a FLUX LoRA", "FLUX.1 dev", SWAPPED, PICTURES, "Samples with and without it."),
