@@ -468,7 +468,7 @@ def serve(arguments: list[str]) -> int:
     prepare_base(base)
     if not (base / "models" / "diffusion_models").exists():
         run([python, str(ROOT / "tests" / "demo.py"), "models", str(base / "models")])
-    print(f"Models, input and output lie in {base}.", flush=True)
+    print(f"Models, input and output are in {base}.", flush=True)
     started = [*command(comfyui, base, 8188, not has_accelerator(python), python), *arguments]
     return call(started, TESSERA_OPENS="try_it")
 

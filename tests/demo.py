@@ -51,7 +51,7 @@ async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict
                 if event["type"] == "executing" and data.get("prompt_id") == prompt_id:
                     if data["node"] is None:
                         break
-                    printed.line(prompt[data["node"]]["class_type"])
+                    printed.line(name_of(prompt[data["node"]]))
                 elif event["type"] in ("execution_error", "execution_interrupted"):
                     break
             else:
@@ -61,6 +61,12 @@ async def run_with_progress(server: ComfyServer, prompt: dict[str, Any]) -> dict
     if entry["status"]["status_str"] != "success":
         raise SystemExit(f"{error_of(entry)}\n{server.log_tail()}")
     return entry
+
+
+def name_of(each: dict[str, Any]) -> str:
+    """Name of a node as the browser shows it."""
+    title: str = each.get("_meta", {}).get("title", each["class_type"])
+    return title
 
 
 def tell(line: str) -> None:
@@ -122,7 +128,8 @@ def draw_sheet(rows: dict[str, dict[str, Path]], cell: int = 256) -> Image.Image
 def add_loss_plot(prompt: dict[str, Any]) -> str:
     """Put Loss Plot behind Train LoRA; returns the key of that node."""
     (train,) = (key for key, each in prompt.items() if each["class_type"] == "TesseraTrainLora")
-    prompt["loss plot"] = node("TesseraLossPlot", loss=[train, 1], smoothing=0.9, log_scale=False)
+    plot = node("TesseraLossPlot", loss=[train, 1], smoothing=0.9, log_scale=False)
+    prompt["loss plot"] = plot | {"_meta": {"title": "Loss Plot"}}
     return train
 
 
