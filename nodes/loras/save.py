@@ -147,7 +147,7 @@ def without_workflow(texts: Mapping[str, str]) -> str:
     if not texts:
         return "save_workflow: ComfyUI runs with --disable-metadata, so the workflow is not in the file."
     if sum(len(json.dumps(text)) for text in texts.values()) > MOST_LETTERS:
-        return "save_workflow: the workflow is too large, ComfyUI reads 4 MB of a LoRA, so it is not in the file."
+        return "save_workflow: the workflow is too large, so it is not in the file (ComfyUI reads only its first 4 MB)."
     return ""
 
 
