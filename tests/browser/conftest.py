@@ -1,5 +1,6 @@
 """ComfyUI's own frontend in a headless Chromium, over a server with tiny models under the names of the real ones."""
 
+import base64
 import json
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.Tessera
 STARTED = "app.graph.nodes.length > 0 && !document.querySelector('.p-blockui-mask') && !!app.api.clientId"
 
 # `opened` once the graph is loaded, what is missing has been looked for, and what was found is drawn.
-DROP = """text => {
+DROP = """([name, type, content]) => {
   window.opened = false
   app.loadGraphData = async (...given) => {
     delete app.loadGraphData
@@ -76,7 +77,7 @@ DROP = """text => {
     requestAnimationFrame(() => requestAnimationFrame(() => (window.opened = true)))
   }
   const data = new DataTransfer()
-  data.items.add(new File([text], 'dropped.json', { type: 'application/json' }))
+  data.items.add(new File([Uint8Array.from(atob(content), (c) => c.charCodeAt(0))], name, { type }))
   const at = { dataTransfer: data, bubbles: true, cancelable: true, clientX: 600, clientY: 400 }
   document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
 }"""
@@ -133,8 +134,12 @@ class Frontend:
 
     def drop(self, workflow: str) -> None:
         """Drops a file with this text on the canvas and waits until its graph is there, checked for faults."""
-        self.page.evaluate(DROP, workflow)
-        self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=json.loads(workflow)["id"])
+        self.drop_file("dropped.json", "application/json", workflow.encode(), json.loads(workflow)["id"])
+
+    def drop_file(self, name: str, kind: str, content: bytes, graph: str) -> None:
+        """Drops a file on the canvas and waits until the graph of this id, which it carries, is there and checked."""
+        self.page.evaluate(DROP, [name, kind, base64.b64encode(content).decode()])
+        self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=graph)
 
     def faults(self) -> dict[str, list[Any]]:
         """Faults that the frontend finds in the graph, by kind, without the kinds of which there is nothing."""

@@ -92,8 +92,9 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     frontend.use_tiny_encoders()
     values = copy.deepcopy(SMALL)
     values["TesseraTrainLora"]["output_name"] = name
+    values["TesseraSaveLora"] = {"save_workflow": True}
     frontend.set_widgets(values)
-    _, entry = frontend.run()
+    prompt, entry = frontend.run()
     assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
     assert frontend.faults() == {}
 
@@ -122,6 +123,14 @@ def test_the_run_button_trains_and_the_api_workflow_gives_the_same_lora(frontend
     assert len(list(saved.glob("my_lora_*.safetensors"))) >= 2
     with safe_open(of_graph, framework="pt") as file:
         assert str(comfyui.base) not in json.dumps(file.metadata())
+
+    (shown,) = entry["outputs"][node_of(prompt, "TesseraSaveLora")]["tessera"]
+    carrying = {saved / shown["filename"]: "", of_graph.parent / "previews" / "sheet.png": "image/png"}
+    opened = frontend.page.evaluate("app.graph.id")
+    for file, kind in carrying.items():
+        frontend.page.evaluate("app.loadGraphData({ nodes: [], links: [], groups: [], version: 0.4 })")
+        frontend.drop_file(file.name, kind, file.read_bytes(), opened)
+        assert without_titles(frontend.prompt()) == without_titles(prompt) and frontend.faults() == {}
 
 
 def shared_values(kind: str) -> list[Any]:
