@@ -59,7 +59,7 @@ def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[s
     """Notes where a prompt's values are not those that its preset stands for: the values count.
 
     title: of the model's family, such as Wan 2.1.
-    values: of the node's own inputs, by name.
+    values: of those of the node's own inputs that count, by name.
 
     Raises ValueError for a preset that does not exist, and for one of motion on a model of pictures.
     """
@@ -75,7 +75,7 @@ def preset_notes(preset: str, title: str, values: Mapping[str, float]) -> list[s
             "style or an object, or custom."
         )
     stands_for = {**PRESETS[preset], "learning_rate": rate}
-    other = {name: value for name, value in stands_for.items() if values[name] != value}
+    other = {name: value for name, value in stands_for.items() if values.get(name, value) != value}
     if not other:
         return []
     mine = ", ".join(f"{name} {values[name]:g}" for name in other)

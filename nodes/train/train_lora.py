@@ -133,8 +133,9 @@ class TesseraTrainLora(io.ComfyNode):
             keep_last=keep_last,
             validation=validation,
         )
-        filled = {"steps": steps, "rank": rank, "learning_rate": learning_rate}
-        filled["gradient_accumulation"] = gradient_accumulation
+        filled: dict[str, float] = {"steps": steps, "gradient_accumulation": gradient_accumulation}
+        filled |= {} if network else {"rank": rank}
+        filled |= {} if optimizer else {"learning_rate": learning_rate}
         notes = [] if preset == CUSTOM else preset_notes(preset, family_of(model).title, filled)
         notes += overridden_notes(settings, rank, learning_rate)
         data = replace(data, notes=(*data.notes, *notes))

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from tessera.nodes.train.presets import CUSTOM, FAMILIES, PRESETS, preset_notes
+from tiny.prompt import node
 
 FACE = {"steps": 1000, "rank": 16, "gradient_accumulation": 1, "learning_rate": 1e-4}
 
@@ -45,3 +46,27 @@ def test_a_motion_is_for_models_of_video():
 def test_families_are_known_by_title_and_by_file_with_their_rate(title, name, rate):
     found = next(((f[0], f[3]) for f in FAMILIES if re.search(f[1], title.lower())), (None, None))
     assert found == (name, rate)
+
+
+def test_a_preset_is_no_part_of_a_run_and_is_not_compared_with_what_connected_options_set(server, tiny_loaders):
+    inputs = {"output_name": "of a preset", "steps": 1, "learning_rate": 1e-3, "rank": 4, "batch_size": 1, "seed": 0}
+    inputs |= {"gradient_accumulation": 1, "compile": "off", "save_every": 0, "resume": "latest"}
+    network = {"algorithm": "lora", "rank": 2, "alpha": 2.0, "targets": "*", "dropout": 0.0}
+    of_optimizer = {"optimizer": "AdamW", "learning_rate": 2e-3, "lr_scheduler": "constant", "warmup_steps": 0}
+    prompt = tiny_loaders | {
+        "latent": node("EmptySD3LatentImage", width=64, height=64, batch_size=1),
+        "positive": node("CLIPTextEncode", clip=["clip", 0], text="a fox"),
+        "data": node("TesseraLatentsToDataset", latents=["latent", 0], positive=["positive", 0]),
+        "network": node("TesseraLoraNetwork", **network),
+        "optimizer": node("TesseraOptimizer", **of_optimizer, max_grad_norm=1.0),
+    }
+    linked = {"network": ["network", 0], "optimizer": ["optimizer", 0]}
+    told = []
+    for given in (inputs | linked, inputs | linked | {"preset": "face, quick"}):
+        train = node("TesseraTrainLora", model=["model", 0], data=["data", 0], **given)
+        (run,) = server.run(prompt | {"train": train})["outputs"]["train"]["tessera"]
+        told.append([note for note in run["notes"] if note.startswith("The preset")])
+    assert len(list((server.base / "output" / "loras").glob("of a preset (*)"))) == 1
+    (note,) = told.pop()
+    assert told == [[]]
+    assert note.startswith("The preset 'face, quick' stands for steps 1000 with FLUX.1, but this run uses steps 1:")
