@@ -19,6 +19,12 @@ CONNECT_OPTIMIZER = f"""() => {{
   app.graph.add(options)
   options.connect(0, {TRAIN}, {TRAIN}.inputs.findIndex((i) => i.name === 'optimizer'))
 }}"""
+# To a number that is known only when the graph runs.
+CONNECT_STEPS = f"""() => {{
+  const number = LiteGraph.createNode('GetImageSize')
+  app.graph.add(number)
+  number.connect(0, {TRAIN}, {TRAIN}.inputs.findIndex((i) => i.name === 'steps'))
+}}"""
 
 
 def set_train(frontend, **values):
@@ -57,4 +63,17 @@ def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_render
     set_train(frontend, preset="motion, quick")
     assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
     playwright.expect(hint).to_contain_text("motion, quick, for Wan: steps 1500")
+    assert not frontend.crashes
+
+
+def test_a_number_that_another_node_gives_is_left_to_it(frontend):
+    page, hint = frontend.page, frontend.page.locator(".tessera-hint")
+    page.evaluate(NEW, "flux1-dev.safetensors")
+    page.evaluate(CONNECT_STEPS)
+    set_train(frontend, preset="face, best")
+    playwright.expect(hint).to_have_text(
+        "face, best, for FLUX: rank 32, gradient_accumulation 1, learning_rate 0.0001. "
+        "The node connected to steps sets it instead."
+    )
+    assert values(frontend)[:2] == [1000, 32]
     assert not frontend.crashes

@@ -133,14 +133,20 @@ function inFront({ node, hosts }, isIt) {
 function tell(node, hosts) {
   const preset = valueOf(node, 'preset', hosts)
   const family = familyOf(node, hosts)
-  const set = Object.keys(valuesOf(preset, family)).map((name) => `${name} ${valueOf(node, name, hosts)}`).join(', ')
-  if (!set) {
+  const names = Object.keys(valuesOf(preset, family))
+  if (!names.length) {
     hint(node, hosts)
     return
   }
+  const elsewhere = names.filter((name) => !sourceWidget(node, name, hosts))
+  const here = names.filter((name) => !elsewhere.includes(name))
+  const set = here.map((name) => `${name} ${valueOf(node, name, hosts)}`).join(', ')
   const linked = (name) => node.inputs.some((input) => input.name === name && input.link != null)
   const what = family ? t('{preset}, for {model}: {settings}.', { preset, model: family.name, settings: set }) : `${preset}: ${set}.`
-  hint(node, hosts, [what, ...Object.keys(INSTEAD_WORDS).filter(linked).map((name) => t(INSTEAD_WORDS[name]))].join(' '))
+  hint(node, hosts, [
+    what, ...elsewhere.map((name) => t('The node connected to {name} sets it instead.', { name })),
+    ...Object.keys(INSTEAD_WORDS).filter(linked).map((name) => t(INSTEAD_WORDS[name])),
+  ].join(' '))
 }
 
 /** Prints a line on the node and, where its preset is chosen on a subgraph around it, on those. */
