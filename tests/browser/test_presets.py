@@ -19,6 +19,17 @@ CONNECT_OPTIMIZER = f"""() => {{
   app.graph.add(options)
   options.connect(0, {TRAIN}, {TRAIN}.inputs.findIndex((i) => i.name === 'optimizer'))
 }}"""
+
+CHOOSE_FILE = """file => (app.graph.nodes.find((n) => n.type === 'UNETLoader').widgets[0].value = file)"""
+# Of a name that tells of another family than the loader's file.
+PUT_LORA_BETWEEN = f"""() => {{
+  const lora = LiteGraph.createNode('LoraLoaderModelOnly')
+  app.graph.add(lora)
+  lora.widgets[0].value = 'wan_style.safetensors'
+  app.graph.nodes.find((n) => n.type === 'UNETLoader').connect(0, lora, 0)
+  lora.connect(0, {TRAIN}, 0)
+}}"""
+CONNECT_MODEL = f"() => app.graph.nodes.find((n) => n.type === 'UNETLoader').connect(0, {TRAIN}, 0)"
 # To a number that is known only when the graph runs.
 CONNECT_STEPS = f"""() => {{
   const number = LiteGraph.createNode('GetImageSize')
@@ -63,6 +74,35 @@ def test_a_preset_fills_in_what_suits_the_model_and_says_so(frontend, new_render
     set_train(frontend, preset="motion, quick")
     assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
     playwright.expect(hint).to_contain_text("motion, quick, for Wan: steps 1500")
+    assert not frontend.crashes
+
+
+def test_a_preset_follows_the_model_that_is_connected_after_it_and_another_file(frontend):
+    page, hint = frontend.page, frontend.page.locator(".tessera-hint")
+    page.evaluate(NEW, "wan2.1_t2v_1.3B_fp16.safetensors")
+    page.evaluate(f"{TRAIN}.disconnectInput(0)")
+    set_train(frontend, preset="motion, quick")
+    playwright.expect(hint).to_have_text(
+        "motion, quick: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0001."
+    )
+    page.evaluate(CONNECT_MODEL)
+    wan = "for Wan: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
+    playwright.expect(hint).to_contain_text(wan)
+    page.evaluate(CHOOSE_FILE, "hunyuanvideo1.5_720p_t2v_fp16.safetensors")
+    playwright.expect(hint).to_contain_text("for HunyuanVideo 1.5:")
+    page.evaluate(PUT_LORA_BETWEEN)
+    page.wait_for_timeout(600)  # two looks
+    playwright.expect(hint).to_contain_text("for HunyuanVideo 1.5:")
+    assert values(frontend) == [1500, 32, 1, 1e-4, "motion, quick"]
+    page.evaluate(CHOOSE_FILE, "qwen_image_fp8_e4m3fn.safetensors")
+    playwright.expect(hint).to_contain_text("Qwen-Image makes pictures")
+    assert values(frontend) == [1500, 32, 1, 1e-4, "custom"]
+
+    set_train(frontend, learning_rate=3e-4)
+    page.evaluate(CHOOSE_FILE, "flux1-dev.safetensors")
+    page.wait_for_timeout(600)
+    playwright.expect(hint).to_contain_text("Qwen-Image makes pictures")  # of the last preset that was chosen
+    assert values(frontend) == [1500, 32, 1, 3e-4, "custom"]
     assert not frontend.crashes
 
 

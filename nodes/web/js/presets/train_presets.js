@@ -1,6 +1,6 @@
 // Train LoRA: a preset fills in the widgets that it stands for, and changing one of them ends the preset. An input that
 // is linked to one of the subgraph around the node has its widget there. Which family the model is of, the browser reads
-// from the name of the file that the loader in front has.
+// from the name of the file that the loader in front has; with another model the preset fills in that one's values.
 import { app } from '../../../../scripts/app.js'
 import { ourNodes } from '../nodes.js'
 import { setHint } from '../report_widget.js'
@@ -9,7 +9,7 @@ import { t } from '../words.js'
 
 const TYPE = 'TesseraTrainLora'
 const CUSTOM = 'custom'
-const EVERY = 250 // milliseconds between two looks at subgraph nodes
+const EVERY = 250 // milliseconds between two looks at the models in front, and at subgraph nodes
 const MODEL_FILE = /\.(safetensors|sft|gguf|ckpt|pth?|bin)$/i
 // Inputs of the node, and what is told where one is connected.
 const INSTEAD_WORDS = {
@@ -38,7 +38,7 @@ app.registerExtension({
     }
   },
   setup() {
-    setInterval(() => document.visibilityState === 'visible' && lookAtHosts(), EVERY)
+    setInterval(() => document.visibilityState === 'visible' && lookAround(), EVERY)
   },
   afterConfigureGraph() {
     for (const { node, hosts } of trainNodes()) tell(node, hosts)
@@ -59,20 +59,21 @@ function chosen(node, name) {
   else endPreset(node, name, hosts)
 }
 
-const seen = new Map() // by the path of a Train LoRA in subgraphs: what was seen of it last
+const seen = new Map() // by the path of a Train LoRA: what was seen around it last
 
-/** Acts on changes of the widgets of subgraph nodes, of which Nodes 2.0 tells nobody. */
-function lookAtHosts() {
+/** Acts on another model in front, and on changes of the widgets of subgraph nodes, of which Nodes 2.0 tells nobody. */
+function lookAround() {
   for (const { node, path, hosts } of trainNodes()) {
     const isOutside = (name) => sourceWidget(node, name, hosts) !== widgetOf(node, name)
     const names = hosts.length ? ['preset', ...filledIn()].filter(isOutside) : []
     const values = () => new Map(names.map((name) => [name, valueOf(node, name, hosts)]))
-    const last = seen.get(path)
-    const [before, now] = [last?.node === node && last.host === hosts[0] ? last.values : values(), values()]
-    const changed = names.filter((name) => before.has(name) && before.get(name) !== now.get(name))
+    const [found, now, family] = [seen.get(path), values(), familyOf(node, hosts)]
+    const last = found?.node === node && found.host === hosts[0] ? found : { values: now, family }
+    const changed = names.filter((name) => last.values.has(name) && last.values.get(name) !== now.get(name))
     if (changed[0] === 'preset') fillIn(node, hosts)
     else for (const name of changed) endPreset(node, name, hosts)
-    seen.set(path, { node, host: hosts[0], values: values() })
+    if (family !== last.family && valueOf(node, 'preset', hosts) in table.presets) fillIn(node, hosts)
+    seen.set(path, { node, host: hosts[0], values: values(), family })
   }
 }
 
@@ -106,18 +107,19 @@ function valuesOf(preset, family) {
   return values ? { ...values, learning_rate: family?.learning_rate ?? table.learning_rate } : {}
 }
 
-/** The family of the model, by the names of files in the nodes in front; undefined where none says so. */
+/** The family of the model, by the names of files in the nodes in front, of which the loader's counts before those of
+ * LoRAs on its model; undefined where none says so. */
 function familyOf(node, hosts) {
+  let family
   for (let place = { node, hosts }, passed = new Set(); place && !passed.has(place.node);) {
     passed.add(place.node)
     place = inFront(place, (input) => input.type === 'MODEL' && input.link != null)
-    for (const { value } of place?.node.widgets ?? []) {
-      if (typeof value !== 'string' || !MODEL_FILE.test(value)) continue
-      const found = table.families.find(({ pattern }) => new RegExp(pattern).test(value.toLowerCase()))
-      if (found) return found
-    }
+    const values = (place?.node.widgets ?? []).map(({ value }) => String(value).toLowerCase())
+    const files = values.filter((value) => MODEL_FILE.test(value))
+    const found = table.families.find(({ pattern }) => files.some((file) => new RegExp(pattern).test(file)))
+    family = found ?? family
   }
-  return undefined
+  return family
 }
 
 /** The node that gives the first such input, and the subgraph nodes that it is in; none where nothing does. */
