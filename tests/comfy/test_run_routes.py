@@ -8,11 +8,12 @@ from io import BytesIO
 from urllib.parse import quote
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
-from tessera.nodes.train import run_routes
-from tiny.prompt import node
+from tessera.nodes.train import run_deletion, run_routes
+from tiny.prompt import awaited, node
 from tiny.routes import ask
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
 
@@ -144,6 +145,36 @@ def test_only_a_page_of_this_server_stops_the_run_that_trains_and_queued_again_i
     again = server.run(graph)["outputs"]["train"]["tessera"][0]  # the very same prompt
     assert f"Resumed at step {summary['steps_done']}." in again["notes"]
     assert again["status"] == "finished" and again["loss"][: summary["steps_done"]] == summary["loss"]
+
+
+def test_the_routes_refuse_foreign_pages_by_themselves():
+    """ComfyUI's own check, which is off under --enable-cors-header, is not there."""
+
+    async def answers(path):
+        routes = web.RouteTableDef()
+        run_routes.add_routes(routes)
+        run_deletion.add_routes(routes)
+        app = web.Application()
+        app.add_routes(routes)
+        async with TestClient(TestServer(app)) as client:
+            at = client.make_url(path)
+            own = f"http://{at.authority}"
+            foreign = ["http://evil.example", f"{own}.evil.example", f"http://{at.host}", f"http://{at.host}:1", "null"]
+            foreign += ["http://[", f"http://evil.example#{own}", f"http://{at.authority}@evil.example", ""]
+            told = []
+            for headers in (
+                *({"Origin": origin} for origin in foreign),
+                *({"Origin": own, "Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "none", "")),
+                *([] if path.endswith("empty") else [{"Origin": own, "Sec-Fetch-Site": "same-origin"}]),
+            ):
+                async with client.post(path, json={"prompt_id": "x"}, headers=headers) as answer:
+                    told.append(answer.status)
+        return told
+
+    for path in ("stop", "save", "sample", "delete", "restore"):
+        *refused, own = awaited(answers(f"/tessera/runs/{'0' * 16}/{path}"))
+        assert set(refused) == {403} and own == 404, (path, refused, own)  # no run has this id
+    assert set(awaited(answers("/tessera/trash/empty"))) == {403}
 
 
 def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
