@@ -455,6 +455,17 @@ def test_deleted_runs_are_brought_back_after_a_reload_and_removed_for_good(front
     assert page.evaluate("Boolean(document.activeElement.closest('.tessera-runs'))") and frontend.crashes == []
 
 
+def test_a_tab_that_is_closed_while_a_filter_is_typed_asks_no_more(frontend, runs):
+    tab = open_tab(frontend, "animals/")
+    expect(tab).to_contain_text("5 runs")
+    open_tab(frontend, "animals/wolf")
+    frontend.page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('tessera.training')")
+    expect(tab).to_have_count(0)
+    frontend.page.wait_for_timeout(500)
+    assert frontend.crashes == []
+    expect(open_tab(frontend, "animals/wolf")).to_contain_text("1 run")
+
+
 def test_what_the_tab_says_is_announced_and_a_server_that_came_back_is_not_called_away(frontend, runs):
     page = frontend.page
     if page.locator(".tessera-runs").count():

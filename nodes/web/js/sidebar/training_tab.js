@@ -56,7 +56,7 @@ function build(host) {
     clearTimeout(typing)
     typing = setTimeout(() => {
       filter = search.value
-      load(1)
+      if (view?.root === root) load(1) // the tab may be closed by now
     }, TYPING)
   })
   const count = part(head, { color: 'var(--descrip-text)' })
