@@ -433,6 +433,31 @@ def test_a_name_that_is_linked_is_followed_to_where_it_is_written(frontend, comf
 TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"
 
 
+def test_buttons_of_a_run_keep_the_focus(frontend, comfyui):
+    folder = comfyui.base / "output" / "loras" / "pressed-1234abcd"
+    folder.mkdir(parents=True)
+    lines = [{"kind": "step", "step": step, "loss": 1.0, "rate": 1e-4} for step in (1, 2)]
+    lines += [{"kind": "saved", "step": step, "file": "a"} for step in (1, 2)]
+    lines.append({"kind": "end", "status": "finished", "step": 2, "text": ""})
+    (folder / "run.json").write_text(json.dumps({"output_name": "pressed", "model": "FLUX", "steps": 2}))
+    (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "pressed.safetensors").touch()
+    open_graph(frontend, graph(frontend.ENCODERS, "pressed"))
+    panel_says(frontend, "Finished")
+    page, button = frontend.page, frontend.page.get_by_role("button", name="Compare saves")
+    button.focus()
+    focused = "document.activeElement.textContent"
+    for kind in ({"kind": "note", "text": "a note"}, {"kind": "validation", "step": 1, "loss": 0.5}):
+        page.evaluate(TELL, {"node": "6", **kind})
+        playwright.expect(page.locator(".tessera-report")).to_contain_text("a note")
+        assert page.evaluate(focused) == "Compare saves"
+    detail = {"node_id": "6", "node_type": "TesseraTrainLora", "exception_message": "an error"}  # above the panel
+    page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))", detail)
+    playwright.expect(page.locator(".tessera-error")).to_have_text("an error")
+    assert page.evaluate(focused) == "Compare saves"
+    assert frontend.crashes == []
+
+
 # ComfyUI loads the open workflow anew a while after its language was set: it is done with both.
 SET_LANGUAGE = """async language => {
   const loaded = new Promise((resolve) => {

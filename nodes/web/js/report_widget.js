@@ -130,6 +130,17 @@ function remove(node) {
   node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - room)])
 }
 
+/** Gives an element these parts. What is in it already is not moved, or it would lose the focus and how far it is scrolled. */
+function fill(element, parts) {
+  for (const part of [...element.childNodes]) if (!parts.includes(part)) part.remove()
+  parts.forEach((part, at) => {
+    const there = element.childNodes[at]
+    if (there === part) return
+    if (there) there.before(part)
+    else element.append(part)
+  })
+}
+
 /** Shows lines of text and tables, in place of what was there. A table may ask for a width of the node. */
 export function show(node, content, leastWidth = 0) {
   node.tesseraContent = content
@@ -142,9 +153,7 @@ export function show(node, content, leastWidth = 0) {
   }
   const { element } = reportOf(node)
   const isText = (part) => typeof part === 'string'
-  element.replaceChildren(
-    ...said.map((part, index) => (isText(part) && isText(said[index + 1]) ? `${part}\n` : part)), // a table ends its line
-  )
+  fill(element, said.map((part, index) => (isText(part) && isText(said[index + 1]) ? `${part}\n` : part))) // a table ends its line
   element.normalize() // one text for lines that follow each other
   const width = Math.max(node.size[0], node.computeSize()[0], leastWidth)
   if (width > node.size[0]) node.setSize([width, node.size[1]]) // first, as the height depends on it
