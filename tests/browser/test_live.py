@@ -451,6 +451,11 @@ def test_buttons_of_a_run_keep_the_focus(frontend, comfyui):
         page.evaluate(TELL, {"node": "6", **kind})
         playwright.expect(page.locator(".tessera-report")).to_contain_text("a note")
         assert page.evaluate(focused) == "Compare saves"
+    notes = [{"node": "6", "kind": "note", "text": f"note {number}"} for number in range(300)]
+    page.evaluate(f"notes => notes.forEach({TELL})", notes)
+    report = page.locator(".tessera-report")
+    playwright.expect(report).to_contain_text("note 299")
+    assert report.inner_text().count("note") == 100
     detail = {"node_id": "6", "node_type": "TesseraTrainLora", "exception_message": "an error"}  # above the panel
     page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))", detail)
     playwright.expect(page.locator(".tessera-error")).to_have_text("an error")

@@ -26,6 +26,8 @@ const describe = {
 
 const leastWidth = { TesseraLoraNetwork: TABLE_WIDTH, TesseraCompileReport: TABLE_WIDTH, TesseraTuneCompile: TABLE_WIDTH }
 
+const MOST_LINES = 100 // of a run, while it runs
+
 function describeRun(run) {
   const lines = [run.path ? t('Saved: {file}', { file: `output/${run.path}` }) : t('The LoRA could not be saved, see below.')]
   const loss = run.loss ?? []
@@ -102,7 +104,7 @@ app.registerExtension({
       if (!node || isElsewhere()) return
       if (detail.kind === 'preview') showPreviews(node, detail)
       if (!line || linesOf(node).includes(line)) return
-      node.tesseraLines = [...linesOf(node), line]
+      node.tesseraLines = [...linesOf(node), line].slice(-MOST_LINES) // the summary at the end has all notes
       showLive(node)
     })
     api.addEventListener('tessera.compile', ({ detail }) => {
