@@ -433,7 +433,7 @@ def test_a_name_that_is_linked_is_followed_to_where_it_is_written(frontend, comf
 TELL = "detail => app.api.dispatchEvent(new CustomEvent('tessera.train', { detail }))"
 
 
-def test_buttons_of_a_run_keep_the_focus(frontend, comfyui):
+def test_buttons_of_a_run_keep_the_focus_and_say_what_went_wrong(frontend, comfyui):
     folder = comfyui.base / "output" / "loras" / "pressed-1234abcd"
     folder.mkdir(parents=True)
     lines = [{"kind": "step", "step": step, "loss": 1.0, "rate": 1e-4} for step in (1, 2)]
@@ -460,6 +460,12 @@ def test_buttons_of_a_run_keep_the_focus(frontend, comfyui):
     page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('execution_error', { detail }))", detail)
     playwright.expect(page.locator(".tessera-error")).to_have_text("an error")
     assert page.evaluate(focused) == "Compare saves"
+    page.context.set_offline(True)
+    try:
+        button.click()
+        panel_says(frontend, "The server does not answer.")
+    finally:
+        page.context.set_offline(False)
     assert frontend.crashes == []
 
 

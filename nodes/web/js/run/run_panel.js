@@ -67,6 +67,8 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
     wait(over, true)
     try {
       tell(await does())
+    } catch (error) {
+      tell(error.message)
     } finally {
       wait(over, false)
     }

@@ -4,7 +4,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { addComparison } from './compare_loras.js'
 import { ourNodes } from '../nodes.js'
-import { change, previewAddress, RUNS_CHANGED } from './ask.js'
+import { change, previewAddress, read, RUNS_CHANGED } from './ask.js'
 import { draw, makePanel } from './run_panel.js'
 import { setError, setNotes, setPanel } from '../report_widget.js'
 import { seat } from '../subgraph_widget.js'
@@ -187,7 +187,7 @@ function removePanels({ path, panels }, isGone = () => true) {
 
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
 async function compareSaves(place, { id }) {
-  const { loras = [] } = (await ask(`/tessera/runs/${id}/saves`)) ?? {}
+  const { loras } = await read(`runs/${id}/saves`)
   return loras.length ? addComparison(place, loras) : t('The saves of this run are not there any more.')
 }
 
