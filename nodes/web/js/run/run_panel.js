@@ -43,8 +43,9 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
   const legend = part(element, { lineHeight: '17px', display: 'flex', gap: '10px', overflow: 'hidden' })
   const keys = {}
   for (const name of CURVE_WORDS) {
-    keys[name] = part(legend, { color: COLOURS[name], fontWeight: '600' }, 'span')
-    keys[name].textContent = t(name)
+    keys[name] = part(legend, { display: 'flex', alignItems: 'center', gap: '4px' })
+    part(keys[name], { width: '12px', height: '3px', borderRadius: '2px', background: COLOURS[name] })
+    keys[name].text = part(keys[name], {}, 'span', { textContent: t(name) })
   }
   const strip = makeStrip(addressOf)
   element.append(strip.element)
@@ -133,8 +134,8 @@ export function draw(panel, run, points, previews, further) {
   more.textContent = t('Continue + {steps}', { steps: further - run.steps })
   said.textContent = panel.parts.told?.text ?? sentence(run)
   said.title = said.textContent
-  keys.validation.style.display = run.validation.length ? '' : 'none'
-  keys.saves.style.display = run.saves.length ? '' : 'none'
+  keys.validation.style.display = run.validation.length ? 'flex' : 'none'
+  keys.saves.style.display = run.saves.length ? 'flex' : 'none'
 
   const most = between(points.map((point) => point[1]), 0.01) ?? []
   const shown = [...most, ...points.map((p) => p[3]), ...run.validation.map((p) => p[1])]
@@ -147,7 +148,7 @@ export function draw(panel, run, points, previews, further) {
   paths.mean.setAttribute('d', lineOf(points, 3, place))
   paths.validation.setAttribute('d', run.validation.map(([at, value]) => `M${x(Math.max(at, 1))} ${y(value)}h0`).join(''))
   paths.saves.setAttribute('d', run.saves.map((at) => `M${x(Math.max(at, 1))} ${DEPTH}v-8`).join(''))
-  keys.loss.textContent = points.length ? t('loss {low} to {high}', { low: digits(low), high: digits(high) }) : t('loss')
+  keys.loss.text.textContent = points.length ? t('loss {low} to {high}', { low: digits(low), high: digits(high) }) : t('loss')
   svg.setAttribute('aria-label', t('Loss of {count} points up to step {step}', { count: points.length, step: run.step }))
 }
 
