@@ -98,6 +98,9 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     (folder := comfyui.base / "input" / "dots").mkdir(exist_ok=True)
     Image.new("RGB", (96, 96), "navy").save(folder / "dot.png")
     (folder / "dot.txt").write_text("on white")
+    (other := comfyui.base / "input" / "other dots").mkdir(exist_ok=True)
+    Image.new("RGB", (96, 96), "black").save(other / "dot.png")
+    (other / "dot.txt").write_text("on black")
     frontend.use_new_renderer(new_renderer)
     page = frontend.page
     name = "new_blue" if new_renderer else "old_blue"
@@ -122,6 +125,13 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     page.get_by_role("button", name="Continue + 2").click()
     panel_says(frontend, "Step 4 / 4")
     assert page.evaluate(VALUES)["steps"] == 4
+
+    page.evaluate(f"app.canvas.setGraph({OUTER}.subgraph)")
+    playwright.expect(page.locator(".tessera-tile")).to_have_text("on white")  # of the folder chosen outside
+    page.evaluate("app.canvas.setGraph(app.rootGraph)")
+    page.evaluate(f"{OUTER}.widgets.find((w) => w.name === 'folder').value = 'input/other dots'")
+    page.evaluate(f"app.canvas.setGraph({OUTER}.subgraph)")
+    playwright.expect(page.locator(".tessera-tile")).to_have_text("on black")
     assert frontend.crashes == []
 
 

@@ -3,7 +3,7 @@ import { app } from '../../../../scripts/app.js'
 import { api } from '../../../../scripts/api.js'
 import { nodeAt, ourNodes } from '../nodes.js'
 import { throttle } from '../throttle.js'
-import { after, ownWidget, widgetOf } from '../widgets.js'
+import { after, sourceWidget, widgetOf } from '../widgets.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 
@@ -13,7 +13,13 @@ const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
 const LEAST_HEIGHT = 345 // of the gallery: two rows; a taller node shows more of them
 const LEAST_WIDTH = 380
 
-const captionExtension = (node) => ownWidget(node, 'caption_extension')?.value || '.txt'
+/** The widget that an input's value comes from; in a subgraph it may be one of the node around it. */
+function widgetFor(node, name) {
+  const [, , hosts] = [...ourNodes()].find(([one]) => one === node) ?? []
+  return sourceWidget(node, name, hosts)
+}
+
+const captionExtension = (node) => widgetFor(node, 'caption_extension')?.value || '.txt'
 
 /** Tells whether what the node gives reaches a Prepare Dataset; within other subgraphs any is taken for that one. */
 function isPrepared(node, seen = new Set()) {
@@ -80,11 +86,11 @@ async function askUntilShown(node, state) {
 }
 
 async function update(node, state) {
-  const folder = ownWidget(node, 'folder')
+  const folder = widgetFor(node, 'folder')
   if (!folder?.value || !node.graph) return removeGallery(node)
   const kind = KINDS[node.type]
   const place = { kind, folder: folder.value }
-  for (const name of ASKED) place[name] = ownWidget(node, name)?.value ?? ''
+  for (const name of ASKED) place[name] = widgetFor(node, name)?.value ?? ''
   place.caption_extension = captionExtension(node)
   if (state.folder !== folder.value) Object.assign(state, { folder: folder.value, page: 0, missing: false })
   const asked = new URLSearchParams({ ...place, page: state.page, missing: state.missing ? 1 : 0 })
@@ -108,7 +114,7 @@ function refreshAll() {
 
 /** Names the subfolder of ComfyUI's input that dropped files go to: the node's own, or a new one. */
 function placeFor(node) {
-  const folder = ownWidget(node, 'folder')
+  const folder = widgetFor(node, 'folder')
   if (!folder) return undefined
   const [root, ...below] = String(folder.value ?? '').split('/')
   if (root === 'input' && below.length) return below.join('/')
@@ -120,7 +126,7 @@ function placeFor(node) {
 }
 
 async function showFolder(node, subfolder) {
-  const folder = ownWidget(node, 'folder')
+  const folder = widgetFor(node, 'folder')
   const value = `input/${subfolder}`
   if (folder && folder.value !== value) {
     folder.value = value
@@ -141,6 +147,7 @@ app.registerExtension({
     })
     for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) api.addEventListener(end, refreshSoon)
     document.addEventListener('visibilitychange', () => document.visibilityState === 'visible' && refreshSoon())
+    app.canvas?.canvas?.addEventListener('litegraph:set-graph', refreshSoon) // into a subgraph, whose folder was chosen outside
   },
   nodeCreated(node) {
     if (!(node.comfyClass in KINDS)) return // its type is not known yet
