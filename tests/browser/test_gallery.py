@@ -248,6 +248,8 @@ def test_dropped_files_are_copied_under_new_names_and_shown(frontend, comfyui, n
     expect(tiles(frontend)).to_have_count(1)
     made = page.evaluate("app.graph.nodes[0].widgets.find((w) => w.name === 'folder').value")
     assert made.startswith("input/dropped_pictures") and [p.name for p in (comfyui.base / made).iterdir()] == ["a.png"]
+    told = f"Copied to {made}, which this node reads now: files can be dropped into folders under input only."
+    expect(page.locator(".tessera-gallery")).to_contain_text(told)
     assert len(list((comfyui.base / "photos of mine").iterdir())) == 60
     assert page.evaluate("app.graph.nodes.length") == 1  # no file was taken for a workflow or a picture to load
     assert page.get_by_text("Unable to find workflow").count() == 0

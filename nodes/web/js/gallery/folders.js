@@ -4,6 +4,7 @@ import { api } from '../../../../scripts/api.js'
 import { nodeAt, ourNodes } from '../nodes.js'
 import { throttle } from '../throttle.js'
 import { after, sourceWidget, widgetOf } from '../widgets.js'
+import { t } from '../words.js'
 import { drawPage, makeGallery } from './tiles.js'
 import { acceptDrops, catchDrops } from './upload.js'
 
@@ -125,15 +126,18 @@ function placeFor(node) {
   return name(count)
 }
 
+/** Shows the folder that dropped files went to. Returns what to tell where it is another one than before. */
 async function showFolder(node, subfolder) {
   const folder = widgetFor(node, 'folder')
   const value = `input/${subfolder}`
-  if (folder && folder.value !== value) {
+  const isOther = folder && folder.value !== value
+  if (isOther) {
     folder.value = value
     folder.callback?.(value)
   }
   await refresh(node) // the server lists the folder from now on
   if (node.tesseraError || !folder?.options?.values?.includes(value)) await app.refreshComboInNodes?.()
+  return isOther ? t('Copied to {folder}, which this node reads now: files can be dropped into folders under input only.', { folder: value }) : ''
 }
 
 const refreshSoon = throttle(200, refreshAll)

@@ -11,7 +11,7 @@ const hasFiles = (event) => [...(event?.dataTransfer?.items ?? [])].some(({ kind
 /**
  * Has a node take dropped files. `gallery` gives what shows them; `place` the subfolder that they go to,
  * none where the folder is another node's; `endings` those that are read;
- * `captionEnding` that of captions; `shown(subfolder)` shows the folder.
+ * `captionEnding` that of captions; `shown(subfolder)` shows the folder and returns what to tell of it.
  */
 export function acceptDrops(node, { gallery, place, endings, captionEnding, shown }) {
   const say = (text) => tellNews(gallery(), text)
@@ -59,8 +59,8 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
         problems.push(t('{file} was not copied: {reason}', { file: file.name, reason: error.message }))
       }
     }
-    if (chosen.length) await shown(subfolder)
-    say(problems.join(' '))
+    const moved = chosen.length ? await shown(subfolder) : ''
+    say([moved, ...problems].filter(Boolean).join(' '))
   }
 }
 
