@@ -1,6 +1,7 @@
 """Progress of a run: ComfyUI's progress bar and text, and live events for the browser."""
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from . import training_now
 log = logging.getLogger(__name__)
 
 EVENT = "tessera.train"
+LEAST_WAIT = 0.1  # seconds between two lines of progress, as between two moves of ComfyUI's bar: each is drawn
 
 
 def client_server() -> PromptServer | None:
@@ -42,6 +44,7 @@ class ServerObserver:
     def __init__(self, node_id: str, steps: int):
         self.node_id = node_id
         self.bar = ProgressBar(steps, node_id=node_id)
+        self.shown = -LEAST_WAIT  # time of the last line
 
     def _send(self, kind: str, **values: Any) -> None:
         if server := client_server():
@@ -69,7 +72,10 @@ class ServerObserver:
     def step(self, report: StepReport) -> None:
         training_now.step(report)
         self.bar.update_absolute(report.step, report.steps)
-        show_progress_text(self.node_id, report.text())
+        now = time.monotonic()
+        if now - self.shown >= LEAST_WAIT or report.step == report.steps:
+            self.shown = now
+            show_progress_text(self.node_id, report.text())
         self._send(
             "step",
             step=report.step,
