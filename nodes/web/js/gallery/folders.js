@@ -11,7 +11,8 @@ import { acceptDrops, catchDrops } from './upload.js'
 const KINDS = { TesseraImageFolder: 'pictures', TesseraVideoFolder: 'clips' }
 const WIDGET = 'tessera_gallery'
 const ASKED = ['folder', 'caption_extension', 'control_folder', 'mask_folder']
-const LEAST_HEIGHT = 345 // of the gallery: two rows; a taller node shows more of them
+const LEAST_HEIGHT = { row: 225, rows: 345 } // of the gallery: one row, or two; a taller node shows more of them
+const IN_A_ROW = 3 // of the least width
 const LEAST_WIDTH = 380
 
 /** The widget that an input's value comes from; in a subgraph it may be one of the node around it. */
@@ -43,13 +44,17 @@ function galleryOf(node) {
   const widget = node.addDOMWidget(WIDGET, 'tessera', gallery, {
     serialize: false, // out of the prompt, and below out of the saved workflow
     hideOnZoom: false,
-    getMinHeight: () => LEAST_HEIGHT,
+    getMinHeight: () => (gallery.view.count > IN_A_ROW ? LEAST_HEIGHT.rows : LEAST_HEIGHT.row),
   })
   widget.serialize = false
   node.tesseraGallery = gallery
-  const [width, height] = node.computeSize()
-  node.setSize([Math.max(node.size[0], width, LEAST_WIDTH), Math.max(node.size[1], height)])
+  makeRoom(node, LEAST_WIDTH)
   return gallery
+}
+
+function makeRoom(node, leastWidth = 0) {
+  const [width, height] = [Math.max(node.size[0], leastWidth), Math.max(node.size[1], node.computeSize()[1])]
+  if (width > node.size[0] || height > node.size[1]) node.setSize([width, height])
 }
 
 function removeGallery(node) {
@@ -104,6 +109,7 @@ async function update(node, state) {
   const url = ({ file, state: changed }) =>
     api.apiURL(`/tessera/folder/thumbnail?${new URLSearchParams({ kind, folder: folder.value, file, changed })}`)
   drawPage(galleryOf(node), found, { kind, missing: state.missing, framed: isPrepared(node), url })
+  makeRoom(node)
   node.graph?.setDirtyCanvas(true, true)
 }
 

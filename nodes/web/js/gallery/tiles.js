@@ -62,7 +62,7 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
   const { count, lacking, back, on, said, tiles } = gallery.parts
   const told = JSON.stringify([found, kind, missing, framed])
   if (gallery.told === told) return
-  Object.assign(gallery, { told, view: { page: found.page, missing } })
+  Object.assign(gallery, { told, view: { page: found.page, missing, count: found.count } })
   const total = missing ? found.missing : found.count
   const first = found.page * 24
   const range = { from: first + 1, to: first + found.entries.length, all: counted(total, kind, missing) }
