@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +117,22 @@ SET_WIDGETS = """values => {
     }
 }"""
 
+# Brings nodes of these types into the middle of the page, all in view and no larger than they are. Returns where.
+SHOW = """kinds => {
+  app.canvas.deselectAll() // which have a toolbar
+  const boxes = app.canvas.graph.nodes.filter((node) => kinds.includes(node.type)).map((node) => node.boundingRect)
+  const [left, top] = [0, 1].map((side) => Math.min(...boxes.map((box) => box[side])))
+  const [right, bottom] = [0, 1].map((side) => Math.max(...boxes.map((box) => box[side] + box[side + 2])))
+  const [width, height] = [right - left, bottom - top]
+  const scale = Math.min(1, (innerWidth - 500) / width, (innerHeight - 160) / height)
+  app.canvas.ds.scale = scale
+  app.canvas.ds.offset = [innerWidth / 2 / scale - left - width / 2, innerHeight / 2 / scale - top - height / 2]
+  app.canvas.setDirty(true, true)
+  const [x, y] = [innerWidth / 2 - (width * scale) / 2 - 2, innerHeight / 2 - (height * scale) / 2 - 2]
+  return { x, y, width: width * scale + 4, height: height * scale + 4 }
+}"""
+VIEW = "() => ({ scale: app.canvas.ds.scale, offset: [...app.canvas.ds.offset] })"
+
 
 class Frontend:
     """Acts of a person with a workflow in the browser. `crashes` are the errors of the page."""
@@ -159,6 +176,27 @@ class Frontend:
     def prompt(self) -> dict[str, Any]:
         """The graph in API form."""
         return self.page.evaluate("async () => (await app.graphToPrompt()).output")
+
+    def picture(self, name: str, *kinds: str, of: Any = None, themes: tuple[str, ...] = ("dark",)) -> None:
+        """Save a picture of nodes of these types, or `of` a part of the page, or else the page: into the folder
+        TESSERA_PICTURES, where that is set. The name ends in the theme where it is light, and in _canvas for nodes of
+        the canvas renderer."""
+        if not (folder := os.environ.get("TESSERA_PICTURES")):
+            return
+        before, view = self.page.viewport_size, self.page.evaluate(VIEW)
+        self.page.set_viewport_size({"width": before["width"], "height": 1400} if kinds else before)
+        is_new = self.page.evaluate(f"app.extensionManager.setting.get('{NEW_RENDERER}')")
+        canvas = "_canvas" if kinds and not is_new else ""
+        box = self.page.evaluate(SHOW, kinds) if kinds else None
+        self.page.mouse.move(900, 60)  # where nothing is that has a tooltip
+        for theme in themes:
+            self.page.evaluate(f"app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
+            self.page.wait_for_timeout(1000)  # until it is drawn so
+            path = f"{folder}/{name}{'' if theme == 'dark' else f'_{theme}'}{canvas}.png"
+            of.screenshot(path=path) if of else self.page.screenshot(path=path, clip=box)
+        self.page.set_viewport_size(before)
+        self.page.evaluate("view => Object.assign(app.canvas.ds, view)", view)
+        self.page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
 
     def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Presses the Run button; returns the prompt that it posted and its history entry."""

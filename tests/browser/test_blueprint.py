@@ -119,7 +119,7 @@ def test_it_is_added_trains_and_tells_on_its_own_node_how_far_it_is(frontend, co
     assert run["steps_done"] == 2 and run["previews"]["files"] and entry["outputs"][key]["images"]
 
     panel_says(frontend, "Done in 0:")
-    picture(page, name)
+    frontend.picture("blueprint", page.evaluate(f"{OUTER}.type"))
     after = page.evaluate(f"{OUTER}.serialize()")
     assert {**after, "size": before["size"]} == before
     page.get_by_role("button", name="Continue + 2").click()

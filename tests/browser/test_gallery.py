@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 
 import pytest
 from PIL import Image
@@ -147,9 +146,7 @@ def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(fr
         assert boxes == [
             pytest.approx([100 * side for side in box], abs=0.02) for one in listed for box in one["crops"]
         ]
-        picture(frontend, "dark", new_renderer)
-        page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'light')")
-        picture(frontend, "light", new_renderer)
+        frontend.picture("training_images", "TesseraImageFolder", themes=("dark", "light"))
         page.reload()
         frontend.open()
         open_graph(frontend, graph(frontend.ENCODERS))
@@ -160,7 +157,6 @@ def test_pictures_captions_and_crops_are_on_the_node_and_hostile_text_is_text(fr
         loaded(frontend, len(PHOTOS))
         assert page.locator(".tessera-frame").count() == 0  # nothing prepares these
     finally:
-        page.evaluate("app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
         flower.unlink()
         broken.rename(folder / "broken.png")
     assert frontend.crashes == []
@@ -170,16 +166,6 @@ FRAMES = """() => [...document.querySelectorAll('.tessera-frame')].map(({ style:
   const [left, top, width, height] = [s.left, s.top, s.width, s.height].map(parseFloat)
   return [left, top, left + width, top + height]
 })"""
-
-
-def picture(frontend, theme, new_renderer):
-    """Takes the picture for docs where it is asked for."""
-    if folder := os.environ.get("TESSERA_PICTURES"):
-        page = frontend.page
-        center(page)
-        page.wait_for_timeout(500)
-        if new_renderer and theme == "dark":
-            page.locator("[data-node-id='1']").screenshot(path=f"{folder}/training_images.png")
 
 
 @RENDERERS
@@ -208,6 +194,7 @@ def test_pages_of_another_folder_and_first_frames_of_clips_are_shown(frontend, c
     expect(gallery.locator(".tessera-tile")).to_have_count(6)
     expect(gallery.locator(".tessera-tile").last).to_have_text("picture 29")
     clips = page.locator(".tessera-gallery", has_text="2 clips")
+    frontend.picture("training_clips", "TesseraVideoFolder")
     assert clips.bounding_box()["height"] < gallery.bounding_box()["height"]  # no room for rows that are not there
     assert clips.locator(".tessera-tile").all_inner_texts() == ["a grey that grows lighter", "(empty)"]
 

@@ -1,7 +1,6 @@
 """Train LoRA while it trains, in ComfyUI's own frontend: the panel with its curve, and errors on their nodes."""
 
 import json
-import os
 import re
 import shutil
 
@@ -60,19 +59,6 @@ CUT_OFF = """() => {
 }"""
 
 
-def take_pictures(page, folder):
-    """The whole node, in both themes."""
-    before = page.viewport_size
-    page.set_viewport_size({"width": 1800, "height": 1400})
-    for theme, ending in [("light", "_light"), ("dark", "")]:
-        page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
-        center(page, zoom=1)
-        page.wait_for_timeout(1000)
-        page.locator("[data-node-id='6']").screenshot(path=f"{folder}/train_lora{ending}.png")
-    page.set_viewport_size(before)
-    center(page)
-
-
 @RENDERERS
 def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(frontend, comfyui, new_renderer):
     name = "red_fox" if new_renderer else "grey_fox"
@@ -106,8 +92,8 @@ def test_the_curve_grows_is_there_after_a_reload_and_cancel_says_what_it_saved(f
         panel_says(frontend, "Step 40 / 60")
         center(page)
         assert page.evaluate(CUT_OFF) == []
-        if (folder := os.environ.get("TESSERA_PICTURES")) and new_renderer:  # the README's
-            take_pictures(page, folder)
+        frontend.picture("train_lora", "TesseraTrainLora", themes=("light", "dark"))
+        center(page)
         button.click()
         panel_says(frontend, "Stop and keep: after this step.")
         playwright.expect(button).to_be_disabled()
@@ -252,6 +238,8 @@ def test_what_is_wrong_stands_in_red_on_its_node_until_it_is_mended(frontend, co
     playwright.expect(alert).to_be_visible()
     red, green, blue = map(int, alert.evaluate("e => getComputedStyle(e).color.match(/\\d+/g).slice(0, 3)"))
     assert red > 2 * green and red > 2 * blue
+    page.keyboard.press("Escape")
+    frontend.picture("error", "TesseraTrainLora")
 
     state = "mended-1234abcd/state-000005.tessera"
     page.keyboard.press("Escape")

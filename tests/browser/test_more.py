@@ -95,10 +95,12 @@ def test_few_widgets_are_in_view_and_none_that_was_set_or_linked_is_out_of_it(fr
     page.evaluate(NEW)
     shows(frontend, new_renderer, FIRST)
     was, low = saved(frontend), height(frontend)
+    frontend.picture("more", "TesseraTrainLora")
     assert len(json.loads(was)[0]) == len(FIRST + EXTRA) + 1  # and control_after_generate, of the seed
     press_more(frontend, new_renderer)
     shows(frontend, new_renderer, FIRST + EXTRA)
     assert saved(frontend) == was
+    frontend.picture("more_shown", "TesseraTrainLora")
     open_again(frontend)
     shows(frontend, new_renderer, FIRST + EXTRA)
     press_more(frontend, new_renderer)

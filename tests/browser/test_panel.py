@@ -52,12 +52,14 @@ def test_previews_are_sampled_when_asked_open_large_and_saves_are_compared(front
     last = "[...document.querySelectorAll('.tessera-previews img')].at(-1).getBoundingClientRect().right"
     page.wait_for_function(f"{last} <= document.querySelector('.tessera-previews').getBoundingClientRect().right + 1")
     picture(page, f"ended_{name}")
+    frontend.picture("previews", "TesseraTrainLora", themes=("dark", "light"))
 
     page.get_by_role("button", name=f"{titles(4)[0]}").first.click()
     large = page.locator(".tessera-large img")
     playwright.expect(large).to_have_attribute("alt", titles(4)[0])
     page.wait_for_function("document.querySelector('.tessera-large img').naturalWidth === 64")
     picture(page, f"large_{name}")
+    frontend.picture("preview_large")
     for key, alt in [("ArrowRight", titles(at)), ("ArrowDown", titles(at, seed=4)), ("End", titles(12, seed=4))]:
         page.keyboard.press(key)
         playwright.expect(large).to_have_attribute("alt", alt[0])

@@ -88,6 +88,7 @@ def test_the_menu_puts_nodes_of_ours_in_its_place(frontend, new_renderer):
     assert head == "What core's Train LoRA had and these nodes have not:"
     assert [line.removeprefix("- ") for line in told] == TOLD
     assert frontend.faults() == {}
+    frontend.picture("replaced", "TesseraLatentsToDataset", "TesseraTrainLora", "Note")
 
     page.evaluate("app.extensionManager.command.execute('Comfy.Undo')")
     page.wait_for_function("() => !app.graph.nodes.some((n) => n.type === 'TesseraTrainLora')")

@@ -35,6 +35,7 @@ def test_the_list_of_templates_shows_titles_in_their_order(frontend):
     shown = frontend.page.locator("[data-testid^='template-workflow-'] h3").all_inner_texts()
     assert shown[:6] == titles[:6]
     playwright.expect(frontend.page.get_by_text(TITLES["templateDescription"]["tessera"]["flux_lora"])).to_be_visible()
+    frontend.picture("templates")
     assert frontend.crashes == []
 
 

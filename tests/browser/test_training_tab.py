@@ -179,10 +179,9 @@ def test_runs_are_listed_filtered_compared_opened_added_and_deleted(frontend, co
     colours = page.evaluate("[...document.querySelectorAll('.tessera-runs-chart path')].map((p) => p.style.stroke)")
     assert len(set(colours)) == 3
     picture(page, f"compared_{new_renderer}")
-    if (folder := os.environ.get("TESSERA_PICTURES")) and new_renderer:  # the README's
-        open_tab(frontend, "animals/ safetensors")
-        expect(tab).to_contain_text("4 runs")
-        tab.screenshot(path=f"{folder}/training_tab.png")
+    open_tab(frontend, "animals/ safetensors")
+    expect(tab).to_contain_text("4 runs")
+    frontend.picture("training_tab", of=tab, themes=("dark", "light"))
     open_tab(frontend, "fox animals")
     expect(tab).to_contain_text("2 runs")
     assert names(page) == ["animals/red fox (001)", "animals/red fox (002)"]
