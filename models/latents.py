@@ -142,3 +142,11 @@ def policy_of_latent(channels: int) -> LatentPolicy:
     known = (policy for policy in POLICIES if policy.channels == channels)
     patch = PATCHES.get(channels, USUAL_PATCH)
     return next(known, LatentPolicy(f"{channels} channels", "", channels, 0, patch, whole_grids=True))
+
+
+def policy_of_format(family: str, form: Any) -> LatentPolicy:
+    """Make the policy of a model's latents from its latent format in ComfyUI. family: for messages."""
+    frames = int(getattr(form, "temporal_downscale_ratio", 1)) if form.latent_dimensions == 3 else 0
+    patch = policy_of_latent(form.latent_channels).patch
+    cell = form.spacial_downscale_ratio
+    return LatentPolicy(family, "the VAE of the model", form.latent_channels, cell, patch, frames)

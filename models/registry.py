@@ -8,7 +8,9 @@ from comfy.model_patcher import ModelPatcher
 
 from ..memory.weights.frozen import check_readable
 from .family import Family
+from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
+from .native.facts.lookup import named_facts
 from .native.family import NativeFamily
 from .native.text import CoreText
 from .text import TextPolicy
@@ -66,6 +68,24 @@ def related_family(model: Any) -> Family | None:
 def known_family(model: Any) -> Family | None:
     """The family with a forward of our own for this model; None where there is none."""
     return next((family for family in FAMILIES if family.matches(model)), None)
+
+
+def model_latents(model: Any) -> LatentPolicy:
+    """The geometry of the latents of pictures or video that a ComfyUI BaseModel makes, whether it can be trained or
+    not."""
+    facts = named_facts(model)
+    if facts is not None and facts.latents is not None:
+        return facts.latents
+    return policy_of_format(type(model).__name__, model.latent_format)
+
+
+def silent_shape(model: Any, frames: int, frame_rate: float | None) -> tuple[int, ...] | None:
+    """The shape (C, …) of the sound's latent beside a video; None for a model that makes no sound.
+
+    frames: latent frames of the video. frame_rate: pictures a second, where the conditioning tells them.
+    """
+    facts = named_facts(model)
+    return None if facts is None or facts.sound is None else facts.sound.shape(frames, frame_rate)
 
 
 def text_policy(clip: Any) -> TextPolicy:

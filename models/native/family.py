@@ -12,9 +12,8 @@ from ...memory.weights.frozen import FrozenWeights
 from ...memory.weights.requantise import AS_STORED
 from ..blocks import find_blocks, lists_of, numbered
 from ..family import Family, ModelInputs, NoisySample, Origin, Patches, SampleFacts, Transformer
-from ..latents import LatentPolicy
+from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
-from .facts.latents import model_latents
 from .facts.lookup import facts_of, named_facts
 from .facts.untrained import why_untrained
 from .inputs import native_inputs, patchify
@@ -69,7 +68,7 @@ class NativeFamily(Family):
         return origin_of(model, self.name)
 
     def latents(self, model: Any) -> LatentPolicy:
-        return model_latents(model)
+        return self.facts.latents or policy_of_format(self.title, model.latent_format)
 
     def check(self, model: Any, sample: SampleFacts) -> None:
         if sample.frames > 1 and model.latent_format.latent_dimensions == 2:

@@ -46,7 +46,8 @@ def test_each_workflow_opens_without_a_fault_and_equals_its_api_form(frontend):
 def test_outputs_of_the_low_noise_expert_are_labelled_so_and_keep_their_names(frontend):
     frontend.drop((PACK / "workflows" / "wan22_two_experts_lora.json").read_text(encoding="utf-8"))
     found = frontend.page.evaluate(
-        "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora').outputs.map((o) => [o.name, o.label ?? o.localized_name])"
+        "app.graph.nodes.find((n) => n.type === 'TesseraTrainLora')"
+        ".outputs.map((output) => [output.name, output.label ?? output.localized_name])"
     )
     assert [label for _, label in found][3:6] == ["lora (low noise)", "loss (low noise)", "path (low noise)"]
     assert [name for name, _ in found][3:6] == ["lora_low_noise", "loss_low_noise", "path_low_noise"]

@@ -158,7 +158,9 @@ def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told
         return False, {}, [], {"4": {"errors": [found]}}
 
     told, loop = [], asyncio.new_event_loop()
-    world = SimpleNamespace(fault=lambda: {"rank": 0} if known else None, tell=lambda error, text: told.append(text))
+    world = SimpleNamespace(
+        fault=lambda seconds: {"rank": 0} if known else None, tell=lambda error, text: told.append(text)
+    )
     server = Server()
     server.loop = loop
     nodes.NODE_CLASS_MAPPINGS = {}
@@ -252,6 +254,8 @@ def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(siz
     def share_of(rank, size, batch_size, accumulation):
         raise ValueError(f"{size} devices can't share {batch_size} and {accumulation}")
 
+    for name in [name for name in sys.modules if name.endswith(".train.distributed.share")]:
+        monkeypatch.delitem(sys.modules, name)  # tests of the pack in this process have loaded it
     monkeypatch.setitem(sys.modules, "the pack.train.distributed.share", SimpleNamespace(share_of=share_of))
     rank = headless.Rank(0, size, 0)
     linked = {"batch_size": ["1", 0], "gradient_accumulation": 2}

@@ -21,8 +21,7 @@ from torch import Tensor
 from ...common.core import end_of_node
 from ...common.text import joined
 from ...models.name_table import uncompiled
-from ...models.native.facts.latents import model_latents
-from ...models.registry import related_family
+from ...models.registry import model_latents, related_family
 from .latents import check_latent, check_latent_fits, empty_latent, pictures_of
 
 Conditioning = list[list[Any]]
