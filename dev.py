@@ -16,7 +16,8 @@
 With --slowest each of the tests' commands ends by printing where the time went.
 
 COMFYUI_PATH names a ComfyUI to run with, TESSERA_PYTHON an interpreter that has everything installed already,
-TESSERA_CACHE the folder for the environment and ComfyUI, CHROMIUM the browser for the browser tests.
+TESSERA_CACHE the folder for the environment and ComfyUI, CHROMIUM the browser for the browser tests, TESSERA_FRONTEND
+the folder `static` of another frontend than the one that ComfyUI asks for.
 """
 
 import contextlib
