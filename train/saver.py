@@ -286,7 +286,11 @@ class Saver:
         if best.parent != self.folder.path:
             if found.step > state.step:  # written by the other run after this state
                 return
-            write_atomically(self.folder.best_path, lambda beside: _copy(best, beside))
+            try:
+                write_atomically(self.folder.best_path, lambda beside: _copy(best, beside))
+            except OSError as error:
+                self.observer.note(f"{error.strerror} The best LoRA so far stays in '{best.parent.name}' only.")
+                return
             found = replace(found, file=self.folder.best_path.name)
         self.best = found
 

@@ -1,5 +1,6 @@
 """A run that is validated and goes on from a state has the earlier points and the best LoRA, or says what it lacks."""
 
+import errno
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tessera.train import saver
 from tessera.train.validation import Validation
 from tiny.runs import Watcher, cancel_at, mixed_data, sample, train, training_data
 
@@ -76,6 +78,24 @@ def test_a_run_that_goes_on_elsewhere_takes_the_best_with_it(tiny_flux, tmp_path
     least = min(result.validation, key=lambda point: point["loss"])
     assert after["step"] == least["step"]
     assert after["step"] != before["step"] or all(torch.equal(tensors[name], kept[name]) for name in kept)
+
+
+def test_a_disk_too_full_for_the_best_lora_of_another_folder_is_noted_and_training_goes_on(
+    tiny_flux, tmp_path, monkeypatch
+):
+    options = {"validation": {"data": held_out(), "every_n_steps": 2}, "optimizer": {"learning_rate": 0.1}}
+    with pytest.raises(InterruptProcessingException):
+        train(tiny_flux, mixed_data(), tmp_path, cancel_at(4), **options)
+    first = run_folder(tmp_path)
+
+    def no_room(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saver, "_copy", no_room)
+    watcher, resume = Watcher(), f"{first.name}/state-000004.tessera"
+    result = train(tiny_flux, mixed_data(), tmp_path, watcher, **options, resume=resume, steps=5, output_name="other")
+    assert result.summary["steps_done"] == 5
+    assert any(f"The best LoRA so far stays in '{first.name}' only." in note for note in watcher.notes)
 
 
 def test_where_the_least_loss_has_no_lora_any_more_that_is_said_and_the_best_counts_from_there(
