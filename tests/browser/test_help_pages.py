@@ -25,8 +25,9 @@ UNFIT = """() => {
 }"""
 WIDTH = """width => {
   const panel = document.querySelector('[data-testid=properties-panel]')
-  const frame = panel.closest('.p-splitterpanel') ?? panel // newer frontends have another splitter
-  Object.assign(frame.style, { flex: `0 0 ${width}px`, width: `${width}px`, maxWidth: `${width}px` })
+  const frame = panel.closest('.p-splitterpanel')
+  if (frame) frame.style.flex = `0 0 ${width}px`
+  else panel.style.width = `${width}px` // newer frontends have another splitter
 }"""
 TITLE = "title => document.querySelector('.node-help-content h1')?.textContent === title"
 

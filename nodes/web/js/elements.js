@@ -17,7 +17,7 @@ export function keepFromCanvas(element, ...events) {
 /** A button as they look on a node. `press` is called when it is clicked. */
 export function button(parent, text, title, press, style = {}) {
   const element = part(parent, {
-    flex: 'none', font: 'inherit', lineHeight: '18px', padding: '0 8px', cursor: 'pointer', borderRadius: '4px',
+    flex: 'none', font: 'inherit', lineHeight: '18px', padding: '0 7px', cursor: 'pointer', borderRadius: '4px',
     color: 'var(--input-text)', background: 'var(--comfy-menu-bg)', border: '1px solid var(--border-color)', ...style,
   }, 'button', { type: 'button', textContent: text, title })
   keepFromCanvas(element, 'pointerdown')

@@ -63,7 +63,7 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
     element.parts.told = { at: element.parts.at, text }
     said.textContent = said.title = text
   }
-  const over = part(foot, { display: 'none', gap: '6px' })
+  const over = part(foot, { display: 'none', gap: '4px' })
   const once = (does) => async () => {
     wait(over, true)
     try {
