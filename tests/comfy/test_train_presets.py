@@ -67,4 +67,4 @@ def test_a_preset_is_no_part_of_a_run_and_is_not_compared_with_what_connected_op
         runs += server.run(prompt | {"train": train})["outputs"]["train"]["tessera"]
     assert runs[0]["key"] == runs[1]["key"] and runs[0]["path"] == runs[1]["path"]
     (note,) = [note for note in runs[0]["notes"] if note.startswith("The preset")]
-    assert note.startswith("The preset 'face, quick' stands for steps 1000 with FLUX.1, but this run uses steps 1:")
+    assert note.startswith("The preset 'face, quick' means steps 1000 for FLUX.1, but this run uses steps 1, as set")
