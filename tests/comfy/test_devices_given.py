@@ -113,8 +113,8 @@ def run_start(tmp_path, key="a key"):
     ("script", "said"),
     [
         ("print('Device 1: There is no room.\\nmore'); raise SystemExit(1)", r"^Device 1: There is no room\.$"),
-        ("raise SystemExit(1)", "^The processes that train were ended from outside"),
-        ("", "^devices: in a process of its own the workflow gives another run than here"),
+        ("raise SystemExit(1)", "^The training processes were ended from outside"),
+        ("", "^devices: the other processes got a different run than this one"),
     ],
 )
 def test_models_are_unloaded_and_processes_that_train_no_such_run_are_told(
@@ -133,7 +133,7 @@ def test_models_are_unloaded_and_processes_that_train_no_such_run_are_told(
 
 
 def test_a_process_that_makes_another_run_of_the_graph_is_told():
-    with pytest.raises(ValueError, match="gives another run than here, so an input of Train LoRA does not come out"):
+    with pytest.raises(ValueError, match="got a different run than this one, so an input of Train LoRA is not the same"):
         SameRun("another key")(run_start(RUN.parent))
     check = SameRun("a key")
     assert check(run_start(RUN.parent)) is None
