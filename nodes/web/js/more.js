@@ -4,6 +4,7 @@
 // frontends keep what they were told, and are told again with each drawing and whatever may change it. No widget is moved
 // or taken out: values and prompts are the same with all shown.
 import { app } from '../../../scripts/app.js'
+import { after, afterCall } from './widgets.js'
 import { t } from './words.js'
 
 const AWAY = -1e6 // where the slots of hidden widgets lie on the canvas, out of reach of a link that is dragged
@@ -48,7 +49,7 @@ function hideBehindMore(node, advanced) {
 
   const told = [] // in newer frontends, what tells them again
   const tell = () => told.forEach((each) => each())
-  for (const happening of ['onConnectionsChange', 'onDrawBackground']) after(node, happening, tell)
+  for (const happening of ['onConnectionsChange', 'onDrawBackground']) afterCall(node, happening, tell)
 
   const forced = () => all || app.extensionManager.setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')
   const extra = new Map() // widget: is it behind *more*, shown or not
@@ -57,7 +58,7 @@ function hideBehindMore(node, advanced) {
     const isExtra = () => !stays(widget, initial)
     extra.set(widget, isExtra)
     follow(widget, 'advanced', () => isExtra() && !forced(), told)
-    after(widget, 'callback', tell)
+    after(widget, tell)
     for (const part of [widget, ...(widget.linkedWidgets ?? [])]) { // such as seed's control_after_generate
       const hidden = () => isExtra() && !node.showAdvanced && !forced()
       compute(part.options, 'advanced', isExtra)
@@ -125,16 +126,6 @@ function hide(widget, get, told) {
   // Asked anew by `told`, and by the frontend itself where it changes from one renderer to the other.
   compute(widget.options, 'hidden', () => !LiteGraph.vueNodesMode && get())
   told.push(() => widget.syncLiveVisibilityOptions?.())
-}
-
-/** Does something after each call of a method. */
-function after(object, name, act) {
-  const method = object[name]
-  object[name] = function (...rest) {
-    const result = method?.apply(this, rest)
-    act()
-    return result
-  }
 }
 
 function compute(object, name, get, set = () => {}) {

@@ -23,10 +23,13 @@ export function sourceWidget(node, name, hosts = []) {
 }
 
 /** Calls `then` after the user has changed a widget. */
-export function after(widget, then) {
-  const { callback } = widget
-  widget.callback = function (...rest) {
-    const result = callback?.apply(this, rest)
+export const after = (widget, then) => afterCall(widget, 'callback', then)
+
+/** Calls `then` after each call of a method. */
+export function afterCall(object, name, then) {
+  const method = object[name]
+  object[name] = function (...rest) {
+    const result = method?.apply(this, rest)
     then()
     return result
   }
