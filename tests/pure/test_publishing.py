@@ -1,4 +1,4 @@
-"""What ComfyUI's registry and GitHub read of the pack: pyproject.toml, its pictures, workflows and issue templates."""
+"""Files of the pack that the registry and GitHub read: pyproject.toml, its pictures, workflows and issue templates."""
 
 import re
 import struct
