@@ -133,7 +133,9 @@ def test_models_are_unloaded_and_processes_that_train_no_such_run_are_told(
 
 
 def test_a_process_that_makes_another_run_of_the_graph_is_told():
-    with pytest.raises(ValueError, match="got a different run than this one, so an input of Train LoRA is not the same"):
+    with pytest.raises(
+        ValueError, match="got a different run than this one, so an input of Train LoRA is not the same"
+    ):
         SameRun("another key")(run_start(RUN.parent))
     check = SameRun("a key")
     assert check(run_start(RUN.parent)) is None

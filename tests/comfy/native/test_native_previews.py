@@ -46,7 +46,7 @@ def pair_of_minimax():
 
 
 def pair_of_ltx():
-    """Join what core's nodes join for LTX-2, whose empty latent of sound takes a VAE for the number of latents alone."""
+    """Join what core's nodes join for LTX-2, whose empty latent of sound takes a VAE for its length alone."""
     video = EmptyLTXVLatentVideo.execute(96, 64, 9).args[0]
     return LTXVConcatAVLatent.execute(video, {"samples": torch.zeros(1, 8, 9, 16)}).args[0]
 
