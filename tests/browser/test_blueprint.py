@@ -29,6 +29,7 @@ WIRE = f"""([encoders, small, values]) => {{
   }}
   for (const [name, value] of Object.entries(values)) node.widgets.find((w) => w.name === name).value = value
 }}"""
+IS_DRAWN = f"name => {OUTER}.widgets.find((w) => w.name === name).last_y != null"
 WIDGET_PLACE = f"""name => {{
   const widget = {OUTER}.widgets.find((w) => w.name === name)
   const [x, y] = [{OUTER}.pos[0] + {OUTER}.size[0] / 2, {OUTER}.pos[1] + widget.last_y + 10]
@@ -160,6 +161,7 @@ def choose(frontend, name, option, new_renderer):
         page.get_by_role("combobox", name=name).click()
         page.get_by_role("option", name=option, exact=True).click()
         return
+    page.wait_for_function(IS_DRAWN, arg=name)
     page.mouse.click(*page.evaluate(WIDGET_PLACE, name))
     page.locator(".litemenu-entry").get_by_text(option, exact=True).click()
 

@@ -6,10 +6,10 @@ from tiny.live_page import with_previews
 playwright = pytest.importorskip("playwright.sync_api")
 
 
-def graph(encoders):
+def graph(encoders, name):
     """Trains for hours if it is left to."""
     preview = {"every_n_steps": 2, "seeds": 1}
-    return with_previews(encoders, "watched", preview, steps=100000, save_every=0, resume="off")
+    return with_previews(encoders, name, preview, steps=100000, save_every=0, resume="off")
 
 
 # The heights of the sheet on the node, frame by frame, from the first in which the node has grown for it.
@@ -28,7 +28,7 @@ WATCH = """() => {
 def test_the_sheet_so_far_is_seen_on_the_node_while_it_trains(frontend, comfyui):
     """A sheet stays until the next one is loaded, however long that takes."""
     page = frontend.page
-    page.evaluate("prompt => app.loadApiJson(prompt, 'watched')", graph(frontend.ENCODERS))
+    page.evaluate("prompt => app.loadApiJson(prompt, 'watched')", graph(frontend.ENCODERS, "watched"))
     page.wait_for_function("app.graph.nodes.length === 8")
     page.route("**/view?*", lambda route: (page.wait_for_timeout(300), route.continue_()))
     page.evaluate(WATCH)
@@ -59,7 +59,7 @@ def test_what_comes_last_is_shown_on_the_nodes_that_it_is_for(frontend):
     """The second of two experts counts its steps from the start again; of a workflow that was opened meanwhile another
     node may have the id."""
     page = frontend.page
-    page.evaluate("prompt => app.loadApiJson(prompt, 'told')", graph(frontend.ENCODERS))
+    page.evaluate("prompt => app.loadApiJson(prompt, 'told')", graph(frontend.ENCODERS, "of no run"))
     page.wait_for_function("app.graph.nodes.length === 8")
     for step in (1000, 250):
         sheet = {"kind": "preview", "filename": "example.png", "subfolder": "", "type": "input", "step": step}
