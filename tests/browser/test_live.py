@@ -345,6 +345,29 @@ def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_m
     assert frontend.crashes == []
 
 
+def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend, comfyui):
+    """The workflows are opened again, as the frontend itself does where it is set to; the nodes have the same numbers."""
+    page = frontend.page
+    first = graph(frontend.ENCODERS, "of_the_reloaded", steps=8, save_every=2)
+    open_graph(frontend, first)
+    page.wait_for_function(ACTIVE, arg="live.json")
+    with held(comfyui, 3):
+        prompt_id = press_run(frontend)
+        panel_says(frontend, "Step 3 / 8")
+        frontend.open()
+        open_graph(frontend, first)
+        page.wait_for_function(ACTIVE, arg="live.json")
+        page.evaluate("prompt => app.loadApiJson(prompt, 'other')", graph(frontend.ENCODERS, "of_the_other"))
+        page.wait_for_function(ACTIVE, arg="other.json")
+        heard = "window.heard = []; app.api.addEventListener('tessera.train', ({ detail }) => heard.push(detail.kind))"
+        page.evaluate(heard)
+    comfyui.wait(prompt_id)
+    page.wait_for_function("window.heard.includes('end')")  # the notes and saves before it have come too
+    page.wait_for_timeout(500)
+    assert page.locator(".tessera-report").count() == 0
+    assert frontend.crashes == []
+
+
 def test_the_notes_of_a_run_are_there_after_a_reload_and_go_with_it(frontend, comfyui):
     folder = comfyui.base / "output" / "loras" / "noted-1234abcd"
     folder.mkdir(parents=True)

@@ -34,16 +34,42 @@ export function placeOf(path) {
 export const nodeAt = (path) => placeOf(path).node
 
 const queued = new WeakMap() // ids of the prompts that this page queued, by the workflow that they are of
+const STORED = 'tessera.queued' // for a reload of the page: the paths of those workflows, by the prompt's id
+const MOST_STORED = 100
+const earlier = stored()
 let executed // id of the prompt that the server executes for this page
+
+function stored() {
+  try {
+    return Object.fromEntries(JSON.parse(sessionStorage.getItem(STORED) ?? '[]'))
+  } catch {
+    return {} // not ours, or the browser allows no storage
+  }
+}
+
+function store(prompt, path) {
+  try {
+    const entries = [...Object.entries(stored()), [prompt, path]].slice(-MOST_STORED)
+    sessionStorage.setItem(STORED, JSON.stringify(entries))
+  } catch {
+    // no room, or no storage allowed: then a reload forgets it
+  }
+}
 
 const { queuePrompt } = api
 api.queuePrompt = async function (...rest) {
   const workflow = app.extensionManager.workflow?.activeWorkflow
   const answer = await queuePrompt.apply(this, rest)
-  if (workflow && answer?.prompt_id) queued.set(workflow, (queued.get(workflow) ?? new Set()).add(answer.prompt_id))
+  if (workflow && answer?.prompt_id) {
+    queued.set(workflow, (queued.get(workflow) ?? new Set()).add(answer.prompt_id))
+    store(answer.prompt_id, workflow.path)
+  }
   return answer
 }
-api.addEventListener('execution_start', ({ detail }) => (executed = detail.prompt_id))
+// A page that was reloaded meanwhile hears of no start.
+for (const told of ['execution_start', 'progress_state']) {
+  api.addEventListener(told, ({ detail }) => (executed = detail.prompt_id))
+}
 for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) {
   api.addEventListener(end, () => (executed = undefined))
 }
@@ -51,5 +77,6 @@ for (const end of ['execution_success', 'execution_error', 'execution_interrupte
 /** Tells whether a prompt is of a workflow that is open behind the one on the page, whose nodes may have the same ids. */
 export function isElsewhere(prompt = executed) {
   const { activeWorkflow, openWorkflows = [] } = app.extensionManager.workflow ?? {}
-  return openWorkflows.some((workflow) => workflow !== activeWorkflow && queued.get(workflow)?.has(prompt))
+  const isOf = (workflow) => queued.get(workflow)?.has(prompt) || workflow.path === earlier[prompt]
+  return openWorkflows.some((workflow) => workflow !== activeWorkflow && isOf(workflow))
 }
