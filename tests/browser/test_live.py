@@ -346,7 +346,7 @@ def test_what_comes_of_a_workflow_stands_on_no_node_of_another_that_was_opened_m
 
 
 def test_a_page_that_was_reloaded_still_knows_which_workflow_it_queued(frontend, comfyui):
-    """The workflows are opened again, as the frontend itself does where it is set to; the nodes have the same numbers."""
+    """The workflows are opened again, as the frontend does where it is set to; the nodes have the same numbers."""
     page = frontend.page
     first = graph(frontend.ENCODERS, "of_the_reloaded", steps=8, save_every=2)
     open_graph(frontend, first)
