@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -161,8 +162,11 @@ def _lies_in(folder: Path, root: Path) -> bool:
 
 def _changed(folder: Path) -> float:
     """Time of the last change of a run's record; 0 where a folder is no run's."""
-    files = (own_file(folder, name) for name in (PROGRESS, RUN, SUMMARY))
-    return max((path.stat().st_mtime for path in files if path is not None), default=0.0)
+    changed = 0.0
+    for path in (own_file(folder, name) for name in (PROGRESS, RUN, SUMMARY)):
+        with suppress(FileNotFoundError):  # one that is deleted just now
+            changed = max(changed, path.stat().st_mtime if path is not None else 0.0)
+    return changed
 
 
 def _lora_name(folder: RunFolder, root: Path) -> str:

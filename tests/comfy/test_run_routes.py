@@ -177,6 +177,24 @@ def test_the_routes_refuse_foreign_pages_by_themselves():
     assert set(awaited(answers("/tessera/trash/empty"))) == {403}
 
 
+def test_a_run_that_is_deleted_while_it_is_looked_for_is_no_run(tmp_path, monkeypatch):
+    folders = [tmp_path / f"fading ({number:03})" for number in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "run.json").write_text('{"output_name": "fading"}')
+    found = run_routes.own_file
+
+    def deleted_after(folder, name):
+        path = found(folder, name)
+        if path == folders[0] / "run.json":
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(run_routes, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(run_routes, "own_file", deleted_after)
+    assert [run["folder"] for run in run_routes.Runs().named("fading")] == ["fading (002)"]
+
+
 def test_cancel_is_told_with_the_step_that_was_saved(server, tiny_loaders):
     put_pictures(server.base)
     with held(server, 10):
