@@ -3,6 +3,7 @@
     python benchmarks/open_page.py [--rounds 6] [--steps 200] [--new-renderer] > benchmarks/results/open_page_cpu.md
 
 - page: open in headless Chromium, it shows the node with its panel and queued the run, so that it gets all events.
+- bare page: the same without our scripts, so that what ComfyUI's own frontend draws of a run is known by itself.
 - listener: a small program in its place, which hears the events of the run that it queued and asks for the curve once a
   second, as the page does, but draws nothing. What it costs is what the server does for a page.
 - none: the run is queued by the API, and nobody looks.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -58,6 +60,7 @@ comfy.utils.ProgressBar.update_absolute = update
 READY = "!!(window.app?.graph && window.LiteGraph?.registered_node_types.TesseraTrainLora) && !!app.api.clientId"
 STARTED = "app.graph.nodes.length > 0 && !document.querySelector('.p-blockui-mask')"
 CENTER = "app.canvas.centerOnNode(app.graph.nodes.find((n) => n.type === 'TesseraTrainLora'))"
+OUR_SCRIPTS = re.compile(r"/extensions/[^/]*tessera[^/]*/.*\.js", re.IGNORECASE)
 POINTS = "document.querySelector('.tessera-run svg')?.getAttribute('aria-label')"
 
 
@@ -89,8 +92,10 @@ def noted(base: Path) -> tuple[float, float]:
     return median(walls), (times[-1][1] - times[0][1]) / len(walls)
 
 
-def with_page(context: Any, server: Any, name: str, steps: int) -> tuple[float, float]:
+def with_page(context: Any, server: Any, name: str, steps: int, bare: bool = False) -> tuple[float, float]:
     page = context.new_page()
+    if bare:
+        page.route(OUR_SCRIPTS, lambda route: route.abort())
     page.goto(server.url)
     page.wait_for_function(READY)
     page.wait_for_function(STARTED)
@@ -101,7 +106,10 @@ def with_page(context: Any, server: Any, name: str, steps: int) -> tuple[float, 
     page.wait_for_timeout(SETTLE * 1000)
     page.get_by_test_id("queue-button").first.click()
     found = noted(server.base)
-    page.wait_for_function(f"{POINTS} === 'Loss of {steps} points up to step {steps}'")  # it was not idle
+    if bare:
+        assert page.evaluate(f"{POINTS} === undefined"), "Our scripts were there."
+    else:
+        page.wait_for_function(f"{POINTS} === 'Loss of {steps} points up to step {steps}'")  # it was not idle
     page.close()
     return found
 
@@ -152,7 +160,7 @@ def only_on_cores(first: bool) -> None:
 
 
 def measure(rounds: int, steps: int, new_renderer: bool, base: Path) -> list[dict[str, tuple[float, float]]]:
-    """Return for each round (median seconds of a step, CPU seconds of one) with a page, a listener and none."""
+    """Return for each round, by turn, (median seconds of a step, CPU seconds of one)."""
     from playwright.sync_api import sync_playwright
 
     load_tiny_writers().write_models(base / "models")
@@ -177,12 +185,13 @@ def measure(rounds: int, steps: int, new_renderer: bool, base: Path) -> list[dic
             without_page(server, "warm_up", steps)
             turns = {
                 "page": lambda name: with_page(context, server, name, steps),
+                "bare page": lambda name: with_page(context, server, name, steps, bare=True),
                 "listener": lambda name: with_listener(server, name, steps),
                 "none": lambda name: without_page(server, name, steps),
             }
             for number in range(rounds):
-                order = list(turns)[number % 3 :] + list(turns)[: number % 3]
-                found.append({turn: turns[turn](f"{turn}_{number}") for turn in order})
+                order = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
+                found.append({turn: turns[turn](f"{turn} {number}") for turn in order})
                 print(
                     number + 1,
                     {turn: f"{seconds:.4f}" for turn, (seconds, _) in found[-1].items()},
@@ -215,14 +224,15 @@ def main() -> None:
     print(__doc__.split("\n\n", 2)[2].strip())
     print(
         f"\nA tiny FLUX in fp32 on one thread, a picture of {SIDE} x {SIDE} pixels, {args.steps} steps a run, "
-        f"{len(rounds)} rounds of three runs in turning order; {'Nodes 2.0' if args.new_renderer else 'the canvas'}. "
+        f"{len(rounds)} rounds of four runs in turning order; {'Nodes 2.0' if args.new_renderer else 'the canvas'}. "
         "Each figure is the median of the rounds (least and greatest); a quotient is formed within a round.\n"
     )
-    print("| of a run | page | listener | none | page / none | listener / none |")
-    print("|---|---:|---:|---:|---:|---:|")
+    turns = ("page", "bare page", "listener")
+    print(f"| of a run | {' | '.join([*turns, 'none'])} | {' | '.join(f'{turn} / none' for turn in turns)} |")
+    print(f"|---|{'---:|' * (2 * len(turns) + 1)}")
     for at, name in enumerate(("median step, ms", "CPU of the server for a step, ms")):
-        milliseconds = (spread([1000 * turn[who][at] for turn in rounds], 1) for who in ("page", "listener", "none"))
-        quotients = (spread([turn[who][at] / turn["none"][at] for turn in rounds], 3) for who in ("page", "listener"))
+        milliseconds = (spread([1000 * turn[who][at] for turn in rounds], 1) for who in (*turns, "none"))
+        quotients = (spread([turn[who][at] / turn["none"][at] for turn in rounds], 3) for who in turns)
         print(f"| {name} | {' | '.join([*milliseconds, *quotients])} |")
 
 
