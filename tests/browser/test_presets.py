@@ -30,6 +30,14 @@ PUT_LORA_BETWEEN = f"""() => {{
   lora.connect(0, {TRAIN}, 0)
 }}"""
 CONNECT_MODEL = f"() => app.graph.nodes.find((n) => n.type === 'UNETLoader').connect(0, {TRAIN}, 0)"
+CHOOSE_BEFORE_CONNECTING = f"""preset => {{
+  {TRAIN}.disconnectInput(0)
+  const widget = {TRAIN}.widgets.find((w) => w.name === 'preset')
+  widget.value = preset
+  widget.callback(preset)
+  const connect = {CONNECT_MODEL}
+  connect()
+}}"""
 # To a number that is known only when the graph runs.
 CONNECT_STEPS = f"""() => {{
   const number = LiteGraph.createNode('GetImageSize')
@@ -103,6 +111,18 @@ def test_a_preset_follows_the_model_that_is_connected_after_it_and_another_file(
     page.wait_for_timeout(600)
     playwright.expect(hint).to_contain_text("Qwen-Image makes pictures")  # of the last preset that was chosen
     assert values(frontend) == [1500, 32, 1, 3e-4, "custom"]
+    assert not frontend.crashes
+
+
+def test_a_model_connected_at_once_after_the_preset_was_chosen_counts(frontend):
+    """Between two looks at the model in front, which was the same before."""
+    page = frontend.page
+    page.evaluate(NEW, "wan2.1_t2v_1.3B_fp16.safetensors")
+    page.wait_for_timeout(600)  # two looks
+    page.evaluate(CHOOSE_BEFORE_CONNECTING, "motion, quick")
+    wan = "for Wan: steps 1500, rank 32, gradient_accumulation 1, learning_rate 0.0002."
+    playwright.expect(page.locator(".tessera-hint")).to_contain_text(wan)
+    assert values(frontend) == [1500, 32, 1, 2e-4, "motion, quick"]
     assert not frontend.crashes
 
 

@@ -60,6 +60,7 @@ function chosen(node, name) {
 }
 
 const seen = new Map() // by the path of a Train LoRA: what was seen around it last
+const filledFor = new WeakMap() // by Train LoRA: the family that its values are for
 
 /** Acts on another model in front, and on changes of the widgets of subgraph nodes, of which Nodes 2.0 tells nobody. */
 function lookAround() {
@@ -68,18 +69,21 @@ function lookAround() {
     const names = hosts.length ? ['preset', ...filledIn()].filter(isOutside) : []
     const values = () => new Map(names.map((name) => [name, valueOf(node, name, hosts)]))
     const [found, now, family] = [seen.get(path), values(), familyOf(node, hosts)]
-    const last = found?.node === node && found.host === hosts[0] ? found : { values: now, family }
-    const changed = names.filter((name) => last.values.has(name) && last.values.get(name) !== now.get(name))
+    const last = found?.node === node && found.host === hosts[0] ? found.values : now
+    const changed = names.filter((name) => last.has(name) && last.get(name) !== now.get(name))
     if (changed[0] === 'preset') fillIn(node, hosts)
     else for (const name of changed) endPreset(node, name, hosts)
-    if (family !== last.family && valueOf(node, 'preset', hosts) in table.presets) fillIn(node, hosts)
-    seen.set(path, { node, host: hosts[0], values: values(), family })
+    const isAnother = filledFor.has(node) && family !== filledFor.get(node)
+    if (isAnother && valueOf(node, 'preset', hosts) in table.presets) fillIn(node, hosts)
+    filledFor.set(node, family)
+    seen.set(path, { node, host: hosts[0], values: values() })
   }
 }
 
 function fillIn(node, hosts) {
   const preset = sourceWidget(node, 'preset', hosts)
   const family = familyOf(node, hosts)
+  filledFor.set(node, family)
   if (preset.value.startsWith('motion') && family && !family.video) {
     preset.value = CUSTOM
     hint(node, hosts, t('A motion is for video models, and {model} makes pictures: the preset is custom again.', { model: family.name }))
