@@ -83,6 +83,9 @@ DROP = """([name, type, content]) => {
   document.querySelector('#graph-canvas').dispatchEvent(new DragEvent('drop', at))
 }"""
 
+# Newer frontends show a picture that is loaded late on the node of that number in the workflow that is open by then.
+PICTURES_LOADED = "app.graph.nodes.every((n) => n.type !== 'LoadImage' || n.imgs?.length)"
+
 FAULTS = """() => ({
   overlay: [...document.querySelectorAll('[data-testid=error-overlay], [role=dialog]')].map((e) => e.innerText),
   unknown: app.graph.nodes.filter((n) => !(n.type in LiteGraph.registered_node_types)).map((n) => n.type),
@@ -157,6 +160,7 @@ class Frontend:
         """Drops a file on the canvas and waits until the graph of this id, which it carries, is there and checked."""
         self.page.evaluate(DROP, [name, kind, base64.b64encode(content).decode()])
         self.page.wait_for_function("id => window.opened && app.graph.id === id", arg=graph)
+        self.page.wait_for_function(PICTURES_LOADED)
 
     def faults(self) -> dict[str, list[Any]]:
         """Faults that the frontend finds in the graph, by kind, without the kinds of which there is nothing."""
