@@ -59,8 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         watch_parent(rank, launches=options.launch is not None)
         result = Result(options.result if rank.rank == 0 else None)
         prompt, extra_data = read_workflow(Path(options.workflow))
-        for change in options.set:
-            set_input(prompt, change)
+        changed = {set_input(prompt, change) for change in options.set}
         comfyui = find_comfyui()
         if options.launch is not None:
             if rank.size > 1:
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         ):
             if options.output:
                 comfyui_options = ["--output-directory", os.path.abspath(options.output), *comfyui_options]
-            run = Run(prompt, extra_data, Told(log, rank.rank), rank, result)
+            run = Run(prompt, extra_data, changed, Told(log, rank.rank), rank, result)
             return result.ended(run.execute(comfyui, comfyui_options))
     except Wrong as mistake:
         if rank.rank == 0 or mistake.of_this_device:
@@ -140,8 +139,11 @@ def _is_node(node: Any) -> bool:
     return isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs", {}), dict)
 
 
-def set_input(prompt: Prompt, change: str) -> None:
-    """Change an input as `NODE.INPUT=VALUE` says. Raises Wrong where that does not name one input."""
+def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
+    """Change an input as `NODE.INPUT=VALUE` says. Returns the node's number and the input's name.
+
+    Raises Wrong where that does not name one node, or an input that has a value.
+    """
     place, equals, text = change.partition("=")
     name, dot, key = place.rpartition(".")
     if not equals or not dot:
@@ -158,6 +160,7 @@ def set_input(prompt: Prompt, change: str) -> None:
     if isinstance(now, bool) and not isinstance(value, bool):
         raise Wrong(f"--set {change}: {key} is a switch; give true or false.")
     inputs[key] = value
+    return found[0], key
 
 
 def _names(node: dict[str, Any]) -> tuple[str, str]:
@@ -285,8 +288,18 @@ def open_log(path: str | None) -> Iterator[TextIO | None]:
 class Run:
     """One execution of a prompt. The main thread watches, while ComfyUI's worker executes in its own."""
 
-    def __init__(self, prompt: Prompt, extra_data: dict[str, Any], told: Told, rank: "Rank", result: "Result") -> None:
-        self.prompt, self.extra_data, self.told, self.rank, self.result = prompt, extra_data, told, rank, result
+    def __init__(
+        self,
+        prompt: Prompt,
+        extra_data: dict[str, Any],
+        changed: set[tuple[str, str]],
+        told: Told,
+        rank: "Rank",
+        result: "Result",
+    ) -> None:
+        """changed: the inputs that were set for this run, by number of the node and name."""
+        self.prompt, self.extra_data, self.changed = prompt, extra_data, changed
+        self.told, self.rank, self.result = told, rank, result
         self.id, self.client = str(uuid.uuid4()), uuid.uuid4().hex
         self.started = time.time()
         self.signal: int | None = None
@@ -376,16 +389,22 @@ class Run:
         return title or kind
 
     def check_inputs(self) -> None:
-        """Raise Wrong for an input that its node does not have: ComfyUI would ignore it without a word."""
+        """Raise Wrong for an input that its node does not have: ComfyUI would ignore it without a word.
+
+        Of other packs' nodes only what was set for this run counts; their workflows may hold inputs of older versions.
+        """
         kinds = importlib.import_module("nodes").NODE_CLASS_MAPPINGS
         for number, node in self.prompt.items():
-            kind = kinds.get(node["class_type"])
-            if kind is None or not node["class_type"].startswith("Tessera"):
+            kind, ours = kinds.get(node["class_type"]), node["class_type"].startswith("Tessera")
+            if kind is None:
                 continue
-            known = {name for group in kind.INPUT_TYPES().values() for name in group}
+            groups = kind.INPUT_TYPES()
             for name in node.get("inputs", {}):
-                if name.partition(".")[0] not in known:
-                    raise Wrong(f"{self.title(number)} ({number}) has no input called {name}.")
+                # Asked of the group itself: that of a node which takes any input says yes.
+                known = any(name.partition(".")[0] in group for group in groups.values())
+                if not known and (ours or (number, name) in self.changed):
+                    its = ", ".join(name for kind in ("required", "optional") for name in groups.get(kind, {}))
+                    raise Wrong(f"{self.title(number)} ({number}) has no input called {name}; it has {its}.")
 
     def explain(self, error: dict[str, Any], node_errors: dict[str, Any]) -> Iterator[str]:
         """Yield what ComfyUI found wrong with the workflow, a line each."""

@@ -88,6 +88,10 @@ def test_a_workflow_that_cannot_run_is_told_before_anything_is_loaded(server, wo
     *_, first, second = done.stderr.splitlines()
     assert {first.split(":")[0], second.split(":")[0]} == {"TesseraTrainLora (train)", "LoadImage (image0)"}
     assert "steps" in done.stderr and "x.png" in done.stderr
+    command = line(server, workflow, tmp_path, tmp_path / "log.jsonl", "--set", "image0.imgae=x.png")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "LoadImage (image0) has no input called imgae; it has image."
 
 
 def processes_of(launcher):

@@ -38,8 +38,9 @@ def nodes(monkeypatch):
     return found
 
 
-def run_of(rank=None, result=None, prompt=TRAINS):
-    made = headless.Run(prompt, {}, headless.Told(None), rank or headless.Rank(), result or headless.Result(None))
+def run_of(rank=None, result=None, prompt=TRAINS, changed=()):
+    told, rank, result = headless.Told(None), rank or headless.Rank(), result or headless.Result(None)
+    made = headless.Run(prompt, {}, set(changed), told, rank, result)
     made.started = STARTED
     return made
 
@@ -184,8 +185,25 @@ def test_an_input_that_its_node_does_not_have_is_told(nodes):
     kind = SimpleNamespace(INPUT_TYPES=lambda: {"required": {"steps": ()}, "optional": {"data": ()}})
     nodes.NODE_CLASS_MAPPINGS = {headless.TRAIN: kind}
     run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"steps": 1, "data.a": 2}}}).check_inputs()
-    with pytest.raises(headless.Wrong, match=r"^TesseraTrainLora \(4\) has no input called stepz\.$"):
+    told = r"^TesseraTrainLora \(4\) has no input called stepz; it has steps, data\.$"
+    with pytest.raises(headless.Wrong, match=told):
         run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"stepz": 1}}}).check_inputs()
+
+
+def test_of_another_pack_s_node_an_input_counts_that_was_set_for_this_run(nodes):
+    class AnyInput(dict):
+        def __contains__(self, name):
+            return True
+
+    nodes.NODE_CLASS_MAPPINGS = {
+        "LoadImage": SimpleNamespace(INPUT_TYPES=lambda: {"required": {"image": ()}, "hidden": {"id": "UNIQUE_ID"}}),
+        "PowerLoader": SimpleNamespace(INPUT_TYPES=lambda: {"optional": AnyInput()}),
+    }
+    loads = {"class_type": "LoadImage", "inputs": {"image": "a.png", "upload": "image"}}
+    prompt = {"1": loads, "2": {"class_type": "PowerLoader", "inputs": {"lora_1": "a"}}, "3": {"class_type": "Absent"}}
+    run_of(prompt=prompt, changed={("1", "image"), ("2", "lora_1")}).check_inputs()
+    with pytest.raises(headless.Wrong, match=r"^LoadImage \(1\) has no input called upload; it has image\.$"):
+        run_of(prompt=prompt, changed={("1", "upload")}).check_inputs()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def changed(*changes):
 
 
 def test_an_input_is_changed_by_the_node_s_number_class_or_title():
+    assert headless.set_input(json.loads(json.dumps(PROMPT)), "Second.one.image=c.png") == ("6", "image")
     prompt = changed("4.steps=20", "TesseraTrainLora.output_name=12", "Second.one.image=c=d.png", "4.seed=3")
     assert prompt["4"]["inputs"] == {"steps": 20, "output_name": "12", "model": ["1", 0], "seed": 3}
     assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
