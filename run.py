@@ -58,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         options, comfyui_options = parse(arguments)
         watch_parent(rank, launches=options.launch is not None)
         result = Result(options.result if rank.rank == 0 else None)
+        # Until ComfyUI is there to save what was trained; nothing is yet.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(result.ended(TERMINATED)))
         prompt, extra_data = read_workflow(Path(options.workflow))
         changed = {set_input(prompt, change) for change in options.set}
         comfyui = find_comfyui()

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -206,6 +207,26 @@ def test_of_another_pack_s_node_an_input_counts_that_was_set_for_this_run(nodes)
         run_of(prompt=prompt, changed={("1", "upload")}).check_inputs()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_a_sigterm_while_comfyui_starts_is_on_record(tmp_path, rank):
+    """torchrun gives 1 of it, so the record is all that tells."""
+    comfyui, result = tmp_path / "ComfyUI", tmp_path / "result.json"
+    (comfyui / "comfy").mkdir(parents=True)
+    (comfyui / "main.py").touch()
+    (comfyui / "comfy" / "options.py").write_text("import time\nprint('starts', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "w.json").write_text(json.dumps(TRAINS))
+    environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
+    if rank is not None:
+        environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    command = [sys.executable, str(headless.__file__), str(tmp_path / "w.json"), "--result", str(result)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "starts\n"
+        process.terminate()
+        assert process.wait(30) == headless.TERMINATED
+    assert result.exists() == (rank != "1") and (rank == "1" or json.loads(result.read_text()) == {"code": 143})
+
+
 @pytest.fixture
 def executed(monkeypatch, output, tmp_path):
     """Call `main` for a rank up to the start of ComfyUI. Returns the exit code and ComfyUI's options."""
@@ -213,6 +234,7 @@ def executed(monkeypatch, output, tmp_path):
         monkeypatch.setenv(name, "0,1")
     monkeypatch.setenv("TESSERA_WORLD_OF", "")
     monkeypatch.setattr(headless, "watch_parent", lambda rank, launches: None)
+    monkeypatch.setattr(headless.signal, "signal", lambda number, act: None)
     monkeypatch.setattr(headless, "find_comfyui", lambda: tmp_path)
     (tmp_path / "w.json").write_text(json.dumps(TRAINS))
     given = []
