@@ -44,6 +44,30 @@ def trained(*args: Any, **settings: Any) -> Any:
     return trainer
 
 
+def scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What torch._scaled_mm gives, by a product in fp32."""
+    return (left.float() @ right.float() * (scale_a * scale_b)).to(out_dtype)
+
+
+@pytest.fixture
+def quick_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch's own kernel is a plain loop, a hundred times slower than the product in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(40, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    one, scale = torch.ones(()), torch.tensor(0.3)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        torchs = torch._scaled_mm(left, right.t(), one, scale, out_dtype=dtype)
+        torch.testing.assert_close(scaled_product(left, right.t(), one, scale, dtype), torchs, rtol=limit, atol=limit)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
+
+
+@pytest.mark.usefixtures("quick_fp8")
 @every_file
 def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, files: Any, tmp_path: Path) -> None:
     low = {"products": FILES[how]}
@@ -66,6 +90,7 @@ def test_resident_checkpointed_swapped_and_compiled_runs_are_the_same(how: str, 
     assert_same_run(compiled, resident)
 
 
+@pytest.mark.usefixtures("quick_fp8")
 @every_file
 def test_after_30_steps_the_update_points_where_the_full_one_does(how: str, files: Any, tmp_path: Path) -> None:
     updates = []
