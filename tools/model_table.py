@@ -52,7 +52,7 @@ TITLES = {
     "FluxSchnell": "FLUX.1 schnell",
     "GenmoMochi": "Mochi 1",
     "LTXV": "LTX-Video",
-    "LTXAV": "LTX-2",
+    "LTXAV": "LTX-2 and LTX-2.3",
     "MiniMaxH3": "MiniMax H3",
     "HunyuanVideo15_SR_Distilled": "HunyuanVideo 1.5 super resolution",
     "HunyuanVideo15": "HunyuanVideo 1.5",
@@ -208,7 +208,9 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
     rows: of tests/tiny/native; families: title of each family of our own by its name. Raises ValueError for a class
     that no table here knows.
     """
-    tested = {row.model: row for row in rows}
+    tested: dict[str, list[Any]] = {}
+    for row in rows:
+        tested.setdefault(row.model, []).append(row)
     known = {row.name for row in rows}
     for kind in classes:
         name = kind.__name__
@@ -217,8 +219,8 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
         if name in OWN:
             yield name, "own", f"as {families[OWN[name]]}"
         elif name in tested:
-            row = tested[name]
-            yield name, row.tier, row.left_out.get("training") or _notes(row)
+            row, *more = tested[name]
+            yield name, row.tier, row.left_out.get("training") or _notes(row, *(other.name for other in more))
         elif name in SHARED:
             like, difference = SHARED[name]
             assert like in known, like
@@ -229,8 +231,9 @@ def table(classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, s
             raise ValueError(f"{name} has no tier; give it one in tools/model_table.py.")
 
 
-def _notes(row: Any) -> str:
-    notes = [f"`{row.name}`"]
+def _notes(row: Any, *more: str) -> str:
+    """more: names of further tiny models of the same class."""
+    notes = [", ".join(f"`{name}`" for name in (row.name, *more))]
     if not row.batches:
         notes.append("one sample at a time")
     if row.audio is not None:

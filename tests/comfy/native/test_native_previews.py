@@ -52,7 +52,10 @@ def pair_of_ltx():
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["of its own", "given"])
-@pytest.mark.parametrize(("name", "pair", "frames"), [("minimax-h3", pair_of_minimax, 22), ("ltx-2", pair_of_ltx, 9)])
+@pytest.mark.parametrize(
+    ("name", "pair", "frames"),
+    [("minimax-h3", pair_of_minimax, 22), ("ltx-2", pair_of_ltx, 9), ("ltx-2.3", pair_of_ltx, 9)],
+)
 def test_a_model_that_makes_sound_is_sampled_with_it_and_shows_the_video(name, pair, frames, given, tmp_path):
     (row,) = (row for row in ROWS if row.name == name)
     model, data, vae = build(row), data_of(row, 1), Latents()

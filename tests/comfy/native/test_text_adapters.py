@@ -13,6 +13,7 @@ ADAPTERS = {
     "anima": "llm_adapter.blocks.0.",
     "minimax-h3": "token_refiner.blocks.0.",
     "ltx-2": "video_embeddings_connector.transformer_1d_blocks.0.",
+    "ltx-2.3": "video_embeddings_connector.transformer_1d_blocks.0.",
 }
 ROWS = [row for row in TRAINED if row.name in ADAPTERS]
 

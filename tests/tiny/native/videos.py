@@ -41,6 +41,30 @@ LTX = {
     "num_layers": 2,
     "positional_embedding_max_pos": [20, 2048, 2048],
 }
+# What the file of LTX-2.3 tells beside its sizes: gates in attention, text modulated by the noise level, and a text of
+# each stream that its encoder projects.
+LTX_2_3: dict[str, Any] = LTX | {
+    "audio_in_channels": 128,
+    "audio_cross_attention_dim": 32,
+    "audio_attention_head_dim": 16,
+    "audio_num_attention_heads": 2,
+    "connector_attention_head_dim": 32,
+    "connector_num_attention_heads": 2,
+    "audio_connector_attention_head_dim": 16,
+    "audio_connector_num_attention_heads": 2,
+    "connector_num_layers": 1,
+    "apply_gated_attention": True,
+    "connector_apply_gated_attention": True,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False,
+    "cross_attention_adaln": True,
+    "use_middle_indices_grid": True,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "causal_temporal_positioning": True,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+}
 COSMOS = {
     "max_img_h": 32,
     "max_img_w": 32,
@@ -95,6 +119,11 @@ def _start(draw: Draw) -> dict[str, Any]:
     mask = torch.ones(1, 1, 3, 8, 8)
     mask[:, :, 0] = 0
     return {"concat_latent_image": draw(1, 16, 3, 8, 8), "concat_mask": mask}
+
+
+def _as_encoded(draw: Draw) -> dict[str, Any]:
+    """Return what LTX-2.3's encoder says of its text: that the model has still to refine it."""
+    return {"unprocessed_ltxav_embeds": True}
 
 
 NAMED = (
@@ -193,6 +222,16 @@ FURTHER = (
         },
         latent=(128, 3, 4, 6),
         text=TEXT,
+        audio=(8, 17, 16),
+    ),
+    NativeRow(
+        name="ltx-2.3",
+        model="LTXAV",
+        tier="B",
+        unet=LTX_2_3,
+        latent=(128, 3, 4, 6),
+        text=(TEXT[0], LTX_2_3["cross_attention_dim"] + LTX_2_3["audio_cross_attention_dim"]),
+        conditioning=_as_encoded,
         audio=(8, 17, 16),
     ),
     NativeRow(
