@@ -119,7 +119,9 @@ class Graph:
 
     def _is_widget(self, spec: Sequence[Any]) -> bool:
         options = spec[1] if len(spec) > 1 else {}
-        return (isinstance(spec[0], list) or spec[0] in WIDGETS) and not options.get("forceInput")
+        # An input of several types is the widget of one of them.
+        kind = options.get("widgetType", spec[0])
+        return (isinstance(kind, list) or kind in WIDGETS) and not options.get("forceInput")
 
     def _kind(self, output: Output) -> str:
         return self.info[output[0].kind]["output"][output[1]]
