@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from server import ComfyServer, error_of
 from tiny import write_models
 from tiny.films import write_film
+from tiny.ltx import write_distilled
 from tiny.native.workflow import CASES, CLIPS, fitted
 from tiny.prompt import node
 from tiny.try_it import captions, load_prompt, sampled_each
@@ -198,6 +199,8 @@ def run_native_demo(comfyui: Path, base: Path, results: Path, cpu: bool, model: 
         folder, contents = "input/tessera_demo_clips", f"{len(photos)} clips"
         write_clips(photos, base / folder)
     settings = {"output_name": "demo", "steps": 60, "learning_rate": 1e-3, "batch_size": 2}
+    if model == "ltx-2.3":
+        write_distilled(base / "models" / "loras")
     prompt = fitted(workflow, folder, **settings, compile="off" if cpu else "auto")
     train_node = add_loss_plot(prompt)
     lora, plot = results / f"{model}.safetensors", results / f"{model}_loss.png"

@@ -48,6 +48,7 @@ NAMED = [
     "diffusion_models/minimax_h3_fl2va_pruned_int8_convrot.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
     "checkpoints/ltx-video-2b-v0.9.safetensors",
+    "checkpoints/ltx-2.3-22b-dev-fp8.safetensors",
     "clip_vision/clip_vision_h.safetensors",
     "text_encoders/qwen_3_4b.safetensors",
     "text_encoders/qwen_3_06b_base.safetensors",
@@ -55,10 +56,12 @@ NAMED = [
     "text_encoders/t5xxl_fp8_e4m3fn_scaled.safetensors",
     "text_encoders/byt5_small_glyphxl_fp16.safetensors",
     "text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors",
+    "text_encoders/gemma_3_12B_it_fp4_mixed.safetensors",
     "vae/flux2-vae.safetensors",
     "vae/hunyuanvideo15_vae_fp16.safetensors",
     "vae/minimax_h3_video_vae_fp16.safetensors",
     "vae/minimax_h3_audio_vae_fp32.safetensors",
+    "loras/ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16.safetensors",
     "loras/minimax_h3_training_adapter_v1.safetensors",
 ]
 FOLDERS = ["my_clips", "my_edits", "my_edits_before", "my_pictures"]

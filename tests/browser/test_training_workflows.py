@@ -17,6 +17,7 @@ NAMES += [
     "sdxl_lora",
     "hunyuan_video15_lora",
     "ltx_video_lora",
+    "ltx2_3_lora",
     "minimax_h3_lora",
     "flux_kontext_lora",
     "flux2_lora",

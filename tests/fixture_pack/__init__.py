@@ -128,14 +128,15 @@ class TesseraTinyNative(io.ComfyNode):
             display_name="Load Tiny Checkpoint (tests)",
             category="Tessera/tests",
             inputs=[io.String.Input("name", default="z-image", tooltip="A name in tests/tiny/native/loaded.py.")],
-            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output(), io.Vae.Output(id="sound")],
         )
 
     @classmethod
     def execute(cls, name: str) -> io.NodeOutput:
         from tessera_tiny.native.loaded import load_native
 
-        return io.NodeOutput(*load_native(name, Path(folder_paths.get_temp_directory())))
+        loaded = load_native(name, Path(folder_paths.get_temp_directory()))
+        return io.NodeOutput(*loaded, *[None] * (4 - len(loaded)))
 
 
 def _open_first(template: str) -> Any:

@@ -16,6 +16,7 @@ TEMPLATES = {
     "sdxl_lora": ("sdxl_simple_example", set()),
     "hunyuan_video15_lora": ("video_hunyuan_video_1.5_720p_t2v", set()),
     "ltx_video_lora": ("ltxv_text_to_video", set()),
+    "ltx2_3_lora": ("video_ltx2_3_t2v", set()),
     "minimax_h3_lora": ("video_minimax_h3_t2v", {"minimax_h3_training_adapter_v1.safetensors"}),
 }
 
@@ -41,7 +42,7 @@ def test_files_and_their_addresses_are_those_of_the_template(name):
             assert (link["directory"], link["url"]) == there[link["name"]]
 
 
-KSAMPLERS = [name for name in TEMPLATES if name != "ltx_video_lora"]
+KSAMPLERS = [name for name in TEMPLATES if name not in ("ltx_video_lora", "ltx2_3_lora")]
 # Nodes whose inputs are all those of the template, by name of the workflow.
 AS_IN_TEMPLATE = [
     ("z_image_lora", "ModelSamplingAuraFlow", ["shift"]),
@@ -51,6 +52,14 @@ AS_IN_TEMPLATE = [
     ("ltx_video_lora", "KSamplerSelect", ["sampler_name"]),
     ("ltx_video_lora", "LTXVConditioning", ["frame_rate"]),
     ("ltx_video_lora", "EmptyLTXVLatentVideo", ["width", "height", "length", "batch_size"]),
+    ("ltx2_3_lora", "CheckpointLoaderSimple", ["ckpt_name"]),
+    ("ltx2_3_lora", "LTXAVTextEncoderLoader", ["text_encoder", "ckpt_name", "device"]),
+    ("ltx2_3_lora", "LTXVAudioVAELoader", ["ckpt_name"]),
+    ("ltx2_3_lora", "LoraLoaderModelOnly", ["lora_name", "strength_model"]),
+    ("ltx2_3_lora", "EmptyLTXVLatentVideo", ["width", "height", "length", "batch_size"]),
+    ("ltx2_3_lora", "LTXVEmptyLatentAudio", ["frames_number", "frame_rate", "batch_size"]),
+    ("ltx2_3_lora", "ManualSigmas", ["sigmas"]),
+    ("ltx2_3_lora", "KSamplerSelect", ["sampler_name"]),
 ]
 AS_IN_TEMPLATE += [
     (name, "CLIPLoader", ["clip_name", "type", "device"])
@@ -73,13 +82,31 @@ def test_a_node_has_the_inputs_that_it_has_in_the_template(name, kind, names):
     assert [given[each] for each in names] in list(values(template, kind))
 
 
-def test_ltx_video_is_sampled_with_the_cfg_of_its_template():
-    assert inputs("ltx_video_lora", "SamplerCustom")["cfg"] in cfg_of("ltxv_text_to_video")
+@pytest.mark.parametrize("name", ["ltx_video_lora", "ltx2_3_lora"])
+def test_ltx_is_sampled_with_the_cfg_of_its_template(name):
+    assert inputs(name, "SamplerCustom")["cfg"] in cfg_of(TEMPLATES[name][0])
 
 
-def test_ltx_video_is_told_the_frame_rate_of_its_clips():
-    rates = [inputs("ltx_video_lora", "TesseraVideoFolder")["fps"], inputs("ltx_video_lora", "CreateVideo")["fps"]]
-    assert rates == [inputs("ltx_video_lora", "LTXVConditioning")["frame_rate"]] * 2
+@pytest.mark.parametrize("name", ["ltx_video_lora", "ltx2_3_lora"])
+def test_ltx_is_told_the_frame_rate_of_its_clips_and_has_lengths_that_its_vae_takes(name):
+    rates = [inputs(name, kind)["fps"] for kind in ("TesseraVideoFolder", "CreateVideo", "TesseraPreview")]
+    assert rates == [inputs(name, "LTXVConditioning")["frame_rate"]] * 3
+    lengths = [
+        *inputs(name, "TesseraVideoFolder")["target_frames"].split(","),
+        inputs(name, "TesseraPreview")["frames"],
+    ]
+    assert all(int(frames) % 8 == 1 for frames in lengths)
+
+
+def test_ltx_2_3_trains_without_the_distilled_lora_and_is_seen_and_sampled_with_it():
+    prompt = json.loads((WORKFLOWS / "api" / "ltx2_3_lora.json").read_text(encoding="utf-8"))
+    kinds = {node["class_type"]: key for key, node in prompt.items()}
+    distilled = [kinds["LoraLoaderModelOnly"], 0]
+    assert inputs("ltx2_3_lora", "TesseraTrainLora")["model"] == [kinds["CheckpointLoaderSimple"], 0]
+    assert inputs("ltx2_3_lora", "TesseraPreview")["model"] == distilled
+    assert inputs("ltx2_3_lora", "LoraModelLoader")["model"] == distilled
+    steps = len(inputs("ltx2_3_lora", "ManualSigmas")["sigmas"].split(",")) - 1
+    assert inputs("ltx2_3_lora", "TesseraPreview")["steps"] == steps
 
 
 def test_minimax_h3_has_the_frame_rate_of_its_template_and_clips_of_lengths_that_its_vae_takes():

@@ -94,7 +94,7 @@ def test_there_is_a_workflow_to_share_for_everything():
     compiling = ["flux_compile", "qwen_image_compile", "wan_compile"]
     training = ["flux_lora", "flux_kontext_lora", "flux2_lora", "qwen_image_lora", "qwen_edit_lora", "chroma_lora"]
     training += ["z_image_lora", "krea2_lora", "anima_lora", "sdxl_lora", "hunyuan_video15_lora", "ltx_video_lora"]
-    training += ["minimax_h3_lora"]
+    training += ["ltx2_3_lora", "minimax_h3_lora"]
     training += ["wan_t2v_lora", "wan_i2v_lora", "wan22_two_experts_lora", "everything_at_once", "lora_with_everything"]
     training += ["lora_with_validation", "try_it"]
     assert UI == sorted(f"{name}.json" for name in ["flux_block_swap", "compare_loras", *compiling, *training])
@@ -103,8 +103,8 @@ def test_there_is_a_workflow_to_share_for_everything():
 @pytest.mark.parametrize("name", UI)
 def test_every_workflow_that_trains_fits_its_model_to_the_card(name):
     loaders = [n["inputs"] for n in load_api(name).values() if n["class_type"] == "TesseraLoadDiffusionModel"]
-    if name in ("sdxl_lora.json", "ltx_video_lora.json", OWN_MODELS):
-        assert loaders == []  # a checkpoint, or tiny models, which fit
+    if name in ("sdxl_lora.json", "ltx_video_lora.json", "ltx2_3_lora.json", OWN_MODELS):
+        assert loaders == []  # a checkpoint, or tiny models
         return
     assert len(loaders) == (2 if name == "wan22_two_experts_lora.json" else 1)
     assert {inputs["blocks_to_swap"] for inputs in loaders} == {0 if name in NOT_SWAPPED else -1}

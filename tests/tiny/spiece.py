@@ -11,6 +11,7 @@ SPECIAL = (("<pad>", CONTROL), ("</s>", CONTROL), ("<unk>", UNKNOWN))  # umT5's 
 SPACE = "\u2581"
 CHARACTERS = SPACE + string.ascii_letters + string.digits + string.punctuation
 VOCABULARY = len(SPECIAL) + len(CHARACTERS)
+GEMMA = (("<pad>", CONTROL), ("</s>", CONTROL), ("<s>", CONTROL), ("<unk>", UNKNOWN))  # Gemma's first ids
 
 
 def _bytes_field(number: int, content: bytes) -> bytes:
@@ -23,6 +24,9 @@ def _piece(text: str, kind: int | None = None) -> bytes:
     return _bytes_field(1, body if kind is None else body + bytes([3 << 3, kind]))
 
 
-def spiece_model() -> bytes:
-    """The serialized model: padding, end and unknown, then a piece for each printable ASCII character."""
-    return b"".join([*(_piece(*special) for special in SPECIAL), *map(_piece, CHARACTERS)])
+def spiece_model(special: tuple[tuple[str, int], ...] = SPECIAL) -> bytes:
+    """The serialized model: padding, end and unknown, then a piece for each printable ASCII character.
+
+    special: pieces in place of these first ones.
+    """
+    return b"".join([*(_piece(*piece) for piece in special), *map(_piece, CHARACTERS)])

@@ -54,6 +54,7 @@ _ROWS = [
     ("wan22_two_experts_lora", "Train Wan 2.2's two experts", "Wan 2.2", STREAMS, CLIPS, ""),
     ("hunyuan_video15_lora", "Train a HunyuanVideo 1.5 LoRA", "HunyuanVideo 1.5", STREAMS, CLIPS, ""),
     ("ltx_video_lora", "Train an LTX-Video LoRA", "LTX-Video", WHOLE, CLIPS, ""),
+    ("ltx2_3_lora", "Train an LTX-2.3 LoRA", "LTX-2.3", "16 GB or more", CLIPS, "The sound isn't trained."),
     ("minimax_h3_lora", "Train a MiniMax H3 LoRA", "MiniMax H3", STREAMS, CLIPS, "Made with its training adapter."),
     ("flux_kontext_lora", "Train a FLUX Kontext LoRA on edits", "FLUX.1 Kontext", STREAMS, EDITS, ""),
     ("qwen_edit_lora", "Train a Qwen-Image-Edit LoRA", "Qwen-Image-Edit", STREAMS, EDITS, ""),

@@ -1,12 +1,14 @@
 """The shared workflows that train with ComfyUI's own forward, queued on tiny models: each leaves a LoRA, and a picture
 or a clip sampled with it."""
 
+import av
 import numpy as np
 import pytest
 from comfy_server import ComfyServer
 from PIL import Image
 from safetensors import safe_open
 from tiny.films import write_film
+from tiny.ltx import write_distilled
 from tiny.native.workflow import CASES, fitted
 
 STEPS = 2
@@ -25,6 +27,7 @@ def filled(server: ComfyServer) -> ComfyServer:
     # What a caption quotes goes through an encoder of its own in HunyuanVideo 1.5.
     for number, caption in enumerate(["a grey film", 'a film named "grey"']):
         write_film(clips / f"{number}.mp4", 17, fps=24, size=(96, 96 + 32 * number), caption=caption)
+    write_distilled(server.base / "models" / "loras")
     return server
 
 
@@ -35,9 +38,16 @@ def test_a_workflow_trains_and_samples_with_its_lora(name, filled):
     (train,) = (key for key, node in prompt.items() if node["class_type"] == "TesseraTrainLora")
     (summary,) = entry["outputs"][train]["tessera"]
     assert (summary["status"], summary["steps_done"]) == ("finished", STEPS), summary
+    assert summary["previews"]["files"] and not any("failed" in note for note in summary["notes"])
     with safe_open(filled.base / "output" / summary["path"], "pt") as file:
         assert len(file.keys()) == 3 * summary["targets"] > 0
+    savers = {key for key, node in prompt.items() if node["class_type"] in ("SaveImage", "SaveVideo")}
+    assert savers and savers <= entry["outputs"].keys()
     saved = [file for output in entry["outputs"].values() for file in output.get("images", ())]
     files = [filled.base / "output" / f["subfolder"] / f["filename"] for f in saved if f["type"] == "output"]
     assert files and all(path.stat().st_size > 0 for path in files)
+    if name == "ltx2_3_lora":
+        (clip,) = (path for path in files if path.suffix == ".mp4" and path.parent.name == "video")
+        with av.open(clip) as made:
+            assert made.streams.audio
     assert "lora key not loaded" not in filled.log.read_text(encoding="utf-8", errors="replace")

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from .. import other_encoders
 from ..encoders import T5_WIDTH
+from ..ltx import load_ltx_2_3
 from ..taesd import load_vae, write_taesd
 from ..video_vaes import LTX_CONFIG, load_hunyuan_video_15_vae, load_minimax_h3_vae, ltx_vae_tensors
 from ..wan_vae import write_wan_vae
@@ -39,10 +40,12 @@ SIZES: dict[str, tuple[dict[str, Any], str, Callable[[Path], Any] | None]] = {
 }
 
 
-def load_native(name: str, folder: Path) -> tuple[Any, Any, Any]:
-    """MODEL, CLIP and VAE of a row; what has a file is written into the folder."""
+def load_native(name: str, folder: Path) -> tuple[Any, ...]:
+    """MODEL, CLIP and VAE of a row, of LTX-2.3 the VAE of its sound too; what has a file is written into the folder."""
     from . import ROWS
 
+    if name == "ltx-2.3":
+        return load_ltx_2_3(next(row for row in ROWS if row.name == name), folder)
     unet, clip, vae = SIZES[name]
     (row,) = (row for row in ROWS if row.name == name)
     sizes = {part: {**given, "source_dim": 32} if "source_dim" in given else given for part, given in row.sizes.items()}

@@ -13,12 +13,18 @@ CASES = {
     "sdxl_lora": "sdxl",
     "hunyuan_video15_lora": "hunyuan-video-1.5",
     "ltx_video_lora": "ltx-video",
+    "ltx2_3_lora": "ltx-2.3",
     "minimax_h3_lora": "minimax-h3",
 }
-CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "minimax_h3_lora")  # of CASES, those that train on clips
+CLIPS = (
+    "hunyuan_video15_lora",
+    "ltx_video_lora",
+    "ltx2_3_lora",
+    "minimax_h3_lora",
+)  # of CASES, those that train on clips
 LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, where it isn't 9
 FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
-# The places of MODEL, CLIP and VAE among the outputs of each loader.
+# The places of MODEL, CLIP, VAE and VAE of the sound among the outputs of each loader.
 LOADERS = {
     "TesseraLoadDiffusionModel": [0],
     "UNETLoader": [0],
@@ -26,6 +32,8 @@ LOADERS = {
     "DualCLIPLoader": [1],
     "VAELoader": [2],
     "CheckpointLoaderSimple": [0, 1, 2],
+    "LTXAVTextEncoderLoader": [1],
+    "LTXVAudioVAELoader": [3],
 }
 SMALL: dict[str, dict[str, Any]] = {
     "TesseraTrainLora": {"steps": 2, "compile": "off", "rank": 4},
@@ -37,6 +45,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "EmptyHunyuanVideo15Latent": {"width": 64, "height": 64, "length": 5},
     "EmptyLTXVLatentVideo": {"width": 64, "height": 64, "length": 9},
     "LTXVScheduler": {"steps": 2},
+    "LTXVEmptyLatentAudio": {"frames_number": 9},
+    "ManualSigmas": {"sigmas": "1.0, 0.7, 0.0"},
     "EmptyMiniMaxH3LatentAV": {"width": 64, "height": 64, "length": 5},
     "TesseraLoraNetwork": {"training_adapter": "none"},
 }
