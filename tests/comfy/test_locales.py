@@ -110,14 +110,72 @@ def test_a_translated_help_page_has_the_inputs_and_defaults_of_the_english_one(n
     english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
     page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
     section = re.split(r"\n##+ ", english.split("\n## Inputs\n", 1)[1])[0]
-    rows = re.findall(r"^- `(\w+)`(?: \((?:default (`.*?`|.*?)(?:, )?)?(?:advanced)?\))?<br>", section, re.M)
+    rows = re.findall(r"^- `(\w+)`(?: \((?:default (`.*?`|.*?))?(?:, )?(advanced)?\))?<br>", section, re.M)
     inputs = DEFINITIONS["zh"][node_id]["inputs"]
-    assert [name for name, _ in rows] == list(inputs)
-    for name, default in rows:
-        default = f"（默认 {default}）" if default else ""
-        assert f"- `{name}` {inputs[name]['name']}{default}<br>" in page
+    assert [name for name, _, _ in rows] == list(inputs)
+    for name, default, advanced in rows:
+        default = "默认为空" if default == "empty" else default and f"默认 {default}"
+        notes = "，".join(filter(None, [default, advanced and "高级"]))
+        assert f"- `{name}` {inputs[name]['name']}{notes and f'（{notes}）'}<br>" in page
     assert page.startswith(f"# {DEFINITIONS['zh'][node_id]['display_name']}\n")
     assert "Machine-made; no speaker has read it yet." in page
+
+
+def outline(page: str) -> list[tuple[str, set[str], set[str]]]:
+    """Each line of a help page as what no language changes: its kind, its code, and the numbers in its words."""
+    found = []
+    for line in page.splitlines():
+        if line and not line.startswith("> "):  # the translation's own note
+            kind = re.match(r"#+ |- (?:\*\*|\*|`)?|\*\*|", line)[0]
+            code = re.compile(r"`[^`]+`")
+            found.append((kind, set(code.findall(line)), numbers(code.sub("", line))))
+    return found
+
+
+def behind(english: str, translated: str) -> list[object]:
+    """Find lines of the English page that the translation lacks or has with other code or numbers."""
+    theirs, ours = outline(english), outline(translated)
+    if [kind for kind, _, _ in theirs] != [kind for kind, _, _ in ours]:
+        return ["The pages have other headings, paragraphs or rows."]
+    counted = {str(number) for number in range(1, 11)}  # which English writes as words
+    return [
+        (wanted, got)
+        for wanted, got in zip(theirs, ours, strict=True)
+        if wanted[1] != got[1] or wanted[2] - got[2] or got[2] - wanted[2] - counted
+    ]
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_says_line_by_line_what_the_english_one_says(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    assert behind(english, (DOCS / node_id / "zh.md").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_without_one_of_its_lines_is_noticed(node_id):
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    lines = (DOCS / node_id / "zh.md").read_text(encoding="utf-8").splitlines()
+    said = [number for number, line in enumerate(lines) if line and not line.startswith("> ")]
+    for number in said:
+        assert behind(english, "\n".join(lines[:number] + lines[number + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("`rank`: 16", "`rank`：32"), ("`rank` 16", "`alpha` 16"), ("at most 9 pages", "最多 12 页")]
+)
+def test_a_translated_help_page_with_another_figure_or_name_is_noticed(theirs, ours):
+    assert behind(theirs, ours) and not behind(theirs, theirs)
+
+
+@pytest.mark.parametrize("node_id", FIRST_RUN)
+def test_a_translated_help_page_names_the_errors_as_they_are_said(node_id):
+    def said(page: str, heading: str) -> list[str]:
+        section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ")[0] if f"\n## {heading}\n" in page else ""
+        return re.findall(r"(?<![\w*])\*([^*\n]+)\*(?!\*)", section)
+
+    english = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
+    page = (DOCS / node_id / "zh.md").read_text(encoding="utf-8")
+    assert said(page, "常见错误") == said(english, "Errors")
 
 
 @every_language
