@@ -78,7 +78,7 @@ export function drawPage(gallery, found, { kind, missing, framed, url }) {
   const frames = framed && found.entries.some((entry) => entry.crops.length)
   tell(said, [
     !found.count && t(EMPTY_WORDS[kind]),
-    found.unread && t('Not read, being of other kinds: {count}.', { count: found.unread }),
+    found.unread && t('Files of other types, which are not read: {count}.', { count: found.unread }),
     frames && t('Orange frame: the part that is trained on.'),
   ])
   gallery.stop()

@@ -30,7 +30,7 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
     const subfolder = place()
     if (!subfolder) return say(t('The folder comes from another node; drop files there.'))
     const listed = endings()
-    if (!listed) return say(t('The server has not told which files it reads; try again.'))
+    if (!listed) return say(t('The server has not said yet which files it reads; try again.'))
     const chosen = files.filter((file) => listed.includes(endingOf(file.name)))
     const ending = captionEnding()
     const captionOf = (file) => files.find(({ name }) => name === `${stemOf(file.name)}${ending}`)
@@ -47,13 +47,13 @@ export function acceptDrops(node, { gallery, place, endings, captionEnding, show
       try {
         const name = await upload(file, file.name, subfolder)
         const caption = captionOf(file)
-        if (name !== file.name) problems.push(t('There is another {file} already, so it is {name} now.', { file: file.name, name }))
+        if (name !== file.name) problems.push(t('{file} already exists, so the new file is named {name}.', { file: file.name, name }))
         if (!caption) continue
         const wanted = `${stemOf(name)}${ending}`
         const got = await upload(caption, wanted, subfolder)
         if (got !== wanted) {
           const told = { wanted, got }
-          problems.push(t('{wanted} is there already with other text and stays in use; your caption is {got}.', told))
+          problems.push(t('{wanted} already exists with other text and is still used; your caption was saved as {got}.', told))
         }
       } catch (error) {
         problems.push(t('{file} was not copied: {reason}', { file: file.name, reason: error.message }))

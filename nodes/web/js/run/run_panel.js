@@ -13,9 +13,9 @@ const COLOURS = { loss: 'var(--descrip-text)', mean: '#2f74e6', validation: '#d9
 const END_WORDS = { finished: 'Finished', cancelled: 'Stopped', stopped: 'Stopped and kept', failed: 'Ended by an error', unsaved: 'Not saved' }
 
 const ASK_WORDS = {
-  stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the graph goes on.'],
-  save: ['Save now', 'Save the LoRA and the state after this step, and train on.'],
-  sample: ['Sample now', 'Make all previews after this step, and train on.'],
+  stop: ['Stop and keep', 'End after this step as if it were the last: the LoRA is saved and the workflow continues.'],
+  save: ['Save now', 'Save the LoRA and the state after this step, and continue training.'],
+  sample: ['Sample now', 'Make all previews after this step, and continue training.'],
 }
 const CURVE_WORDS = ['loss', 'mean', 'validation', 'saves']
 
@@ -74,7 +74,7 @@ export function makePanel(ask, { copy, compare, goOn }, addressOf) {
       wait(over, false)
     }
   }
-  const onward = t('Raise steps and queue the workflow on this page; training goes on from the last step.')
+  const onward = t('Raise steps and queue the workflow on this page; training continues from the last step.')
   const named = t("Copy the name that ComfyUI's LoRA loaders list it by (press R there).")
   const copied = button(over, t('Copy LoRA name'), named, once(copy))
   const beside = t('Put a Compare LoRAs beside this node, with the saves of this run.')
@@ -166,5 +166,5 @@ function sentence(run) {
   if (run.running) return run.phase ?? ''
   if (run.status === 'finished') return run.loss_ends ? ending(run) : ''
   if (run.status === 'failed') return '' // its sentence stands on the node in red
-  return run.text || (run.status ? '' : t('No end is on record: it was killed, or another program still trains it.'))
+  return run.text || (run.status ? '' : t('No end was recorded: it was killed, or another program is still training it.'))
 }

@@ -100,7 +100,7 @@ async function copyName({ run }) {
     await navigator.clipboard.writeText(run.lora)
     return t('Copied: {name}', { name: run.lora })
   } catch {
-    return t('The browser lets a page copy under https and on its own machine only. The name is {name}', { name: run.lora })
+    return t('The browser allows copying only over https or on the machine of the server. The name is {name}', { name: run.lora })
   }
 }
 
@@ -188,7 +188,7 @@ function removePanels({ path, panels }, isGone = () => true) {
 /** Puts a Compare LoRAs with the run's saves into the graph. Returns what to tell of it. */
 async function compareSaves(place, { id }) {
   const { loras } = await read(`runs/${id}/saves`)
-  return loras.length ? addComparison(place, loras) : t('The saves of this run are not there any more.')
+  return loras.length ? addComparison(place, loras) : t('The saves of this run no longer exist.')
 }
 
 function refreshAll(isDue) {

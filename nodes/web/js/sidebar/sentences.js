@@ -10,7 +10,7 @@ export const WORDS = {
   noneFound: 'No run has “{filter}” in its name or model.',
   more: 'Show {count} more',
   choose: 'Draw the loss of {name} in the chart above',
-  most: 'The chart takes {count} runs at once; take one out first.',
+  most: 'The chart shows at most {count} runs; remove one first.',
   chart: 'Loss, as a mean over the last steps',
   chartOf: 'Loss of {names}',
   clear: 'Clear',
