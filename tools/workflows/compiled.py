@@ -15,8 +15,8 @@ TWICE = (
 )
 REPORT = (
     "Read Compile Report\n*graphs* counts what was compiled: it stops growing once each size that you use has run. "
-    "*gain* is how much faster a call is.\n\nA LoRA, before or behind *Compile Model*, compiles nothing. **Tune "
-    "Compile** in its place measures which settings are fastest on your GPU. {more}"
+    "*gain* is how much faster a call is.\n\nA LoRA, before or after *Compile Model*, compiles nothing new. **Tune "
+    "Compile** in place of it measures the fastest settings for your GPU. {more}"
 )
 SWAPPED = (
     "Nothing to set\n**blocks_to_swap** -1 keeps as many blocks in the computer's memory as it takes for a picture of "

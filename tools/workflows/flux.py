@@ -182,7 +182,7 @@ def lora_with_validation(graph: Graph) -> None:
 
 
 def everything_at_once(graph: Graph) -> None:
-    more = "Swapped blocks are compiled whole; the sampler streams and compiles the same blocks. Nothing is set twice."
+    more = "Swapped blocks are compiled too. Training and sampling use the same settings, so you set nothing twice."
     training_note(graph, FILES, more)
     model, clip, vae = load(graph, FLUX, "flux", [CLIP_L, T5], FLUX_VAE)
     data = pictures(graph, vae[0], clip[0])
