@@ -147,10 +147,15 @@ def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
     Raises Wrong where that does not name one node, or an input that has a value.
     """
     place, equals, text = change.partition("=")
-    name, dot, key = place.rpartition(".")
-    if not equals or not dot:
+    if not equals or "." not in place:
         raise Wrong(f"--set {change}: write NODE.INPUT=VALUE, such as TesseraTrainLora.steps=2000.")
-    found = [name] if name in prompt else [number for number, node in prompt.items() if name in _names(node)]
+    name, found = "", list[str]()
+    parts = place.split(".")
+    for at in reversed(range(1, len(parts))):  # titles have dots, and so have inputs of inputs
+        name, key = ".".join(parts[:at]), ".".join(parts[at:])
+        found = [name] if name in prompt else [number for number, node in prompt.items() if name in _names(node)]
+        if found:
+            break
     if len(found) != 1:
         how_many = "no node" if not found else f"{len(found)} nodes ({', '.join(found)})"
         raise Wrong(f"--set {change}: {how_many} of the workflow {'are' if len(found) > 1 else 'is'} called {name}.")
@@ -398,15 +403,20 @@ class Run:
         kinds = importlib.import_module("nodes").NODE_CLASS_MAPPINGS
         for number, node in self.prompt.items():
             kind, ours = kinds.get(node["class_type"]), node["class_type"].startswith("Tessera")
-            if kind is None:
+            inputs = node.get("inputs", {})
+            changed = {name for name in inputs if (number, name) in self.changed}
+            if kind is None or not (ours or changed):
                 continue
             groups = kind.INPUT_TYPES()
-            for name in node.get("inputs", {}):
-                # Asked of the group itself: that of a node which takes any input says yes.
+            # ComfyUI's own word on what it hands to the node, which may take inputs of inputs, or any.
+            given = importlib.import_module("execution").get_input_data(inputs, kind, number)[0]
+            for name in inputs:
                 known = any(name.partition(".")[0] in group for group in groups.values())
-                if not known and (ours or (number, name) in self.changed):
-                    its = ", ".join(name for kind in ("required", "optional") for name in groups.get(kind, {}))
-                    raise Wrong(f"{self.title(number)} ({number}) has no input called {name}; it has {its}.")
+                if (ours and not known) or (name in changed and name not in given):
+                    its = [name for kind in ("required", "optional") for name in groups.get(kind, {})]
+                    its += [one for one in inputs if one in given and one.partition(".")[0] in its and one not in its]
+                    told = f"; it has {', '.join(its)}" if its else ""
+                    raise Wrong(f"{self.title(number)} ({number}) has no input called {name}{told}.")
 
     def explain(self, error: dict[str, Any], node_errors: dict[str, Any]) -> Iterator[str]:
         """Yield what ComfyUI found wrong with the workflow, a line each."""

@@ -34,6 +34,10 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
     prompt = changed("4.steps=20", "TesseraTrainLora.output_name=12", "Second.one.image=c=d.png", "4.seed=3")
     assert prompt["4"]["inputs"] == {"steps": 20, "output_name": "12", "model": ["1", 0], "seed": 3}
     assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
+    inputs = {"resize_type.width": 64, "resize_type": "a", "new.one.more": 1}
+    for name in ("5", "First"):
+        given = [f"{name}.{key}={value}" for key, value in inputs.items()]
+        assert changed(*given)["5"]["inputs"] == {"image": "a.png", **inputs}
     assert changed("4.learning_rate=1e-4")["4"]["inputs"]["learning_rate"] == 1e-4
     for text in ("false", "False", "FALSE"):
         assert changed(f"7.shard={text}", f"7.new={text}")["7"]["inputs"] == {"shard": False, "new": False}
@@ -45,6 +49,7 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
         ("steps=3", "write NODE.INPUT=VALUE"),
         ("4.steps", "write NODE.INPUT=VALUE"),
         ("8.steps=3", "no node of the workflow is called 8"),
+        ("8.one.steps=3", "no node of the workflow is called 8"),
         ("LoadImage.image=c.png", r"2 nodes \(5, 6\) of the workflow are called LoadImage"),
         ("4.model=3", "model is connected to another node"),
         ("7.shard=off", "shard is a switch; give true or false"),
