@@ -1,5 +1,7 @@
 """Entry point of training: check MODEL, data and settings, train, and write the LoRA and a summary."""
 
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from .distributed.world import LONE, World
 from .errors import stopped_message
 from .observer import Observer, QuietObserver, StepReport
 from .preflight.checks import CheckedRun, check_run
+from .preflight.claim import claimed_by_one
 from .preflight.context import RunContext, make_context
 from .preflight.disk_space import check_disk_space, required_space
 from .preflight.run_start import RunStart, find_run_start, run_start_notes
@@ -219,7 +222,7 @@ def _train(
     name = world.agreed("folder", folder.taken().path.name if world.is_first else "")
     folder = RunFolder(folder.path.with_name(name), folder.name)
     context, begun = replace(context, folder=folder), replace(begun, folder=folder)
-    with folder.claimed() if world.is_first else nullcontext():
+    with claimed_by_one(folder, observer) if world.is_first else nullcontext():
         return _run(context, checked, begun, observer, watchers, start_notes, spare_folder, queued)
 
 
@@ -318,6 +321,8 @@ def run_facts(begun: RunStart, context: RunContext, watchers: Sequence[Watcher])
         "can_go_on": settings.can_go_on,
         "can_sample": any(isinstance(watcher, Previewer) for watcher in watchers),
         "machine": MACHINE,
+        "host": platform.node(),
+        "process": os.getpid(),
     }
 
 

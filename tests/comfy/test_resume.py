@@ -2,8 +2,10 @@
 
 import json
 import os
+import platform
 import re
 import shutil
+import threading
 from dataclasses import replace
 from itertools import count
 
@@ -15,6 +17,7 @@ from tessera.train.checkpoint.run_folder import RunFolder
 from tessera.train.checkpoint.state import load_state
 from tessera.train.errors import TrainingStopped
 from tessera.train.learner import Learner
+from tessera.train.preflight import claim
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -350,6 +353,38 @@ def test_two_processes_do_not_train_into_one_folder(tiny_flux, tmp_path):
     assert len(train(tiny_flux, data, tmp_path).loss) == 6
     with other.claimed():  # it has let go of it
         pass
+
+
+def test_a_run_that_trains_on_another_machine_is_left_alone_and_one_that_was_killed_there_goes_on(
+    tiny_flux, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(claim, "WATCHED", 1.0)
+    data = mixed_data()
+    cancelled(tiny_flux, data, tmp_path, 3)
+    folder = run_folder(tmp_path)
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["process"] == os.getpid() and facts["host"] == platform.node()
+    (folder / "run.json").write_text(json.dumps(facts | {"machine": "0" * 8, "host": "node-7"}))
+    lines = (folder / "progress.jsonl").read_text().splitlines()
+    (folder / "progress.jsonl").write_text("\n".join(line for line in lines if '"end"' not in line) + "\n")
+    watcher, stopped = Watcher(), threading.Event()
+
+    def beat():
+        while not stopped.wait(0.05):
+            os.utime(folder / "progress.jsonl")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    before = files_in(folder).keys()
+    try:
+        with pytest.raises(ValueError, match=r"another ComfyUI on node-7 is training into tiny \(001\) right now"):
+            train(tiny_flux, data, tmp_path)
+    finally:
+        stopped.set()
+        thread.join()
+    assert files_in(folder).keys() == before and "node-7" in (folder / "run.json").read_text()
+    assert len(train(tiny_flux, data, tmp_path, watcher=watcher).loss) == 6 and run_folder(tmp_path) == folder
+    assert any("node-7 does not train into" in phase for phase in watcher.phases)
 
 
 def test_no_more_than_two_states_are_kept(tiny_flux, tmp_path):
