@@ -348,6 +348,15 @@ def test_devices_that_went_apart_end_the_run_with_what_was_trained(step, found, 
     assert [path.name for path in folder.glob("*.tessera")] == [f"state-{found:06d}.tessera"]
 
 
+@pytest.mark.parametrize(("optimizer", "found"), [("adamw", 2), ("came", STEPS)])
+def test_devices_whose_optimizers_alone_went_apart_end_the_run_at_the_next_save(optimizer, found, ranks, tmp_path):
+    """One moment of one weight, in the optimizer that steps all weights as one and in one that does not."""
+    settings = STEP | {"save_every": 2 if found == 2 else 0, "optimizer": {"optimizer": optimizer}}
+    answers = ranks.train(2, tmp_path, settings, other_moments=1, moments_after=found)
+    assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]
+    assert [answer["stepped"] for answer in answers] == [found, found]
+
+
 def test_devices_that_begin_apart_do_not_begin(ranks, tmp_path):
     answers = ranks.train(2, tmp_path, STEP, other_start=1)
     assert "Device 1 and device 0 computed different LoRAs" in answers[0]["error"]

@@ -164,17 +164,22 @@ class Held:
 
 
 def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
-    """Count what a rank measures and samples, and have it save late or begin with another LoRA, as a job asks for.
+    """Count what a rank measures and samples, and have it do something otherwise, as a job asks for.
+
+    slow_save: seconds that rank 0 takes for the last save. other_start: rank that begins with another LoRA.
+    other_moments: rank whose optimizer alone differs after the step `moments_after`.
 
     Returns what takes it all back.
     """
+    from tessera.train.learner import Learner
     from tessera.train.preview import previewer as module
     from tessera.train.trainer import Trainer
     from tessera.train.validation import Validation
 
     changed = [(Validation, "_batch_losses"), (module, "decode"), (Trainer, "save_final"), (Trainer, "run")]
+    changed += [(Learner, "step")]
     before = [getattr(*one) for one in changed]
-    measure, decode, save_final, run = before
+    measure, decode, save_final, run, step = before
 
     def counted(name: str, function: Any) -> Any:
         def counting(*args: Any) -> Any:
@@ -192,7 +197,14 @@ def change(job: dict[str, Any], world: Any, counts: dict[str, int]) -> Any:
             trainer.network.parameters()[0].data.add_(0.01)
         run(trainer)
 
-    made = counted("measured", measure), counted("sampled", decode), saving, running
+    def stepping(learner: Learner) -> None:
+        step(learner)
+        counts["stepped"] += 1
+        if job.get("other_moments") == world.rank and counts["stepped"] == job["moments_after"]:
+            (state, *_) = learner.optimizer.state.values()
+            next(one for one in state.values() if isinstance(one, torch.Tensor) and one.ndim).view(-1)[0] += 1e-3
+
+    made = counted("measured", measure), counted("sampled", decode), saving, running, stepping
     for one, function in zip(changed, made, strict=True):
         setattr(*one, function)
     return lambda: [setattr(*one, function) for one, function in zip(changed, before, strict=True)]
@@ -287,7 +299,7 @@ def run(job: dict[str, Any], store: Any) -> dict[str, Any]:
     watchers += [Unloading()] if job.get("unloads") else []
     ring_forward = act_in_forward(job.get("in_forward", {}), world)
     answer: dict[str, Any] = {}
-    counts = {"measured": 0, "sampled": 0}
+    counts = {"measured": 0, "sampled": 0, "stepped": 0}
     change_back = change(job, world, counts)
     root = Path(job.get("roots", {}).get(str(world.rank), job["root"]))
     try:
