@@ -1,8 +1,16 @@
 """Errors that end a run: each message names the cause, the saved state and how to resume from it."""
 
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import comfy.model_management
 
 from ..compile.region import CompileFailed, over_the_limit
+
+log = logging.getLogger(__name__)
 
 
 class TrainingStopped(RuntimeError):
@@ -57,6 +65,19 @@ def out_of_memory_while_loading() -> TrainingStopped:
         "Training Memory, or load the model with weight_dtype fp8_e4m3fn, or close other programs on this GPU, and "
         "queue again."
     )
+
+
+@contextmanager
+def first_error_kept() -> Iterator[None]:
+    """Log a failure within where an error is ending the run already, which is the one to tell; else raise it."""
+    ending = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        if ending is None:
+            raise
+        # Format now: a LogRecord holding the exception would keep the run's tensors alive.
+        log.warning("The end of a run failed after its error\n%s", "".join(traceback.format_exception(error)))
 
 
 class CannotContinue(RuntimeError):

@@ -24,7 +24,7 @@ from .distributed.node import check_shard, shard_notes
 from .distributed.ranks import check_alike, others_told, rank_facts
 from .distributed.share import share_of
 from .distributed.world import LONE, World
-from .errors import stopped_message
+from .errors import first_error_kept, stopped_message
 from .observer import Observer, QuietObserver, StepReport
 from .preflight.checks import CheckedRun, check_run
 from .preflight.claim import claimed_by_one
@@ -290,15 +290,19 @@ def _run(
                 "comfyui": features(),
                 **({"continued_from": context.continued_from} if context.continued_from else {}),
             }
-            # Facts come before close, which drops the model; close and the summary run even if facts raise.
+            # Facts come before close, which drops the model; the summary and close run even if facts raise.
             try:
-                summary |= trainer.facts()
-                for watcher in trainer.watchers if world.is_first else ():
-                    summary |= watcher.facts(trainer)
+                with first_error_kept():
+                    summary |= trainer.facts()
+                    for watcher in trainer.watchers if world.is_first else ():
+                        summary |= watcher.facts(trainer)
             finally:
-                trainer.close()
-                if world.is_first:
-                    _write_summary(folder, summary, recorder)
+                try:
+                    if world.is_first:
+                        _write_summary(folder, summary, recorder)
+                finally:
+                    with first_error_kept():  # on a device that failed, close fails too
+                        trainer.close()
     recorder.end(outcome, ended)
     return TrainResult(final.lora, summary["loss"], folder.lora_path, summary, final.copy)
 

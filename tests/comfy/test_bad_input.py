@@ -258,6 +258,40 @@ def test_a_learning_rate_that_blows_the_weights_up_stops_the_run_and_keeps_no_br
         assert all(t.isfinite().all() for t in tensors.values() if t.is_floating_point()), path.name
 
 
+# A device that fails.
+
+
+class FailedDevice(RuntimeError):
+    """Stands for torch.AcceleratorError, which every call raises once a kernel has failed."""
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "status"), [("optimizer_step", "failed"), ("facts", "finished"), ("close", "finished")]
+)
+def test_a_device_that_fails_leaves_a_summary_and_its_first_error_is_told(
+    fails_in, status, tiny_flux, tmp_path, monkeypatch
+):
+    def failing(name, real):
+        def fail(trainer):
+            if name == "close":
+                real(trainer)  # the model must not stay for the tests that follow
+            raise FailedDevice(name)
+
+        return fail
+
+    parts = ["optimizer_step", "facts", "close"]
+    for name in parts[parts.index(fails_in) :]:
+        monkeypatch.setattr(Trainer, name, failing(name, getattr(Trainer, name)))
+    watcher = Watcher()
+    with pytest.raises(FailedDevice, match=fails_in):
+        train(tiny_flux, mixed_data(), tmp_path, watcher, steps=2)
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps_done"]) == (status, 0 if fails_in == "optimizer_step" else 2)
+    assert ("graphs_planned" in summary) == (fails_in == "close")
+    assert watcher.ends == [("failed", fails_in)]
+
+
 # A disk that takes no more.
 
 
