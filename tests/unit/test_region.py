@@ -1,12 +1,13 @@
 """torch.compile on a machine or a torch that is not as we would like it."""
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tessera.compile import region
 from tessera.compile.region import compiled_function, run_block
-from tessera.compile.settings import CompileSettings, HowToCompile
+from tessera.compile.settings import CompileSettings, HowToCompile, parse_overrides
 from torch import nn
 
 
@@ -120,3 +121,65 @@ def test_a_graph_that_a_cache_holds_for_one_size_is_not_taken_for_another(tmp_pa
     for height, width in ((8, 8), (8, 12), (16, 12), (16, 20)):
         picture = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(run(picture), positions(picture))
+
+
+@pytest.fixture
+def patches_of_inductor(monkeypatch):
+    """The changes to its configuration that inductor is called with, once a graph; the graph itself runs eager."""
+    import torch._inductor.compile_fx as inductor
+
+    seen: list[dict[str, object]] = []
+
+    def compile_fx(graph, inputs, config_patches=None, **options):
+        seen.append(dict(config_patches or {}))
+        return graph.forward
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    torch._dynamo.reset()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "tunes"),
+    [
+        ({"mode": "reduce-overhead"}, False),
+        ({"mode": "max-autotune"}, True),
+        ({"backend": "cudagraphs"}, False),
+        ({"overrides": parse_overrides("0 mode=max-autotune")}, True),
+        ({"overrides": parse_overrides("0 backend=cudagraphs")}, False),
+    ],
+)
+def test_blocks_in_training_are_compiled_without_cuda_graphs_whatever_is_asked(asked, tunes, patches_of_inductor):
+    """A CUDA graph is bound to the weights of one block, and blocks of one structure share the callable."""
+    from tessera.train.placement.block_runner import BlockRunner
+    from tessera.train.settings import MemoryOptions
+
+    block, how = Named(), CompileSettings(**asked)
+    runner = BlockRunner([("0", block)], MemoryOptions(checkpointing="none"), how, 1, torch.device("cpu"))
+    runner(block, torch.ones(3))
+    (patches,) = patches_of_inductor
+    assert not patches.get("triton.cudagraphs") and bool(patches.get("max_autotune")) == tunes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("dynamic", "caches"), [("auto", False), ("true", False), ("false", True)])
+def test_aotautograds_cache_is_off_while_a_graph_is_made_that_may_serve_other_sizes(dynamic, caches, fails):
+    """Its key leaves out by what such a graph is guarded: it would serve a size whose numbers are not its own."""
+    from torch._functorch import config
+
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(config.enable_autograd_cache)
+        if fails:
+            raise RuntimeError("no compiler")
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = compiled_function(run_block, "run_block", HowToCompile(backend, dynamic=dynamic, fullgraph=True))
+    with config.patch(enable_autograd_cache=True):
+        for rows in (3, 5, 7):
+            with pytest.raises(Exception, match="no compiler") if fails else nullcontext():
+                run(Block(), torch.ones(rows))
+            assert config.enable_autograd_cache  # other packs' graphs are cached as before
+    assert seen and set(seen) == {caches}
