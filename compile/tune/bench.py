@@ -43,7 +43,7 @@ class Bench:
         self._compiled = False
         if compiled_model is not None:
             clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self._apply_model)
+            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self._denoise)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, STAND, self._step)
 
     def run(self, turns: Sequence[bool]) -> list[tuple[bool, float]]:
@@ -82,7 +82,7 @@ class Bench:
         self._taken.append((self._compiled, self.clock() - started))
         return out
 
-    def _apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _denoise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.compiled_model is not None
         if self._compiled:
             return self.compiled_model.apply_model(executor, *args, **kwargs)

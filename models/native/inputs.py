@@ -25,7 +25,7 @@ class NativeGroup:
     rows: their places in the batch.
     x: (b, C, H, W) or (b, C, T, H, W), in the model's space.
     sigma: (b,), the model's own.
-    conds: the arguments of `_apply_model`: tensors (b, …), lists of such, and plain values.
+    conds: the arguments of `apply_model`: tensors (b, …), lists of such, and plain values.
     shape: of the latent of one sample, where x holds its sound behind it: (b, 1, n).
     text_options: what the model's `preprocess_text_embeds` takes beside the text, which it has not seen yet; None where
         it has no part in this.

@@ -113,7 +113,7 @@ class SharedTensors(FrozenModule):
 class Shadow:
     """ComfyUI's model with other modules behind it.
 
-    base: like the MODEL's BaseModel, for `_apply_model`, whose result is the raw output.
+    base: like the MODEL's BaseModel, for `apply_model`, whose result is the raw output.
     layers: the Linears, and the convolutions that can have an adapter, by the MODEL's own module names.
     tensors: of all other modules, by their names.
     """

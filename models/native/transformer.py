@@ -154,7 +154,7 @@ class NativeTransformer:
             conds = dict(group.conds)
             if group.text_options is not None:
                 conds["c_crossattn"] = self._refine_text(conds["c_crossattn"], group.text_options)
-            out = self.shadow.base._apply_model(group.x, group.sigma, transformer_options=options, **conds)
+            out = self.shadow.base.apply_model(group.x, group.sigma, transformer_options=options, **conds)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
             # Only what ComfyUI's own code raises before anything is compiled: no sentence of ours, nor the compiler's.
             of_core = type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = re.compile(
     r"_qdata|_layout_cls|_params|backup|hook_backup|__closure__|cached_patcher_init|current_loaded_models|"
     r"extra_reserved_memory|discard_cuda_async_error|\*_comfy_model_dtype|(convert|set)_\*|get_clone_model_override|"
-    r"reset_cast_buffers|cleanup_prefetch_queues|TOTAL_PINNED_MEMORY|ensure_pin_registerable"
+    r"reset_cast_buffers|cleanup_prefetch_queues|TOTAL_PINNED_MEMORY|ensure_pin_registerable|_apply_model"
 )
 # What is asked for by a keyword, overridden, or compared as text.
 WORDS = ("disable_dynamic", "_lazy_load_from_state_dict", "_load_list", "_encode_tiled_owned", "disable_comfy_compiler")
