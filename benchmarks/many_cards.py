@@ -7,15 +7,17 @@ of the trained weights in fp32. --write writes benchmarks/results/many_cards.md.
 """
 
 import argparse
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cost import CARDS
 
 RESULTS = Path(__file__).parent / "results"
-PAGE, COUNTED = RESULTS / "many_cards.md", RESULTS / "counted.md"
+PAGE, COUNTED, MEETINGS = RESULTS / "many_cards.md", RESULTS / "counted.md", RESULTS / "meetings.json"
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH = 0.8  # of the speed that as many devices would have if they shared at no cost
 ON_A_HOST = 8
@@ -139,6 +141,32 @@ def table(picture: float, names: list[str], ranks: tuple[int, ...], **options: f
         yield f"| {name} | " + " | ".join(cells) + f" | {limit(picture, LINKS[name], ranks, **options)} |"
 
 
+def meetings(found: Mapping[str, Any]) -> Iterator[str]:
+    """Tell of the meetings before the sums, as `meetings.py` has measured them."""
+    yield (
+        "Not counted in these tables: before each sum the devices meet by one key of torch's store. "
+        f"`python benchmarks/meetings.py --write` measured it with processes that do nothing else, {found['meetings']} "
+        "meetings each: milliseconds from when the last one came to when the last one left, and requests to the store "
+        f"by all of them. All ran on {found['cores']} cores ({found['processor']}, torch {found['torch']}), beside "
+        f"other programs (a load of {found['load']} when it began), so the times are longer than they "
+        "need be: more processes than cores wait for a core as well, which devices with cores of their own do not. A "
+        "network between hosts would "
+        "come on top. Where all come at once the requests grow faster than the devices, since each writes the key anew "
+        "when another one came first; devices that come one after another, as they do in training, pay less."
+    )
+    spreads = sorted({row["spread"] for row in found["rows"]})
+    names = ["all come at once" if not spread else f"they come within {spread:g} s" for spread in spreads]
+    yield ""
+    yield "| devices | " + " | ".join(f"{name}: median (worst) | requests" for name in names) + " |"
+    yield "| ---: |" + " ---: | ---: |" * len(spreads)
+    for ranks in sorted({row["ranks"] for row in found["rows"]}):
+        cells = []
+        for spread in spreads:
+            row = next(row for row in found["rows"] if (row["ranks"], row["spread"]) == (ranks, spread))
+            cells += [f"{row['median'] * 1e3:.1f} ({row['worst'] * 1e3:.1f})", f"{row['requests']:.0f}"]
+        yield f"| {ranks} | " + " | ".join(cells) + " |"
+
+
 def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
     """Write the page. pictures: seconds of one picture by card."""
     source = "measured, as it was given" if is_measured else "priced by the counts of [counted.md](counted.md)"
@@ -181,9 +209,7 @@ def page(pictures: dict[str, float], lora: float, is_measured: bool) -> str:
         "a step, but "
         "is another run. The wait for the slowest device grows with the root of a logarithm only.",
         "",
-        "Not counted: before each sum the devices meet by one key of torch's store, which each of them writes. That "
-        "takes a few thousandths of a second for a few devices, grows faster than their number, and was not measured "
-        "for many.",
+        *meetings(json.loads(MEETINGS.read_text("utf-8"))),
         "",
         "## `shard`: each device keeps its part of the base",
         "",

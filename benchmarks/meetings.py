@@ -1,0 +1,123 @@
+"""Measure the meeting by the store that comes before each sum of the gradients, for 2 to 64 processes of this machine.
+
+    python benchmarks/meetings.py [--write]
+
+The processes do nothing else, and load no model. --write writes benchmarks/results/meetings.json, which
+benchmarks/many_cards.py puts on its page.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comfyui import ROOT, _load
+from processes import processor
+
+RESULTS = Path(__file__).parent / "results" / "meetings.json"
+RANKS = (2, 4, 8, 16, 32, 64)
+MEETINGS, PERIOD = 20, 0.5  # of each measurement; seconds from one to the next
+SPREADS = (0.0, 0.1)  # seconds over which the ranks come, the last one at their end
+meeting = _load("meeting", ROOT / "train" / "distributed" / "meeting.py")
+
+
+class Counted:
+    """Store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def take_part(port: int, rank: int, ranks: int, spread: float, start: Any, answers: Any) -> None:
+    """Meet the others again and again, as `World.sum` does; answers with (came, left, requests) of each meeting."""
+    store = Counted(dist.TCPStore("127.0.0.1", port, is_master=False))
+    sampled = random.Random(rank)
+    begun = start(store)
+    found = []
+    for number in range(MEETINGS + 1):
+        early = sampled.random() * spread if rank else 0.0
+        time.sleep(max(0.0, begun + (number + 1) * PERIOD - early - time.monotonic()))
+        came, store.requests = time.monotonic(), 0
+        store.set(f"at/{rank}", str(number))
+        met = meeting.Meeting(store, f"sum {number}", range(ranks), rank)
+        met.wait(None, 60.0, lambda: False, None)
+        if rank == 0 and number:
+            meeting.Meeting(store, f"sum {number - 1}", range(ranks), rank).forget()
+        found.append((came, time.monotonic(), store.requests))
+    answers.put(found[1:])  # without the first
+
+
+def serve(port: Any, ended: Any) -> None:
+    """Hold the store, as torchrun's agent does: in a process of its own, since one with threads can't be forked."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(server.port)
+    ended.wait()
+
+
+def measured(ranks: int, spread: float) -> dict[str, Any]:
+    """Measure meetings of this many processes. Returns seconds from when the last came to when the last left."""
+    context = multiprocessing.get_context("fork")  # they share the pages of torch
+    port, ended = context.SimpleQueue(), context.Event()
+    server = context.Process(target=serve, args=(port, ended), daemon=True)
+    server.start()
+    at = port.get()
+    together, begin, answers = context.Barrier(ranks + 1), context.Value("d", 0.0), context.SimpleQueue()
+
+    def start(_: Any) -> float:
+        together.wait()
+        together.wait()
+        return float(begin.value)
+
+    given = [(at, rank, ranks, spread, start, answers) for rank in range(ranks)]
+    processes = [context.Process(target=take_part, args=one, daemon=True) for one in given]
+    for process in processes:
+        process.start()
+    together.wait()
+    begin.value = time.monotonic()
+    together.wait()
+    found = [answers.get() for _ in processes]
+    ended.set()
+    for process in (*processes, server):
+        process.join()
+    seconds, requests = [], []
+    for one in zip(*found, strict=True):
+        seconds.append(max(left for _, left, _ in one) - max(came for came, _, _ in one))
+        requests.append(sum(asked for _, _, asked in one))
+    median, worst = statistics.median(seconds), max(seconds)
+    return {"ranks": ranks, "spread": spread, "median": median, "worst": worst, "requests": statistics.median(requests)}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for spread in SPREADS:
+        for ranks in RANKS:
+            row = measured(ranks, spread)
+            yield {name: round(value, 5) for name, value in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    load = os.getloadavg()[0]  # of what else runs here
+    found = {"processor": processor(), "cores": os.cpu_count(), "load": round(load, 1), "torch": torch.__version__}
+    found |= {"meetings": MEETINGS, "rows": list(rows())}
+    text = json.dumps(found, indent=1)
+    if given.write:
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
