@@ -63,6 +63,7 @@ class Adapter(nn.Module):
         its own.
     has_norm: true where the update is a constant times the product of all master weights, so that `norm` exists.
     reads_casts: true where `forward` reads each master weight in the dtype of x only.
+    strength_field: the hyperparameter that sets `strength`.
     casts: the master weights in the dtype of the computation, by name, where they are kept beside the fp32 ones;
         whoever keeps them writes them before each forward, and takes their gradients to the master weights.
     """
@@ -73,6 +74,7 @@ class Adapter(nn.Module):
     replaces_output: ClassVar[bool] = False
     has_norm: ClassVar[bool] = False
     reads_casts: ClassVar[bool] = False
+    strength_field: ClassVar[str] = "alpha"
     casts: Mapping[str, nn.Parameter]
 
     def __init__(self, spec: AdapterSpec, out_features: int, in_features: int):
@@ -97,6 +99,11 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, frozen: FrozenLinear, mask: DropMask | None) -> Tensor:
         """Run the Linear with the adapter: x (B, T, in) → (B, T, out)."""
         raise AssertionError(f"{type(self).__name__} has no forward")
+
+    @property
+    def strength(self) -> float:
+        """Constant by which the same master weights mean a stronger update or a weaker one."""
+        return self.scale
 
     def scaled(self, hidden: Tensor) -> Tensor:
         """The scale on the rank activations, the smallest tensor that it can go on."""

@@ -19,6 +19,7 @@ class OftAdapter(Adapter):
 
     algorithm = "oft"
     rank_drop_scaled = False  # what is scaled turns no more
+    strength_field = "constraint"
     oft_blocks: nn.Parameter
 
     @classmethod
@@ -51,6 +52,10 @@ class OftAdapter(Adapter):
     def limit(self) -> float:
         """The largest norm of Q, 0 where there is none."""
         return self.spec.constraint * self.out_features
+
+    @property
+    def strength(self) -> float:
+        return self.limit
 
     def drop_width(self) -> int:
         """The blocks."""

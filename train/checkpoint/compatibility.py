@@ -11,7 +11,6 @@ from ...lora.network import OTHER_NETWORK, RESUME_OFF
 from ...lora.options import NetworkOptions
 from ...lora.plan import adapter_specs
 from ...models.adapters.base import Adapter, AdapterSpec
-from ...models.adapters.oft import OftAdapter
 from ...models.adapters.registry import adapter_kind
 from ...models.convolutions import layer_shapes
 from ..optim.optimizers import check_class, chosen_class
@@ -88,11 +87,8 @@ def _check_network(
         if not same:
             field = next((one for one in _MADE_WITH if getattr(before, one) != getattr(now, one)), None)
             raise _other(field, name, before, now, network) if field else ValueError(OTHER_NETWORK)
-        if isinstance(adapter, OftAdapter):
-            if before.constraint != now.constraint:
-                raise _other("constraint", name, before, now, network)
-        elif _bare(before, (adapter.out_features, adapter.in_features)).scale != adapter.scale:
-            raise _other("alpha", name, before, now, network)
+        if _bare(before, (adapter.out_features, adapter.in_features)).strength != adapter.strength:
+            raise _other(adapter.strength_field, name, before, now, network)
 
 
 def _other(field: str, layer: str, before: AdapterSpec, now: AdapterSpec, network: NetworkOptions) -> ValueError:
