@@ -29,10 +29,15 @@ WIRE = f"""([encoders, small, values]) => {{
   }}
   for (const [name, value] of Object.entries(values)) node.widgets.find((w) => w.name === name).value = value
 }}"""
-IS_DRAWN = f"name => {OUTER}.widgets.find((w) => w.name === name).last_y != null"
+# Nothing draws a node that is out of view, or a graph that has not changed.
+IS_DRAWN = f"""name => {{
+  app.canvas.centerOnNode({OUTER})
+  app.canvas.draw(true, true)
+  return ({OUTER}.widgets.find((w) => w.name === name).y ?? 0) > 0
+}}"""
 WIDGET_PLACE = f"""name => {{
   const widget = {OUTER}.widgets.find((w) => w.name === name)
-  const [x, y] = [{OUTER}.pos[0] + {OUTER}.size[0] / 2, {OUTER}.pos[1] + widget.last_y + 10]
+  const [x, y] = [{OUTER}.pos[0] + {OUTER}.size[0] / 2, {OUTER}.pos[1] + widget.y + 10]
   const {{ left, top }} = app.canvas.canvas.getBoundingClientRect()
   const [shownX, shownY] = app.canvas.ds.convertOffsetToCanvas([x, y])
   return [left + shownX, top + shownY]
