@@ -1,7 +1,7 @@
 """The workflows of models that train with ComfyUI's own forward. Files, sampler, steps and cfg are those of ComfyUI's
 own workflow templates, which tests/pure/test_native_workflows.py compares."""
 
-from graph import Graph, ModelFile, Node
+from graph import Graph, ModelFile, Node, Output
 from parts import (
     LORA_TALL,
     NARROW,
@@ -28,6 +28,22 @@ def _hub(owner: str, path: str, directory: str) -> ModelFile:
 
 def _checkpoint(graph: Graph, file: ModelFile) -> Node:
     return graph.node("CheckpointLoaderSimple", files=[file], ckpt_name=file.name)
+
+
+def _sample_custom(graph: Graph, model: Output, told: Node, sigmas: Output, latent: Output, cfg: float) -> Node:
+    """Add a sampler that goes down the given sigmas. told: gives the positive and the negative conditioning."""
+    sampler = graph.node("KSamplerSelect", sampler_name="euler")
+    graph.beside(NARROW)
+    return graph.node(
+        "SamplerCustom",
+        model=model,
+        positive=told[0],
+        negative=told[1],
+        sampler=sampler[0],
+        sigmas=sigmas,
+        latent_image=latent,
+        cfg=cfg,
+    )
 
 
 def z_image_lora(graph: Graph) -> None:
@@ -191,18 +207,7 @@ def ltx_video_lora(graph: Graph) -> None:
     latent = graph.node("EmptyLTXVLatentVideo", width=768, height=512, length=97)
     sigmas = graph.node("LTXVScheduler", tall=200, latent=latent[0], steps=30)
     with_lora = graph.node("LoraModelLoader", tall=LORA_TALL, model=loaded[0], lora=trained[0])
-    sampler = graph.node("KSamplerSelect", sampler_name="euler")
-    graph.beside(NARROW)
-    sampled = graph.node(
-        "SamplerCustom",
-        model=with_lora[0],
-        positive=told[0],
-        negative=told[1],
-        sampler=sampler[0],
-        sigmas=sigmas[0],
-        latent_image=latent[0],
-        cfg=3,
-    )
+    sampled = _sample_custom(graph, with_lora[0], told, sigmas[0], latent[0], cfg=3)
     video(graph, sampled[0], loaded[2], "my_ltx_video_lora", 25)
 
 
@@ -246,18 +251,7 @@ def ltx2_3_lora(graph: Graph) -> None:
     latent = graph.node("LTXVConcatAVLatent", video_latent=video_latent[0], audio_latent=sound_latent[0])
     steps = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
     sigmas = graph.node("ManualSigmas", sigmas=steps)
-    sampler = graph.node("KSamplerSelect", sampler_name="euler")
-    graph.beside(NARROW)
-    sampled = graph.node(
-        "SamplerCustom",
-        model=with_lora[0],
-        positive=told[0],
-        negative=told[1],
-        sampler=sampler[0],
-        sigmas=sigmas[0],
-        latent_image=latent[0],
-        cfg=1,
-    )
+    sampled = _sample_custom(graph, with_lora[0], told, sigmas[0], latent[0], cfg=1)
     parts = graph.node("LTXVSeparateAVLatent", av_latent=sampled[0])
     sound = graph.node("LTXVAudioVAEDecode", samples=parts[1], audio_vae=sound_vae[0])
     video(graph, parts[0], loaded[2], "my_ltx2_3_lora", 25, audio=sound[0])

@@ -41,18 +41,20 @@ LTX = {
     "num_layers": 2,
     "positional_embedding_max_pos": [20, 2048, 2048],
 }
-# What the file of LTX-2.3 tells beside its sizes: gates in attention, text modulated by the noise level, and a text of
-# each stream that its encoder projects.
-LTX_2_3: dict[str, Any] = LTX | {
+LTX_WITH_SOUND: dict[str, Any] = LTX | {
     "audio_in_channels": 128,
     "audio_cross_attention_dim": 32,
     "audio_attention_head_dim": 16,
     "audio_num_attention_heads": 2,
-    "connector_attention_head_dim": 32,
     "connector_num_attention_heads": 2,
+    "connector_num_layers": 1,
+}
+# What the file of LTX-2.3 tells beside its sizes: gates in attention, text modulated by the noise level, and a text of
+# each stream that its encoder projects.
+LTX_2_3: dict[str, Any] = LTX_WITH_SOUND | {
+    "connector_attention_head_dim": 32,
     "audio_connector_attention_head_dim": 16,
     "audio_connector_num_attention_heads": 2,
-    "connector_num_layers": 1,
     "apply_gated_attention": True,
     "connector_apply_gated_attention": True,
     "caption_proj_before_connector": True,
@@ -210,16 +212,7 @@ FURTHER = (
         name="ltx-2",
         model="LTXAV",
         tier="B",
-        unet=LTX
-        | {
-            "audio_in_channels": 128,
-            "audio_cross_attention_dim": 32,
-            "audio_attention_head_dim": 16,
-            "audio_num_attention_heads": 2,
-            "connector_attention_head_dim": 24,
-            "connector_num_attention_heads": 2,
-            "connector_num_layers": 1,
-        },
+        unet=LTX_WITH_SOUND | {"connector_attention_head_dim": 24},
         latent=(128, 3, 4, 6),
         text=TEXT,
         audio=(8, 17, 16),

@@ -16,12 +16,8 @@ CASES = {
     "ltx2_3_lora": "ltx-2.3",
     "minimax_h3_lora": "minimax-h3",
 }
-CLIPS = (
-    "hunyuan_video15_lora",
-    "ltx_video_lora",
-    "ltx2_3_lora",
-    "minimax_h3_lora",
-)  # of CASES, those that train on clips
+# Of CASES, those that train on clips.
+CLIPS = ("hunyuan_video15_lora", "ltx_video_lora", "ltx2_3_lora", "minimax_h3_lora")
 LEAST_FRAMES = {"minimax_h3_lora": 5}  # of a preview that is a clip, where it isn't 9
 FOLDERS = ("TesseraImageFolder", "TesseraVideoFolder")
 # The places of MODEL, CLIP, VAE and VAE of the sound among the outputs of each loader.
