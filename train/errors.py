@@ -67,6 +67,14 @@ def out_of_memory_while_loading() -> TrainingStopped:
     )
 
 
+def log_error(what: str, error: BaseException) -> None:
+    """Log an error that ends nothing, with its traceback.
+
+    It is formatted at once: a LogRecord that holds the exception would keep the tensors of its frames alive.
+    """
+    log.warning("%s\n%s", what, "".join(traceback.format_exception(error)))
+
+
 @contextmanager
 def first_error_kept() -> Iterator[None]:
     """Log a failure within where an error is ending the run already, which is the one to tell; else raise it."""
@@ -76,8 +84,7 @@ def first_error_kept() -> Iterator[None]:
     except Exception as error:
         if ending is None:
             raise
-        # Format now: a LogRecord holding the exception would keep the run's tensors alive.
-        log.warning("The end of a run failed after its error\n%s", "".join(traceback.format_exception(error)))
+        log_error("The end of a run failed after its error", error)
 
 
 class CannotContinue(RuntimeError):

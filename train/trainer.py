@@ -1,8 +1,6 @@
 """Training loop: forward, backward, optimizer step, saves and the retries after OOM or a compile error."""
 
-import logging
 import math
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,8 +28,6 @@ from .saver import FinalLora, Progress, Saver
 from .step.batches import MicroBatch, StepBatches
 from .step.clock import StepClock
 from .step.losses import StepLosses
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -223,8 +219,7 @@ class Trainer:
             cause = cannot_compile(error) if compiles else None
             if cause is None and not smaller:
                 raise
-            # Format now: a LogRecord holding the exception would keep the failed step's activations alive.
-            log.warning("A step failed and is tried again\n%s", "".join(traceback.format_exception(error)))
+            errors.log_error("A step failed and is tried again", error)
         # Retry outside the handler: inside it the exception's frames still hold the failed step's activations.
         # Repeating is exact, as random numbers depend on the step only.
         if cause is None:
