@@ -45,8 +45,8 @@ def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
     """
     with suppress(OSError):  # what can't be read is found by those who need it
         reader = RunReader(folder.path)
-        facts, has_ended = reader.facts(), bool(reader.read().status)
-        if has_ended or not _may_run(facts):
+        facts = reader.facts()
+        if not _may_run(facts) or reader.read().status:  # it has ended
             return
         who = f"another ComfyUI on {facts['host']}" if facts.get("host") else "another machine"
         before = _signs(folder.path)
