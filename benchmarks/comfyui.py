@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _load(name: str, file: Path) -> ModuleType:
+def load(name: str, file: Path) -> ModuleType:
+    """Import `file` as `name`; an `__init__.py` becomes a package whose submodules lie beside it."""
     folders = [str(file.parent)] if file.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None
@@ -23,14 +24,14 @@ def _load(name: str, file: Path) -> ModuleType:
 
 def load_tiny_writers() -> ModuleType:
     """tests/tiny, which needs no ComfyUI to write its files."""
-    return sys.modules.get("tiny") or _load("tiny", ROOT / "tests" / "tiny" / "__init__.py")
+    return sys.modules.get("tiny") or load("tiny", ROOT / "tests" / "tiny" / "__init__.py")
 
 
 def set_up_comfyui(device: str) -> None:
     """Puts ComfyUI on the path with its options set, and the pack beside it as `tessera`."""
     command = sys.argv[:]
     sys.argv[1:] = []  # ComfyUI reads the command line at import; this one is ours
-    sys.path.insert(0, str(_load("tessera_dev", ROOT / "dev.py").find_comfyui()))
+    sys.path.insert(0, str(load("tessera_dev", ROOT / "dev.py").find_comfyui()))
     from comfy.cli_args import args
 
     sys.argv[:] = command

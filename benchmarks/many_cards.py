@@ -148,11 +148,11 @@ def meetings(found: Mapping[str, Any]) -> Iterator[str]:
         f"`python benchmarks/meetings.py --write` measured it with processes that do nothing else, {found['meetings']} "
         "meetings each: milliseconds from when the last one came to when the last one left, and requests to the store "
         f"by all of them. All ran on {found['cores']} cores ({found['processor']}, torch {found['torch']}), beside "
-        f"other programs (a load of {found['load']} when it began), so the times are longer than they "
-        "need be: more processes than cores wait for a core as well, which devices with cores of their own do not. A "
-        "network between hosts would "
-        "come on top. Where all come at once the requests grow faster than the devices, since each writes the key anew "
-        "when another one came first; devices that come one after another, as they do in training, pay less."
+        f"other programs (a load of {found['load']} when it began), so the times are longer than they need be: more "
+        "processes than cores wait for a core as well, which devices with cores of their own do not. A network between "
+        "hosts would come on top. Where all come at once the requests grow faster than the devices, since each writes "
+        "the key anew when another one came first; devices that come one after another, as they do in training, pay "
+        "less."
     )
     spreads = sorted({row["spread"] for row in found["rows"]})
     names = ["all come at once" if not spread else f"they come within {spread:g} s" for spread in spreads]

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comfyui import ROOT, _load
+from comfyui import ROOT, load
 from processes import processor
 
 RESULTS = Path(__file__).parent / "results" / "meetings.json"
 RANKS = (2, 4, 8, 16, 32, 64)
 MEETINGS, PERIOD = 20, 0.5  # of each measurement; seconds from one to the next
 SPREADS = (0.0, 0.1)  # seconds over which the ranks come, the last one at their end
-meeting = _load("meeting", ROOT / "train" / "distributed" / "meeting.py")
+meeting = load("meeting", ROOT / "train" / "distributed" / "meeting.py")
 
 
 class Counted:
@@ -110,8 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    load = os.getloadavg()[0]  # of what else runs here
-    found = {"processor": processor(), "cores": os.cpu_count(), "load": round(load, 1), "torch": torch.__version__}
+    busy = os.getloadavg()[0]  # by what else runs here
+    found = {"processor": processor(), "cores": os.cpu_count(), "load": round(busy, 1), "torch": torch.__version__}
     found |= {"meetings": MEETINGS, "rows": list(rows())}
     text = json.dumps(found, indent=1)
     if given.write:

@@ -1,17 +1,12 @@
 """Inputs that --set of run.py names, of nodes as ComfyUI itself has them."""
 
-import importlib.util
-from pathlib import Path
-
 import nodes as core
 import pytest
 from comfy_api.latest import io
 from comfy_extras.nodes_post_processing import ResizeImageMaskNode
+from with_pack import ROOT, load
 
-spec = importlib.util.spec_from_file_location("headless", Path(__file__).resolve().parents[2] / "run.py")
-assert spec is not None and spec.loader is not None
-headless = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(headless)
+headless = load("headless", ROOT / "run.py")
 
 
 class AnyName(dict):
