@@ -51,7 +51,7 @@ def scaled_product(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What torch._scaled_mm gives, by a product in fp32."""
+    """Multiply as torch._scaled_mm does, by a product in fp32."""
     return (left.float() @ right.float() * (scale_a * scale_b)).to(out_dtype)
 
 
