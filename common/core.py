@@ -38,6 +38,14 @@ def loaded_models() -> list[Any]:
     return comfy.model_management.current_loaded_models
 
 
+def held_models() -> list[tuple[Any, ModelPatcher]]:
+    """Give ComfyUI's entries whose patcher is still there, each with it, so that it stays for as long as they are used.
+
+    An entry has a weak reference only: a garbage collection may make its `model` None between two looks at it.
+    """
+    return [(entry, patcher) for entry in loaded_models() if (patcher := entry.model) is not None]
+
+
 def usable_memory(patcher: Any) -> int:
     """Measure the bytes that the MODEL may use of its device, less what ComfyUI reserves; may be negative.
 
@@ -49,11 +57,10 @@ def usable_memory(patcher: Any) -> int:
 
 def bytes_to_unload(device: torch.device) -> int:
     """Count the bytes of the models on the device that ComfyUI unloads for another, beside those that count as free."""
-    listed = [entry for entry in loaded_models() if entry.device == device]
     # ComfyUI keeps what is listed of a MODEL that is gone as long as anything holds its weights.
-    there = [entry for entry in listed if entry.model is not None]
+    there = [(entry, patcher) for entry, patcher in held_models() if entry.device == device]
     counted = hasattr(ModelPatcher, "get_free_memory")
-    return sum(entry.model_loaded_memory() for entry in there if not (counted and entry.model.is_dynamic()))
+    return sum(entry.model_loaded_memory() for entry, patcher in there if not (counted and patcher.is_dynamic()))
 
 
 def make_room_to_lock(size: int) -> None:

@@ -15,6 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
 from ...common.core import (
+    held_models,
     intended_dtype,
     is_patched,
     loaded_models,
@@ -325,15 +326,16 @@ def unload(models: Sequence[ModelPatcher] | None = None) -> None:
     the first, with a LoRA left in the others. Ordinary ones do not bear it.
     """
     management = comfy.model_management
-    loaded = [entry for entry in loaded_models() if entry.model is not None]
+    held = held_models()
     if models is not None:
-        loaded = [entry for entry in loaded if any(entry.model.is_clone(model) for model in models)]
+        held = [(entry, patcher) for entry, patcher in held if any(patcher.is_clone(model) for model in models)]
     for mode in (True, False):
-        chosen = [entry for entry in loaded if puts_back_under_inference(entry.model) == mode]
+        chosen = [entry for entry, patcher in held if puts_back_under_inference(patcher) == mode]
         others = [entry for entry in loaded_models() if all(entry is not one for one in chosen)]
         with torch.inference_mode(mode):
             for device in {entry.device for entry in chosen}:
                 management.free_memory(1e30, device, others)
+    del held  # what only this held may go now
     if models is None:
         management.unload_all_models()  # it drops the entries of models that are gone, too
     management.soft_empty_cache()

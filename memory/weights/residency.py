@@ -74,8 +74,9 @@ class ResidentWeights(ModelPatcher):
         """Take the weights off the device and out of ComfyUI's list."""
         self.is_last = True
         loaded = loaded_models()
-        for index in [i for i, entry in enumerate(loaded) if entry.model is self]:
-            loaded.pop(index).model_unload()
+        for own in [entry for entry in loaded if entry.model is self]:
+            loaded.remove(own)
+            own.model_unload()
         self._set_resident(False)
         for module in self.modules:
             module.end()

@@ -1,6 +1,8 @@
 """The MODEL that came in is what it was after training, and what is on it is trained on."""
 
+import gc
 import threading
+import weakref
 
 import comfy.model_management
 import comfy.sd
@@ -9,6 +11,7 @@ import tiny
 import torch
 from comfy.model_management import InterruptProcessingException
 from safetensors.torch import load_file, save_file
+from tessera.memory.weights import frozen
 from tiny.alive import Since
 from tiny.runs import Watcher, cancel_at, mixed_data, train
 
@@ -77,6 +80,26 @@ def test_training_gives_all_its_memory_back(tiny_flux, tmp_path):
     comfy.model_management.unload_all_models()
     assert not [t for t in made() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
     assert not [name for name, t in result.lora.items() if t.requires_grad]
+
+
+def test_a_model_that_nobody_holds_any_more_may_go_while_all_are_unloaded(tiny_flux, tiny_files, monkeypatch):
+    """ComfyUI's list has weak references: a garbage collection may end a MODEL between two looks at it."""
+    alone = tiny.load_flux(tiny_files["flux"])
+    comfy.model_management.load_models_gpu([alone])
+    comfy.model_management.load_models_gpu([tiny_flux])  # it is first in the list, so it is looked at first
+    alone.itself = alone  # as any cycle that waits for the collector
+    gone = weakref.ref(alone)
+    own = frozen.puts_back_under_inference
+
+    def collected_first(patcher):
+        gc.collect()
+        return own(patcher)
+
+    monkeypatch.setattr(frozen, "puts_back_under_inference", collected_first)
+    del alone
+    frozen.unload()
+    gc.collect()
+    assert gone() is None and not comfy.model_management.current_loaded_models
 
 
 def test_a_cancelled_run_gives_its_memory_back_while_its_error_is_still_held(tiny_flux, tmp_path):

@@ -7,7 +7,7 @@ from comfy.model_patcher import ModelPatcher
 from PIL import Image
 from torch import Tensor
 
-from ...common.core import loaded_models
+from ...common.core import held_models
 from ...memory.host.flat_weights import restore_inference_mode
 from ...memory.weights.frozen import unload
 from ...models.registry import known_family
@@ -77,10 +77,11 @@ def compare(
     """
     _check(stages, samplings)
     models = [model for model in (stages.model, stages.low_noise) if model is not None]
-    loaded = loaded_models()
+    held = held_models()
     for model in models:
-        if not any(one.model is not None and one.model.model is model.model for one in loaded):
+        if not any(patcher.model is model.model for _, patcher in held):
             restore_inference_mode(model.model)
+    del held
     for column in columns:
         check()
         _with_loras(stages, column)
