@@ -39,10 +39,7 @@ def loaded_models() -> list[Any]:
 
 
 def held_models() -> list[tuple[Any, ModelPatcher]]:
-    """Give ComfyUI's entries whose patcher is still there, each with it, so that it stays for as long as they are used.
-
-    An entry has a weak reference only: a garbage collection may make its `model` None between two looks at it.
-    """
+    """Give the entries whose patcher is there, each with it: an entry's own reference is weak, and may die any time."""
     return [(entry, patcher) for entry in loaded_models() if (patcher := entry.model) is not None]
 
 
@@ -149,9 +146,8 @@ def load_tensors(path: str, tensors: dict[str, Tensor], metadata: Any, options: 
     off = {"disable_dynamic": True} if not dynamic and _takes(load, "disable_dynamic") else {}
     model = load(tensors, model_options=options, metadata=metadata, **off)
     if model is None:
-        raise ValueError(
-            f"Could not detect model type of {Path(path).name}: it isn't a diffusion model that this ComfyUI knows."
-        )
+        name = Path(path).name
+        raise ValueError(f"Could not detect model type of {name}: it isn't a diffusion model that this ComfyUI knows.")
     return model
 
 
@@ -171,10 +167,7 @@ def remember_loader(model: Any, load: Callable[..., Any], *args: Any) -> None:
 
 
 def lazy_loading_code() -> CodeType | None:
-    """Give the code that clones a file's weight for a Linear made while dynamic VRAM is on.
-
-    None where this ComfyUI has none under the name that is known.
-    """
+    """Give the code that clones a file's weight for a Linear made under dynamic VRAM, None where it is not known."""
     found = getattr(comfy.ops.disable_weight_init, "_lazy_load_from_state_dict", None)
     return getattr(found, "__code__", None)
 
@@ -342,7 +335,6 @@ def command_line() -> list[str]:
 
 def features() -> dict[str, Any]:
     """Return ComfyUI's version and those of its features that the pack uses where they exist."""
-    management = comfy.model_management
     at_end = [name for module, name in _AT_END_OF_NODE if hasattr(sys.modules.get(module), name)]
     return {
         "version": comfyui_version.__version__,
@@ -353,5 +345,5 @@ def features() -> dict[str, Any]:
         "end_of_node": at_end,
         "tiled_encoding": [name for name in _TILED if hasattr(comfy.sd.VAE, name)],
         "free_memory_of_model": hasattr(ModelPatcher, "get_free_memory"),
-        "counts_pinned_memory": hasattr(management, "TOTAL_PINNED_MEMORY"),
+        "counts_pinned_memory": hasattr(comfy.model_management, "TOTAL_PINNED_MEMORY"),
     }

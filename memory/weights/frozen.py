@@ -325,20 +325,17 @@ def unload(models: Sequence[ModelPatcher] | None = None) -> None:
     that a loader made under inference mode can only be put back under it: outside, ComfyUI's unpatching breaks off at
     the first, with a LoRA left in the others. Ordinary ones do not bear it.
     """
-    management = comfy.model_management
-    held = held_models()
-    if models is not None:
-        held = [(entry, patcher) for entry, patcher in held if any(patcher.is_clone(model) for model in models)]
+    held = [pair for pair in held_models() if models is None or any(pair[1].is_clone(model) for model in models)]
     for mode in (True, False):
         chosen = [entry for entry, patcher in held if puts_back_under_inference(patcher) == mode]
         others = [entry for entry in loaded_models() if all(entry is not one for one in chosen)]
         with torch.inference_mode(mode):
             for device in {entry.device for entry in chosen}:
-                management.free_memory(1e30, device, others)
+                comfy.model_management.free_memory(1e30, device, others)
     del held  # what only this held may go now
     if models is None:
-        management.unload_all_models()  # it drops the entries of models that are gone, too
-    management.soft_empty_cache()
+        comfy.model_management.unload_all_models()  # it drops the entries of models that are gone, too
+    comfy.model_management.soft_empty_cache()
 
 
 def puts_back_under_inference(patcher: ModelPatcher) -> bool:
