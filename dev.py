@@ -61,7 +61,7 @@ FAST_TESTS = ("tests/comfy/every_family",)  # where a case of each family is mar
 MODES = ("--fast", "--core", "--slowest")
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
 TORCH = ("torch==2.14.0", "torchvision", "torchaudio")  # resolved together: torch takes only its own builds of the rest
-PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
+PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
 STAMP = ".tessera-complete"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -149,7 +149,8 @@ def test_steps_that_the_devices_cannot_share_are_told_before_anything_is_unloade
 
 def test_processes_that_do_not_end_are_killed_at_the_second_cancel(tmp_path, monkeypatch):
     """A stand-in for run.py that heeds no signal, with a process below it in another session, as torchrun's are."""
-    below = f"import time, sys; sys.argv = ['run.py']; exec(open({str(RUN)!r}).read().split('if __name__')[0]); "
+    below = f"import time, sys; sys.path.insert(0, {str(RUN.parent)!r}); "
+    below += "from headless.parent import watch_parent; from headless.rank import Rank; "
     below += "watch_parent(Rank(0, 2), False); print('up', flush=True); time.sleep(600)"
     stubborn = tmp_path / "a folder" / "run.py"
     stubborn.parent.mkdir()

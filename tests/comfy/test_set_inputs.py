@@ -4,9 +4,11 @@ import nodes as core
 import pytest
 from comfy_api.latest import io
 from comfy_extras.nodes_post_processing import ResizeImageMaskNode
-from with_pack import ROOT, load
-
-headless = load("headless", ROOT / "run.py")
+from tessera.headless.errors import UsageError
+from tessera.headless.execution import Run
+from tessera.headless.rank import Rank
+from tessera.headless.reports import Reporter, Result
+from tessera.headless.workflow import set_input
 
 
 class AnyName(dict):
@@ -68,8 +70,8 @@ def check(monkeypatch, *changes):
     for name, kind in (own | {"ResizeImageMaskNode": ResizeImageMaskNode}).items():
         monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, kind)
     prompt = {number: node | {"inputs": dict(node["inputs"])} for number, node in PROMPT.items()}
-    changed = {headless.set_input(prompt, change) for change in changes}
-    headless.Run(prompt, {}, changed, headless.Told(None), headless.Rank(), headless.Result(None)).check_inputs()
+    changed = {set_input(prompt, change) for change in changes}
+    Run(prompt, {}, changed, Reporter(None), Rank(), Result(None)).check_inputs()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_an_input_that_the_node_takes_is_set(change, monkeypatch):
     ],
 )
 def test_an_input_that_the_node_does_not_take_is_told_with_those_that_it_has(change, said, monkeypatch):
-    with pytest.raises(headless.Wrong, match=f"^{said}\\.$"):
+    with pytest.raises(UsageError, match=f"^{said}\\.$"):
         check(monkeypatch, change)
 
 

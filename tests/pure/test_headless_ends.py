@@ -1,24 +1,23 @@
 """Ends of run.py, and what it gives on to the processes that it starts."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tessera.headless import comfyui, command, execution, launch
+from tessera.headless.errors import TERMINATED, UsageError
+from tessera.headless.execution import Run
+from tessera.headless.rank import Rank
+from tessera.headless.reports import Reporter, Result, saved_a_state
+from tessera.headless.workflow import TRAIN
 
-spec = importlib.util.spec_from_file_location("headless", Path(__file__).resolve().parents[2] / "run.py")
-assert spec is not None and spec.loader is not None
-headless = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(headless)
-
-TRAINS = {"4": {"class_type": headless.TRAIN, "inputs": {}}}
+TRAINS = {"4": {"class_type": TRAIN, "inputs": {}}}
 WITH_MORE = TRAINS | {"5": {"class_type": "TesseraSaveLora", "inputs": {"lora": ["4", 0]}}}
 STARTED = 1000.0
 
@@ -40,15 +39,15 @@ def nodes(monkeypatch):
 
 
 @pytest.fixture
-def execution(monkeypatch):
+def executor(monkeypatch):
     """ComfyUI's executor, which would hand every input to a node."""
     found = SimpleNamespace(get_input_data=lambda inputs, kind, number: (inputs, {}, {}))
     monkeypatch.setitem(sys.modules, "execution", found)
 
 
 def run_of(rank=None, result=None, prompt=TRAINS, changed=()):
-    told, rank, result = headless.Told(None), rank or headless.Rank(), result or headless.Result(None)
-    made = headless.Run(prompt, {}, set(changed), told, rank, result)
+    told, rank, result = Reporter(None), rank or Rank(), result or Result(None)
+    made = Run(prompt, {}, set(changed), told, rank, result)
     made.started = STARTED
     return made
 
@@ -73,7 +72,7 @@ def written(path, at):
 def test_a_state_is_one_of_a_run_that_was_told_of_since_the_start(files, is_it, tmp_path):
     for name, at in files.items():
         written(tmp_path / "loras" / "folder" / "a (1)" / name, at)
-    assert headless.saved_a_state(str(tmp_path), STARTED) is is_it
+    assert saved_a_state(str(tmp_path), STARTED) is is_it
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_the_exit_code_says_whether_and_how_it_goes_on(size, by, has_failed, sav
     error = {"exception_message": "no room\n", "node_type": "A", "node_id": "4"}
     messages = [["execution_error", error] if has_failed else ["execution_interrupted", {}]]
     for code in (unsaved, saved):
-        run = run_of(headless.Rank(0, size, 0))
+        run = run_of(Rank(0, size, 0))
         run.signal = by
         assert run.code({"status": {"status_str": "error", "messages": messages}}) == code
         told = capsys.readouterr().err
@@ -110,7 +109,7 @@ def test_a_run_that_is_done_tells_its_files(output, capsys):
 
 def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(nodes, monkeypatch):
     ended = []
-    monkeypatch.setattr(headless.os, "_exit", ended.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
     run = run_of()
     for number, exits in ((signal.SIGTERM, []), (signal.SIGTERM, []), (signal.SIGINT, [130])):
         run.end_by_signal(number, None)
@@ -152,7 +151,7 @@ def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monk
 
     async def execute():
         server = Server()
-        return await run_of(headless.Rank(rank, 2, rank), prompt=WITH_MORE)._execute(server), server.queued
+        return await run_of(Rank(rank, 2, rank), prompt=WITH_MORE)._execute(server), server.queued
 
     code, ((_, _, prompt, _, outputs, _),) = asyncio.run(execute())
     assert (code, outputs, prompt) == (0, wanted, WITH_MORE)
@@ -180,41 +179,41 @@ def test_what_a_device_lacks_is_told_by_it_and_to_the_others_unless_one_has_told
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(headless, "start_comfyui", lambda folder, options: server)
-    monkeypatch.setattr(headless.signal, "signal", lambda number, act: None)
-    with pytest.raises(headless.Wrong, match="Value not in list. no such model") as error:
-        run_of(headless.Rank(1, 2, 1)).execute(output, [])
+    monkeypatch.setattr(execution, "start_comfyui", lambda folder, options: server)
+    monkeypatch.setattr(signal, "signal", lambda number, act: None)
+    with pytest.raises(UsageError, match="Value not in list. no such model") as error:
+        run_of(Rank(1, 2, 1)).execute(output, [])
     loop.close()
     assert error.value.of_this_device is not known
     assert told == ([] if known else ["TesseraTrainLora (4): Value not in list. no such model"])
 
 
-def test_an_input_that_its_node_does_not_have_is_told(nodes, execution):
+def test_an_input_that_its_node_does_not_have_is_told(nodes, executor):
     kind = SimpleNamespace(INPUT_TYPES=lambda: {"required": {"steps": ()}, "optional": {"data": ()}})
-    nodes.NODE_CLASS_MAPPINGS = {headless.TRAIN: kind}
-    run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"steps": 1, "data.a": 2}}}).check_inputs()
+    nodes.NODE_CLASS_MAPPINGS = {TRAIN: kind}
+    run_of(prompt={"4": {"class_type": TRAIN, "inputs": {"steps": 1, "data.a": 2}}}).check_inputs()
     told = r"^TesseraTrainLora \(4\) has no input called stepz; it has steps, data\.$"
-    with pytest.raises(headless.Wrong, match=told):
-        run_of(prompt={"4": {"class_type": headless.TRAIN, "inputs": {"stepz": 1}}}).check_inputs()
+    with pytest.raises(UsageError, match=told):
+        run_of(prompt={"4": {"class_type": TRAIN, "inputs": {"stepz": 1}}}).check_inputs()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 @pytest.mark.parametrize("rank", [None, "0", "1"])
 def test_a_sigterm_while_comfyui_starts_is_on_record(tmp_path, rank):
     """torchrun gives 1 of it, so the record is all that tells."""
-    comfyui, result = tmp_path / "ComfyUI", tmp_path / "result.json"
-    (comfyui / "comfy").mkdir(parents=True)
-    (comfyui / "main.py").touch()
-    (comfyui / "comfy" / "options.py").write_text("import time\nprint('starts', flush=True)\ntime.sleep(60)\n")
+    folder, result = tmp_path / "ComfyUI", tmp_path / "result.json"
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").touch()
+    (folder / "comfy" / "options.py").write_text("import time\nprint('starts', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "w.json").write_text(json.dumps(TRAINS))
-    environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
+    environment = {**os.environ, "COMFYUI_PATH": str(folder)}
     if rank is not None:
         environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    command = [sys.executable, str(headless.__file__), str(tmp_path / "w.json"), "--result", str(result)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    started = [sys.executable, str(launch.RUN), str(tmp_path / "w.json"), "--result", str(result)]
+    with subprocess.Popen(started, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "starts\n"
         process.terminate()
-        assert process.wait(30) == headless.TERMINATED
+        assert process.wait(30) == TERMINATED
     assert result.exists() == (rank != "1") and (rank == "1" or json.loads(result.read_text()) == {"code": 143})
 
 
@@ -224,24 +223,24 @@ def executed(monkeypatch, output, tmp_path):
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "0,1")
     monkeypatch.setenv("TESSERA_WORLD_OF", "")
-    monkeypatch.setattr(headless, "watch_parent", lambda rank, launches: None)
-    monkeypatch.setattr(headless.signal, "signal", lambda number, act: None)
-    monkeypatch.setattr(headless, "find_comfyui", lambda: tmp_path)
+    monkeypatch.setattr(command, "watch_parent", lambda rank, launches: None)
+    monkeypatch.setattr(signal, "signal", lambda number, act: None)
+    monkeypatch.setattr(command, "find_comfyui", lambda: tmp_path)
     (tmp_path / "w.json").write_text(json.dumps(TRAINS))
     given = []
 
     def execute(run, comfyui, options):
-        run.told.event("started")
+        run.reporter.event("started")
         given.append((run.prompt["4"]["inputs"], list(options)))
         return 75
 
-    monkeypatch.setattr(headless.Run, "execute", execute)
+    monkeypatch.setattr(Run, "execute", execute)
 
     def call(rank, size, *options):
         given.clear()
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "here"}.items():
             monkeypatch.setenv(name, str(value))
-        return headless.main([str(tmp_path / "w.json"), *options]), *(given[0] if given else ({}, []))
+        return command.main([str(tmp_path / "w.json"), *options]), *(given[0] if given else ({}, []))
 
     return call
 
@@ -288,11 +287,11 @@ def test_a_step_that_several_devices_cannot_share_is_told_before_a_node_runs(siz
     for name in [name for name in sys.modules if name.endswith(".train.distributed.share")]:
         monkeypatch.delitem(sys.modules, name)  # tests of the pack in this process have loaded it
     monkeypatch.setitem(sys.modules, "the pack.train.distributed.share", SimpleNamespace(share_of=share_of))
-    rank = headless.Rank(0, size, 0)
+    rank = Rank(0, size, 0)
     linked = {"batch_size": ["1", 0], "gradient_accumulation": 2}
-    rank.check_shares({"4": {"class_type": headless.TRAIN, "inputs": linked}, "5": WITH_MORE["5"]})
-    given = {"4": {"class_type": headless.TRAIN, "inputs": linked | {"batch_size": 3}}}
-    with pytest.raises(headless.Wrong, match="2 devices can't share 3 and 2") if size > 1 else nullcontext():
+    rank.check_shares({"4": {"class_type": TRAIN, "inputs": linked}, "5": WITH_MORE["5"]})
+    given = {"4": {"class_type": TRAIN, "inputs": linked | {"batch_size": 3}}}
+    with pytest.raises(UsageError, match="2 devices can't share 3 and 2") if size > 1 else nullcontext():
         rank.check_shares(given)
 
 
@@ -305,8 +304,8 @@ def test_what_the_first_device_finds_too_is_left_to_it(rank, first, tells, monke
         return {"rank": 0} if first else None
 
     world = SimpleNamespace(fault=fault, tell=lambda error, sentence: told.append(sentence))
-    monkeypatch.setattr(headless.Rank, "world", lambda self: world)
-    assert headless.Rank(rank, 2, rank).tell_others("no file", 5.0) is tells
+    monkeypatch.setattr(Rank, "world", lambda self: world)
+    assert Rank(rank, 2, rank).tell_others("no file", 5.0) is tells
     assert waited == [5.0 if rank else 0.0] and told == (["no file"] if tells else [])
 
 
@@ -314,17 +313,17 @@ def test_a_process_without_a_device_is_told(executed, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert executed(1, 2, "--", "--cpu")[0] == 75
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(headless.Wrong, match="CUDA_VISIBLE_DEVICES is 3, and 2 devices or more are to train"):
-        with headless.Rank(1, 2, 1).prepared(TRAINS, []):
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES is 3, and 2 devices or more are to train"):
+        with Rank(1, 2, 1).prepared(TRAINS, []):
             pass
 
 
 @pytest.mark.parametrize(
     ("rank", "there", "said"),
     [
-        (headless.Rank(), 0, "torch finds no GPU here; put -- --cpu at the end to run on the CPU."),
-        (headless.Rank(5, 6, 2), 0, "This machine has no GPU for its process 3; start as many processes as it has"),
-        (headless.Rank(), 1, None),
+        (Rank(), 0, "torch finds no GPU here; put -- --cpu at the end to run on the CPU."),
+        (Rank(5, 6, 2), 0, "This machine has no GPU for its process 3; start as many processes as it has"),
+        (Rank(), 1, None),
     ],
 )
 def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, monkeypatch, tmp_path):
@@ -335,10 +334,10 @@ def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, mo
     monkeypatch.setitem(sys.modules, "comfy.options", options)
     monkeypatch.setitem(sys.modules, "comfy.cli_args", SimpleNamespace(args=None))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: there)))
-    monkeypatch.setattr(headless, "set_environment", lambda args: None)
+    monkeypatch.setattr(comfyui, "set_environment", lambda args: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    with pytest.raises(RuntimeError if said is None else headless.Wrong) as error:
+    with pytest.raises(RuntimeError if said is None else UsageError) as error:
         run_of(rank).execute(tmp_path, [])
     assert str(error.value).startswith(said or "No CUDA GPUs")
     assert said is None or error.value.of_this_device
@@ -347,12 +346,12 @@ def test_a_process_that_finds_no_gpu_is_told_in_a_sentence(rank, there, said, mo
 def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
-    assert headless.Rank.of_environment() == (3, 4, 1)
+    assert Rank.of_environment() == (3, 4, 1)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert headless.Rank.of_environment() == (0, 1, 0)
+    assert Rank.of_environment() == (0, 1, 0)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("MASTER_ADDR")
-    assert headless.Rank.of_environment() == (0, 1, 0)
+    assert Rank.of_environment() == (0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -367,26 +366,26 @@ def test_a_device_is_one_of_several_where_torchrun_says_so(monkeypatch):
 def test_what_cannot_be_launched_is_told(devices, there, prompt, options, said, monkeypatch):
     cuda = SimpleNamespace(device_count=lambda: there)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(headless.sys, "platform", "linux")
-    headless.check_launch(there or 2, TRAINS, [] if there else ["--cpu"])
-    with pytest.raises(headless.Wrong, match=said):
-        headless.check_launch(devices, prompt, options)
+    monkeypatch.setattr(sys, "platform", "linux")
+    launch.check_launch(there or 2, TRAINS, [] if there else ["--cpu"])
+    with pytest.raises(UsageError, match=said):
+        launch.check_launch(devices, prompt, options)
 
 
-@pytest.mark.parametrize("launch", [["--launch", "2"], ["--launch=2"]])
-def test_the_devices_get_the_options_but_for_launch(launch, monkeypatch, tmp_path):
+@pytest.mark.parametrize("option", [["--launch", "2"], ["--launch=2"]])
+def test_the_devices_get_the_options_but_for_launch(option, monkeypatch, tmp_path):
     given = []
 
     def torchrun(arguments, devices):
         given.append((arguments, devices))
         (tmp_path / "result").write_text('{"code": 130}')
 
-    monkeypatch.setattr(headless, "torchrun_failure", torchrun)
-    own = ["w.json", *launch, "--set", "4.steps=1", "--result", "x", "--log=l"]
+    monkeypatch.setattr(launch, "torchrun_failure", torchrun)
+    own = ["w.json", *option, "--set", "4.steps=1", "--result", "x", "--log=l"]
     behind = ["--", "--cpu", "--launch", "7"]
-    assert headless.launch(2, [*own, *behind], str(tmp_path / "result")) == 130
+    assert launch.launch(2, [*own, *behind], str(tmp_path / "result")) == 130
     kept = ["w.json", "--set", "4.steps=1", "--log=l", "--result", str(tmp_path / "result")]
-    started = ["--standalone", "--nproc-per-node=2", "--", os.path.abspath(headless.__file__)]
+    started = ["--standalone", "--nproc-per-node=2", "--", str(launch.RUN)]
     assert given == [([*started, *kept, *behind], 2)]
 
 
@@ -394,10 +393,10 @@ def test_the_result_of_launch_is_the_code_that_it_ends_with(monkeypatch, tmp_pat
     """Not what the first device wrote, which may have been killed before it could."""
     path, workflow = tmp_path / "result", tmp_path / "w.json"
     workflow.write_text(json.dumps(TRAINS))
-    monkeypatch.setattr(headless, "find_comfyui", lambda: tmp_path)
-    monkeypatch.setattr(headless, "check_launch", lambda *_: None)
-    monkeypatch.setattr(headless, "launch", lambda *_: path.write_text('{"output": "x"}') and 75)
-    assert headless.main([str(workflow), "--launch", "2", "--result", str(path)]) == 75
+    monkeypatch.setattr(command, "find_comfyui", lambda: tmp_path)
+    monkeypatch.setattr(command, "check_launch", lambda *_: None)
+    monkeypatch.setattr(command, "launch", lambda *_: path.write_text('{"output": "x"}') and 75)
+    assert command.main([str(workflow), "--launch", "2", "--result", str(path)]) == 75
     assert json.loads(path.read_text()) == {"code": 75}
 
 
@@ -427,10 +426,10 @@ def test_the_code_of_launch_is_that_of_the_first_or_says_whether_it_goes_on(end,
             json.dump(found, file)
         return failed
 
-    monkeypatch.setattr(headless, "torchrun_failure", torchrun)
-    unsaved = headless.launch(2, ["w.json", "--launch", "2"], None)
+    monkeypatch.setattr(launch, "torchrun_failure", torchrun)
+    unsaved = launch.launch(2, ["w.json", "--launch", "2"], None)
     written(tmp_path / "loras" / "a (1)" / "state-000001.tessera", STARTED + 1)
-    assert (headless.launch(2, ["w.json", "--launch", "2"], None), unsaved) == codes
+    assert (launch.launch(2, ["w.json", "--launch", "2"], None), unsaved) == codes
     told = capsys.readouterr().err.splitlines()
     if failed is None or failed[1] > 0:
         assert told == []

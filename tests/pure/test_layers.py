@@ -21,6 +21,7 @@ BELOW = {
     "models": {"memory", "common"},
     "memory": {"common"},
     "common": set(),
+    "headless": set(),  # runs before ComfyUI and the pack are loaded
 }
 FILES = sorted(file for layer in BELOW for file in (ROOT / layer).rglob("*.py"))
 # ComfyUI's node API and its server.

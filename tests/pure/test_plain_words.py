@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common")
+PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
 PAGES = ("docs", "nodes/web")
 PHRASES = (
     r"kinds? of blocks?",
@@ -46,9 +46,6 @@ def texts() -> Iterator[tuple[str, str]]:
         for path in sorted((ROOT / package).rglob("*.py")):
             for text in literals(path.read_text(encoding="utf-8")):
                 yield path.name, text
-    for path in (ROOT / "run.py",):
-        for text in literals(path.read_text(encoding="utf-8")):
-            yield path.name, text
     for path in [ROOT / "README.md", *(page for folder in PAGES for page in sorted((ROOT / folder).rglob("*.md")))]:
         yield path.name, path.read_text(encoding="utf-8")
 

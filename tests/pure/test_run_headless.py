@@ -1,19 +1,19 @@
 """Options and workflow as run.py reads them before ComfyUI is started."""
 
-import importlib.util
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tessera.headless import comfyui, command, launch, rank
+from tessera.headless.errors import UsageError
+from tessera.headless.rank import Rank
+from tessera.headless.workflow import TRAIN, read_workflow, set_input
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("headless", ROOT / "run.py")
-assert spec is not None and spec.loader is not None
-headless = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(headless)
-
 PROMPT = {
     "4": {"class_type": "TesseraTrainLora", "inputs": {"steps": 10, "output_name": "a", "model": ["1", 0]}},
     "5": {"class_type": "LoadImage", "inputs": {"image": "a.png"}, "_meta": {"title": "First"}},
@@ -25,12 +25,12 @@ PROMPT = {
 def changed(*changes):
     prompt = json.loads(json.dumps(PROMPT))
     for change in changes:
-        headless.set_input(prompt, change)
+        set_input(prompt, change)
     return prompt
 
 
 def test_an_input_is_changed_by_the_node_s_number_class_or_title():
-    assert headless.set_input(json.loads(json.dumps(PROMPT)), "Second.one.image=c.png") == ("6", "image")
+    assert set_input(json.loads(json.dumps(PROMPT)), "Second.one.image=c.png") == ("6", "image")
     prompt = changed("4.steps=20", "TesseraTrainLora.output_name=12", "Second.one.image=c=d.png", "4.seed=3")
     assert prompt["4"]["inputs"] == {"steps": 20, "output_name": "12", "model": ["1", 0], "seed": 3}
     assert prompt["6"]["inputs"]["image"] == "c=d.png" and prompt["5"] == PROMPT["5"]
@@ -56,7 +56,7 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
     ],
 )
 def test_a_change_that_names_no_input_is_told(change, said):
-    with pytest.raises(headless.Wrong, match=said):
+    with pytest.raises(UsageError, match=said):
         changed(change)
 
 
@@ -76,30 +76,30 @@ def test_a_change_that_names_no_input_is_told(change, said):
 def test_what_is_no_workflow_is_told(text, said, tmp_path, capsys):
     path = tmp_path / "w.json"
     path.write_text(text)
-    assert headless.main([str(path)]) == 2
+    assert command.main([str(path)]) == 2
     told = capsys.readouterr().err
     assert re.search(said, told) and str(path) in told
-    assert headless.main([str(tmp_path / "none.json")]) == 2
+    assert command.main([str(tmp_path / "none.json")]) == 2
     assert "can't be read: No such file or directory" in capsys.readouterr().err
 
 
 def test_what_is_posted_to_a_server_is_taken_too(tmp_path):
     path = tmp_path / "w.json"
     path.write_text(json.dumps({"prompt": PROMPT}))
-    assert headless.read_workflow(path) == (PROMPT, {})
+    assert read_workflow(path) == (PROMPT, {})
     path.write_text(json.dumps({"prompt": PROMPT, "extra_data": {"extra_pnginfo": {"workflow": {}}}}))
-    assert headless.read_workflow(path) == (PROMPT, {"extra_pnginfo": {"workflow": {}}})
+    assert read_workflow(path) == (PROMPT, {"extra_pnginfo": {"workflow": {}}})
 
 
 def test_options_behind_the_dashes_are_comfyui_s():
-    own, comfyui = headless.parse(["w.json", "--set", "4.steps=1", "--", "--cpu", "--", "x"])
-    assert (own.workflow, own.set, comfyui) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
+    own, behind = command.parse(["w.json", "--set", "4.steps=1", "--", "--cpu", "--", "x"])
+    assert (own.workflow, own.set, behind) == ("w.json", ["4.steps=1"], ["--cpu", "--", "x"])
 
 
 def test_windows_is_told_that_torchrun_does_not_start_there(monkeypatch):
-    monkeypatch.setattr(headless.sys, "platform", "win32")
-    with pytest.raises(headless.Wrong, match="use WSL, or leave --launch out"):
-        headless.check_launch(2, {"1": {"class_type": headless.TRAIN, "inputs": {}}}, ["--cpu"])
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UsageError, match="use WSL, or leave --launch out"):
+        launch.check_launch(2, {"1": {"class_type": TRAIN, "inputs": {}}}, ["--cpu"])
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
@@ -108,9 +108,9 @@ def test_each_process_takes_one_of_the_devices_that_are_named(name, monkeypatch)
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "2,3")
     seen = []
-    monkeypatch.setattr(headless, "_see_devices", seen.append)
+    monkeypatch.setattr(rank, "see_devices", seen.append)
     for _ in range(2):  # the second process of the second machine; then where none are named
-        with headless.Rank(3, 4, 1).prepared({"1": {"class_type": headless.TRAIN, "inputs": {}}}, []):
+        with Rank(3, 4, 1).prepared({"1": {"class_type": TRAIN, "inputs": {}}}, []):
             monkeypatch.delenv("TESSERA_WORLD_OF")
         monkeypatch.delenv(name, raising=False)
     assert seen == ["3", "1"]
@@ -130,22 +130,22 @@ VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVI
 )
 def test_options_that_torch_reads_of_the_environment_are_put_there(option, value, names, wanted, monkeypatch):
     """ComfyUI's main.py does so only where it is started itself."""
-    monkeypatch.setattr(headless.os, "environ", {})
+    monkeypatch.setattr(os, "environ", {})
     options = dict.fromkeys(("default_device", "cuda_device", "oneapi_device_selector"), None)
-    headless.set_environment(SimpleNamespace(**options | {"deterministic": False} | {option: value}))
-    assert [headless.os.environ.get(name) for name in names] == [wanted] * len(names)
+    comfyui.set_environment(SimpleNamespace(**options | {"deterministic": False} | {option: value}))
+    assert [os.environ.get(name) for name in names] == [wanted] * len(names)
 
 
 def test_comfyui_is_where_the_pack_lies_or_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
-    with pytest.raises(headless.Wrong, match="COMFYUI_PATH is .*, which isn't a ComfyUI folder"):
-        headless.find_comfyui()
+    with pytest.raises(UsageError, match="COMFYUI_PATH is .*, which isn't a ComfyUI folder"):
+        comfyui.find_comfyui()
     (tmp_path / "comfy").mkdir()
     (tmp_path / "main.py").touch()
-    assert headless.find_comfyui() == tmp_path
+    assert comfyui.find_comfyui() == tmp_path
     monkeypatch.delenv("COMFYUI_PATH")
-    monkeypatch.setattr(headless, "__file__", str(tmp_path / "custom_nodes" / "pack" / "run.py"))
-    assert headless.find_comfyui() == tmp_path
-    monkeypatch.setattr(headless, "__file__", str(tmp_path / "else" / "a" / "b" / "run.py"))
-    with pytest.raises(headless.Wrong, match="put this pack into ComfyUI's custom_nodes"):
-        headless.find_comfyui()
+    monkeypatch.setattr(comfyui, "RUN", tmp_path / "custom_nodes" / "pack" / "run.py")
+    assert comfyui.find_comfyui() == tmp_path
+    monkeypatch.setattr(comfyui, "RUN", tmp_path / "else" / "a" / "b" / "run.py")
+    with pytest.raises(UsageError, match="put this pack into ComfyUI's custom_nodes"):
+        comfyui.find_comfyui()

@@ -1,0 +1,129 @@
+"""One process among those that train together."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .comfyui import see_devices
+from .errors import UsageError
+from .workflow import TRAIN, Prompt
+
+
+class Rank(NamedTuple):
+    """This process among those that torchrun has started, one for each device; alone where it has not.
+
+    rank: number among all of them. Rank 0 writes and tells.
+    size: how many there are.
+    local: number on this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @classmethod
+    def of_environment(cls) -> "Rank":
+        """Read what torchrun has set."""
+        values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+        if None in values or int(values[1] or 1) < 2:
+            return cls()
+        return cls(*(int(value or 0) for value in values[:3]))
+
+    def named(self, text: str) -> str:
+        return f"Device {self.rank}: {text}" if self.rank else text
+
+    @contextlib.contextmanager
+    def prepared(self, prompt: Prompt, options: Sequence[str]) -> Iterator[list[str]]:
+        """Choose this process's device, and give ComfyUI's options for it."""
+        if self.size == 1:
+            yield list(options)
+            return
+        check_many(prompt, options)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+        devices = None if visible is None else [one for one in visible.split(",") if one.strip()]
+        if devices is not None and "--cpu" not in options:
+            if self.local >= len(devices):
+                raise UsageError(
+                    f"CUDA_VISIBLE_DEVICES is {visible}, and {self.local + 1} devices or more are to train."
+                )
+            see_devices(devices[self.local])
+        else:
+            see_devices(str(self.local))
+        os.environ["TESSERA_WORLD_OF"] = str(os.getpid())  # train/distributed/current.py waits for the others then
+        if self.rank == 0:
+            yield list(options)
+            return
+        temporary = tempfile.mkdtemp(prefix="tessera-device-")  # ComfyUI empties the one that it has
+        quiet = [] if "--verbose" in options else ["--verbose", "ERROR"]
+        try:
+            own = [*options, "--database-url", "sqlite:///:memory:", "--temp-directory", temporary, *quiet]
+            yield own
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def without_device(self) -> UsageError:
+        """Make the error of a process that finds no GPU."""
+        mistake = UsageError(
+            "torch finds no GPU here; put -- --cpu at the end to run on the CPU."
+            if self.size == 1
+            else f"This machine has no GPU for its process {self.local + 1}; start as many processes as it has GPUs, "
+            "or put -- --cpu at the end."
+        )
+        mistake.of_this_device = True
+        return mistake
+
+    def meet_others(self) -> None:
+        """Wait for the other devices, before any of them does something that takes long or may fail."""
+        try:
+            self.world()
+        except TimeoutError as error:
+            mistake = UsageError("Another device has not started for half an hour.")
+            mistake.of_this_device = True
+            raise mistake from error
+
+    def world(self) -> Any:
+        """Return what joins this device to the others, once the pack is loaded; None for one that trains alone."""
+        names = [name for name in sys.modules if name.endswith(".train.distributed.current")]
+        return sys.modules[names[0]].current_world() if names and self.size > 1 else None
+
+    def check_shares(self, prompt: Prompt) -> None:
+        """Raise UsageError where several devices can't share a step evenly, before nodes in front encode and load."""
+        shares = [sys.modules[name] for name in sys.modules if name.endswith(".train.distributed.share")]
+        for node in prompt.values() if shares and self.size > 1 else ():
+            given = [node.get("inputs", {}).get(one) for one in ("batch_size", "gradient_accumulation")]
+            if node["class_type"] == TRAIN and all(isinstance(one, int) for one in given):
+                try:
+                    shares[0].share_of(self.rank, self.size, *given)
+                except ValueError as error:
+                    raise UsageError(str(error)) from error
+
+    def tell_others(self, text: str, seconds: float = 0.0) -> bool:
+        """Tell the other devices why this one ends. Returns True unless one has done so before.
+
+        seconds: in which the first one may do so, which is left to it.
+        """
+        world = self.world()
+        if world is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # of the store, which may be gone
+            if world.fault(seconds if self.rank else 0.0) is not None:
+                return False
+        world.tell(RuntimeError(text), text.partition("\n")[0])
+        return True
+
+
+def check_many(prompt: Prompt, options: Sequence[str]) -> None:
+    """Raise UsageError for what several devices can't run."""
+    if not any(node["class_type"] == TRAIN for node in prompt.values()):
+        raise UsageError(
+            "The workflow has no Train LoRA, and nothing else is shared by several devices; leave --launch out."
+        )
+    for option in ("--cuda-device", "--default-device"):
+        if any(one.partition("=")[0] == option for one in options):
+            raise UsageError(
+                f"{option} can't be used with several devices; let CUDA_VISIBLE_DEVICES name those to use."
+            )

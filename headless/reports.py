@@ -1,0 +1,92 @@
+"""Terminal, log and the file of the result: what a run writes about itself."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from .errors import UsageError
+
+
+class Reporter:
+    """Tells what happens: on the terminal, and as lines of JSON in a log. Of several devices only the first does."""
+
+    def __init__(self, log: TextIO | None, rank: int = 0) -> None:
+        self.log, self.on_terminal, self.silent = log, sys.stdout.isatty(), rank > 0
+        self.open, self.last = False, 0.0
+
+    def event(self, event: str, **facts: Any) -> None:
+        if self.log is not None:
+            self.log.write(json.dumps({"time": round(time.time(), 3), "event": event, **facts}, default=str) + "\n")
+            self.log.flush()
+
+    def line(self, text: str, to: TextIO | None = None) -> None:
+        if self.silent:
+            return
+        if self.open:
+            print()
+            self.open = False
+        print(text, file=to or sys.stdout, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Show in one line on a terminal, and every few seconds elsewhere."""
+        if self.silent:
+            return
+        if self.on_terminal:
+            print(f"\r    {text[:110]:<110}", end="", flush=True)
+            self.open = True
+        elif time.monotonic() - self.last > 3:
+            print(f"    {text}", flush=True)
+            self.last = time.monotonic()
+
+
+@contextlib.contextmanager
+def open_log(path: str | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        log = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(f"--log {path} can't be written: {error.strerror}.") from error
+    with log:
+        yield log
+
+
+class Result:
+    """File with the exit code: torchrun makes 1 of every other code than 0."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path, self.facts = path, dict[str, Any]()
+        if path is not None:
+            self.write()
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        try:
+            Path(self.path).write_text(json.dumps(self.facts), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--result {self.path} can't be written: {error.strerror}.") from error
+
+    def begun(self, output: str, started: float) -> None:
+        """Tell where a state would lie, for a process that can't tell any more at its end."""
+        self.facts |= {"output": output, "started": started}
+        self.write()
+
+    def ended(self, code: int) -> int:
+        self.facts["code"] = code
+        with contextlib.suppress(UsageError):
+            self.write()
+        return code
+
+
+def saved_a_state(output: str, started: float) -> bool:
+    """Return True if a run that was told of since `started` has a state to go on from."""
+    for summary in Path(output, "loras").rglob("summary.json"):
+        if summary.stat().st_mtime >= started and any(summary.parent.glob("state-*")):
+            return True
+    return any(state.stat().st_mtime >= started for state in Path(output, "loras").rglob("state-*.tessera"))

@@ -1,0 +1,79 @@
+"""The workflow that is to run, and the inputs that `--set` changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+Prompt = dict[str, dict[str, Any]]
+TRAIN = "TesseraTrainLora"
+
+
+def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
+    """Read a workflow in API format, and what came with it if it is as it was posted to a server.
+
+    Raises UsageError for anything else.
+    """
+    try:
+        prompt = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UsageError(f"{path} isn't a JSON file: {error}.") from error
+    if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
+        raise UsageError(f"{path} is a workflow for the browser; open it there and use Workflow > Export (API).")
+    extra_data: Any = {}
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), dict):
+        prompt, extra_data = prompt["prompt"], prompt.get("extra_data")
+    if not isinstance(prompt, dict) or not prompt or not all(_is_node(node) for node in prompt.values()):
+        raise UsageError(f"{path} isn't a workflow in API format; use Workflow > Export (API) in ComfyUI.")
+    return prompt, extra_data if isinstance(extra_data, dict) else {}
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs", {}), dict)
+
+
+def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
+    """Change an input as `NODE.INPUT=VALUE` says. Returns the node's number and the input's name.
+
+    Raises UsageError where that does not name one node, or an input that has a value.
+    """
+    place, equals, text = change.partition("=")
+    if not equals or "." not in place:
+        raise UsageError(f"--set {change}: write NODE.INPUT=VALUE, such as TesseraTrainLora.steps=2000.")
+    name, found = "", list[str]()
+    parts = place.split(".")
+    for at in reversed(range(1, len(parts))):  # titles have dots, and so have inputs of inputs
+        name, key = ".".join(parts[:at]), ".".join(parts[at:])
+        found = [name] if name in prompt else [number for number, node in prompt.items() if name in names_of_node(node)]
+        if found:
+            break
+    if len(found) != 1:
+        how_many = "no node" if not found else f"{len(found)} nodes ({', '.join(found)})"
+        raise UsageError(
+            f"--set {change}: {how_many} of the workflow {'are' if len(found) > 1 else 'is'} called {name}."
+        )
+    inputs = prompt[found[0]].setdefault("inputs", {})
+    now = inputs.get(key)
+    if isinstance(now, list):
+        raise UsageError(f"--set {change}: {key} is connected to another node, so it has no value.")
+    value = text if isinstance(now, str) else _value(text)
+    if isinstance(now, bool) and not isinstance(value, bool):
+        raise UsageError(f"--set {change}: {key} is a switch; give true or false.")
+    inputs[key] = value
+    return found[0], key
+
+
+def names_of_node(node: dict[str, Any]) -> tuple[str, str]:
+    return node["class_type"], (node.get("_meta") or {}).get("title", "")
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):  # ComfyUI takes every other text for true, False too
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
