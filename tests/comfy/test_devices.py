@@ -138,8 +138,9 @@ def test_cancel_saves_a_killed_device_is_named_and_a_killed_server_leaves_no_pro
     with held(own_server, at + 2):
         prompt_id = own_server.queue(prompt)
         wait_for(lambda: run_of(own_server, "broken%20off"), lambda run: run["running"] and run["step"] == at + 2)
-        processes(own_server)["1"].kill()
-        psutil.wait_procs(processes(own_server).values(), timeout=60)
+        killed = processes(own_server)["1"]
+        killed.kill()
+        psutil.wait_procs([killed], timeout=60)
     told = error_of(own_server.wait(prompt_id))
     assert told.startswith("TesseraTrainLora train: Device 1") and "\n" not in told, told
     assert not run_of(own_server, "broken%20off")["running"]
