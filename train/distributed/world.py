@@ -35,7 +35,6 @@ class World:
     node: the ranks of this host that share the model's blocks (`node.NodeRanks`), once they are connected.
     waited: seconds that this rank has waited for others, in sums and on keys.
     sums: collectives that it took part in.
-    sent: bytes that it gave to them.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class World:
         self.gathers_by_gloo = False  # NCCL alone is worth it, and gloo shows that it is right
         self.step_limit, self.wait_limit = STEP_LIMIT, WAIT_LIMIT
         self.meets = False  # before each sum, as NCCL needs
-        self.waited, self.sums, self.sent = 0.0, 0, 0
+        self.waited, self.sums = 0.0, 0
         self._runs, self._scope = 0, ""
         self.check_interrupted: Callable[[], None] = lambda: None
         self.interrupted: BaseException | None = None
@@ -71,7 +70,7 @@ class World:
         """
         self._runs, self.check_interrupted = self._runs + 1, check_interrupted
         self._scope = f"run{self._runs}/"
-        self.waited, self.sums, self.sent, self.interrupted = 0.0, 0, 0, None
+        self.waited, self.sums, self.interrupted = 0.0, 0, None
 
     def post(self, key: str, value: Any) -> None:
         """Write a key for the others. value: plain JSON."""
@@ -223,7 +222,7 @@ class World:
             raise
         except Exception as error:
             raise self._lost(step, error.missing if isinstance(error, Unmet) else []) from error
-        self.sums, self.sent = self.sums + 1, self.sent + buffer.numel() * buffer.element_size()
+        self.sums += 1
         self.waited += time.monotonic() - begun
 
     def _sum_on_host(self, buffer: Tensor) -> None:
