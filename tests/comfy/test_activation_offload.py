@@ -8,6 +8,7 @@ import tiny
 import torch
 from tessera.memory.activations.offload import ActivationOffload
 from tessera.train import trainer as trainer_module
+from tessera.train.batch import fixed_batch
 from tessera.train.observer import SilentObserver
 from tessera.train.settings import MemoryOptions
 from tiny import swapping
@@ -74,9 +75,9 @@ def test_what_is_wanted_back_is_asked_for_one_block_ahead(deep_flux: Path, tmp_p
         assert asked.index(("copy", turn)) > asked.index(("need", turn + 1))
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
-    deep_flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+@pytest.mark.parametrize("goes_on", ["eager", "with less", None])
+def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_or_ends(
+    deep_flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: str | None
 ) -> None:
     options = MemoryOptions(checkpointing="full", offload_activations=True)
     data = tiny.make_data([(4, 4)], [TEXT])
@@ -89,18 +90,34 @@ def test_a_step_that_breaks_off_keeps_nothing_when_it_goes_on_eager_or_ends(
     def fail(grad: torch.Tensor) -> None:
         hook.remove()
         coming.append(len(offload._fetching))
-        raise RuntimeError("no compiler")
+        raise torch.OutOfMemoryError if goes_on == "with less" else RuntimeError("no compiler")
 
     hook = linear.adapter.up.register_hook(fail)
-    if goes_on:
-        trainer.placed.runner.planned_graphs = 1
-        monkeypatch.setattr(trainer_module, "cannot_compile", str)
+    if goes_on is not None:
+        if goes_on == "with less":
+            monkeypatch.setattr(trainer.placed, "step_down", lambda *_: True)
+        else:
+            trainer.placed.runner.planned_graphs = 1
+            monkeypatch.setattr(trainer_module, "cannot_compile", str)
         trainer.run()
     else:
         with pytest.raises(RuntimeError, match="no compiler"):
             trainer.run()
         trainer.close()
-    assert coming == [2] and not offload._fetching and trainer.progress.step == goes_on
+    assert coming == [2] and not offload._fetching and trainer.progress.step == (goes_on is not None)
+
+
+def test_a_forward_that_no_backward_follows_keeps_nothing(deep_flux: Path, tmp_path: Path) -> None:
+    options = MemoryOptions(checkpointing="full", offload_activations=True)
+    data = tiny.make_data([(4, 4)], [TEXT])
+    trainer = tiny.make_trainer(tiny.load_flux(deep_flux), data, tmp_path, memory=options)
+    tiny.fill_up_matrices(trainer)
+    sample, placed = trainer.data.samples[0], trainer.placed
+    batch = fixed_batch(trainer.patcher, trainer.family, [(sample, sample.load(), 0.5)], 1.0, trainer.device, 0)
+    placed.velocity_without(batch.inputs)
+    offload = placed.runner.offload
+    assert offload.bytes_out > 0 and not offload._storing and not offload._offloaded
+    trainer.close()
 
 
 def test_other_kinds_of_checkpointing_keep_their_activations_and_say_so(deep_flux, tmp_path, monkeypatch) -> None:
@@ -133,3 +150,12 @@ def test_a_buffer_is_filled_with_strides_and_bytes_as_they_were() -> None:
     assert offload.bytes_out == x.numel() * 4  # a part of a larger tensor stays: its copy would have other strides
     (total + y.sum()).backward()
     assert torch.equal(x.grad, x.detach().exp()) and torch.equal(part.grad, part.detach().exp())
+
+
+def test_tensors_of_two_blocks_may_be_on_their_way_out_and_those_before_are_let_go() -> None:
+    offload, held = ActivationOffload(torch.device("cpu")), []
+    run = offload.wrap(lambda block, x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False))
+    for _ in range(5):
+        run(object(), torch.randn(4, requires_grad=True))
+        held.append({turn for turn, *_ in offload._storing})
+    assert held == [{1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}]

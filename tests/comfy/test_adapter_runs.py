@@ -118,6 +118,21 @@ def test_what_is_dropped_is_dropped_as_often_as_asked(tiny_flux, tmp_path, name)
     trainer.close()
 
 
+def test_each_kind_of_dropout_is_drawn_by_itself(tiny_flux, tmp_path):
+    trainer = tiny.make_trainer(tiny_flux, tiny.make_data([(4, 4)], [16]), tmp_path)
+    block, inputs = trainer.placed.transformer.blocks()[-1][1], batch_inputs(trainer)
+
+    def is_kept(kind, step):
+        options = NetworkOptions(**{**ALGORITHMS["lora"], kind: 0.5})
+        masks = sample_masks(options, block, inputs, 3, ("dropout", step), torch.float32)
+        return bool(masks["linear1"].update[0, 0, 0])
+
+    kinds = ("dropout", "rank_dropout", "module_dropout")
+    kept = {tuple(is_kept(kind, step) for kind in kinds) for step in range(60)}
+    assert kept == set(product((False, True), repeat=3))
+    trainer.close()
+
+
 def batch_inputs(trainer):
     from tessera.train.batch import make_batch
 

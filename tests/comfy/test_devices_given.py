@@ -147,6 +147,22 @@ def test_steps_that_the_devices_cannot_share_are_told_before_anything_is_unloade
         OnDevices([0, 1], PROMPT, None, run_settings(batch_size=3, gradient_accumulation=1), {}, Silent())
 
 
+def test_what_the_processes_measure_and_note_is_told_as_of_a_run_here():
+    told = []
+
+    class Listening(Silent):
+        def validated(self, step, loss):
+            told.append((step, loss))
+
+        def note(self, text):
+            told.append(text)
+
+    train = OnDevices([0, 1], PROMPT, None, run_settings(batch_size=2), {}, Listening())
+    train.tell({"event": "train", "kind": "validation", "step": 4, "loss": 0.5})
+    train.tell({"event": "train", "kind": "note", "text": "a note"})
+    assert told == [(4, 0.5), "a note"]
+
+
 def test_processes_that_do_not_end_are_killed_at_the_second_cancel(tmp_path, monkeypatch):
     """A stand-in for run.py that heeds no signal, with a process below it in another session, as torchrun's are."""
     below = f"import time, sys; sys.path.insert(0, {str(RUN.parent)!r}); "

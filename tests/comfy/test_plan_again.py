@@ -9,8 +9,10 @@ import tiny
 import torch
 from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost
 from tessera.memory.swap.plan import Hardware, Way
+from tessera.train.distributed.world import LONE
 from tessera.train.placement.auto import AutomaticMemory, StepCost
 from tessera.train.placement.block_clock import LEAST, BlockClock
+from tessera.train.placement.sharing import SharedBlocks
 from tessera.train.settings import MemoryOptions
 from tiny.runs import Watcher
 
@@ -18,6 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = {"block:": (1, 8, 4)}
 COUNT = 10
 EAGER = 1.0  # seconds of a block's forward
+MB = 2**20
 # Ten blocks of 100 bytes that save 20, or 1 with full checkpointing; the link carries 50 bytes a second.
 BLOCKS = tuple(
     BlockCost(f"blocks.{i}", weights=100, inputs=1, saved=20, forward=EAGER, backward=2 * EAGER) for i in range(COUNT)
@@ -68,6 +71,36 @@ def test_another_budget_is_compiled_anew_too():
     memory.plan = memory._plan(memory._only_way(Way("selective", 0.5)))
     assert memory.plan_again({"block:": EAGER / 10}, steps=1000, compile_seconds=60.0)
     assert memory.plan.budget == LEAST_BUDGET
+
+
+class Peer:
+    """Another device that shares blocks, with this room and this in it besides the blocks."""
+
+    count = 2
+
+    def __init__(self, *room: int) -> None:
+        self.room = room
+
+    def bandwidth(self, device: torch.device) -> float:
+        return 50.0 * MB
+
+    def exchange(self, own: Any) -> list[Any]:
+        return [own, self.room if isinstance(own, list) else own]
+
+
+@pytest.mark.parametrize(("free", "other"), [(900, 10), (900, 90), (1000, 10), (1000, 90)])
+def test_devices_that_share_blocks_plan_for_the_least_room_and_the_most_in_it_of_any(free: int, other: int) -> None:
+    blocks = tuple(replace(block, weights=100 * MB, inputs=MB, saved=20 * MB) for block in BLOCKS)
+    machine = Hardware(free=950 * MB, link=50.0 * MB, host=10**12)
+    measured = replace(MEASURED, blocks=blocks, other_bytes=50 * MB, machine=machine)
+    sharing = SharedBlocks(LONE, Peer(free * MB, other * MB), CPU)
+    memory, _ = sharing.plan(MemoryOptions(checkpointing="auto", blocks_to_swap=-1), measured, (), None)
+    found = memory.measured
+    assert (found.machine.shards, found.machine.free, found.other_bytes) == (
+        2,
+        min(950, free) * MB,
+        max(50, other) * MB,
+    )
 
 
 def test_a_plan_that_is_about_as_fast_stays():

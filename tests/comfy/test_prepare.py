@@ -14,6 +14,7 @@ from PIL import Image
 from tessera.common.fingerprint import weights_fingerprint
 from tessera.data import cache
 from tessera.data.buckets.grids import crop_box
+from tessera.data.buckets.planner import plan_buckets
 from tessera.data.folders.dataset import Dataset, scan_images
 from tessera.data.folders.options import FolderOptions
 from tessera.data.media import integrity
@@ -173,6 +174,21 @@ def test_changed_weights_or_a_lora_on_the_clip_encode_again_with_that_model_only
     assert (other_calls.since_last(), clip_calls.since_last()) == (4, 0)
 
 
+def test_a_clip_that_ends_at_another_layer_encodes_the_captions_again(
+    folder, tiny_vae, tiny_clip, counts, tmp_path, monkeypatch
+):
+    vae_calls, _ = counts
+    before = run(folder, tiny_vae, tiny_clip, tmp_path).data.samples[0].load()
+    vae_calls.since_last()
+    earlier = tiny_clip.clone()
+    earlier.clip_layer(-2)
+    clip_calls = Counted(monkeypatch, earlier, "encode_from_tokens")
+    after = run(folder, tiny_vae, earlier, tmp_path).data.samples[0].load()
+    assert (vae_calls.since_last(), clip_calls.since_last()) == (0, 3)
+    ((cond, _),) = earlier.encode_from_tokens_scheduled(earlier.tokenize("a red fox"))
+    assert torch.equal(after.text, cond) and not torch.equal(after.text, before.text)
+
+
 def test_broken_cache_files_are_made_again_and_a_vanished_one_is_told(folder, tiny_vae, tiny_clip, counts, tmp_path):
     vae_calls, clip_calls = counts
     data = run(folder, tiny_vae, tiny_clip, tmp_path).data
@@ -312,6 +328,20 @@ def test_the_order_and_the_repeats_change_the_fingerprint(folder, tiny_vae, tiny
     sets = [pictures, pictures[::-1], scan_images(folder, repeats=3).entries]
     names = {run(Dataset(s), tiny_vae, tiny_clip, tmp_path).data.fingerprint for s in sets}
     assert len(names) == 3
+
+
+def test_the_buckets_suit_what_is_shown_most_often(folder, tiny_vae, tiny_clip, tmp_path):
+    pictures = scan_images(folder).entries
+    often = [replace(one, repeats=40, options=FolderOptions(sample_ratio=0.5)) for one in pictures]
+    given = {"pixels_per_token": 16, **{name: OPTIONS[name] for name in ("megapixels", "max_graphs", "fit")}}
+    crops = set()
+    for place in range(len(pictures)):
+        entries = (*pictures[:place], often[place], *pictures[place + 1 :])
+        prepared = run(Dataset(entries), tiny_vae, tiny_clip, tmp_path)
+        weights = [20 if index == place else 1 for index in range(len(pictures))]
+        assert prepared.plan == plan_buckets(prepared.sizes, weights=weights, **given)
+        crops.add(prepared.plan.mean_crop)
+    assert len(crops) > 1
 
 
 def test_a_part_of_a_folder_names_other_data_and_encodes_nothing_anew(folder, tiny_vae, tiny_clip, counts, tmp_path):

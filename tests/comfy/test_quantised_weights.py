@@ -10,7 +10,7 @@ import tiny
 import torch
 from tessera.memory.host.flat_weights import parts_of
 from tessera.memory.weights.frozen import FrozenWeights
-from tessera.memory.weights.frozen_linear import Format, format_of, quantised_linear, read_format
+from tessera.memory.weights.frozen_linear import Format, FrozenLinear, format_of, quantised_linear, read_format
 from tessera.models.adapters.dora import column_lengths
 from tessera.models.layers.lora_linear import LoraLinear
 from tessera.train.settings import MemoryOptions
@@ -79,6 +79,14 @@ def test_gradients_are_those_of_the_dequantised_weight_in_fp64(how: str) -> None
     torch.testing.assert_close(frozen.apply_transposed(rows).double(), rows.double() @ whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(frozen.full().double(), whole, rtol=1e-6, atol=0)
     torch.testing.assert_close(column_lengths(frozen).double(), whole.norm(dim=0), rtol=1e-5, atol=0)
+
+
+def test_the_columns_of_a_smoothed_weight_are_as_long_as_they_multiply_where_it_is_stored_plainly() -> None:
+    weight, smoothing = random(OUT, IN, std=0.1), 0.5 + random(IN, seed=1).abs()
+    for stored in (weight, weight.to(torch.float8_e4m3fn)):
+        frozen = FrozenLinear(stored, torch.tensor(0.5), None, pre_quant_scale=-smoothing)
+        wanted = (0.5 * stored.double() * smoothing.double()).norm(dim=0)
+        torch.testing.assert_close(column_lengths(frozen).double(), wanted, rtol=1e-5, atol=0)
 
 
 @layouts

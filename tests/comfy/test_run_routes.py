@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from comfy_server import DIRECT, PATIENCE
 from PIL import Image
-from tessera.nodes.train import run_deletion, run_routes
+from tessera.nodes.train import run_deletion, run_files, run_routes
 from tiny.prompt import awaited, node
 from tiny.routes import ask
 from tiny.server_runs import held, newest_step, put_pictures, training_graph, wait_for_step
@@ -297,6 +297,18 @@ def test_previews_are_given_by_step_and_row_and_nothing_else_is(server):
         assert server.get(at) == {"previews": []} and status_of(server, f"{at}/4/0") == 404
     shutil.rmtree(loras / "shown-1234abcd")
     assert status_of(server, at) == 404
+
+
+def test_a_preview_that_is_made_anew_has_a_thumbnail_of_its_own_though_it_is_as_long(tmp_path):
+    (folder := tmp_path / "previews").mkdir()
+    path = folder / "step000004_0.png"
+    for second, colour in enumerate([(255, 0, 0), (0, 0, 255)]):
+        Image.new("RGB", (640, 320), colour).save(made := BytesIO(), "PNG")
+        path.write_bytes(made.getvalue().ljust(20_000, b"\0"))
+        os.utime(path, (second, second))
+        data, _ = run_files.read_preview(tmp_path, 4, 0, small=True)
+        near = Image.open(BytesIO(data)).convert("RGB").getpixel((9, 9))
+        assert max(abs(a - b) for a, b in zip(near, colour, strict=True)) < 30, second
 
 
 def test_saves_are_named_by_step_the_finished_one_last_and_of_many_some(server):

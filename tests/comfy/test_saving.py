@@ -84,6 +84,12 @@ def test_it_saves_when_that_many_epochs_were_shown(tiny_flux, tmp_path):
     assert steps_kept(run_folder(tmp_path / "2")) == [5, 10]
 
 
+def test_an_epoch_counts_the_pictures_of_every_micro_batch(tiny_flux, tmp_path):
+    options = {"steps": 6, "gradient_accumulation": 2, "save_every": 0, "save_every_epochs": 1}
+    train(tiny_flux, mixed_data(), tmp_path, **options)
+    assert steps_kept(run_folder(tmp_path)) == [3, 5]
+
+
 def test_the_metadata_says_what_the_run_was_made_with(tiny_flux, tmp_path):
     data = training_data(*mixed_data().samples, sample("secret/folder/picture.png", 4, 4, repeats=3))
     data = replace(

@@ -1,11 +1,13 @@
 """Training that fits itself into the memory: what is measured, what is chosen, and going on when that was too much."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from tessera.lora.plan import choose_targets
 from tessera.memory.swap.training import BlockSwap, frozen_modules
 from tessera.train.errors import TrainingStopped
 from tessera.train.observer import SilentObserver
@@ -319,3 +321,16 @@ def test_slots_that_do_not_fit_and_whatever_else_fails_at_the_start_leave_the_we
         with pytest.raises(TrainingStopped, match="Out of memory while loading the model"):
             make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=2)
     assert len(ended) == 2
+
+
+def test_the_copy_of_the_lora_that_a_forward_without_it_takes_is_counted(deep_flux: Path, tmp_path: Path) -> None:
+    trainer = make(deep_flux, tmp_path, checkpointing="none", blocks_to_swap=0)
+    targets = choose_targets(trainer.family, trainer.patcher.model, trainer.settings.network)
+
+    def other(**changes: float) -> int:
+        settings = replace(trainer.settings, objective=replace(trainer.settings.objective, **changes))
+        return auto.measure(trainer.patcher, trainer.family, trainer.data, targets, settings).other_bytes
+
+    plain, copy = other(), 4 * sum(p.numel() for p in trainer.network.parameters())
+    assert [other(**{name: 2.0}) - plain for name in ("preservation_weight", "guidance_loss_scale")] == [copy] * 2
+    trainer.close()

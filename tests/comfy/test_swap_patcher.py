@@ -127,6 +127,17 @@ def test_a_clone_that_is_collected_takes_nothing_along(tiny_flux: Any) -> None:
     assert torch.equal(picture(model.clone()), want)
 
 
+def test_no_copy_is_under_way_when_the_slots_are_to_be_patched_otherwise(tiny_flux: Any, monkeypatch: Any) -> None:
+    model = with_lora(swapped(tiny_flux))
+    mm.load_models_gpu([model])
+    ring = model.swap.ring
+    ring.forward(0)
+    settled: list[Any] = []
+    monkeypatch.setattr(ring.stream, "settle", lambda: settled.append(list(ring.occupants)))
+    model.swap.invalidate()
+    assert settled == [[0, 1]] and ring.occupants == [None, None]
+
+
 def test_the_last_swapped_clone_that_is_collected_ends_the_swap(tiny_flux: Any) -> None:
     bare = picture(tiny_flux)
     model = with_lora(swapped(tiny_flux))

@@ -65,6 +65,20 @@ def test_a_lora_whose_own_name_ends_in_best_is_not_taken_for_the_best(tiny_flux,
     assert kept["loss"] == least["loss"] <= best["loss"]
 
 
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"sigmas": "0.5"}, {"data": None}], ids=str)
+def test_points_of_other_noise_or_pictures_are_not_carried_over(changed, tiny_flux, tmp_path):
+    options = {"data": held_out(), "every_n_steps": 2, "at_start": False}
+    train(tiny_flux, mixed_data(), tmp_path, steps=2, validation=options, save_every=0)
+    if "data" in changed:
+        changed = {"data": training_data(sample("unseen c", 4, 4))}
+    again = train(
+        tiny_flux, mixed_data(), tmp_path, watcher := Watcher(), steps=4, validation=options | changed, save_every=0
+    )
+    assert [point["step"] for point in again.validation] == [2, 4] and watcher.validations[0][0] == 2
+    told = "The state was validated on other pictures or noise, so its validation losses are not carried over."
+    assert told in watcher.notes
+
+
 def test_a_run_that_goes_on_elsewhere_takes_the_best_with_it(tiny_flux, tmp_path):
     options = {"validation": {"data": held_out(), "every_n_steps": 2}, "optimizer": {"learning_rate": 0.1}}
     with pytest.raises(InterruptProcessingException):

@@ -389,6 +389,24 @@ def test_the_devices_get_the_options_but_for_launch(option, monkeypatch, tmp_pat
     assert given == [([*started, *kept, *behind], 2)]
 
 
+@pytest.mark.parametrize(("given", "threads"), [(None, "4"), ("3", "3")])
+def test_the_devices_share_the_threads_of_the_machine(given, threads, monkeypatch):
+    class Fake(SimpleNamespace):
+        ChildFailedError = SignalException = RuntimeError
+        PContext = SimpleNamespace(close=None)
+
+    found = []
+    fake = Fake(main=lambda arguments: found.append(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setattr(launch.importlib, "import_module", lambda name: fake)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", launch.PARENT):
+        monkeypatch.setenv(name, given or "1")
+        if given is None:
+            monkeypatch.delenv(name)
+    assert launch.torchrun_failure(["run.py"], 2) is None
+    assert found == [threads]
+
+
 def test_the_result_of_launch_is_the_code_that_it_ends_with(monkeypatch, tmp_path):
     """Not what the first device wrote, which may have been killed before it could."""
     path, workflow = tmp_path / "result", tmp_path / "w.json"

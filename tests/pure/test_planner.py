@@ -294,6 +294,11 @@ def test_latents_of_few_counts_stay_whole():
     assert [p.crop for p in placements] == [0, 0, 0]
 
 
+def test_latents_of_a_frequent_count_stay_whole():
+    rare, frequent, large = Grid(4, 4), Grid(4, 5), Grid(5, 6)
+    assert [p.tokens for p in place_latents([rare, *[frequent] * 10, large], 2)] == [16, *[20] * 11]
+
+
 def test_latents_of_many_counts_are_cut_with_the_least_loss_and_never_enlarged():
     for seed in range(4):
         rng = random.Random(seed)

@@ -165,6 +165,12 @@ def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -
     )
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("none", GB), ("selective", 9 * GB // 16), ("full", GB // 8)])
+def test_a_block_that_is_computed_again_holds_all_that_it_saves_while_it_goes_back(mode: str, kept: int) -> None:
+    made = plan(BLOCKS, OTHER, FAST, ORDER, replace(ALL, counts=(0,), checkpointing=(mode,)))
+    assert made.device_bytes == OTHER + WEIGHTS + 8 * kept + (GB - kept) + GB // 2
+
+
 def test_with_a_fast_link_swap_is_taken_before_anything_is_computed_again() -> None:
     # One byte less than all: the first swapped ones free nothing (two slots stand for two blocks).
     made = plan(BLOCKS, OTHER, replace(FAST, free=19 * GB), ORDER, ALL)

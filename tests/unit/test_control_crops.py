@@ -88,5 +88,15 @@ def test_controls_of_another_size_are_planned_by_themselves_with_the_remedy_in_t
     assert len(place_all([((1000, 1000), (1000, 1000))], RAGGED_EDGE, megapixels=0.25)[1].notes) == 1
 
 
+def test_grids_of_their_own_suit_the_controls_that_are_shown_most_often():
+    sizes, weights = [(900, 1200), (500, 1100)], [40, 1]
+    items = [Item("x", "", n, still((1000, 1000)), (still(size),)) for size, n in zip(sizes, weights, strict=True)]
+    given = {"megapixels": 0.25, "pixels_per_token": 16, "fit": WHOLE_GRIDS}
+    plan = plan_buckets([(1000, 1000)] * 2, **given)
+    controls = place_controls(items, plan, megapixels=0.25, control_megapixels=0.25, max_graphs=1)
+    placed = tuple(of[0] for of in controls.placements)
+    assert placed == plan_buckets(sizes, weights=weights, **given).placements != plan_buckets(sizes, **given).placements
+
+
 def test_items_without_controls_have_no_note():
     assert place_all([((1000, 1500),)], RAGGED_EDGE)[1].notes == ()

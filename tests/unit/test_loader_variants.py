@@ -59,6 +59,16 @@ def test_each_place_of_each_micro_batch_has_its_caption_dropped_by_itself():
     assert chisquare([empty[which] for which in product((False, True), repeat=4)]).pvalue > 0.001
 
 
+@pytest.mark.parametrize("form", ["image", "caption"])
+def test_each_place_of_each_micro_batch_has_its_picture_and_caption_drawn_by_itself(form):
+    of, keys = sample(**{f"{form}_variants": 2}), [(micro, place) for micro in (0, 1) for place in (0, 1)]
+    shown = Counter(
+        tuple(getattr(choose_variant(of, 5, (step, micro), place), form) for micro, place in keys)
+        for step in range(DRAWS // 4)
+    )
+    assert chisquare([shown[which] for which in product((0, 1), repeat=4)]).pvalue > 0.001
+
+
 def test_picture_and_caption_are_drawn_apart():
     both = Counter(drawn(sample(image_variants=2, caption_variants=2, caption_weights=(0.5, 0.5))))
     counts = [both[SampleVariant(picture, caption)] for picture in (0, 1) for caption in (0, 1)]

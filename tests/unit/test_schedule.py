@@ -91,6 +91,12 @@ def test_the_schedules_that_transformers_has_are_its_own_after_the_warm_up(warmu
             assert ours(step) == pytest.approx(schedule.lr_lambdas[0](step), abs=1e-7), (kind, step)
 
 
+def test_the_inverse_square_root_stays_above_the_last_rate():
+    factor = lr_factor(settings("inverse_sqrt", warmup=4, low=0.5), 40)
+    assert factor(12) == pytest.approx((4 / 12) ** 0.5) and factor(15) > 0.5
+    assert [factor(step) for step in (16, 17, 39)] == [0.5] * 3
+
+
 def test_restarts_go_back_up_and_one_cycle_is_cosine():
     factor = lr_factor(settings("cosine_with_restarts"), 30)
     assert [factor(k) for k in (0, 10, 20)] == [1.0, 1.0, 1.0]

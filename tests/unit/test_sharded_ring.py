@@ -72,6 +72,30 @@ def test_a_block_is_waited_for(monkeypatch):
         assert ring.slot_of(j)[:256].eq(j).all()
 
 
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_the_blocks_ahead_are_asked_for_before_one_is_waited_for(prefetch, monkeypatch):
+    others = Others(0)
+    ring = ring_of(others, prefetch)
+    brought, there, held = [], [], others.gather
+
+    def gather(into, piece):
+        brought.append(int(piece[0]))
+        held(into, piece)
+
+    monkeypatch.setattr(others, "gather", gather)
+    monkeypatch.setattr(others, "meet", lambda wish, fresh: [(wish, fresh)])
+    monkeypatch.setattr(ring.stream, "wait", lambda copied: there.append(len(brought)))
+    for j in range(BLOCKS):
+        ring.forward(j)
+    assert brought == list(range(BLOCKS)) and there == [min(BLOCKS, j + 1 + prefetch) for j in range(BLOCKS)]
+    brought.clear()
+    there.clear()
+    for j in reversed(range(BLOCKS)):
+        ring.backward(j)
+    absent = BLOCKS - 1 - prefetch  # the others are there at the turn
+    assert brought == list(reversed(range(absent))) and there == [min(absent, n) for n in range(BLOCKS)]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_leaves_says_whether_the_others_get_the_sweep_that_is_under_way(fails, monkeypatch):
     others = Others(0)

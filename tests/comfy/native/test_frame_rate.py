@@ -11,6 +11,7 @@ from tessera.data.media.clip_windows import Extraction
 from tessera.data.prepare import prepare
 from tessera.models.family import NoisySample
 from tessera.models.native.facts.lookup import NAMED
+from tessera.models.native.facts.model_facts import Sound
 from tessera.models.native.inputs import native_inputs
 from tiny.films import write_film
 from tiny.native import ROWS, build, sample_of
@@ -75,6 +76,14 @@ def test_another_rate_makes_other_data_and_pictures_have_none(ltx, films, tmp_pa
     }
 
 
+def test_another_rate_at_which_the_same_frames_are_shown_makes_other_data(ltx, films, tmp_path):
+    first, other = (prepared(scan_videos(films, Extraction((9,), fps=fps)), ltx, tmp_path) for fps in (24, 23.5))
+    one, another = (data.samples[0].load() for data in (first, other))
+    assert torch.equal(one.latent, another.latent)
+    assert (one.conditioning["frame_rate"], another.conditioning["frame_rate"]) == (24, 23.5)
+    assert first.fingerprint != other.fingerprint
+
+
 def test_the_silence_beside_a_video_of_ltx_2_lasts_as_long_as_it():
     (row,) = (row for row in ROWS if row.name == "ltx-2")
     sample, model = sample_of(row), build(row)
@@ -85,6 +94,18 @@ def test_the_silence_beside_a_video_of_ltx_2_lasts_as_long_as_it():
         noisy = NoisySample(x, tensors.text, {**tensors.conditioning, **told}, sample.tokens, sample.text_length)
         (group,) = native_inputs(model, [noisy], torch.tensor([0.5]), None, _ltx_2_sound()).groups
         assert [tuple(shape) for shape in group.conds["latent_shapes"]] == [(1, *x.shape), (1, 8, latents, 16)]
+
+
+def test_the_silence_beside_a_video_is_as_noisy_as_the_models_own_schedule_of_sound_has_it():
+    (row,) = (row for row in ROWS if row.name == "minimax-h3")
+    sample, model = sample_of(row), build(row)
+    tensors, sound = sample.load(), next(facts.sound for facts in NAMED if facts.name == row.name)
+    noisy = NoisySample(tensors.latent, tensors.text, tensors.conditioning, sample.tokens, sample.text_length)
+    made = [
+        native_inputs(model, [noisy], torch.tensor([0.5]), None, one).groups[0].x.flatten()[tensors.latent.numel() :]
+        for one in (sound, Sound(sound.shape, lambda sigma: 1.0))
+    ]
+    assert made[1].numel() > 0 and torch.allclose(made[0], sound.sigma(0.5) * made[1])
 
 
 def _ltx_2_sound():

@@ -160,10 +160,11 @@ def test_patches_of_the_forward_are_refused(tmp_path):
     assert "Loading the model" not in watcher.phases
 
 
-def test_the_size_of_a_picture_reaches_the_model_as_in_core_s_sampler(tmp_path):
+@pytest.mark.parametrize("said", [{}, {"width": 2048, "height": 512}], ids=["latent", "text"])
+def test_the_size_of_a_picture_reaches_the_model_as_in_core_s_sampler(said, tmp_path):
     import comfy.samplers
 
-    row = replace(SDXL, conditioning=lambda draw: {"pooled_output": draw(1, 64)})
+    row = replace(SDXL, conditioning=lambda draw: {"pooled_output": draw(1, 64), **said})
     trainer = trainer_of(row, data_of(row, 1), tmp_path)
     sample = trainer.data.samples[0]
     read = sample.load()
