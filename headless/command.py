@@ -9,9 +9,6 @@ as --cuda-device 1 or --lowvram.
 
 With --launch 2, two devices of this machine train together, a process for each; over several machines, torchrun starts
 this file in the same way: torchrun --nproc-per-node 2 run.py WORKFLOW.api.json. See docs/many_cards.md.
-
-Exit codes: 0 done; 1 an error; 2 the workflow or an option is wrong, nothing ran; 75 ended by SIGTERM or an error, with
-a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 143 ended by SIGTERM, with nothing saved.
 """
 
 import argparse
@@ -30,6 +27,11 @@ from .parent import watch_parent
 from .rank import Rank
 from .reports import Reporter, Result, open_log
 from .workflow import read_workflow, set_input
+
+EXIT_CODES = """\
+Exit codes: 0 done; 1 an error; 2 the workflow or an option is wrong, nothing ran; 75 ended by SIGTERM or an error, with
+a state saved to go on from: run the same line again; 130 cancelled by Ctrl+C; 143 ended by SIGTERM, with nothing saved.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,11 +73,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--" in own:
         at = own.index("--")
         own, comfyui = own[:at], own[at + 1 :]
-    assert __doc__ is not None
-    described, _, codes = __doc__.partition("Exit codes: ")
     parser = argparse.ArgumentParser(
-        description=described.splitlines()[0],
-        epilog=f"Exit codes: {codes}",
+        description="Run a workflow from a terminal, without a browser and without a server.",
+        epilog=EXIT_CODES,
         usage="%(prog)s WORKFLOW [--set NODE.INPUT=VALUE …] [--output FOLDER] [--log FILE] [--launch DEVICES] "
         "[--result FILE] [-- COMFYUI OPTIONS]",
     )

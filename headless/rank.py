@@ -87,17 +87,17 @@ class Rank(NamedTuple):
 
     def world(self) -> Any:
         """Return what joins this device to the others, once the pack is loaded; None for one that trains alone."""
-        names = [name for name in sys.modules if name.endswith(".train.distributed.current")]
-        return sys.modules[names[0]].current_world() if names and self.size > 1 else None
+        current = _of_the_pack("train.distributed.current")
+        return None if current is None or self.size == 1 else current.current_world()
 
     def check_shares(self, prompt: Prompt) -> None:
         """Raise UsageError where several devices can't share a step evenly, before nodes in front encode and load."""
-        shares = [sys.modules[name] for name in sys.modules if name.endswith(".train.distributed.share")]
-        for node in prompt.values() if shares and self.size > 1 else ():
+        share = _of_the_pack("train.distributed.share")
+        for node in prompt.values() if share is not None and self.size > 1 else ():
             given = [node.get("inputs", {}).get(one) for one in ("batch_size", "gradient_accumulation")]
             if node["class_type"] == TRAIN and all(isinstance(one, int) for one in given):
                 try:
-                    shares[0].share_of(self.rank, self.size, *given)
+                    share.share_of(self.rank, self.size, *given)
                 except ValueError as error:
                     raise UsageError(str(error)) from error
 
@@ -114,6 +114,11 @@ class Rank(NamedTuple):
                 return False
         world.tell(RuntimeError(text), text.partition("\n")[0])
         return True
+
+
+def _of_the_pack(module: str) -> Any:
+    """Return a module of the pack that ComfyUI has loaded, whatever its folder is called; None where it has not."""
+    return next((sys.modules[name] for name in sys.modules if name.endswith(f".{module}")), None)
 
 
 def check_many(prompt: Prompt, options: Sequence[str]) -> None:
