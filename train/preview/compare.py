@@ -77,11 +77,9 @@ def compare(
     """
     _check(stages, samplings)
     models = [model for model in (stages.model, stages.low_noise) if model is not None]
-    held = held_models()
     for model in models:
-        if not any(patcher.model is model.model for _, patcher in held):
+        if not any(patcher.model is model.model for _, patcher in held_models()):
             restore_inference_mode(model.model)
-    del held
     for column in columns:
         check()
         _with_loras(stages, column)
