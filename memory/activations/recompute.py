@@ -18,12 +18,16 @@ class _Done(Exception):
 
 
 class _SavedInputs(torch.autograd.Function):
-    """Saves the inputs as any operation does: by the hooks that stand around it, and with their versions."""
+    """Saves the inputs as any operation does: by the hooks that stand around it, and with their versions.
+
+    Its output has to be held for as long as they are needed. The Python object of its node does not hold the node, and
+    torch 2.11 frees what was saved as soon as nothing does.
+    """
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
         ctx.save_for_backward(*tensors)
-        return anchor.view_as(anchor)
+        return anchor.new_empty(0)
 
 
 class _Call:
@@ -37,7 +41,7 @@ class _Call:
         self.args = [None if isinstance(arg, Tensor) else arg for arg in args]
         self.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs = _SavedInputs.apply(anchor, *(args[i] for i in self.places)).grad_fn
+        self.inputs: Any = _SavedInputs.apply(anchor, *(args[i] for i in self.places))
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.again: list[Tensor | None] | None = None
 
@@ -57,7 +61,7 @@ class _Call:
 
     def _run_again(self) -> None:
         args, self.again = self.args, []
-        for i, tensor in zip(self.places, self.inputs.saved_tensors, strict=True):
+        for i, tensor in zip(self.places, self.inputs.grad_fn.saved_tensors, strict=True):
             args[i] = tensor
         self.args, self.inputs = [], None
         try:
