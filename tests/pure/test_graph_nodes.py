@@ -1,8 +1,8 @@
 """Nothing holds a node of autograd's graph without a tensor that holds it too.
 
-The Python object of a node (`grad_fn`, and `ctx` in a custom Function) does not keep what the node has saved: torch 2.11
-frees that as soon as no tensor and no later node leads to it, newer ones let it stay. The same code then trains here
-and fails there, so the form itself is what these tests look for.
+The Python object of a node (`grad_fn`, and `ctx` in a custom Function) does not keep what the node has saved: torch
+2.11 frees that as soon as no tensor and no later node leads to it, newer ones let it stay. The same code then trains
+here and fails there, so the form itself is what these tests look for.
 """
 
 import ast
