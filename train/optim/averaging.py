@@ -18,8 +18,8 @@ class LoraAverage:
     """Exponential moving average (EMA) of a LoRA's fp32 weights w.
 
     Update t, counted from 1: ema ← d·ema + (1 − d)·w with d = min(decay, (1 + t) / (10 + t)). The smaller d of the
-    first updates keeps the initial weights from dominating a short run. TensorFlow's ExponentialMovingAverage and
-    diffusers' EMAModel use the same rule.
+    first updates keeps the initial weights from dominating a short run. TensorFlow's ExponentialMovingAverage uses the
+    same rule. diffusers' EMAModel is one update behind: its first d is 0, which copies w, and its second is our first.
     """
 
     def __init__(self, decay: float, master_weights: Mapping[str, Tensor]):
