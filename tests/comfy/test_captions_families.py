@@ -8,7 +8,7 @@ from tessera.data.encode.text import encode_caption
 from tessera.models.latents import FLUX2, WAN21, WAN22
 from tessera.models.registry import text_policy
 from tessera.models.text import FIRST_EDIT, PLUS, check_pair
-from tiny.image_encoders import load_klein_clip, load_mistral_clip, load_seeing_qwen_clip
+from tiny.image_encoders import load_klein_clip, load_mistral_clip, load_seeing_qwen_clip, replaced
 
 PLAIN = ["", "a red fox in the snow", "Caf\u00e9, 1920s - hand-coloured; \u201cquoted\u201d 100%", "two lines\nof text"]
 
@@ -24,6 +24,21 @@ def clips(tiny_files):
 
 
 every_clip = pytest.mark.parametrize("name", ["klein", "mistral", "wan", "qwen"])
+
+
+def test_a_tokenizer_that_newer_releases_hand_on_as_it_is_gives_the_same_tokens(clips):
+    """As ComfyUI 0.33 has the class: what `load_mistral_tokenizer` gives is the tokenizer itself."""
+    import comfy.text_encoders.flux as flux
+
+    class HandedOn:
+        @staticmethod
+        def from_pretrained(path, tokenizer_object=None, **kwargs):
+            return tokenizer_object
+
+    with replaced(flux, "MistralTokenizerClass", HandedOn):
+        newer = load_mistral_clip()
+    for caption in PLAIN:
+        assert newer.tokenize(caption) == clips["mistral"].tokenize(caption)
 
 
 def core_node(clip, text):

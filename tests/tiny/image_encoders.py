@@ -6,6 +6,7 @@ and the CLIP vision model of Wan 2.1. All weights are random, from fixed seeds.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,14 @@ def load_klein_clip() -> Any:
 def load_mistral_clip() -> Any:
     """FLUX.2 dev's CLIP, as `CLIPLoader` gives it for mistral_3_small_flux2, of width 32, with a tokenizer of bytes."""
     import comfy.text_encoders.flux as flux
+    from transformers import LlamaTokenizerFast
 
     options = {"mistral3_24b_model_config": MISTRAL_CONFIG}
-    with replaced(flux, "load_mistral_tokenizer", lambda data: {"tokenizer_object": _byte_tokenizer()}):
+    tokenizer: Any = _byte_tokenizer()
+    # Newer releases hand on what they get; older ones make transformers' class of it.
+    if "tokenizer_object" in signature(flux.MistralTokenizerClass.from_pretrained).parameters:
+        tokenizer = LlamaTokenizerFast(tokenizer_object=tokenizer, legacy=False)
+    with replaced(flux, "load_mistral_tokenizer", lambda data: {"tokenizer_object": tokenizer}):
         return make_clip(flux.flux2_te(), flux.Flux2Tokenizer, options)
 
 
