@@ -49,25 +49,41 @@ class Products(NamedTuple):
 class ErrorMeter:
     """Measures how far a layer's products in low precision are from the full ones, over all calls.
 
-    sums: ‖low − full‖² and ‖full‖² of the outputs, without bias, and below of the input's gradients; on the device.
+    sums: ‖low − full‖² and ‖full‖² of each channel of the outputs, without bias, and of the input's gradients, (2, n)
+        each; on the device.
     """
 
     def __init__(self, device: torch.device):
-        self.sums = torch.zeros(2, 2, device=device)
+        self.sums = [torch.zeros(2, 1, device=device), torch.zeros(2, 1, device=device)]
 
     @torch.no_grad()
     def add(self, back: bool, low: Tensor, full: Tensor) -> None:
-        """Add a call. One whose full result is not finite, as fp16's gradients are at first, does not count."""
-        squares = torch.zeros_like(self.sums[0])
-        for some, wanted in zip(low.flatten().split(_AT_ONCE), full.flatten().split(_AT_ONCE), strict=True):
+        """Add a call, (…, n). One whose full result is not finite, as fp16's gradients are at first, does not count."""
+        channels = full.shape[-1]
+        rows = max(1, _AT_ONCE // channels)
+        squares = self.sums[back].new_zeros(2, channels)
+        both = (tensor.reshape(-1, channels).split(rows) for tensor in (low, full))
+        for some, wanted in zip(*both, strict=True):
             wide = wanted.float()
-            squares += torch.stack(((some.float() - wide).square().sum(), wide.square().sum()))
-        self.sums[int(back)] += torch.where(squares[1].isfinite(), squares, 0.0)
+            squares += torch.stack(((some.float() - wide).square().sum(0), wide.square().sum(0)))
+        self.sums[back] = self.sums[back] + torch.where(squares[1].sum().isfinite(), squares, 0.0)
 
     def errors(self) -> tuple[float, float]:
-        """Return ‖low − full‖ / ‖full‖ of forward and backward; 0 where nothing was measured, NaN if not finite."""
-        (forward, y), (backward, dx) = self.sums.double().tolist()
-        return math.sqrt(forward / max(y, _LEAST_SCALE)), math.sqrt(backward / max(dx, _LEAST_SCALE))
+        """Return the error of forward and backward; 0 where nothing was measured, NaN if not finite.
+
+        It is the larger of two: ‖low − full‖ / ‖full‖ of all channels together, and the mean of the same of each
+        channel, 1 at most. One channel of a thousandfold size alone makes the first, whatever becomes of the others.
+        """
+        forward, backward = (_error(*sums.double().cpu()) for sums in self.sums)
+        return forward, backward
+
+
+def _error(errors: Tensor, sizes: Tensor) -> float:
+    """errors, sizes: squares of each channel, (n,)."""
+    together = (errors.sum() / sizes.sum().clamp(min=_LEAST_SCALE)).sqrt()
+    # A channel of zeros that stays zeros is exact.
+    apart = (errors / sizes.clamp(min=_LEAST_SCALE)).sqrt().clamp(max=1.0).mean()
+    return float(torch.maximum(together, apart))
 
 
 @functools.cache

@@ -220,11 +220,33 @@ def test_only_what_is_finite_in_full_is_measured() -> None:
     assert meter.errors()[1] == torch.inf
 
 
+def test_a_channel_of_a_thousandfold_size_does_not_hide_that_the_others_are_lost() -> None:
+    """One scale for a weight in int8: a row of a thousandfold size leaves a step or two to the others."""
+    source = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=source) for shape in ((64, 128), (96, 128)))
+    weight[7] *= 1000
+    rounded = (weight / (step := weight.abs().amax() / 127)).round() * step
+    meter = ErrorMeter(torch.device("cpu"))
+    meter.add(False, x @ rounded.T, x @ weight.T)
+    error, others = meter.errors()[0], torch.arange(96) != 7
+    low, full = (x @ rounded.T)[:, others], (x @ weight.T)[:, others]
+    assert (low - full).norm() > 0.8 * full.norm()
+    assert error > 0.8
+
+
+def test_channels_of_zeros_and_an_even_error_count_as_they_are() -> None:
+    meter, full = ErrorMeter(torch.device("cpu")), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    full[:, 3] = 0
+    meter.add(False, full * 1.02, full)
+    assert meter.errors()[0] == pytest.approx(0.02, rel=1e-3)
+
+
 def test_what_is_not_finite_multiplies_in_full(files: Any, tmp_path: Path) -> None:
     trainer = trainer_on(files["even"], tmp_path)
     blocks = trainer.placed.transformer.blocks()
     with trainer.placed.products.measured(blocks):
-        blocks[-1][1].linears()["linear1"].meter.sums.fill_(torch.nan)
+        for sums in blocks[-1][1].linears()["linear1"].meter.sums:
+            sums.fill_(torch.nan)
     assert trainer.placed.products.full == {("single", "linear1"): ("forward", "backward")}
     trainer.placed.products.set(blocks)
     (note,) = trainer.placed.products.notes()
