@@ -1,5 +1,6 @@
 """The family of every MODEL that no family of our own claims: it trains on ComfyUI's own forward."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,12 +17,14 @@ from ..latents import LatentPolicy, policy_of_format
 from ..layers.attention import attention_function
 from .facts.lookup import facts_of, named_facts
 from .facts.untrained import why_untrained
-from .inputs import native_inputs, patchify
+from .inputs import NativeInputs, native_inputs, patchify
 from .names import native_names, origin_of
 from .objective import SamplingObjective, default_shift, objective_of
 from .out_of_place import blocks_to_leave_eager
 from .shadow import Shadow
-from .transformer import TOLERANCE, NativeTransformer, OnDevice
+from .transformer import INFLUENCE, TOLERANCE, Batching, NativeTransformer, OnDevice
+
+log = logging.getLogger(__name__)
 
 HIDDEN = "Its code assigns to parts of tensors that it writes in place, which the compiler does not follow."
 
@@ -44,6 +47,7 @@ class NativeFamily(Family):
         self.facts = facts_of(model)
         self._results: dict[str, Any] = {}
         self._streams: dict[str, set[int]] = {}
+        self._batching = Batching()
         self.title = self.facts.title
         # One that has no row may be of a class of ours, with another forward.
         self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
@@ -118,7 +122,7 @@ class NativeFamily(Family):
         own = frozenset(block.name for block in blocks.values())
         weights = FrozenWeights(patcher, device, compute_dtype, swapped, base, own, in_zeros)
         chosen = attention_function(attention, device, compute_dtype)
-        kept = self._results, self._streams
+        kept = self._results, self._streams, self._batching
         return NativeTransformer(self.title, Shadow(patcher, weights), blocks, chosen, compute_dtype, *kept)
 
     def training(self, transformer: Transformer) -> AbstractContextManager[None]:
@@ -139,7 +143,21 @@ class NativeFamily(Family):
                 f"model is a {self.title} whose output is {difference:.1%} different when it runs for training, so "
                 "its LoRA would be wrong; nothing was trained. Please report this model."
             )
+        self._check_batch(transformer, on_device, inputs)
         return {name: HIDDEN for name, block in transformer.blocks() if block.name in hidden}
+
+    def _check_batch(self, transformer: NativeTransformer, on_device: OnDevice, inputs: ModelInputs) -> None:
+        """Have samples that influence each other run one by one."""
+        assert isinstance(inputs, NativeInputs)
+        if len(inputs.timestep) == 1 or self._batching.apart or not self.facts.batches:
+            return
+        if (influence := transformer.influence(on_device, inputs)) > INFLUENCE:
+            self._batching.apart = True
+            log.warning(
+                "The samples of a batch influence each other in %s (by %.2g), so each runs by itself.",
+                self.title,
+                influence,
+            )
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> Transformer:
         raise AssertionError("a native family builds its transformer from a patcher")

@@ -2,9 +2,10 @@
 
 import copy
 import math
+import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import comfy.utils
@@ -29,6 +30,7 @@ class NativeGroup:
     shape: of the latent of one sample, where x holds its sound behind it: (b, 1, n).
     text_options: what the model's `preprocess_text_embeds` takes beside the text, which it has not seen yet; None where
         it has no part in this.
+    batched: `conds` with True in place of each tensor that has an axis for the samples, and False for any other.
     """
 
     rows: tuple[int, ...]
@@ -37,6 +39,49 @@ class NativeGroup:
     conds: Mapping[str, Any]
     shape: tuple[int, ...]
     text_options: Mapping[str, Any] | None = None
+    batched: Mapping[str, Any] = field(default_factory=dict)
+
+    def sampler_options(self) -> dict[str, Any]:
+        """Make the `transformer_options` that ComfyUI's sampler sets for every model.
+
+        The schedule in `sample_sigmas` holds each sigma twice. A mean flow, HunyuanImage 2.1 Distilled, reads the sigma
+        that comes next: velocity is the mean over a step of no length, and it is what the loss asks for.
+        """
+        schedule = self.sigma.sort(descending=True).values.repeat_interleave(2)
+        rows = len(self.rows)
+        return {
+            "sigmas": self.sigma,
+            "sample_sigmas": schedule,
+            "cond_or_uncond": [0] * rows,
+            "uuids": [uuid.uuid4() for _ in range(rows)],
+        }
+
+    def split(self) -> list["NativeGroup"]:
+        """Each sample as a group of its own."""
+        return [self._row(index) for index in range(len(self.rows))]
+
+    def paired(self) -> tuple["NativeGroup", "NativeGroup", "NativeGroup"]:
+        """Return the first sample twice, beside another of the same shapes, and the other twice: other latent, sigma
+        and caption."""
+        first = self._row(0)
+        other = replace(
+            first,
+            x=0.5 * first.x.flip(-1),
+            sigma=0.5 * first.sigma,
+            conds={name: _each(value, _altered) for name, value in first.conds.items()},
+        )
+        return first.beside(first), first.beside(other), other.beside(other)
+
+    def beside(self, other: "NativeGroup") -> "NativeGroup":
+        """A batch of this sample and another of the same shapes."""
+        conds = {name: _beside(value, other.conds[name], self.batched[name]) for name, value in self.conds.items()}
+        x, sigma = torch.cat([self.x, other.x]), torch.cat([self.sigma, other.sigma])
+        return replace(self, rows=(0, 1), x=x, sigma=sigma, conds=conds)
+
+    def _row(self, index: int) -> "NativeGroup":
+        one = slice(index, index + 1)
+        conds = {name: _sliced(value, self.batched[name], one) for name, value in self.conds.items()}
+        return replace(self, rows=self.rows[one], x=self.x[one], sigma=self.sigma[one], conds=conds)
 
     def pictures(self, out: Tensor) -> Tensor:
         """Cut the sound off what the forward gives for one sample."""
@@ -106,9 +151,10 @@ def native_inputs(
     for key, members in found.items():
         rows = tuple(row for row, _, _ in members)
         conds = {name: _batched([own[name] for _, _, own in members]) for name in members[0][2]}
+        batched = {name: _each(value, _has_batch) for name, value in members[0][2].items()}
         x = torch.stack([x for _, x, _ in members])
         shape = tuple(samples[rows[0]].latent.shape)
-        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, shape, options[key]))
+        groups.append(NativeGroup(rows, x, sigma[list(rows)], conds, shape, options[key], batched))
     length = max(sample.text_length for sample in samples)
     return NativeInputs(
         tokens=torch.zeros(len(samples), samples[0].tokens, 0, device=device),
@@ -175,11 +221,27 @@ def patchify(latent: Tensor, keep: int) -> Patches:
     return Patches(cut.reshape(keep, channels * patch * patch), grid)
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Change the tensors of a conditioning."""
     if isinstance(value, Tensor):
         return change(value)
     return [_each(one, change) for one in value] if isinstance(value, list) else value
+
+
+def _altered(tensor: Tensor) -> Tensor:
+    return 0.5 * tensor.flip(-1) if tensor.is_floating_point() and tensor.ndim > 0 else tensor
+
+
+def _sliced(value: Any, batched: Any, rows: slice) -> Any:
+    if isinstance(value, list):
+        return [_sliced(one, flag, rows) for one, flag in zip(value, batched, strict=True)]
+    return value[rows] if batched is True else value
+
+
+def _beside(value: Any, other: Any, batched: Any) -> Any:
+    if isinstance(value, list):
+        return [_beside(*each) for each in zip(value, other, batched, strict=True)]
+    return torch.cat([value, other]) if batched is True else value
 
 
 def _signature(latent: Tensor, conds: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """ComfyUI's own forward as a transformer of the trainer: it owns the loop, and its blocks run where it calls them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.model_management
@@ -25,12 +26,24 @@ from .shadow import Shadow, restore
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
+# What one sample may do to another of its batch. Independent ones come out the same bit for bit; experts that a router
+# gives other tokens add in another order.
+INFLUENCE = 1e-5
+
 OnDevice = Callable[..., Any]
+
+
+@dataclass
+class Batching:
+    """apart: True if the samples of a batch run one by one, since they influence each other in the forward."""
+
+    apart: bool = False
 
 
 class NativeTransformer:
     """title: of the model, for messages; blocks: of the MODEL, by the names under which they are swapped; streams: the
-    numbers of the tensors that blocks have of the one before, by structure, so that a rebuilt one fits its graphs."""
+    numbers of the tensors that blocks have of the one before, by structure, so that a rebuilt one fits its graphs;
+    batching: whether samples share a forward, which a rebuilt one goes on with."""
 
     def __init__(
         self,
@@ -41,8 +54,10 @@ class NativeTransformer:
         dtype: torch.dtype,
         results: dict[str, Any],
         streams: dict[str, set[int]],
+        batching: Batching,
     ):
         self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
+        self.batching = batching
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
         by_kind: dict[str, list[str]] = {}
         for name, block in blocks.items():
@@ -100,7 +115,7 @@ class NativeTransformer:
 
         with self.training():
             raw = self._forward(through, inputs, outer=True)
-        return _tokens(raw, inputs)
+        return _tokens(raw, self._groups(inputs), inputs.tokens.shape[1])
 
     def difference(self, on_device: OnDevice, inputs: ModelInputs) -> float:
         """The relative difference between this forward and ComfyUI's own with its own kernels, both without gradients.
@@ -123,13 +138,38 @@ class NativeTransformer:
             size = sum((b.float() ** 2).sum() for b in wanted)
             return float((difference / size) ** 0.5)
 
+    def influence(self, on_device: OnDevice, inputs: ModelInputs) -> float:
+        """The relative difference that one sample of a batch makes to the output of another; 0 where each sees itself.
+
+        Two samples of one shape run together and each beside a copy of itself, so that no kernel adds in another order.
+        """
+        assert isinstance(inputs, NativeInputs)
+
+        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            return block.result(on_device(_run_core, block, *tensors, call))
+
+        apart, self.batching.apart = self.batching.apart, False
+        try:
+            with torch.no_grad():
+                groups = inputs.groups[0].paired()
+                first, both, other = self._forward(core, replace(inputs, groups=groups), outer=False)
+        finally:
+            self.batching.apart = apart
+        pairs = (both[0].float(), first[0].float()), (both[1].float(), other[1].float())
+        return max(float((found - alone).norm() / alone.norm()) for found, alone in pairs)
+
+    def _groups(self, inputs: ModelInputs) -> Sequence[NativeGroup]:
+        assert isinstance(inputs, NativeInputs)
+        if not self.batching.apart:
+            return inputs.groups
+        return [one for group in inputs.groups for one in group.split()]
+
     def _forward(self, run: Callable[..., Any], inputs: ModelInputs, outer: bool) -> list[Tensor]:
         """Return the raw output of each group."""
-        assert isinstance(inputs, NativeInputs)
         found = []
         self._run = run
         try:
-            for group in inputs.groups:
+            for group in self._groups(inputs):
                 restore(self._clean)
                 self._samples = len(group.rows)
                 self._before.clear()
@@ -148,8 +188,7 @@ class NativeTransformer:
             self._mode = None
 
     def _call(self, group: NativeGroup) -> Tensor:
-        # As ComfyUI's sampler sets them; some forwards read them.
-        options = {"sigmas": group.sigma, "cond_or_uncond": [0] * len(group.rows)}
+        options = group.sampler_options()
         try:
             conds = dict(group.conds)
             if group.text_options is not None:
@@ -242,10 +281,9 @@ def _steady(value: Any) -> Any:
     return value
 
 
-def _tokens(raw: Sequence[Tensor], inputs: ModelInputs) -> Tensor:
-    assert isinstance(inputs, NativeInputs)
+def _tokens(raw: Sequence[Tensor], groups: Sequence[NativeGroup], count: int) -> Tensor:
     rows: dict[int, Tensor] = {}
-    for group, out in zip(inputs.groups, raw, strict=True):
+    for group, out in zip(groups, raw, strict=True):
         for row, one in zip(group.rows, out, strict=True):
-            rows[row] = patchify(group.pictures(one), inputs.tokens.shape[1]).tokens
+            rows[row] = patchify(group.pictures(one), count).tokens
     return torch.stack([rows[row] for row in range(len(rows))])

@@ -70,7 +70,7 @@ class ModelFacts:
     licence: the name of one that binds what is made with the weights; empty for an open one.
     sound: beside the video; None for models that make none.
     latents: of the pictures or video; None where ComfyUI's latent format tells them.
-    batches: False where its forward takes one sample.
+    batches: False where its forward takes one sample, or lets those of a batch influence each other.
     notes: what else a user should know before training, a sentence each.
     """
 

@@ -194,6 +194,8 @@ VIDEOS = (
         licence="LTX-2 Community License",
         sound=Sound(_ltx_sound),
         notes=(SILENT,),
+        # Gates between sound and picture go by the highest noise level of the batch (comfy/ldm/lightricks/av_model.py).
+        batches=False,
     ),
     ModelFacts(
         name="kandinsky-5",

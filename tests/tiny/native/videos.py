@@ -29,6 +29,15 @@ HUNYUAN: dict[str, Any] = {
     "meanflow_sum": False,
     "byt5": False,
 }
+HUNYUAN_IMAGE: dict[str, Any] = HUNYUAN | {
+    "in_channels": 64,
+    "out_channels": 64,
+    "vec_in_dim": None,
+    "guidance_embed": False,
+    "byt5": True,
+    "patch_size": [1, 1],
+    "axes_dim": [16, 16],
+}
 BYT5 = {
     "comfy.ldm.hunyuan_video.model.ByT5Mapper": {"in_dim": 32, "out_dim": 32, "hidden_dim": 32},
 }
@@ -166,16 +175,7 @@ NAMED = (
         name="hunyuan-image",
         model="HunyuanImage21",
         tier="A",
-        unet=HUNYUAN
-        | {
-            "in_channels": 64,
-            "out_channels": 64,
-            "vec_in_dim": None,
-            "guidance_embed": False,
-            "byt5": True,
-            "patch_size": [1, 1],
-            "axes_dim": [16, 16],
-        },
+        unet=HUNYUAN_IMAGE,
         latent=(64, 4, 6),
         text=TEXT,
         conditioning=_glyphs,
@@ -184,6 +184,17 @@ NAMED = (
 )
 
 FURTHER = (
+    NativeRow(
+        name="hunyuan-image-distilled",
+        model="HunyuanImage21",
+        tier="A",
+        # What the distilled file tells beside its sizes: guidance, and the sigma of the next step.
+        unet=HUNYUAN_IMAGE | {"guidance_embed": True, "meanflow": True},
+        latent=(64, 4, 6),
+        text=TEXT,
+        conditioning=_glyphs,
+        sizes=BYT5,
+    ),
     NativeRow(
         name="minimax-h3",
         model="MiniMaxH3",
