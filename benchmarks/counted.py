@@ -1,12 +1,13 @@
 """Count what a training step does on a GPU, without one: kernels, bytes and FLOP of each block as it is compiled.
 
-    python benchmarks/counted.py [--rows NAME ...] [--against [FILE]] [--card NAME] [--write]
+    python benchmarks/counted.py [--rows NAME ...] [--against [FILE]] [--card NAME] [--save FILE] [--write]
 
-Blocks at their real shapes, bf16, a rank-16 LoRA on every Linear, are lowered by inductor for an H100 (`lower.py`).
+Blocks at their real shapes, bf16, a rank-16 LoRA on every Linear, are lowered by inductor for an H100 (`lower.py`), and
+what their Triton kernels take of the card is counted in their machine code (`triton_work.py`).
 `--rows` counts the rows with one of these parts in their name. `--against` prints them beside the counts in a file, the
-committed ones without a name. `--card` prices them for one of the cards of `cost.py`. `--write` writes
-benchmarks/results/counted.json and counted.md, with the rows that were not counted anew as they are there. All rows
-take about three minutes on two cores.
+committed ones without a name. `--card` prices them for one of the cards of `cost.py`. `--save` writes the counts to
+a file. `--write` writes benchmarks/results/counted.json and counted.md, with the rows that were not counted anew as
+they are there. All rows take about ten minutes on two cores, the first one two.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ from counted_page import NONE, compared, page, priced
 RANK = 16
 RESULTS = Path(__file__).parent / "results"
 PAGE, COUNTS, BEFORE = RESULTS / "counted.md", RESULTS / "counted.json", RESULTS / "counted_before.json"
+MEASURED = RESULTS / "counted_measured.json"
 WAYS: dict[str, float | None] = {NONE: None}
 # What the default keeps, half of what is kept without recompute, and the least.
 SELECTIVE: dict[str, float | None] = {f"selective {budget}": budget for budget in (0.5, 0.4, 0.35, 0.01)}
@@ -92,11 +95,15 @@ def calls(row: Row) -> list[list[tuple[torch.nn.Module, tuple[Any, ...]]]]:
 
 
 def count_rest(row: Row) -> dict[str, Any]:
-    """Count what a step of the row launches after its blocks."""
-    from counted_step import count_step
+    """Count what a step of the row launches before, behind and after its blocks."""
+    from counted_step import count_outside, count_step
+    from train_step_work import flash
 
-    shapes = [(name, tuple(linear.shape)) for name, linear in step_of(row).transformer.linears().items()]
-    return {"kept": 0, "kernels": summed(count_step(shapes, RANK, torch.bfloat16))}
+    step = step_of(row)
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v)):
+        outside = count_outside(step, RANK)
+    shapes = [(name, tuple(linear.shape)) for name, linear in step.transformer.linears().items()]
+    return {"kept": 0, "kernels": summed([*outside, *count_step(shapes, RANK, torch.bfloat16)])}
 
 
 def count(row: Row) -> list[dict[str, Any]]:
@@ -104,7 +111,7 @@ def count(row: Row) -> list[dict[str, Any]]:
     blocks = []
     for own in calls(row):
         block, given = own[-1]
-        graphs = lowered(own, row.ways)
+        graphs = lowered(own, row.ways, measured=True)
         blocks.append({"kind": block.kind, "count": len(own), "graphs": graphs, "eager": eager(block, given)})
     return blocks
 
@@ -113,12 +120,13 @@ def lowered(
     own: Sequence[tuple[torch.nn.Module, tuple[Any, ...]]],
     ways: dict[str, float | None],
     names: Sequence[str] = ("forward", "backward"),
+    measured: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Lower the last block of a structure, as what reaches it requires a gradient: way → graph → kernels."""
     from lower import lower
 
     gc.disable()  # it takes a seventh of the time
-    found = lower(*own[-1], ways, names)
+    found = lower(*own[-1], ways, names, measured)
     gc.enable()
     return {
         way: {name: {"kept": graph.kept, "kernels": summed(graph.kernels)} for name, graph in parts.items()}
@@ -138,13 +146,14 @@ def count_some(cases: Sequence[tuple[str, str, Sequence[str]]]) -> list[dict[str
 
 
 def summed(kernels: Sequence[Any]) -> list[list[Any]]:
-    """Equal kernels as one line: kind, name, launches, bytes, FLOP."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for kernel in kernels:
-        sums = found.setdefault((kernel.kind, kernel.name), [0, 0, 0])
-        for place, value in enumerate((1, kernel.bytes, kernel.flop)):
-            sums[place] += value
-    return [[*key, *sums] for key, sums in sorted(found.items())]
+    """Equal kernels as one line: kind, name, launches, bytes, FLOP, bytes moved, cycles, added up."""
+    equal = Counter(kernels)
+    lines = [[k.kind, k.name, n, n * k.bytes, n * k.flop, n * moved(k), n * k.cycles] for k, n in equal.items()]
+    return sorted(lines)
+
+
+def moved(kernel: Any) -> int:
+    return kernel.bytes if kernel.moved is None else kernel.moved
 
 
 def eager(block: torch.nn.Module, given: Sequence[Any]) -> dict[str, Any]:
@@ -231,6 +240,7 @@ def main() -> None:
         "--against", nargs="?", type=Path, const=COUNTS, help="a counted.json, the committed one if none is named"
     )
     parser.add_argument("--card", default="H100", choices=CARDS)
+    parser.add_argument("--save", type=Path, help="a JSON file for the counts")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     set_up_comfyui("meta")  # the pack's prices
@@ -240,6 +250,8 @@ def main() -> None:
     if old is not None:
         print(compared(old["rows"], counted["rows"]))
     print(priced(counted["rows"], args.card))
+    if args.save:
+        args.save.write_text(written(counted), encoding="utf-8")
     if args.write:
         whole = merged(counted)
         COUNTS.write_text(written(whole), encoding="utf-8")

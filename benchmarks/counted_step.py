@@ -1,6 +1,8 @@
-"""Launches of a step beside its blocks: the clip, the optimizer, and casts of the LoRA that are made apart."""
+"""Launches of a step beside its blocks: what stands before and behind them, the clip, the optimizer, and casts of the
+LoRA that are made apart."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from unittest.mock import patch
 import torch
 from lower import Kernel, Launches
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # How torch built for CUDA 13 cuts the lists of tensors of one op into launches (ATen/native/cuda/MultiTensorApply.cuh);
 # builds for an older CUDA take a seventh at once.
@@ -70,7 +72,7 @@ class ManyTensors(Launches):
         if len(self.kernels) > before and ("_foreach" in str(op) or "_fused" in str(op)):
             made = self.kernels.pop()
             many = launches_of([t.numel() for t in lists[0]], len(lists))
-            self.kernels += [Kernel(made.kind, made.name, made.bytes // many)] * many
+            self.kernels += [replace(made, bytes=made.bytes // many)] * many
         return out
 
 
@@ -90,3 +92,20 @@ def launches_of(sizes: Sequence[int], lists: int) -> int:
             if chunks == MOST_CHUNKS or (last and tensors == MOST_TENSORS[lists - 1]):
                 done, chunks, tensors = done + 1, 0, 0 if last else 1
     return done + (chunks > 0)
+
+
+def count_outside(step: Any, rank: int) -> list[Kernel]:
+    """Launches before and behind the blocks of a `CountedStep`, forward and back, where it runs as eager torch does."""
+    calls = step.calls(rank, ("*",), 1)
+    outputs = {structure: own[-1][0](*own[-1][1], {}) for structure, own in calls.items()}
+    inputs: list[torch.Tensor] = []
+
+    def run(block: Any, *args: Any) -> Any:
+        if not inputs:
+            inputs.extend(a for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None)
+        return tree_map(lambda t: t.detach().requires_grad_(), outputs[block.structure()])
+
+    with Launches() as seen:
+        velocity = step.transformer.forward(run, step.inputs(1))
+        torch.autograd.backward([velocity, *inputs], [torch.empty_like(t) for t in (velocity, *inputs)])
+    return seen.kernels

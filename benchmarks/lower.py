@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +21,15 @@ from gpu_norm import norm_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from train_step_work import flash
+from triton_work import SMS, work_by_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 NO_LAUNCH = ("empty", "_unsafe_view", "detach", "prim.")
 THIN = 64  # a product with a side up to this is bound by bytes
+L2_CACHE = 25 << 20  # each half of an H100's
+# cuBLAS splits a long sum along rows of memory where the result has fewer tiles of this size than the card has SMs, and
+# zeroes what it adds into. The page of one H100 has 738 memsets in a step, by this rule they are 840.
+TILE, LONG = 128, 1024
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -56,17 +61,21 @@ H100 = types.SimpleNamespace(
 class Kernel:
     """One launch.
 
-    kind: 'product', 'thin' (a product with a side of at most THIN), 'attention', 'attention_backward', 'triton' or
-        'other'.
+    kind: 'product', 'thin' (a product with a side of at most THIN), 'attention', 'attention_backward', 'triton',
+        'copy' (of memory by the driver, and its zeroing) or 'other'.
     name: of the kernel, or of the op with its sizes.
-    bytes: read and written.
+    bytes: read and written, as inductor or the op says.
     flop: of products and attention.
+    moved: bytes between the kernel and the card's memory; None where that is `bytes`.
+    cycles: of one SM, of a kernel that inductor writes (`triton_work.py`).
     """
 
     kind: str
     name: str
     bytes: int
     flop: int = 0
+    moved: int | None = None
+    cycles: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,9 @@ class _AllIsLowered(Exception):
     """There is nothing to run the graphs on."""
 
 
-def _lowered(graph: torch.fx.GraphModule, name: str, frozen: int) -> Lowered:
-    """Lower one graph in place of a compiler. frozen: how many of a forward's inputs are weights."""
+def _lowered(graph: torch.fx.GraphModule, name: str, frozen: int, measured: bool) -> Lowered:
+    """Lower one graph in place of a compiler. frozen: how many of a forward's inputs are weights; measured: whether the
+    work of Triton's kernels is."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     fake = torch._guards.detect_fake_mode(inputs)
     kept = _kept(graph, frozen) if name == "forward" else 0
@@ -166,6 +176,8 @@ def _lowered(graph: torch.fx.GraphModule, name: str, frozen: int) -> Lowered:
     with fake:
         inputs = [_like(value, CUDA) for value in inputs]
     kernels, code = _generated(graph, inputs, fake, name)
+    if measured:
+        kernels = _measured(kernels, code)
     return Lowered(tuple(kernels), kept, code)
 
 
@@ -222,47 +234,85 @@ def _generated(graph: torch.fx.GraphModule, inputs: list[Any], fake: Any, name: 
             metrics.reset()
             written = lowering.codegen()
             code = written[0] if isinstance(written, tuple) else written
-            kernels = [kernel for node in lowering.scheduler.nodes if (kernel := _kernel(node)) is not None]
+            kernels = [kernel for node in lowering.scheduler.nodes for kernel in _kernels(node)]
     text = getattr(code, "value", code)
-    # A reduction over both axes leaves partial sums, which torch adds up.
-    launched = len(re.findall(r"triton_\w+\.run\(|workspace_\d+\[.*\.sum\(dim=0\)", text))
+    launched = len(LAUNCHED.findall(text))
     counted = sum(kernel.kind == "triton" for kernel in kernels)
     assert launched == counted, f"{launched} kernels are launched and {counted} were found"
     return kernels, text
 
 
-def _kernel(node: Any) -> Kernel | None:
+# A reduction over both axes leaves partial sums, which torch adds up.
+LAUNCHED = re.compile(r"(triton_\w+)\.run\(|workspace_\d+\[.*\.sum\(dim=0\)")
+
+
+def _measured(kernels: Sequence[Kernel], code: str) -> list[Kernel]:
+    """The same kernels with the work of those that inductor wrote, which stand in the order of their launches."""
+    known, names = work_by_kernel(code), iter(LAUNCHED.findall(code))
+    found = []
+    for kernel in kernels:
+        if kernel.kind == "triton" and (name := next(names)):
+            kernel = replace(kernel, moved=known[name].moved, cycles=known[name].cycles)
+        found.append(kernel)
+    return found
+
+
+def _kernels(node: Any) -> list[Kernel]:
     from torch._inductor import ir
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     size = int(node.get_read_write_buffers_sizes())
     if isinstance(node, NopKernelSchedulerNode):
-        return None
+        return []
     if not isinstance(node, ExternKernelSchedulerNode):
-        return Kernel("triton", _ops_of(node), size)
+        return [Kernel("triton", _ops_of(node), size)]
     if isinstance(node.node, ir.MultiOutput):
-        return None
+        return []
     origin = _origin(node.node)
     if origin is None:
-        return Kernel("other", str(node.node.get_name()), size)
+        return [Kernel("other", str(node.node.get_name()), size)]
     options = {name: _value(value) for name, value in origin.kwargs.items()}
     return _of_op(origin.target, [_value(a) for a in origin.args], options, origin.meta["val"], size)
 
 
-def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> Kernel:
-    """The kernel that an op of torch runs by itself. size: bytes read and written."""
+def _of_op(op: Any, given: Sequence[Any], options: dict[str, Any], out: Any, size: int) -> list[Kernel]:
+    """The kernels that an op of torch launches. size: bytes read and written."""
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(op.overloadpacket) or flop_registry.get(op)
     flop = int(formula(*given, **options, out_val=out)) if formula else 0
     if "attention" in str(op):
         kind = "attention_backward" if "backward" in str(op) else "attention"
-        return Kernel(kind, f"{_short(op)} {tuple(given[0].shape)}", size, flop)
+        beside = _beside_attention(given[1]) if kind == "attention_backward" else []
+        return [Kernel(kind, f"{_short(op)} {tuple(given[0].shape)}", size, flop), *beside]
     if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
         a, b = given[-2:]
         sides = a.shape[-2], a.shape[-1], b.shape[-1]
-        return Kernel("thin" if min(sides) <= THIN else "product", f"{_short(op)} {sides}", size, flop)
-    return Kernel("other", _short(op), size, flop)
+        product = Kernel("thin" if min(sides) <= THIN else "product", f"{_short(op)} {sides}", size, flop)
+        return [*_before_product(given, sides), product]
+    return [Kernel("other", _short(op), size, flop)]
+
+
+def _before_product(given: Sequence[Any], sides: tuple[int, int, int]) -> list[Kernel]:
+    """What the driver does before a product: cuBLAS adds in place, so torch copies what is added (`addmm_out_cuda_impl`
+    in ATen/native/cuda/Blas.cpp) unless it is a bias; and a split product's result is zeroed."""
+    before = []
+    if len(given) == 3 and given[0].dim() == 2 and 0 not in given[0].stride():
+        size = given[0].numel() * given[0].element_size()
+        # What was written last is still in the cache where it fits.
+        before.append(Kernel("copy", "of what is added to a product", 0, moved=size * (1 if size <= L2_CACHE else 2)))
+    tiles = -(-sides[0] // TILE) * -(-sides[2] // TILE)
+    if tiles < SMS and sides[1] >= LONG and given[-2].stride(-1) == 1:
+        before.append(Kernel("copy", "memset", 0, moved=0))
+    return before
+
+
+def _beside_attention(q: Any) -> list[Kernel]:
+    """What cuDNN launches beside its backward: the sums of the gradient times the output with the zeroed gradient of q
+    in fp32, and that gradient in 16 bits."""
+    count = q.numel()
+    return [Kernel("other", "sums before attention's backward", 0, moved=8 * count),
+            Kernel("other", "attention's gradient in 16 bits", 0, moved=6 * count)]  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
@@ -280,7 +330,7 @@ class Launches(TorchDispatchMode):
             made = [] if changed else out
             leaves = tree_leaves((args, kwargs, changed, made))
             size = sum(_bytes_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.kernels.append(_of_op(op, args, kwargs or {}, out, size))
+            self.kernels += _of_op(op, args, kwargs or {}, out, size)
         return out
 
 
@@ -315,6 +365,7 @@ def lower(
     given: Sequence[Any],
     budgets: Mapping[str, float | None],
     names: Sequence[str] = ("forward", "backward"),
+    measured: bool = False,
 ) -> dict[str, dict[str, Lowered]]:
     """Lower the block's forward and backward in several ways of keeping: way → forward and backward.
 
@@ -322,6 +373,7 @@ def lower(
     budgets: of each way the part of what could be kept for backward that is, as selective checkpointing sets it; None
         for torch's own choice.
     names: of the graphs that are wanted.
+    measured: whether to measure the work of Triton's kernels, about a second for each.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_function
@@ -373,7 +425,7 @@ def lower(
                 joint_graph_passes(joint)
                 parts = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **more)
             done[way] = {
-                name: _lowered(part, name, len(state))
+                name: _lowered(part, name, len(state), measured)
                 for name, part in zip(("forward", "backward"), parts, strict=True)
                 if name in names
             }

@@ -58,7 +58,7 @@ class CountedStep:
         from torch.utils.flop_counter import FlopCounterMode
 
         self._add_lora(rank, include)
-        inputs, in_blocks = self._inputs(), []
+        inputs, in_blocks = self.inputs(), []
 
         def run(block: Any, *args: Any) -> Any:
             with FlopCounterMode(display=False) as counter:
@@ -94,7 +94,7 @@ class CountedStep:
             return outputs[structure]
 
         with patch.object(torch.nn.functional, "scaled_dot_product_attention", flash):
-            self.transformer.forward(run, self._inputs(batch))
+            self.transformer.forward(run, self.inputs(batch))
         return found
 
     def _add_lora(self, rank: int, include: tuple[str, ...]) -> None:
@@ -107,7 +107,7 @@ class CountedStep:
             adapter = linears[name].adapter = lora.LoraAdapter(spec, *linears[name].shape).to("meta")
             adapter.make_casts(self.patcher.model.get_dtype_inference())
 
-    def _inputs(self, batch: int = 1) -> Any:
+    def inputs(self, batch: int = 1) -> Any:
         """`batch` times the sample, as the family hands it to its transformer."""
         noisy, tensors = import_module("tessera.models.family").NoisySample, self.sample.load()
         conditioning = {name: value.to("meta") for name, value in tensors.conditioning.items()}

@@ -37,7 +37,7 @@ ROWS = json.loads(COUNTS.read_text(encoding="utf-8"))["rows"]
 
 
 def counted_work(kernels: list[list[Any]]) -> KernelWork:
-    """The work of lowered kernels, each line with kind, name, launches, bytes and FLOP."""
+    """The work of lowered kernels, each line with kind, name, launches, bytes and FLOP first."""
 
     def flop(kind: str) -> int:
         return sum(line[4] for line in kernels if line[0] == kind)
@@ -48,9 +48,9 @@ def counted_work(kernels: list[list[Any]]) -> KernelWork:
 
 def eager_flop(kernels: list[list[Any]]) -> dict[str, float]:
     flop: dict[str, float] = {}
-    for _, name, _, _, count in kernels:
-        op = name.partition(" ")[0]
-        flop[op] = flop.get(op, 0.0) + count
+    for line in kernels:
+        op = line[1].partition(" ")[0]
+        flop[op] = flop.get(op, 0.0) + line[4]
     return flop
 
 

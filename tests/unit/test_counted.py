@@ -13,9 +13,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import counted_page
 import torch
-from counted import BEFORE, COUNTS, PAGE, ROWS, read
+from cost import seconds_of
+from counted import BEFORE, COUNTS, MEASURED, PAGE, ROWS, read
 from counted_step import launches_of
 from gpu_norm import eager_norm, norm_of
+from tessera.memory.activations.cost import KernelRates
 
 COUNTED = read(COUNTS)
 ROWS_COUNTED = COUNTED["rows"]
@@ -48,6 +50,85 @@ def test_the_page_is_of_these_rows_and_versions():
     text = PAGE.read_text(encoding="utf-8")
     assert f"torch {COUNTED['torch']}, Triton {COUNTED['triton']}" in text
     assert text == counted_page.page(COUNTED, read(BEFORE))
+
+
+def kind_on_card(line: list[Any]) -> str:
+    """The kind under which a card's page adds up a kernel: by its name, so that copies for attention are attention."""
+    if line[0].startswith("attention") or "_scaled_dot_product" in line[1]:
+        return "attention"
+    return {"product": "products", "thin": "products", "triton": "Triton", "copy": "copies"}.get(line[0], "rest")
+
+
+def counted_on_card(way: str) -> dict[str, float]:
+    """Seconds of a step by kind, from the counts of the code and torch that ran on the card, at its rates."""
+    counted = read(MEASURED)
+    (blocks,) = counted["rows"].values()
+    lines = [(1, line) for line in counted["rest"]["kernels"]]
+    for block in blocks:
+        lines += [(block["count"], line) for g in counted_page.graphs_of(block, way) for line in g["kernels"]]
+    sums: dict[str, float] = {}
+    for times, line in lines:
+        seconds = times * seconds_of(line, KernelRates(*counted["measured"]["rates"]))
+        sums[kind_on_card(line)] = sums.get(kind_on_card(line), 0.0) + seconds
+    return sums
+
+
+@pytest.mark.parametrize("way", ["none", "full"])
+def test_a_counted_step_takes_what_a_card_measured_by_kind(way: str):
+    found, measured = counted_on_card(way), read(MEASURED)["measured"][way]
+    assert found == {kind: pytest.approx(seconds, rel=0.05) for kind, seconds in measured.items()}
+    assert sum(found.values()) == pytest.approx(sum(measured.values()), rel=0.03)
+
+
+def test_the_addend_of_a_product_is_copied_and_a_bias_is_not():
+    from lower import Launches
+
+    with Launches() as seen, torch.device("meta"):
+        rows, weight, bias = torch.empty(4096, 3072), torch.empty(3072, 3072), torch.empty(3072)
+        torch.addmm(bias, rows, weight)
+        torch.addmm(bias.expand(4096, -1), rows, weight)
+        assert [kernel.kind for kernel in seen.kernels] == ["product", "product"]
+        torch.addmm(rows, rows, weight)
+    size = 4096 * 3072 * 4
+    assert [(k.kind, k.moved) for k in seen.kernels[2:]] == [("copy", 2 * size), ("product", None)]
+
+
+# A kernel as inductor writes them, over (4096, 512) numbers in tiles of 64 × 64 that lie one way or the other.
+TURNED = """
+triton_turned = async_compile.triton('triton_turned', '''
+def triton_turned(in_ptr0, out_ptr0, ynumel, xnumel, YBLOCK : tl.constexpr, XBLOCK : tl.constexpr):
+    ynumel = 4096
+    xnumel = 512
+    yindex = tl.program_id(1) * YBLOCK + tl.arange(0, YBLOCK)[:, None]
+    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[None, :]
+    tmp0 = tl.load(in_ptr0 + (ORDER), None, eviction_policy='evict_last')
+    tl.store(out_ptr0 + (xindex + 512*yindex), tmp0, None)
+''', device_str='cuda')
+"""
+
+
+def test_a_read_out_of_order_takes_a_pass_for_each_line(monkeypatch: pytest.MonkeyPatch):
+    import triton_work
+
+    def config(kernel: Any) -> Any:
+        kernel.kwargs, kernel.num_warps = {"YBLOCK": 64, "XBLOCK": 64}, 4
+        return kernel
+
+    meta = {"signature": {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "ynumel": "i32", "xnumel": "i32"}}
+    meta["signature"] |= dict.fromkeys(("YBLOCK", "XBLOCK"), "constexpr")
+    made = type("Kernel", (), {"triton_meta": meta, "configs": [config(type("Config", (), {}))]})
+    monkeypatch.setattr(triton_work, "_loaded", lambda name, source: made)
+    monkeypatch.setattr(triton_work, "_assembled", lambda *_: [" /*0000*/ EXIT ;"])
+    monkeypatch.setattr(triton_work, "_known", {})
+    size, found = 4096 * 512 * 4, {}
+    for order in ("xindex + 512*yindex", "xindex + 1024*yindex", "2*xindex + 1024*yindex", "4096*xindex + yindex"):
+        found[order] = triton_work.work_by_kernel(TURNED.replace("ORDER", order))["triton_turned"]
+    plain, apart, every_second, turned = found.values()
+    assert plain.moved == apart.moved == turned.moved == 2 * size and every_second.moved == 3 * size
+    lines = size // 128 // triton_work.SMS
+    assert plain.cycles == apart.cycles == pytest.approx(2 * lines, rel=0.02)
+    assert turned.cycles == pytest.approx(2 * lines, rel=0.02)  # lanes run along the other axis
+    assert every_second.cycles == pytest.approx(33 * lines, rel=0.02)  # no two are neighbours: each lane has a line
 
 
 def by_kind(graph: dict[str, Any]) -> dict[str, tuple[int, int]]:
