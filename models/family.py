@@ -305,12 +305,17 @@ class Family(ABC):
         """The context of a training step, forward and backward."""
         return nullcontext()
 
-    def check_forward(self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs) -> dict[str, str]:
-        """Compare the training forward with ComfyUI's, where it could differ; raises ValueError where it does.
+    def as_core_takes(self, sample: NoisySample) -> NoisySample:
+        """Give a sample as ComfyUI's own forward takes it, with the text that its encoder gives."""
+        return sample
 
-        Called once before the first step of a run, with the adapter switched off. on_device: calls a function on a
-        block and its arguments with the block's weights on the device. Returns the blocks that must not be compiled,
-        each with the reason.
+    def check_forward(
+        self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
+    ) -> dict[str, str]:
+        """Compare the training forward with ComfyUI's on this batch and on a small sample in fp32, where it runs its
+        modules. on_device: calls a function on a block and its arguments with its weights on the device.
+
+        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ.
         """
         return {}
 

@@ -7,12 +7,13 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ..memory.weights.frozen import check_readable
-from .family import Family
+from .family import Family, RunBlock, Transformer
 from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
 from .native.facts.lookup import named_facts
 from .native.family import NativeFamily
 from .native.text import CoreText
+from .native.verify.core_forward import CoreForward
 from .text import TextPolicy
 
 # Each folder's module `family` has a tuple FAMILIES.
@@ -44,6 +45,11 @@ def family_of(patcher: ModelPatcher) -> Family:
     for weight in patcher.model.parameters():
         check_readable(weight)
     return NativeFamily(patcher.model) if family is None else family
+
+
+def core_forward(family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock) -> CoreForward:
+    """Make ComfyUI's own forward over the weights of a transformer with a forward of our own, to compare them."""
+    return CoreForward(family, patcher, transformer, on_device)
 
 
 def _check_is_of_comfyui(model: Any) -> None:

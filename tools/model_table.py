@@ -165,8 +165,12 @@ other model runs **ComfyUI's own forward**, made safe for training.
 | C | has the forward of a model of tier A, B or own, and differs in conditioning or size |
 | – | not meant to be trained here, for the reason given |
 
-The first batch of every run is compared with ComfyUI's own forward as well, whatever the model; where they differ the
-run stops before it trains.
+The training forward of every run is compared with ComfyUI's own before the first step, and again after a resume; where
+they differ the run stops. Both run one sample on the weights of the run, without the LoRA: as the run computes, and a
+small piece of it in fp32, where a block that is 1 % too strong shows. Of each format of weights one layer is compared
+with ComfyUI's reading of it. It costs about as much time as two steps, and no second copy of the weights. What it can't
+see: a fault that ComfyUI's own forward has too, weights that are wrong in the file, and what only other sizes show than
+those of your smallest picture or clip. The gradients are checked by the tests.
 
 What ComfyUI's own forward can't do and ours can:
 

@@ -6,7 +6,8 @@ back. Before each sweep the ranks meet and say what they need. Where they differ
 something else goes through that sweep without computing. Who has nothing left to do takes part until nobody has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -90,6 +91,12 @@ class ShardedRing(SlotRing):
     def invalidate(self) -> None:
         super().invalidate()
         self.fresh = True  # the others' slots are emptied too, when they meet
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        with super().uncounted():
+            yield
+            self._end_sweep()
 
     def forward(self, j: int) -> None:
         self._reach(FORWARD, j, j)

@@ -5,7 +5,8 @@ of a slot is valid again once the block is back at its address. In a pass over S
 last K are there at the turn and the first K at the end: 2·(S − K) copies.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,6 +111,16 @@ class SlotRing:
         """Have every block copied again."""
         self.occupants = [None] * self.count
         self._copied = [None] * self.count
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out of the counters what is copied within the context, after which every block is copied again."""
+        before = self.copies, self.bytes_copied
+        try:
+            yield
+        finally:
+            self.copies, self.bytes_copied = before
+            self.invalidate()
 
     def release(self) -> None:
         """Free the slots; the flat weights stay."""

@@ -150,9 +150,10 @@ class FrozenLinear(NamedTuple):
             if self.meter is not None:
                 return self._measured(x, self.products, self.meter)
             return low_linear(x, self.weight, self._scale, self.bias, self.layout, self.products)
+        bias = None if self.bias is None else self.bias.to(x.dtype)  # of another where a check computes in fp32
         if self.layout is not None:
-            return quantised_linear(x, [self.weight, *self.parts], self.bias, self.layout)
-        return frozen_linear(x, self.weight, self.scale, self.bias)
+            return quantised_linear(x, [self.weight, *self.parts], bias, self.layout)
+        return frozen_linear(x, self.weight, self.scale, bias)
 
     @property
     def _scale(self) -> Tensor | None:

@@ -16,12 +16,24 @@ from ...common.core import intended_dtype, quantised_layout
 from ...common.gguf_tensor import block_type, is_gguf, type_name, with_patches
 from .frozen import FrozenWeights
 
-# The largest relative difference: of weights of less than 16 bits, in which a LoRA is rounded at random, and of others
-# by the dtype in which they are multiplied.
-_ROUNDED = 0.15
-_PATCHED = 0.4  # a LoRA on weights of 4 bits leaves them up to 0.2 from what they were without rounding
-_PLAIN = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+# The largest relative difference of what both give in fp32: by the dtypes that a weight is rounded to on its way. A
+# weight that is 2 % too large is beyond each of them.
+_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_DEQUANTISED = 1e-2  # ComfyUI dequantises in 16 bits
+_PATCHED = 0.4  # a LoRA on weights of 4 bits, rounded at random, leaves them up to 0.2 from what they were without it
 _ROWS = 4
+
+# Set on modules by ComfyUI's loading, and by its dynamic VRAM: there a module reads its weight through them.
+LOADING = (
+    "_v",
+    "_prefetch",
+    "_pin_state",
+    "_pins",
+    "weight_lowvram_function",
+    "bias_lowvram_function",
+    "weight_function",
+    "bias_function",
+)
 
 
 class Misread(NamedTuple):
@@ -46,16 +58,18 @@ def has_known_forward(module: nn.Module) -> bool:
 def find_misread(weights: FrozenWeights, ours: Mapping[str, Callable[[Tensor], Tensor]]) -> Misread | None:
     """Compare one module of each kind and format; None where none differs.
 
-    ours: runs the module called so on an input with the weights that training has read of it, on `weights.device`.
-    Modules whose input is not known from their class, and those under dynamic VRAM, are left out. One weight is held at
-    a time, and the MODEL is not changed.
+    ours: runs the module called so on an fp32 input with the weights that training has read of it, on
+        `weights.device`.
+
+    Modules whose input is not known from their class are left out. One weight is held at a time, and the MODEL is not
+    changed. Under dynamic VRAM the weight is the one that ComfyUI keeps on the host.
     """
     seen = set()
     for name, run in ours.items():
         module = weights.patcher.model.get_submodule(f"diffusion_model.{name}".rstrip("."))
         made = _input_of(module, weights)
         patched = any(f"diffusion_model.{name}.{part}" in weights.patcher.patches for part in ("weight", "bias"))
-        if made is None or "_v" in vars(module) or (patched and not _casts(module)):
+        if made is None or (patched and not _casts(module)):
             continue
         kind = (type(module), patched, *(_format(getattr(module, part, None)) for part in ("weight", "bias")))
         if kind in seen:
@@ -68,12 +82,11 @@ def find_misread(weights: FrozenWeights, ours: Mapping[str, Callable[[Tensor], T
 
 
 def _limit(weight: Any, patched: bool, compute_dtype: torch.dtype) -> float:
+    if isinstance(weight, QuantizedTensor) or (weight.dtype.itemsize == 1 and not is_gguf(weight)):
+        return _PATCHED if patched else _DEQUANTISED
     if is_gguf(weight):
-        return max(_PLAIN[compute_dtype], _PLAIN[torch.float16])  # its loader widens in fp16
-    if isinstance(weight, QuantizedTensor) or weight.dtype.itemsize == 1:
-        return _PATCHED if patched else _ROUNDED
-    plain = _PLAIN[compute_dtype]
-    return max(plain, _PLAIN.get(weight.dtype, plain)) if patched else plain  # training rounds it to what is stored
+        return _DEQUANTISED
+    return max(_ROUNDING[compute_dtype], _ROUNDING.get(weight.dtype, 0.0))
 
 
 def _format(weight: Any) -> str:
@@ -85,7 +98,7 @@ def _format(weight: Any) -> str:
 
 
 def _input_of(module: nn.Module, weights: FrozenWeights) -> Tensor | None:
-    """Random input of a module that runs torch's or ComfyUI's forward, x and then −x; None for any other.
+    """Random fp32 input of a module that runs torch's or ComfyUI's forward, x and then −x; None for any other.
 
     Signs go into matrices: a kernel that rounds its input to few bits leaves them as they are.
     """
@@ -112,12 +125,14 @@ def _input_of(module: nn.Module, weights: FrozenWeights) -> Tensor | None:
     noise = torch.randn(shape, generator=generator)
     signs = hasattr(known, "in_features") or hasattr(known, "in_channels")
     half = noise.sign() if signs else noise
-    return torch.cat((half, -half)).to(weights.device, weights.compute_dtype)
+    return torch.cat((half, -half)).to(weights.device)
 
 
 def _as_core_runs(weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
     """The MODEL's own module with its LoRAs and ComfyUI's own casting, as it runs where it lies in other memory."""
     own: Any = copy.copy(module)  # shares the weights; what is set here stays here
+    for attribute in LOADING:
+        vars(own).pop(attribute, None)
     if _casts(module):
         own.comfy_cast_weights = True
         own.comfy_force_cast_weights = True  # else some formats round the input

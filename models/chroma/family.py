@@ -1,6 +1,7 @@
 """The family of Chroma: lodestones' Chroma1 (HD, Base, Flash) and its fine-tunes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.ldm.chroma.model
@@ -62,6 +63,11 @@ class Chroma(FluxFamily):
 
     def transformer(self, model: Any, weights: FrozenWeights, attention: Any) -> ChromaTransformer:
         return ChromaTransformer(weights, model.diffusion_model, attention)
+
+    def as_core_takes(self, sample: NoisySample) -> NoisySample:
+        """Give it guidance 0 where it has none, as core's sampler does."""
+        guidance = sample.conditioning.get("guidance")
+        return replace(sample, conditioning={**sample.conditioning, "guidance": 0.0 if guidance is None else guidance})
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float

@@ -92,6 +92,14 @@ class NativeGroup:
         conds = {name: _each(value, Tensor.clone) for name, value in self.conds.items()}
         return replace(self, x=self.x.clone(), sigma=self.sigma.clone(), conds=conds)
 
+    def cast(self, dtype: torch.dtype) -> "NativeGroup":
+        """With its 16-bit tensors in `dtype`."""
+
+        def wider(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+        return replace(self, x=wider(self.x), conds={name: _each(value, wider) for name, value in self.conds.items()})
+
     def to(self, device: torch.device) -> "NativeGroup":
         conds = {name: _each(value, lambda tensor: to_device(tensor, device)) for name, value in self.conds.items()}
         return replace(self, x=to_device(self.x, device), sigma=to_device(self.sigma, device), conds=conds)

@@ -13,23 +13,12 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...memory.weights.frozen import FrozenWeights, share_outside_inference_mode
-from ...memory.weights.reading import Misread, find_misread, has_known_forward
+from ...memory.weights.reading import LOADING, Misread, find_misread, has_known_forward
 from ...memory.weights.residency import FrozenModule
 from ..convolutions import convolutions
 from ..layers.lora_conv import LoraConv
 from ..layers.lora_linear import LoraLinear
 
-# Set on modules by ComfyUI's loading; a shadow's weights lie where they are used, patched.
-_LOADING = (
-    "_v",
-    "_prefetch",
-    "_pin_state",
-    "_pins",
-    "weight_lowvram_function",
-    "bias_lowvram_function",
-    "weight_function",
-    "bias_function",
-)
 _NOT_COPIED = object()
 
 
@@ -122,15 +111,15 @@ class Shadow:
         model, self._weights = patcher.model, weights
         with torch.inference_mode(False):
             memo: dict[int, Any] = {}
-            self.layers: dict[str, NativeLayer] = {}
+            self.layers: dict[str, Any] = {}
             convs = convolutions(model.diffusion_model)
             for name, module in model.diffusion_model.named_modules():
                 if is_linear(module):
-                    memo[id(module)] = self.layers[name] = NativeLinear(weights, name, module)
+                    memo[id(module)] = self.layers[name] = self.make_linear(weights, name, module)
                 elif name in convs:
                     memo[id(module)] = self.layers[name] = NativeConv(weights, name, convs[name])
             for module in model.diffusion_model.modules():
-                for attribute in _LOADING:
+                for attribute in LOADING:
                     if (held := vars(module).get(attribute)) is not None:
                         memo[id(held)] = _NOT_COPIED  # a copy would free the MODEL's own memory with itself
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -139,9 +128,9 @@ class Shadow:
             diffusion_model = copy.deepcopy(model.diffusion_model, memo)
             self.tensors: dict[str, SharedTensors] = {}
             for name, module in diffusion_model.named_modules():
-                if isinstance(module, NativeLayer):
+                if name in self.layers:
                     continue
-                for attribute in _LOADING:
+                for attribute in LOADING:
                     vars(module).pop(attribute, None)
                 original = model.diffusion_model.get_submodule(name)
                 if any(v is not None for v in (*original._parameters.values(), *original._buffers.values())):
@@ -150,6 +139,10 @@ class Shadow:
         self.base._modules = {**model._modules, "diffusion_model": diffusion_model}
         self.base._modules["model_sampling"] = raw_output(patcher.get_model_object("model_sampling"))
         self.base.current_patcher = None
+
+    def make_linear(self, weights: FrozenWeights, name: str, module: nn.Module) -> nn.Module:
+        """Make what stands for a Linear of the MODEL."""
+        return NativeLinear(weights, name, module)
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -160,11 +153,11 @@ class Shadow:
         return find_misread(self._weights, {n: partial(self._run, n) for n in (*self.layers, *self.tensors)})
 
     def _run(self, name: str, x: Tensor) -> Tensor:
-        """Run one module on weights that are read anew: where its block is swapped, it may hold those of another."""
+        """Run one module in fp32 on weights that are read anew: where its block is swapped, it may hold those of
+        another."""
         module = self.diffusion_model.get_submodule(name)
-        if isinstance(module, NativeLinear):
-            stored = self._weights.linear(name, without_base=True)
-            return stored.to(self._weights.device).apply(x.to(self._weights.compute_dtype))
+        if name in self.layers and not isinstance(module, NativeConv):
+            return self._weights.linear(name, without_base=True).to(self._weights.device).apply(x)
         module, weights = copy.copy(module), self._weights
         read = {part: weights.stored(f"{name}.{part}") for part in ("weight", "bias") if part in module._buffers}
         moved = {part: None if tensor is None else tensor.to(weights.device) for part, tensor in read.items()}

@@ -1,7 +1,9 @@
 """ComfyUI's own forward as a transformer of the trainer: it owns the loop, and its blocks run where it calls them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -12,7 +14,7 @@ from ...common.text import shown
 from ...memory.weights.residency import FrozenModule
 from ..blocks import BlockOfModel, list_of
 from ..family import ModelInputs, RunBlock
-from ..layers.attention import Attention
+from ..layers.attention import Attention, sdpa
 from ..layers.lora_linear import LoraLayer
 from ..transformer_options import steady
 from .blocks import NativeBlock, flatten, varying_attributes
@@ -21,10 +23,7 @@ from .inputs import NativeGroup, NativeInputs, patchify
 from .kernels import training_kernels
 from .out_of_place import OutOfPlace
 from .shadow import Shadow, restore
-
-# The largest relative difference between our run of a forward and ComfyUI's own: what other kernels round otherwise.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-
+from .verify.precision import cast_buffers, dtype_told, run_in
 
 # What one sample may do to another of its batch. Independent ones come out the same bit for bit; experts that a router
 # gives other tokens add in another order.
@@ -58,6 +57,7 @@ class NativeTransformer:
     ):
         self.title, self.shadow, self.attention, self.dtype = title, shadow, attention, dtype
         self.batching = batching
+        self._compute_dtype = dtype  # another one in a check
         cores = {name: shadow.diffusion_model.get_submodule(block.name) for name, block in blocks.items()}
         by_kind: dict[str, list[str]] = {}
         for name, block in blocks.items():
@@ -127,16 +127,49 @@ class NativeTransformer:
         def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
             return block.result(on_device(_run_with_backward, block, *tensors, call, {}))
 
-        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
-            return block.result(on_device(_run_core, block, *tensors, call))
-
         with torch.no_grad():
             with self.training():
                 found = self._forward(ours, inputs, outer=True)
-            wanted = self._forward(core, inputs, outer=False)
-            difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(found, wanted, strict=True))
-            size = sum((b.float() ** 2).sum() for b in wanted)
-            return float((difference / size) ** 0.5)
+            return relative(found, self._core_output(on_device, inputs))
+
+    def precise_difference(self, on_device: OnDevice, inputs: ModelInputs) -> tuple[float, float]:
+        """The same in fp32 on the stored weights; and that of ComfyUI's own forward in the run's dtype, what that
+        dtype rounds."""
+
+        def ours(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            return block.result(on_device(partial(run_in, torch.float32, _run), block, *tensors, call, {}))
+
+        with torch.no_grad():
+            rounded = self._core_output(on_device, inputs)
+            with self._in_fp32():
+                # Not every attention that may be chosen computes in fp32.
+                with training_kernels(sdpa):
+                    found = self._forward(ours, inputs, outer=True)
+                expected = self._core_output(on_device, inputs)
+            return relative(found, expected), relative(rounded, expected)
+
+    def _core_output(self, on_device: OnDevice, inputs: ModelInputs) -> list[Tensor]:
+        def core(block: NativeBlock, tensors: list[Tensor], call: Any) -> Any:
+            function = _run_core if self._compute_dtype == self.dtype else partial(run_in, torch.float32, _run_core)
+            return block.result(on_device(function, block, *tensors, call))
+
+        return self._forward(core, inputs, outer=False)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[None]:
+        """Have what stands around the blocks compute in fp32."""
+        inside = [f"{block.name}." for block in self._blocks.values()]
+        modules = self.shadow.tensors.items()
+        outside = [module for name, module in modules if not f"{name}.".startswith(tuple(inside))]
+        clean, self._compute_dtype = self._clean, torch.float32
+        restore(clean)
+        try:
+            with cast_buffers(torch.float32, outside), dtype_told(torch.float32, self.shadow.base):
+                self._clean = self.shadow.state()
+                yield
+                restore(self._clean)
+        finally:
+            self._clean, self._compute_dtype = clean, self.dtype
 
     def influence(self, on_device: OnDevice, inputs: ModelInputs) -> float:
         """The relative difference that one sample of a batch makes to the output of another; 0 where each sees itself.
@@ -173,6 +206,8 @@ class NativeTransformer:
                 restore(self._clean)
                 self._samples = len(group.rows)
                 self._before.clear()
+                if self._compute_dtype != self.dtype:
+                    group = group.cast(self._compute_dtype)
                 found.append(self._out_of_place(group) if outer else self._call(group.copied()))
         finally:
             self._run = None
@@ -267,6 +302,10 @@ def _run_with_backward(block: NativeBlock, *args: Any) -> Any:
     return check_gradients(block.name, block, *args)
 
 
+def _run(block: NativeBlock, *args: Any) -> Any:
+    return block(*args)
+
+
 def _run_core(block: NativeBlock, *args: Any) -> Any:
     return block.run_core(*args[:-1], call=args[-1])
 
@@ -279,6 +318,12 @@ def _steady(value: Any) -> Any:
         named = {name: _steady(inner) if name == "transformer_options" else inner for name, inner in value.items()}
         return steady(named)
     return value
+
+
+def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Compute ‖found − expected‖ / ‖expected‖ over all tensors."""
+    difference = sum(((a.float() - b.float()) ** 2).sum() for a, b in zip(found, expected, strict=True))
+    return float((difference / sum((b.float() ** 2).sum() for b in expected)) ** 0.5)
 
 
 def _tokens(raw: Sequence[Tensor], groups: Sequence[NativeGroup], count: int) -> Tensor:

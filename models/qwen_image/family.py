@@ -6,6 +6,7 @@ caption's pads are a sample's last tokens, which no other token attends to: a pa
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.ldm.qwen_image.model
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...memory.weights.frozen import FrozenWeights
 from ..family import Family, NoisySample, Origin, Patches, SampleFacts
 from .names import QWEN_IMAGE_NAMES
-from .patchify import first, patchify_image, sample_parts
+from .patchify import first, own_conditioning, own_text, patchify_image, sample_parts
 from .text import QwenImageText
 from .transformer import QwenInputs, QwenTransformer
 
@@ -91,6 +92,9 @@ class QwenImage(Family):
     def patchify(self, latent: Tensor, keep: int) -> Patches:
         """Cut a latent (C, 1, H, W) into tokens: the first `keep` in row order, and their positions."""
         return first(patchify_image(latent), keep)
+
+    def as_core_takes(self, sample: NoisySample) -> NoisySample:
+        return replace(sample, text=own_text(sample), conditioning=own_conditioning(sample))
 
     def inputs(
         self, patcher: ModelPatcher, samples: Sequence[NoisySample], sigma: Tensor, guidance: float

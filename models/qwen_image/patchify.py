@@ -34,9 +34,7 @@ class SampleParts:
 def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch.device) -> SampleParts:
     """Tokenise one sample. Raises ValueError for a conditioning that this forward does not run."""
     text = own_text(sample)
-    conditioning = {k: v for k, v in sample.conditioning.items() if k != "attention_mask"}
-    if given := conditioning.get("reference_latents"):
-        conditioning["reference_latents"] = [x.unsqueeze(2) if x.ndim == 4 else x for x in given]
+    conditioning = own_conditioning(sample)
     cond = model_conditioning(model, sample.latent, text, conditioning, guidance, device, {"ref_latents"})
     own = first(patchify_image(sample.latent.to(model.get_dtype_inference())), sample.tokens)
     method = cond.get("ref_latents_method", model.diffusion_model.default_ref_method)
@@ -57,6 +55,14 @@ def sample_parts(model: Any, sample: NoisySample, guidance: float, device: torch
         length=sum(map(len, positions)) - pads,
         clean_at_zero=method == "index_timestep_zero",
     )
+
+
+def own_conditioning(sample: NoisySample) -> dict[str, Any]:
+    """Give the conditioning without the mask of `own_text`, its reference latents (1, C, 1, H, W)."""
+    conditioning = {k: v for k, v in sample.conditioning.items() if k != "attention_mask"}
+    if references := conditioning.get("reference_latents"):
+        conditioning["reference_latents"] = [x.unsqueeze(2) if x.ndim == 4 else x for x in references]
+    return conditioning
 
 
 def own_text(sample: NoisySample) -> Tensor:

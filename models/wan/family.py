@@ -1,6 +1,7 @@
 """The Wan family: 2.1 and 2.2, text to video and image to video, 14B, 5B and 1.3B."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import comfy.ldm.wan.model
@@ -170,6 +171,17 @@ class Wan(Family):
             image=_joined(images) if model.diffusion_model.img_emb is not None else None,
             clean=clean,
         )
+
+    def as_core_takes(self, sample: NoisySample) -> NoisySample:
+        """Fill its text with zeros to the length that core's encoder gives, and mask its clean frames."""
+        text = sample.text[:, : sample.text_length]
+        text = F.pad(text, (0, 0, 0, sample.text_length - text.shape[1]))
+        conditioning = dict(_spared(sample.conditioning))
+        if sample.clean_frames:
+            mask = torch.ones(1, 1, *sample.latent.shape[1:])
+            mask[:, :, : sample.clean_frames] = 0
+            conditioning["denoise_mask"] = mask
+        return replace(sample, text=text, conditioning=conditioning)
 
     def patchify(self, latent: Tensor, keep: int) -> Patches:
         """latent: (C, T, H, W) with even H and W → the first keep / T tokens of each frame, in row order with their

@@ -1,7 +1,7 @@
 """Model of a run: its weights placed on device and host by the memory options, its LoRA and its block runner."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...models.family import Block, ModelInputs, RunBlock, Transformer
 from ..distributed.node import connect_node, free_host_memory
 from ..observer import Observer
 from ..preflight.context import RunContext
+from ..verify.forward import check_forward
 from . import auto
 from .auto import AutomaticMemory
 from .base import base_facts, base_notes
@@ -53,7 +54,7 @@ class PlacedModel:
         self.products = BlockProducts(self.memory.products, self.device, self.dtype, context.products)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
-        self.forward_checked = False
+        self.forward_checked, self.checked = False, (data.samples, self.settings.objective.guidance)
         self.eager_blocks: dict[str, str] = {}  # which must not be compiled, with the reason
         try:
             if auto.plans_memory(self.memory):
@@ -272,23 +273,25 @@ class PlacedModel:
         return self.family.training(self.transformer)
 
     def check_forward(self, inputs: ModelInputs) -> None:
-        """Compare the training forward with ComfyUI's on this batch. Raises ValueError where they differ.
+        """Compare the training forward with ComfyUI's, once. Raises ValueError where they differ.
 
-        Blocks that must not be compiled run eager from then on. Does nothing the second time.
+        Blocks that must not be compiled run eager from then on.
         """
-        if self.forward_checked or self.family.own_forward:
+        if self.forward_checked:
             return
-
-        def on_device(function: Callable[..., Any], block: Block, *args: Any) -> Any:
-            if self.swap is not None and id(block) in self.swap.number:
-                return self.swap.run(function, block, *args)
-            return function(block, *args)
-
         # In full: what differs by the last digit would be rounded to other codes.
-        with self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
-            self.eager_blocks = self.family.check_forward(self.transformer, on_device, inputs)
+        uncounted = nullcontext() if self.swap is None else self.swap.ring.uncounted()
+        with uncounted, self.network.switched_off(), self.products.switched_off(self.transformer.blocks()):
+            model = self.family, self.patcher, self.transformer, self.on_device
+            self.eager_blocks = check_forward(*model, inputs, *self.checked)
         self.forward_checked = True
         self._leave_eager()
+
+    def on_device(self, function: Callable[..., Any], block: Block, *args: Any) -> Any:
+        """Call a function on a block and its arguments with the block's weights on the device."""
+        if self.swap is not None and id(block) in self.swap.number:
+            return self.swap.run(function, block, *args)
+        return function(block, *args)
 
     def _leave_eager(self) -> None:
         for name, block in self.transformer.blocks():
@@ -296,7 +299,6 @@ class PlacedModel:
                 self.runner.leave_eager(block, self.eager_blocks[name])
 
     def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
-        swapped = {} if self.swap is None else self.swap.number
         drops = self.network.options.drops
 
         def sampled(block: Block) -> dict[str, DropMask]:
@@ -307,9 +309,7 @@ class PlacedModel:
 
         def run(block: Block, *args: torch.Tensor) -> object:
             masks = sampled(block) if drops else {}
-            if self.swap is not None and id(block) in swapped:
-                return self.swap.run(self.runner, block, *args, masks)
-            return self.runner(block, *args, masks)
+            return self.on_device(self.runner, block, *args, masks)
 
         return run
 

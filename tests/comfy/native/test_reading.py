@@ -84,6 +84,30 @@ def test_what_is_read_right_passes_with_loras_and_swapped_blocks_too(name, dtype
         assert before == [dict(vars(module)) for module in model.model.diffusion_model.modules()]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["z-image", "sd1.5"])
+def test_a_weight_two_percent_too_large_is_found_under_dynamic_vram(name, dtype, monkeypatch):
+    """Its modules read through a handle to memory that comes and goes, here an empty one."""
+    patcher = build(BY_NAME[name], dtype)
+    for module in patcher.model.diffusion_model.modules():
+        if getattr(module, "weight", None) is not None:
+            module._v = object()
+    shadow = Shadow(patcher, FrozenWeights(patcher, CPU, dtype))
+    assert shadow.misread() is None
+    linear = FrozenWeights.linear
+
+    def wrong(self: Any, name: str, **how: Any) -> Any:
+        read = linear(self, name, **how)
+        return read._replace(weight=1.02 * read.weight)
+
+    monkeypatch.setattr(FrozenWeights, "linear", wrong)
+    found = shadow.misread()
+    assert found is not None and 0.01 < found.difference < 0.03
+    assert all(
+        hasattr(module, "_v") for module in patcher.model.modules() if getattr(module, "weight", None) is not None
+    )
+
+
 @pytest.mark.parametrize("kind", ["GroupNorm", "Conv2d", "LayerNorm"])
 def test_other_modules_that_are_read_wrong_are_found(kind, monkeypatch):
     patcher = build(BY_NAME["sd1.5"])

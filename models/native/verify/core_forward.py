@@ -1,0 +1,91 @@
+"""ComfyUI's own forward over a placed transformer: with ComfyUI's blocks, kernels and attention, without a gradient."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ....common.core import without_comfy_compiler
+from ....memory.weights.reading import Misread
+from ...family import Block, Family, NoisySample, RunBlock, Transformer
+from ..inputs import NativeGroup, native_inputs
+from ..shadow import SharedTensors, restore
+from .placed_shadow import shadow_over
+from .precision import cast_buffers, cast_floating, computing_in, dtype_told, run_in
+
+
+class CoreForward:
+    """ComfyUI's model over the weights of a transformer with a forward of our own.
+
+    on_device: calls a function on a block and its arguments with the block's weights on the device.
+    """
+
+    def __init__(self, family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock):
+        self.family, self.patcher, self._on_device = family, patcher, on_device
+        device, self.dtype = patcher.load_device, patcher.model.get_dtype_inference()
+        self.shadow = shadow_over(patcher, transformer.linears(), device, self.dtype)
+        for name, block in transformer.blocks():
+            core = self.shadow.diffusion_model.get_submodule(name)
+            core.__dict__["forward"] = _hook(core, block, on_device)
+        self._clean = self.shadow.state()
+
+    def misread(self) -> Misread | None:
+        """Find a module whose weights are read otherwise than ComfyUI does."""
+        return self.shadow.misread()
+
+    @torch.no_grad()
+    def own_velocity(
+        self, transformer: Transformer, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype
+    ) -> Tensor:
+        """Run the same by our own forward. The adapters are to be switched off."""
+        inputs = self.family.inputs(self.patcher, [sample], sigma, guidance)
+        if dtype == self.dtype:
+            return transformer.forward(lambda block, *args: self._on_device(_run, block, *args, {}), inputs)
+        with computing_in(dtype, transformer):
+            inputs = cast_floating(inputs, dtype)
+            return transformer.forward(
+                lambda block, *args: self._on_device(partial(run_in, dtype, _run), block, *args, {}), inputs
+            )
+
+    @torch.no_grad()
+    def velocity(self, sample: NoisySample, sigma: Tensor, guidance: float, dtype: torch.dtype) -> Tensor:
+        """Run one sample, a whole grid, in `dtype`. Returns what the model gives as tokens, (1, N, C·patch).
+
+        sigma: (1,), the model's own.
+        """
+        distilled = guidance if self.family.takes_guidance(self.patcher.model) else None
+        inputs = native_inputs(self.patcher, [self.family.as_core_takes(sample)], sigma, distilled)
+        (group,) = inputs.groups
+        restore(self._clean)
+        modules: list[Any] = [m for m in self.shadow.tensors.values() if isinstance(m, SharedTensors)]
+        with ExitStack() as stack:
+            if dtype != self.dtype:
+                stack.enter_context(cast_buffers(dtype, modules))
+                stack.enter_context(dtype_told(dtype, self.shadow.base))
+            out = self._call(group.copied(), dtype)
+        restore(self._clean)
+        return self.family.patchify(out[0].float(), sample.tokens).tokens[None]
+
+    def _call(self, group: NativeGroup, dtype: torch.dtype) -> Tensor:
+        # Both forwards begin with what is rounded to the dtype of the run.
+        x = group.x.to(self.dtype).to(dtype)
+        options: dict[str, Any] = {"sigmas": group.sigma, "cond_or_uncond": [0]}
+        arguments = {"transformer_options": options, **group.conds}
+        with without_comfy_compiler((x, group.sigma), arguments):
+            out: Tensor = self.shadow.base.apply_model(x, group.sigma, **arguments)
+        return out
+
+
+def _run(block: Block, *args: Any) -> Any:
+    return block(*args)
+
+
+def _hook(core: Any, block: Block, on_device: RunBlock) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return on_device(lambda _: type(core).forward(core, *args, **kwargs), block)
+
+    return forward

@@ -1,0 +1,65 @@
+"""The first check of a run: it passes on every variant of a family, and finds a block that differs from ComfyUI's."""
+
+from typing import Any
+
+import pytest
+import torch
+from family_cases import every_case
+from tiny.family_case import computing_in
+from tiny.runs import training_data
+from tiny.training import make_trainer
+
+
+def checked(case: Any, file: Any, folder: Any, dtype: torch.dtype = torch.float32, **memory: Any) -> Any:
+    """A trainer that has made its check; memory: of MemoryOptions."""
+    from tessera.train.settings import MemoryOptions
+
+    model = computing_in(case.load(file), dtype)
+    data = training_data(*case.batches()[case.main_batches[-1]]())
+    trainer = make_trainer(model, data, folder, memory=MemoryOptions(checkpointing="none", **memory))
+    try:
+        trainer.placed.check_forward(None)
+    finally:
+        trainer.close()
+    return trainer
+
+
+@every_case()
+def test_every_variant_passes_in_fp32_and_in_bf16_swapped(case_file, tmp_path, case):
+    checked(case, case_file(case), tmp_path)
+    checked(case, case_file(case, dtype=torch.bfloat16), tmp_path, torch.bfloat16, blocks_to_swap=1)
+
+
+@every_case("swap")
+def test_a_block_that_is_two_percent_too_strong_ends_the_run(case_file, tmp_path, monkeypatch, case):
+    """Of the training forward, and of a ComfyUI that computes otherwise; in bf16, whose rounding is as much."""
+    file = case_file(case, dtype=torch.bfloat16)
+    model = computing_in(case.load(file), torch.bfloat16)
+    trainer = make_trainer(model, training_data(*case.batches()["shapes"]()), tmp_path)
+    wrong = "gives an output that is .* different from that of ComfyUI .* on the same weights, so its LoRA would be"
+    blocks = [block for _, block in trainer.placed.transformer.blocks()]
+    forward = type(blocks[0]).forward
+    core = type(next(iter(_core_blocks(model, trainer))))
+    core_forward = core.forward
+    for place, name, whole in ((type(blocks[0]), "forward", forward), (core, "forward", core_forward)):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, _stronger(whole))
+            with pytest.raises(ValueError, match=wrong):
+                trainer.run()
+        assert trainer.progress.step == 0
+    trainer.placed.check_forward(None)
+    trainer.close()
+
+
+def _core_blocks(model: Any, trainer: Any) -> Any:
+    return (model.model.diffusion_model.get_submodule(name) for name, _ in trainer.placed.transformer.blocks())
+
+
+def _stronger(forward: Any) -> Any:
+    """Give each output of a block 2 % too large."""
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        return 1.02 * out if isinstance(out, torch.Tensor) else tuple(1.02 * one for one in out)
+
+    return wrong

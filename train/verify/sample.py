@@ -1,0 +1,62 @@
+"""The sample that a check runs: a whole grid of the data at half the noise, the same for every run of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...common.rng import generator
+from ...data.samples import Sample
+from ...models.family import Family, NoisySample
+from ..batch import model_space
+from ..objective.noise import sample_noise
+
+LEVEL = 0.5
+SMALL = 8  # tokens a side at most of what is computed in fp32
+SMALL_FRAMES = 2
+
+
+def check_sample(family: Family, patcher: ModelPatcher, sample: Sample) -> tuple[NoisySample, float]:
+    """Noise a sample at `LEVEL`, as a whole grid. Returns it, and the model's sigma of it."""
+    tensors = sample.load()
+    latent = model_space(patcher, tensors)
+    objective = family.objective(patcher)
+    sigma = objective.noise_level(LEVEL)
+    noise = sample_noise(latent.shape, generator(0, "check"))
+    noisy = objective.add_noise(latent, noise, sigma)
+    clean = sample.clean_frames
+    if clean:
+        noisy[:, :clean] = latent[:, :clean]
+    length = family.text_length(patcher.model, tensors.text.shape[1])
+    tokens = math.prod(sample.grid)
+    return NoisySample(noisy, tensors.text, tensors.conditioning, tokens, length, clean), sigma
+
+
+def cut_to(sample: NoisySample, grid: tuple[int, int, int], side: int, frames: int) -> NoisySample:
+    """Cut a sample of this grid, (frames, height, width) in tokens, down to its first frames and its upper left.
+
+    Pictures on its conditioning are scaled to it by ComfyUI, but clips are not cut: with one, all frames stay.
+    """
+    depth, height, width = grid
+    tensors = [value for value in sample.conditioning.values() if isinstance(value, Tensor)]
+    if any(tensor.ndim == 5 and tensor.shape[2] > 1 for tensor in tensors):
+        frames = depth
+    cell_rows, cell_columns = (s // n for s, n in zip(sample.latent.shape[-2:], (height, width), strict=True))
+    depth, height, width = min(depth, frames), min(height, side), min(width, side)
+    latent = sample.latent[..., : height * cell_rows, : width * cell_columns]
+    if latent.ndim == 4:
+        latent = latent[:, :depth]
+    return replace(sample, latent=latent.clone(), tokens=depth * height * width)
+
+
+def smallest(samples: Sequence[Sample]) -> Sample:
+    """Give the sample with the fewest tokens, the first of these."""
+    return min(samples, key=lambda sample: (math.prod(sample.grid), sample.text_length))
+
+
+def sigmas(sigma: float, device: torch.device) -> Tensor:
+    """Make the model's sigma of one sample, (1,) fp32."""
+    return torch.tensor([sigma], dtype=torch.float32, device=device)
