@@ -1,19 +1,23 @@
 """The families that can be trained. A family is one folder; its line in FOLDERS registers it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
+import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..memory.weights.frozen import check_readable
-from .family import Family, RunBlock, Transformer
+from .family import Block, Family, ModelInputs, RunBlock, Transformer
 from .latents import LatentPolicy, policy_of_format
 from .name_table import NameTable, Shape
 from .native.facts.lookup import named_facts
 from .native.family import NativeFamily
 from .native.text import CoreText
+from .native.transformer import NativeTransformer
 from .native.verify.core_forward import CoreForward
+from .native.verify.precision import cast_floating, computing_in, run_in
 from .text import TextPolicy
 
 # Each folder's module `family` has a tuple FAMILIES.
@@ -50,6 +54,23 @@ def family_of(patcher: ModelPatcher) -> Family:
 def core_forward(family: Family, patcher: ModelPatcher, transformer: Transformer, on_device: RunBlock) -> CoreForward:
     """Make ComfyUI's own forward over the weights of a transformer with a forward of our own, to compare them."""
     return CoreForward(family, patcher, transformer, on_device)
+
+
+def in_fp32(transformer: Transformer) -> AbstractContextManager[None]:
+    """Return a context in which what stands around a transformer's blocks computes in fp32, on the stored weights."""
+    if isinstance(transformer, NativeTransformer):
+        return transformer.in_fp32()
+    return computing_in(torch.float32, transformer)
+
+
+def as_fp32(inputs: ModelInputs) -> ModelInputs:
+    """Cast the inputs' 16-bit tensors to fp32, for a forward in `in_fp32`."""
+    return cast_floating(inputs, torch.float32)
+
+
+def run_in_fp32(function: Callable[..., Any], block: Block, *args: Any) -> Any:
+    """Call a function on a block and its arguments with its small tensors in fp32."""
+    return run_in(torch.float32, function, block, *args)
 
 
 def _check_is_of_comfyui(model: Any) -> None:

@@ -96,8 +96,9 @@ class NativeTransformer:
         return [*self.shadow.layers.values(), *self.shadow.tensors.values()]
 
     def training(self) -> Any:
-        """The context of a forward and its backward: kernels with a gradient, and the attention that was chosen."""
-        return training_kernels(self.attention)
+        """The context of a forward and its backward: kernels with a gradient, and the attention that was chosen, which
+        may compute in no other dtype than the run's."""
+        return training_kernels(self.attention if self._compute_dtype == self.dtype else sdpa)
 
     def forward(self, run: RunBlock, inputs: ModelInputs) -> Tensor:
         """The raw output of each sample as tokens, (B, N, C·patch)."""
@@ -141,9 +142,8 @@ class NativeTransformer:
 
         with torch.no_grad():
             rounded = self._core_output(on_device, inputs)
-            with self._in_fp32():
-                # Not every attention that may be chosen computes in fp32.
-                with training_kernels(sdpa):
+            with self.in_fp32():
+                with self.training():
                     found = self._forward(ours, inputs, outer=True)
                 expected = self._core_output(on_device, inputs)
             return relative(found, expected), relative(rounded, expected)
@@ -156,7 +156,7 @@ class NativeTransformer:
         return self._forward(core, inputs, outer=False)
 
     @contextmanager
-    def _in_fp32(self) -> Iterator[None]:
+    def in_fp32(self) -> Iterator[None]:
         """Have what stands around the blocks compute in fp32."""
         inside = [f"{block.name}." for block in self._blocks.values()]
         modules = self.shadow.tensors.items()

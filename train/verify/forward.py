@@ -49,19 +49,20 @@ def check_forward(
     if family.own_forward:
         _check_own_forward(family, patcher, transformer, on_device, samples, guidance)
         return {}
-    return family.check_forward(transformer, on_device, inputs, _small_inputs(family, patcher, samples, guidance))
+    return family.check_forward(transformer, on_device, inputs, small_inputs(family, patcher, samples, guidance))
 
 
-def _small_inputs(
-    family: Family, patcher: ModelPatcher, samples: Sequence[Sample], guidance: float
+def small_inputs(
+    family: Family, patcher: ModelPatcher, samples: Sequence[Sample], guidance: float, side: int = SMALL
 ) -> ModelInputs | None:
-    """Give a small piece of a sample, None where the model doesn't take one."""
+    """Give a small piece of a sample, of `side` tokens at most, None where the model doesn't take one."""
     sample = smallest(samples)
     whole, sigma = check_sample(family, patcher, sample)
     try:
-        small = cut_to(whole, sample.grid, SMALL, SMALL_FRAMES)
+        small = cut_to(whole, sample.grid, side, SMALL_FRAMES)
         return family.inputs(patcher, [small], sigmas(sigma, patcher.load_device), guidance)
-    except (RuntimeError, ValueError, AssertionError):
+    except Exception as error:  # of code of ComfyUI's that needs a larger grid
+        log.debug("%s takes no grid of %d tokens a side: %s", family.title, side, error)
         return None
 
 
