@@ -266,15 +266,19 @@ def _event(region: str, batch: _Batch, recompiles: list[Recompile]) -> CompileEv
         bypassed=batch.bypassed if hasattr(dynamo, "counters") else None,
         breaks=break_places(batch.breaks, broken) if hasattr(dynamo, "graph_break_reasons") else None,
         recompiles=tuple(recompiles) if hasattr(dynamo, "register_hook_for_recompile_user_context") else None,
-        dynamic=any(_SYMBOLIC.search(str(getattr(each, "graph_node_shapes", ""))) for each in made),
+        dynamic=any(_is_symbolic(str(getattr(each, "graph_node_shapes", ""))) for each in made),
         limit_reached=bool(over_limit),
         error=message(errors[0].fail_reason) if errors else None,
     )
 
 
 _OVER_LIMIT = ("Dynamo recompile limit exceeded", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
-# A size like s27 in the list of a graph's shapes.
-_SYMBOLIC = re.compile(r"\[[^\]]*\b[su]\d+\b[^\]]*\]")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def _is_symbolic(shapes: str) -> bool:
+    """Test for a size like s27 in the list of a graph's shapes, each of which stands in brackets."""
+    return any(_SYMBOL.search(shape.partition("]")[0]) for shape in shapes.split("[")[1:])
 
 
 def _total(metrics: Sequence[Any], name: str) -> int | None:

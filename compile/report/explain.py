@@ -1,6 +1,7 @@
 """Torch's causes in plain words: the reason of a graph break, and advice where a region was compiled again."""
 
 import re
+from itertools import takewhile
 
 # By the kind, which is the first line of torch's message (all kinds: torch/_dynamo/graph_break_registry.json); the
 # first pattern that fits counts. A kind that fits none is told with torch's own explanation.
@@ -96,8 +97,9 @@ def explain_break(cause: str) -> str:
     """
     first = cause.partition("*** While handling this graph break")[0].strip()
     kind, _, rest = first.partition("\n")
-    explained = re.search(r"Explanation: (.*?)(?=\n\s*(?:Hint|Developer debug context):|\Z)", rest, re.DOTALL)
-    explanation = " ".join(explained.group(1).split()) if explained else ""
+    first_line, *more = rest.partition("Explanation: ")[2].split("\n")
+    lines = takewhile(lambda line: not line.lstrip().startswith(("Hint:", "Developer debug context:")), more)
+    explanation = " ".join(" ".join((first_line, *lines)).split())
     context = " ".join(re.findall(r"(?:Developer debug context|In): (.*)", rest))
     for pattern, words in _WITHIN:
         if re.search(pattern, f"{explanation} {context}"):

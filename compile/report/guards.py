@@ -81,7 +81,7 @@ def _false(part: str, names: Mapping[str, Any]) -> bool:
 
 def distance(guards: Sequence[str]) -> tuple[int, int]:
     """Rank a graph by its failed guards: by kinds of difference, then by differences."""
-    kinds = {re.sub(r"'.*?'|\d+|\w*\[.*\]\S*", "", guard.partition(", actual")[0]) for guard in guards}
+    kinds = {re.sub(r"'.*?'|\d+|\w{0,99}\[.{0,200}\]\S*", "", guard.partition(", actual")[0]) for guard in guards}
     # A value that is not there hides what would have been asked of it.
     hidden = sum(bool(re.match(r"\w+Error on ", guard)) for guard in guards)
     return len(kinds), len(guards) + hidden
