@@ -8,6 +8,7 @@ from .errors import UsageError
 
 Prompt = dict[str, dict[str, Any]]
 TRAIN = "TesseraTrainLora"
+MOST_BYTES = 32_000_000  # of a workflow, as `common/untrusted/budgets.py` has it for those in run folders
 
 
 def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
@@ -16,9 +17,13 @@ def read_workflow(path: Path) -> tuple[Prompt, dict[str, Any]]:
     Raises UsageError for anything else.
     """
     try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UsageError(f"{path} has {size / 1e6:.0f} MB; a workflow has at most {MOST_BYTES / 1e6:.0f} MB.")
         prompt = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} has too many lists inside one another; export the workflow again.") from error
     except ValueError as error:
         raise UsageError(f"{path} isn't a JSON file: {error}.") from error
     if isinstance(prompt, dict) and isinstance(prompt.get("nodes"), list):
@@ -67,7 +72,8 @@ def set_input(prompt: Prompt, change: str) -> tuple[str, str]:
 
 
 def names_of_node(node: dict[str, Any]) -> tuple[str, str]:
-    return node["class_type"], (node.get("_meta") or {}).get("title", "")
+    meta = node.get("_meta")
+    return str(node["class_type"]), str(meta.get("title", "")) if isinstance(meta, dict) else ""
 
 
 def _value(text: str) -> Any:
@@ -75,5 +81,7 @@ def _value(text: str) -> Any:
         return text.lower() == "true"
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise UsageError(f"--set: {text[:40]}… has too many lists inside one another; give a plain value.") from error
     except ValueError:
         return text

@@ -43,6 +43,24 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
         assert changed(f"7.shard={text}", f"7.new={text}")["7"]["inputs"] == {"shard": False, "new": False}
 
 
+def test_a_title_that_is_no_text_names_no_node():
+    prompt = {"1": {"class_type": "LoadImage", "inputs": {"image": "a"}, "_meta": "x"}}
+    assert set_input(prompt, "LoadImage.image=b") == ("1", "image")
+    with pytest.raises(UsageError, match="no node of the workflow is called x"):
+        set_input(prompt, "x.image=b")
+
+
+def test_a_workflow_past_its_bounds_is_refused(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="deep.json has too many lists inside one another; export the workflow again"):
+        read_workflow(path)
+    with open(path, "wb") as file:
+        file.truncate(33_000_000)
+    with pytest.raises(UsageError, match="deep.json has 33 MB; a workflow has at most 32 MB"):
+        read_workflow(path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -53,6 +71,7 @@ def test_an_input_is_changed_by_the_node_s_number_class_or_title():
         ("LoadImage.image=c.png", r"2 nodes \(5, 6\) of the workflow are called LoadImage"),
         ("4.model=3", "model is connected to another node"),
         ("7.shard=off", "shard is a switch; give true or false"),
+        ("4.steps=" + "[" * 100_000, r"--set: \[{40}… has too many lists inside one another; give a plain value"),
     ],
 )
 def test_a_change_that_names_no_input_is_told(change, said):
