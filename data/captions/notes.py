@@ -8,8 +8,8 @@ from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .variants import CaptionVariants, caption_lines
 
-# A part between commas that can't be a tag: it has a full stop inside, or a dozen words.
-_SENTENCE = re.compile(r"\w\. \w|(\S+\s+){11}\S")
+_FULL_STOP = re.compile(r"\w\. \w")
+_SENTENCE_WORDS = 12
 
 
 def variant_notes(
@@ -78,13 +78,20 @@ def _sentences(options: CaptionOptions, folder: str, texts: Mapping[str, str]) -
     texts: contents of the caption files by image name.
     """
     rules = options.tags
-    named = [name for name, text in texts.items() if any(map(_SENTENCE.search, split_tags(text, rules).free))]
-    if rules.on and options.caption_dropout < 1 and named:
+    if not rules.on or options.caption_dropout == 1:
+        return
+    named = [name for name, text in texts.items() if any(map(_reads_as_sentence, split_tags(text, rules).free))]
+    if named:
         on = joined([name for name in ("shuffle_tags", "tag_dropout") if getattr(options, name)])
         yield (
             f"Some captions of {folder!r} look like sentences, but {on} treats the parts between commas as tags: "
             f"{shortlist(named)}; switch it off for them."
         )
+
+
+def _reads_as_sentence(tag: str) -> bool:
+    """Test for what can't be a tag: it has a full stop inside, or a dozen words."""
+    return len(tag.split(None, _SENTENCE_WORDS - 1)) == _SENTENCE_WORDS or _FULL_STOP.search(tag) is not None
 
 
 def encoding_notes(variants: Sequence[CaptionVariants], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -7,6 +7,8 @@ from math import comb, factorial
 
 import torch
 
+COUNTED = 12  # free tags: half of them give more variants than a caption may have
+
 
 @dataclass(frozen=True)
 class TagRules:
@@ -47,10 +49,10 @@ class Tags:
         return ", ".join((*self.first, *free, *self.last))
 
     def count(self, rules: TagRules) -> int:
-        """Count the variants, taking all tags as different."""
-        free = len(self.free)
-        kept = range(free + 1) if rules.dropout else (free,)
-        return sum(comb(free, k) * (factorial(k) if rules.shuffle else 1) for k in kept)
+        """Count the variants, taking all tags as different. Exact for up to COUNTED tags, and too low above."""
+        free = min(len(self.free), COUNTED)
+        sizes = range(free + 1) if rules.dropout else (free,)
+        return sum(comb(free, size) * (factorial(size) if rules.shuffle else 1) for size in sizes)
 
     def all(self, rules: TagRules) -> Iterator[tuple[str, float]]:
         """Yield the text of each variant with its probability; the caption as written comes first."""

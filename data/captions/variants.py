@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common.rng import generator
+from ...common.untrusted.budgets import CAPTION_FILE, CAPTION_FORMS, TAGS, check_size
 from .options import MOST_VARIANTS, CaptionOptions
 from .tags import TagRules, split_tags
 from .wildcards import WildcardError, Wildcards, parse_wildcards
@@ -70,17 +71,27 @@ def make_caption_variants(text: str, options: CaptionOptions, trigger_words: str
     shown: dict[str, float] = {}
     possible, drawn = 0, False
     for caption in captions:
+        _check_sizes(caption, options.tags, name)
         count = _count(caption.read, options.tags)
         taken = _all if count <= options.caption_variants else _drawn
         written = [(_written(caption, options.tags), 0.0)] if taken is _drawn and options.tags.on and not shown else []
         for form, likely in (*written, *taken(caption, options)):
             shown_form = ", ".join(filter(None, (words, form.strip())))
             shown[shown_form] = shown.get(shown_form, 0.0) + likely / len(captions)
+        check_size(CAPTION_FORMS, f"The caption file {name!r}", items=len(shown))
         possible += count
         drawn |= taken is _drawn
     return CaptionVariants(
         tuple(shown), tuple(shown.values()), options.caption_dropout, min(possible, MOST_VARIANTS) if drawn else 0
     )
+
+
+def _check_sizes(caption: _Caption, rules: TagRules, name: str) -> None:
+    """Raise OverBudget for a caption whose variants would be too long, or of too many tags."""
+    where = f"A caption of {name!r}"
+    check_size(CAPTION_FILE, where, characters=caption.read.longest)
+    if rules.on:
+        check_size(TAGS, where, items=caption.written.count(","))
 
 
 def _captions(text: str, options: CaptionOptions, name: str) -> Iterator[_Caption]:

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-DEEPEST = 50  # nested braces
+from ...common.untrusted.budgets import WILDCARDS
 
 _SIGN = re.compile(r"\\.|[{}|]|[^\\{}|]+|\\", re.DOTALL)
 _ESCAPED = ("\\{", "\\}", "\\|")
@@ -43,6 +43,11 @@ class Wildcards:
     def count(self) -> int:
         """Number of ways to choose the alternatives; ways that give the same text count separately."""
         return prod(sum(one.count for one in part) for part in self.parts if not isinstance(part, str))
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest text, trigger words left out."""
+        return sum(len(part) if isinstance(part, str) else max(one.longest for one in part) for part in self.parts)
 
     @cached_property
     def even(self) -> bool:
@@ -77,15 +82,19 @@ class Wildcards:
 def parse_wildcards(text: str) -> Wildcards:
     """Parse the braces of a text.
 
-    Raises WildcardError for an unmatched brace and for more than DEEPEST nested ones.
+    Raises WildcardError for an unmatched brace, for too deeply nested ones and for too many.
     """
     levels: list[list[list[str | tuple[Wildcards, ...]]]] = [[[]]]  # alternatives so far, for each open brace
     opened: list[int] = []
+    pairs = 0
     for match in _SIGN.finditer(text):
         sign, place = match.group(), match.start()
         if sign == "{":
-            if len(opened) == DEEPEST:
-                raise WildcardError(place, f"a '{{' within {DEEPEST} others; use fewer")
+            if len(opened) == WILDCARDS.depth:
+                raise WildcardError(place, f"a '{{' within {WILDCARDS.depth} others; use fewer")
+            pairs += 1
+            if pairs > WILDCARDS.items:
+                raise WildcardError(place, f"a '{{' after {WILDCARDS.items} others; use fewer")
             levels.append([[]])
             opened.append(place)
         elif sign == "}":

@@ -1,25 +1,23 @@
 """Data set on disk: folders of images and of videos, with a caption file next to each."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...common.fingerprint import fingerprint
-from ...common.text import shown
+from ...common.progress import Interrupted
 from ..captions.notes import variant_notes
 from ..captions.options import CaptionOptions
-from ..captions.variants import CaptionVariants, make_caption_variants
+from ..captions.variants import CaptionVariants
 from ..media.clip_windows import Extraction
 from ..media.images import EXTENSIONS, UNREAD_EXTENSIONS
+from .captions import caption_file, check_captions_exist, checked_extension, scan_captions
 from .class_words import check_class_captions, read_class_word
 from .files import VIDEO_EXTENSIONS, file_state, files_in, image_files, list_files, relative_name
 from .options import UNCHANGED, FolderOptions, extraction_notes, folder_notes
 from .pairing import match_controls, match_masks, separate_folders
 
-# Of a caption file, which may hold many captions, and of one caption.
-MOST_BYTES, MOST_CHARACTERS = 1_000_000, 20_000
 UNREAD_VIDEO_EXTENSIONS = frozenset({".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m4v", ".ts", ".mts", ".ogv", ".3gp"})
 
 
@@ -119,6 +117,7 @@ def scan_images(
     mask_folder: Path | None = None,
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
+    interrupted: Interrupted = lambda: None,
 ) -> Dataset:
     """Read a folder of images with its subfolders, sorted by name, without hidden files and folders.
 
@@ -129,6 +128,7 @@ def scan_images(
     mask_folder: folder of masks, see `match_masks`.
     options: options of the folder.
     captions: caption options; with them a caption may have several variants.
+    interrupted: called between captions; raises to stop.
 
     An empty caption file is an empty caption. Image files of formats that are not read are listed in a note.
     Raises ValueError where captions are missing, naming up to five images, and for contradicting options.
@@ -138,7 +138,7 @@ def scan_images(
         return ImageEntry(path, caption, repeats, name, options=options)
 
     without = separate_folders(folder, control_folder=control_folder, mask_folder=mask_folder)
-    found = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, without)
+    found = _scan(folder, IMAGES, make, caption_extension, repeats, trigger_words, captions, interrupted, without)
     found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
     if control_folder is not None:
         controls, notes = match_controls([entry.name for entry in found.entries], control_folder)
@@ -159,6 +159,7 @@ def scan_videos(
     mask_folder: Path | None = None,
     options: FolderOptions = UNCHANGED,
     captions: CaptionOptions | None = None,
+    interrupted: Interrupted = lambda: None,
 ) -> Dataset:
     """Read a folder of video files as `scan_images` reads one of images. A mask is an image, applied to all frames.
 
@@ -168,7 +169,7 @@ def scan_videos(
     def make(path: Path, caption: str, name: str) -> VideoEntry:
         return VideoEntry(path, caption, repeats, name, extraction, options=options)
 
-    found = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions)
+    found = _scan(folder, VIDEOS, make, caption_extension, repeats, trigger_words, captions, interrupted)
     others = {"masks": mask_folder is not None, "extraction": asdict(extraction)}
     found = _with_masks(_with_class(found, folder, options, trigger_words), mask_folder, options)
     found = replace(found, notes=(*found.notes, *extraction_notes(extraction)))
@@ -190,11 +191,6 @@ def _described(
     said = {"files": len(found.entries), "repeats": repeats, "trigger_words": trigger_words, **others}
     said |= {"treatment": asdict(options), "captions": asdict(captions or CaptionOptions())}
     return replace(found, notes=notes, folders=(said,))
-
-
-def caption_file(picture: Path, extension: str) -> Path:
-    """Return the path at which the caption of an image is expected."""
-    return picture.with_name(picture.stem + extension)
 
 
 def folder_fingerprint(
@@ -268,6 +264,7 @@ def _scan(
     repeats: int,
     trigger_words: str,
     caption_options: CaptionOptions | None,
+    interrupted: Interrupted,
     without: Sequence[Path] = (),
 ) -> Dataset:
     """List the entries of a folder with their captions."""
@@ -281,22 +278,9 @@ def _scan(
         raise ValueError(
             f"The folder {folder.name!r} holds no {kind.noun}s{there}; put {kind.noun}s ({kinds}) into it."
         )
-    missing = [file for file in files if not caption_file(file, extension).is_file()]
-    if missing:
-        raise ValueError(_missing_captions(folder, files, missing, extension, kind.noun))
     caption_options = caption_options or CaptionOptions()
-    texts = [read_caption(file, extension) for file in files]
-    variants: dict[str, CaptionVariants] = {}
-    for file, text in zip(files, texts, strict=True):
-        caption_name = relative_name(folder, caption_file(file, extension))
-        variants[relative_name(folder, file)] = make_caption_variants(
-            text, caption_options, trigger_words, caption_name
-        )
-        if (longest := max(map(len, variants[relative_name(folder, file)].texts))) > MOST_CHARACTERS:
-            raise ValueError(
-                f"The caption of {relative_name(folder, file)!r} has {longest} characters with its trigger_words, but "
-                f"text encoders read only a few thousand; shorten it to at most {MOST_CHARACTERS}."
-            )
+    check_captions_exist(folder, files, extension, kind.noun)
+    texts, variants = scan_captions(folder, files, extension, caption_options, trigger_words, interrupted)
     entries = (
         replace(make(file, of.texts[0], name), variants=of)
         for file, (name, of) in zip(files, variants.items(), strict=True)
@@ -306,44 +290,4 @@ def _scan(
     )
     return Dataset(
         tuple(entries), (*[left_out] * bool(unread), *variant_notes(caption_options, folder.name, texts, variants))
-    )
-
-
-def checked_extension(extension: str) -> str:
-    """Normalise the extension of caption files to one leading dot; raises ValueError for those of images and videos."""
-    normal = "." + extension.strip().lstrip(".")
-    if not re.fullmatch(r"\.[\w.-]+", normal) or normal.lower() in EXTENSIONS | VIDEO_EXTENSIONS:
-        raise ValueError(f"caption_extension is {shown(extension)}; set it to how caption files end, such as .txt.")
-    return normal
-
-
-def read_caption(picture: Path, extension: str) -> str:
-    """Read the caption of an image; raises ValueError where the file is not readable as UTF-8."""
-    file = caption_file(picture, extension)
-    try:
-        if (size := file.stat().st_size) > MOST_BYTES:
-            raise ValueError(
-                f"The caption file {file.name!r} has {size / 1e6:.1f} MB, too much for a caption; shorten it to at "
-                f"most {MOST_BYTES / 1e6:.0f} MB."
-            )
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The caption file {file.name!r} is not UTF-8 text; save it as UTF-8.") from error
-    except OSError as error:
-        fix = "check its access rights"
-        raise ValueError(f"The caption file {file.name!r} can't be read ({error.strerror}); {fix}.") from error
-
-
-def _missing_captions(folder: Path, files: list[Path], missing: list[Path], extension: str, noun: str) -> str:
-    """Message for images without caption files."""
-    example = f"such as {caption_file(missing[0], extension).name!r} for {missing[0].name!r}"
-    if len(missing) == len(files):
-        return (
-            f"The folder {folder.name!r} holds {noun}s ({len(files)}) but no {extension} caption files; put a text "
-            f"file with the same name next to each {noun}, {example} (an empty file means an empty caption)."
-        )
-    return (
-        f"{len(missing)} of {len(files)} {noun}s in {folder.name!r} have no {extension} caption file: "
-        f"{list_files(folder, missing)}; add one next to each, {example} (an empty file means an empty caption), or "
-        f"take the {noun} out of the folder."
     )

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .dataset import FileKind, caption_file, checked_extension, read_caption
+from .captions import caption_file, checked_extension, read_caption
+from .dataset import FileKind
 from .files import files_in, has_ending, list_files, relative_name
 
 PER_PAGE = 24

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
 
 from ...data.captions.options import CaptionOptions
@@ -104,6 +105,7 @@ class TesseraImageFolder(io.ComfyNode):
             mask_folder=_other_folder(mask_folder),
             options=treatment,
             captions=captions,
+            interrupted=throw_exception_if_processing_interrupted,
         )
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)
 
@@ -243,6 +245,7 @@ class TesseraVideoFolder(io.ComfyNode):
             mask_folder=_other_folder(mask_folder),
             options=treatment,
             captions=captions,
+            interrupted=throw_exception_if_processing_interrupted,
         )
         scanned = replace(scanned, notes=(*scanned.notes, *notes))
         return io.NodeOutput(scanned if dataset is None else dataset + scanned)

@@ -38,7 +38,7 @@ def test_the_architecture_names_every_folder():
 
 
 def test_the_architecture_is_short():
-    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_moving_commits_are_named_whole():

@@ -1,0 +1,1 @@
+"""Bounded reading of texts and files that strangers wrote."""

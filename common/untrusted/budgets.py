@@ -1,0 +1,195 @@
+"""Budgets: the greatest sizes of what is read of a stranger's texts and files.
+
+A workflow, a caption, a run folder or a LoRA may come from anybody. Each reader checks its budget before it works, so
+that no input takes ComfyUI's time or memory; past it the user reads one sentence. `docs/untrusted_files.md` lists them.
+"""
+
+from dataclasses import dataclass, fields
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bounds on one kind of input.
+
+    source: what is read, as the page names it.
+    reason: why a real input stays below.
+    remedy: what a user does whose input is larger.
+    bytes: size of the file or text.
+    characters: length of the text.
+    items: number of entries, lists and objects, whatever their depth.
+    depth: levels of lists and objects inside one another.
+    pixels: width times height.
+    """
+
+    source: str
+    reason: str
+    remedy: str
+    bytes: int = 0
+    characters: int = 0
+    items: int = 0
+    depth: int = 0
+    pixels: int = 0
+
+    def bounds(self) -> dict[str, int]:
+        """Map the unit of each bound that is set to its number."""
+        numbers = ((field.name, getattr(self, field.name)) for field in fields(self) if field.type in (int, "int"))
+        return {name: number for name, number in numbers if number}
+
+    def table_row(self) -> str:
+        """Row of the table in docs/untrusted_files.md."""
+        bounds = ", ".join(f"{number:,} {_NOUNS.get(unit, unit)}" for unit, number in self.bounds().items())
+        return f"| {self.source} | {bounds} | {self.reason} | {self.remedy} |"
+
+
+_NOUNS = {"items": "entries", "depth": "levels"}
+
+
+class OverBudget(ValueError):
+    """Error of an input that is larger than its budget. The message is for the user."""
+
+    def __init__(self, budget: Budget, name: str, size: str):
+        """name: the input, file or field. size: what it has, such as "3,000,000 entries"."""
+        super().__init__(f"{name} has {size}, more than {budget.source} may have; {budget.remedy}.")
+
+
+def check_size(budget: Budget, name: str, **sizes: int) -> None:
+    """Raise OverBudget for the first size above its bound.
+
+    name: of the input in the message.
+    sizes: numbers by the name of a bound, such as `bytes=2_000_000`.
+    """
+    for unit, size in sizes.items():
+        if size > getattr(budget, unit):
+            noun = _NOUNS.get(unit, unit)
+            raise OverBudget(budget, name, f"{size:,} {noun} (at most {getattr(budget, unit):,})")
+
+
+# Texts of workflows
+
+PATTERN_LINES = Budget(
+    "a list of LoRAs",
+    "a grid takes 32 LoRAs",
+    "name fewer, or use * for several at once",
+    characters=10_000,
+    items=100,
+)
+PATTERN = Budget("a name with *", "names have a few parts", "write more of the name and fewer *", items=16)
+WORKFLOW_FILE = Budget(
+    "a workflow in a run folder",
+    "the largest shared workflows have 5 MB",
+    "remove nodes or pictures from it",
+    bytes=32 * MB,
+    items=2_000_000,
+    depth=100,
+)
+
+# Captions
+
+CAPTION_FILE = Budget(
+    "a caption file", "text encoders read a few thousand letters", "shorten the caption", bytes=MB, characters=20_000
+)
+TAGS = Budget(
+    "a caption of tags", "captions have up to a hundred", "shorten the caption, or switch shuffle_tags off", items=1_000
+)
+WILDCARDS = Budget(
+    "a caption with wildcards",
+    "captions have a few braces",
+    "use fewer braces, or switch wildcards off",
+    items=200,
+    depth=50,
+)
+CAPTION_FORMS = Budget(
+    "the forms of all captions of a folder",
+    "each form is encoded once and kept on disk",
+    "lower caption_variants",
+    characters=200 * MB,
+    items=100_000,
+)
+
+# Run folders
+
+RUN_FILE = Budget(
+    "run.json", "it says what a run is, in a few KB", "delete the file or the run", bytes=MB, items=20_000, depth=20
+)
+RUN_SUMMARY = Budget(
+    "summary.json",
+    "a million steps take 25 MB",
+    "delete the file or the run",
+    bytes=64 * MB,
+    items=3_000_000,
+    depth=20,
+)
+PROGRESS_FILE = Budget("progress.jsonl", "a million steps take 64 MB", "delete the file or the run", bytes=128 * MB)
+PROGRESS_LINE = Budget(
+    "a line of progress.jsonl",
+    "the first line of a resumed run holds the loss of every step",
+    "delete the file or the run",
+    bytes=32 * MB,
+    items=2_200_000,
+    depth=8,
+)
+CURVE = Budget("the curve of a run", "a run has at most a million steps", "delete the file or the run", items=1_000_000)
+RUN_NOTES = Budget(
+    "the notes of a run", "a run has a few dozen", "delete the file or the run", items=500, characters=4_000
+)
+PREVIEW_INDEX = Budget(
+    "the index of previews",
+    "a preview takes 300 bytes",
+    "delete the previews folder",
+    bytes=16 * MB,
+    items=1_000_000,
+    depth=8,
+)
+PREVIEW = Budget(
+    "a preview", "a preview is one picture or short clip", "make smaller previews", bytes=64 * MB, pixels=64_000_000
+)
+
+# Model and LoRA files
+
+METADATA = Budget(
+    "the metadata of a file",
+    "the longest known, with a workflow and tag counts, have 8 MB",
+    "save the file without metadata",
+    bytes=64 * MB,
+    items=2_000_000,
+    depth=100,
+)
+STATE_HEADER = Budget(
+    "the header of a state",
+    "a state lists its tensors",
+    "choose another state",
+    bytes=64 * MB,
+    items=2_000_000,
+    depth=100,
+)
+
+TUNE_RESULT = Budget(
+    "a result of Tune Compile", "it has a few dozen rows", "delete the file", bytes=4 * MB, items=200_000, depth=20
+)
+
+# Pictures
+
+THUMBNAIL_IMAGE = Budget(
+    "a picture to be shown",
+    "it is decoded whole; larger ones can be trained on all the same",
+    "none needed: it is trained on, and only its thumbnail is missing",
+    bytes=500 * MB,
+    pixels=100_000_000,
+)
+THUMBNAIL_FRAME = Budget(
+    "a clip to be shown",
+    "8K has 33 megapixels",
+    "none needed: it is trained on, and only its thumbnail is missing",
+    items=2_000,
+    pixels=40_000_000,
+)
+PIXELS_IN_FLIGHT = Budget(
+    "all pictures that pages look at in one moment",
+    "a pixel takes about 14 bytes while it is decoded",
+    "none needed: the others wait for their turn",
+    pixels=64_000_000,
+)
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Budget))

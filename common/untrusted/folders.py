@@ -1,0 +1,121 @@
+"""Folders whose every part is checked when it is used: no link below a root is followed.
+
+A check of a path before it is used can be outrun by whoever swaps a folder for a link in between. Where the system can,
+each part is opened from the folder above it without following links, and files are moved between open folders.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+_FROM_FOLDER = {os.open, os.mkdir, os.rename, os.unlink, os.rmdir, os.stat} <= os.supports_dir_fd
+
+
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder below a root.
+
+    path: its path.
+    handle: its file descriptor, from which names are looked up; None where the system has none for folders.
+    """
+
+    path: Path
+    handle: int | None
+
+    def _name(self, name: str) -> str | Path:
+        return name if self.handle is not None else self.path / name
+
+    def has(self, name: str) -> bool:
+        """Test for an entry of this name; a link counts, wherever it leads."""
+        try:
+            os.stat(self._name(name), dir_fd=self.handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, or a link itself."""
+        os.unlink(self._name(name), dir_fd=self.handle)
+
+    def rmdir(self, name: str) -> None:
+        """Remove an empty folder."""
+        os.rmdir(self._name(name), dir_fd=self.handle)
+
+    def move(self, name: str, target: "OpenFolder") -> None:
+        """Move a file to another folder, which has none of this name.
+
+        Raises OSError; then the file is where it was, and nothing of it in the other folder.
+        """
+        if target.has(name):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target.path / name))
+        try:
+            os.rename(self._name(name), target._name(name), src_dir_fd=self.handle, dst_dir_fd=target.handle)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._copy(name, target)
+            self.unlink(name)
+
+    def _copy(self, name: str, target: "OpenFolder") -> None:
+        """Copy a file to a folder on another disk, with its times."""
+        beside = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(self._name(name), os.O_RDONLY | beside, dir_fd=self.handle), "rb") as source:
+            status = os.fstat(source.fileno())
+            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | beside
+            try:
+                with os.fdopen(
+                    os.open(target._name(name), new, status.st_mode & 0o777, dir_fd=target.handle), "wb"
+                ) as to:
+                    shutil.copyfileobj(source, to)
+                    to.flush()
+                    os.fsync(to.fileno())
+                    if os.utime in os.supports_fd:
+                        os.utime(to.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    target.unlink(name)
+                raise
+
+
+@contextmanager
+def folder_below(root: Path, place: PurePath, make: bool = False) -> Iterator[OpenFolder]:
+    """Open the folder at `place` below `root`, none of whose parts below the root is a link.
+
+    make: makes the parts that are missing, and the root.
+    Raises OSError: NotADirectoryError or one of ELOOP for a link or a file on the way.
+    """
+    assert not place.is_absolute() and ".." not in place.parts
+    if make:
+        root.mkdir(parents=True, exist_ok=True)
+    if not _FROM_FOLDER:
+        yield _checked(root, place, make)
+        return
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in place.parts:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=handle)
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = inner
+        yield OpenFolder(root / place, handle)
+    finally:
+        os.close(handle)
+
+
+def _checked(root: Path, place: PurePath, make: bool) -> OpenFolder:
+    """Check each part by its path, as on Windows, where a junction is a link too."""
+    real = path = Path(os.path.realpath(root))
+    for part in place.parts:
+        path = path / part
+        if make:
+            path.mkdir(exist_ok=True)
+        if Path(os.path.realpath(path)) != path or not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return OpenFolder(real / place, None)
