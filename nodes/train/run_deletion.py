@@ -25,7 +25,9 @@ from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_names import TRASH
 from ...train.checkpoint.run_record import RunReader
 from ...train.checkpoint.run_trash import deleted_runs, move_to_trash, own_files, remove_for_good, restore
+from ...train.preflight.claim import may_be_training
 from ..common import training_now
+from ..common.answers import answer, refusal
 from ..common.folder_access import SETTINGS_FILE, read_settings
 from .run import runs_folder
 from .run_routes import NO_RUN, id_of, known_runs, refused_post
@@ -106,10 +108,15 @@ def _check_over(folder: RunFolder) -> None:
     if training_now.now(folder.path) is not None:
         raise ValueError(f"{name} is in training; stop it first.")
     reader = RunReader(folder.path)
-    machine, ended = reader.facts().get("machine", MACHINE), reader.read().status
+    facts, ended = reader.facts(), reader.read().status
+    machine = facts.get("machine", MACHINE)
     age = time.time() - max((file.stat().st_mtime for file in folder.path.glob("*") if file.is_file()), default=0.0)
-    if not ended and machine != MACHINE and age < STILL_ALIVE:
+    if ended or age > STILL_ALIVE:
+        return
+    if machine != MACHINE:
         raise ValueError(f"{name} may be in training on another machine; try again an hour after its last step.")
+    if may_be_training(facts):  # a ComfyUI whose temporary files are elsewhere, so that the lock is not shared
+        raise ValueError(f"{name} is in training in another ComfyUI; stop it there first.")
 
 
 def bring_back(id: str) -> dict[str, Any]:
@@ -164,7 +171,7 @@ async def remove_deleted(request: web.Request) -> web.Response:
 async def read_trash(request: web.Request) -> web.Response:
     """Answer `/tessera/trash`: `{"runs": [{"id", "folder", "day", "bytes"}], "bytes"}`."""
     try:
-        return web.json_response(await asyncio.to_thread(list_trash))
+        return answer(await asyncio.to_thread(list_trash))
     except OSError as error:
         return _refused(error)
 
@@ -173,15 +180,15 @@ async def _answer(request: web.Request, does: Callable[[], dict[str, Any]]) -> w
     if (refused := refused_post(request)) is not None:
         return refused
     if "Origin" not in request.headers:  # every browser sends it, and a page behind a proxy can't send this machine's
-        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
+        return refusal("Only a page of this server may ask that.", 403)
     if off := why_off(request.headers):
-        return web.json_response({"error": off}, status=403)
+        return refusal(off, 403)
     try:
-        return web.json_response(await asyncio.to_thread(does))
+        return answer(await asyncio.to_thread(does))
     except NoSuchRun as error:
-        return web.json_response({"error": str(error)}, status=404)
+        return refusal(str(error), 404)
     except ValueError as error:
-        return web.json_response({"error": str(error)}, status=409)
+        return refusal(str(error), 409)
     except OSError as error:
         return _refused(error)
 
@@ -189,12 +196,12 @@ async def _answer(request: web.Request, does: Callable[[], dict[str, Any]]) -> w
 def _refused(error: OSError) -> web.Response:
     name = Path(str(error.filename or TRASH)).name
     fix = "make sure that ComfyUI may read and move the files of this run."
-    return web.json_response({"error": f"{name}: {error.strerror or error}; {fix}"}, status=409)
+    return refusal(f"{name}: {error.strerror or error}; {fix}", 409)
 
 
 async def may_delete(request: web.Request) -> web.Response:
     """Answer `/tessera/deleting`: why runs can't be deleted, empty where they can."""
-    return web.json_response({"off": why_off(request.headers)})
+    return answer({"off": why_off(request.headers)})
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

@@ -3,10 +3,13 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from tessera.common.files import MACHINE
 from tessera.nodes.train import run_deletion
 from tessera.train.checkpoint.run_folder import RunFolder
 from tiny.prompt import awaited
@@ -237,6 +240,36 @@ def test_a_run_of_another_process_or_machine_is_not_deleted(server, run, monkeyp
     for file in folder.iterdir():
         os.utime(file, (1e9, 1e9))
     assert asked(server, f"{at}/delete")[0] == 200
+
+
+def test_a_run_of_a_living_process_with_other_temporary_files_is_not_deleted(server, run):
+    folder, at = run
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (folder / "run.json").write_text(json.dumps({"machine": MACHINE, "process": other.pid}))
+        (folder / "progress.jsonl").write_text('{"kind": "start"}\n')
+        status, told = asked(server, f"{at}/delete")
+        assert (status, told["error"]) == (409, "fox (001) is in training in another ComfyUI; stop it there first.")
+        other.stdin.close()
+    assert asked(server, f"{at}/delete")[0] == 200
+
+
+def test_a_run_whose_name_is_no_utf8_is_deleted_and_brought_back(server):
+    folder = make_run(server, os.fsdecode(b"gone/wolf\xff (001)"))
+    (one,) = listed(server, "filter=gone/wolf")["runs"]
+    at = f"/tessera/runs/{one['id']}"
+    assert asked(server, f"{at}/delete")[0] == 200 and not folder.exists()
+    assert asked(server, f"{at}/restore")[0] == 200 and folder.exists()
+    shutil.rmtree(folder.parent)
+
+
+def test_what_a_copied_run_folder_holds_is_json_that_a_browser_reads(server, run):
+    folder, at = run
+    losses = [{"kind": "step", "step": n, "loss": 1.7e308, "rate": 1e308} for n in (1, 2, 3)]
+    (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    (folder / f"{folder.name.partition(' (')[0]}.api.json").write_text('{"1": {"class_type": "A", "x": 1e999}}')
+    found = server.get(at)
+    assert [point[1] for point in found["loss"]] == [1e30] * 3 and found["loss_ends"] == [1e30, 1e30]
+    assert server.get(f"{at}/workflow")["prompt"]["1"]["x"] is None
 
 
 def test_a_workflow_is_given_as_it_was_queued_and_no_file_beside_it(server, run):

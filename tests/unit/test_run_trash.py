@@ -71,14 +71,14 @@ def test_what_is_removed_for_good_is_only_what_the_pack_wrote_and_the_trash_goes
 def test_a_run_that_is_removed_in_part_is_still_listed(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
-    unlink = Path.unlink
+    unlink = os.unlink
 
     def refuse(path, **options):
-        if path.name == "sheet.png":  # as Windows does for a file that is open
+        if Path(path).name == "sheet.png":  # as Windows does for a file that is open
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         unlink(path, **options)
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(PermissionError):
         remove_for_good(RunFolder(target, "fox"), trash)
     ((_, found),) = deleted_runs(trash)
@@ -183,14 +183,14 @@ def test_where_one_file_cannot_be_moved_none_is(tmp_path, monkeypatch):
     root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
     run = make_run(root, "fox (001)", "fox")
     before = files_of(root)
-    move = shutil.move
+    rename = os.rename
 
-    def held_open(source, target):  # as Windows does with a LoRA that a process has mapped
+    def held_open(source, target, **folders):  # as Windows does with a LoRA that a process has mapped
         if Path(source).name == "fox.safetensors":
             raise PermissionError(13, "The process cannot access the file")
-        return move(source, target)
+        rename(source, target, **folders)
 
-    monkeypatch.setattr(run_trash.shutil, "move", held_open)
+    monkeypatch.setattr(os, "rename", held_open)
     with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: The process cannot access"):
         move_to_trash(run, root, trash, DAY)
     assert files_of(root) == before and not list(deleted_runs(trash))
@@ -201,21 +201,36 @@ def test_a_disk_that_fills_on_the_way_keeps_no_part_of_a_file(tmp_path, monkeypa
     run = make_run(root, "fox (001)", "fox")
     before = files_of(root)
 
-    def other_disk(source, target):
+    def other_disk(source, target, **folders):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    def copy(source, target, *, follow_symlinks=True):
-        if Path(source).name == "fox.safetensors":
-            Path(target).write_bytes(b"half")
+    def copy(source, target):
+        data = source.read()
+        if data == b"fox.safetensors":
+            target.write(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return copy_file(source, target)
+        target.write(data)
 
-    copy_file = shutil.copy2
     monkeypatch.setattr(os, "rename", other_disk)
-    monkeypatch.setattr(run_trash.shutil.move, "__defaults__", (copy,))
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
     with pytest.raises(ValueError, match=r"fox \(001\): a file can't be moved: No space left on device"):
         move_to_trash(run, root, trash, DAY)
     assert files_of(root) == before and not files_of(trash)
+
+
+def test_a_run_moves_to_another_disk_with_its_times(tmp_path, monkeypatch):
+    root, trash = tmp_path / "loras", tmp_path / ".tessera-trash"
+    run = make_run(root, "fox (001)", "fox")
+    os.utime(run.lora_path, ns=(10**18, 10**18 + 1000))
+    before = files_of(run.path)
+
+    def other_disk(source, target, **folders):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "rename", other_disk)
+    target, left = move_to_trash(run, root, trash, DAY)
+    assert files_of(target) == before and left == 0 and not run.path.exists()
+    assert (target / "fox.safetensors").stat().st_mtime_ns == 10**18 + 1000
 
 
 def test_every_run_is_found_once_and_what_is_none_is_not(tmp_path):
@@ -290,3 +305,33 @@ def test_runs_come_in_pages_and_each_is_read_once(tmp_path, monkeypatch):
     begin = time.monotonic()
     assert index.search(tmp_path, "") == runs
     assert time.monotonic() - begin < 5
+
+
+@LINKS
+@pytest.mark.parametrize("planted", ["previews", "fox_steps"])
+def test_a_link_planted_inside_of_a_runs_folder_is_not_followed(tmp_path, planted):
+    root, trash, outside = tmp_path / "loras", tmp_path / ".tessera-trash", tmp_path / "outside"
+    outside.mkdir()
+    target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
+    before = files_of(target)
+    (root / "fox (003)").mkdir(parents=True)
+    (root / "fox (003)" / planted).symlink_to(outside)
+    with pytest.raises(
+        ValueError, match=r"fox \(003\): there is a link on the way to fox \(003\), and none is followed"
+    ):
+        restore(RunFolder(target, "fox"), root / "fox (003)", root, trash)
+    assert not list(outside.iterdir()) and files_of(target) == before
+
+
+@LINKS
+def test_a_folder_that_is_swapped_for_a_link_when_it_is_emptied_is_left_alone(tmp_path, monkeypatch):
+    root, trash, outside = tmp_path / "loras", tmp_path / ".tessera-trash", tmp_path / "outside"
+    target, _ = move_to_trash(make_run(root, "fox (003)", "fox"), root, trash, DAY)
+    shutil.copytree(target / "previews", outside)
+    files = own_files(RunFolder(target, "fox"))
+    shutil.rmtree(target / "previews")
+    (target / "previews").symlink_to(outside)
+    monkeypatch.setattr(run_trash, "own_files", lambda folder: files)  # as listed before the swap
+    with pytest.raises(OSError):
+        remove_for_good(RunFolder(target, "fox"), trash)
+    assert len(files_of(outside)) == 4

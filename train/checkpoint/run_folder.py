@@ -18,9 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...common.files import MACHINE, sweep_unfinished, write_atomically
+from ...common.untrusted.budgets import RUN_SUMMARY
+from ...common.untrusted.json_text import read_json
+from ...common.untrusted.regular_files import is_regular
+from ...common.untrusted.tensor_files import open_tensors
 from ..preview.gallery import FOLDER as PREVIEWS
 from .run_names import STEPS, deleted_numbers, has_key, name_of, number_of, numbered
 from .run_record import RECORD, RunReader
@@ -98,7 +102,8 @@ class RunFolder:
 
     def states(self) -> list[Path]:
         """List the saved states by ascending step."""
-        return sorted(self.path.glob(f"state-*{STATE_SUFFIX}"), key=lambda path: (len(path.name), path.name))
+        found = filter(is_regular, self.path.glob(f"state-*{STATE_SUFFIX}"))
+        return sorted(found, key=lambda path: (len(path.name), path.name))
 
     def states_except(self, resumed_from: Path | None) -> list[Path]:
         """List the saved states by ascending step, without the state that the run was resumed from."""
@@ -157,7 +162,7 @@ class RunFolder:
 
         Raises ValueError where one does.
         """
-        name = blake2b(str(self.path.resolve()).encode(), digest_size=8).hexdigest()
+        name = blake2b(os.fsencode(self.path.resolve()), digest_size=8).hexdigest()
         lock = FileLock(Path(tempfile.gettempdir()) / f"tessera-{name}.lock", timeout=0, mode=0o666)
         try:
             lock.acquire()
@@ -186,7 +191,7 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """Read summary.json; None where it is missing or damaged."""
         try:
-            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = read_json(self.path / "summary.json", RUN_SUMMARY)
         except (OSError, ValueError, RecursionError):
             return None
         return found if _is_whole(found) else None
@@ -297,7 +302,7 @@ def _is_whole(summary: Any) -> bool:
 def _is_readable(lora: Path) -> bool:
     """Test for a safetensors file as long as its header says, with tensors in it."""
     try:
-        with safe_open(lora, framework="pt") as file:
+        with open_tensors(lora) as file:
             return bool(file.keys())
     except (OSError, SafetensorError):
         return False

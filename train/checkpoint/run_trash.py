@@ -4,14 +4,16 @@ Only files that this pack writes are touched. What else lies in a run's folder s
 """
 
 import contextlib
+import errno
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import normalize
 
 from ...common.files import UNFINISHED
+from ...common.untrusted.folders import folder_below
 from ..preview.gallery import FOLDER as PREVIEWS
 from ..preview.gallery import INDEX, SHEET
 from .run_folder import FoundRun, RunFolder, all_runs
@@ -20,6 +22,14 @@ from .run_record import RECORD
 from .state import STATE_SUFFIX
 
 _DAY = re.compile(r"(\d{4}-\d\d-\d\d)(?: \((\d+)\))?")
+
+
+@dataclass(frozen=True)
+class FolderBelow:
+    """Folder below a root: links are followed on the way to the root, and nowhere below."""
+
+    root: Path
+    below: Path
 
 
 def own_files(folder: RunFolder) -> list[Path]:
@@ -61,7 +71,8 @@ def move_to_trash(folder: RunFolder, root: Path, trash: Path, day: str) -> tuple
     number = 1
     while os.path.lexists(target := trash / (day if number == 1 else f"{day} ({number})") / place):
         number += 1
-    _move(folder, own_files(folder), target, trash.parent.resolve() / target.relative_to(trash.parent))
+    source, put = FolderBelow(root, place), FolderBelow(trash.parent, target.relative_to(trash.parent))
+    _move(folder, source, own_files(folder), put)
     return target, sum(len(files) for _, _, files in os.walk(folder.path))
 
 
@@ -92,7 +103,8 @@ def restore(folder: RunFolder, target: Path, root: Path, trash: Path) -> None:
     taken = [name for name in (*map(Path, RECORD), *files) if os.path.lexists(target / name)]
     if taken:
         raise ValueError(f"{target.name} is the folder of another run by now; rename that one, then undo again.")
-    _move(folder, files, target, root.resolve() / target.relative_to(root))
+    source = FolderBelow(trash.parent, folder.path.relative_to(trash.parent))
+    _move(folder, source, files, FolderBelow(root, target.relative_to(root)))
     _remove_empty_above(folder, trash)
 
 
@@ -101,12 +113,13 @@ def remove_for_good(folder: RunFolder, trash: Path) -> None:
 
     Raises OSError for the first file that can't be removed.
     """
-    files = own_files(folder)
+    files, place = own_files(folder), FolderBelow(trash.parent, folder.path.relative_to(trash.parent))
     try:
         for file in sorted(files, key=lambda file: file.name in RECORD):
-            (folder.path / file).unlink()
+            with folder_below(place.root, place.below / file.parent) as parent:
+                parent.unlink(file.name)
     finally:
-        _remove_empty(folder.path, files)
+        _remove_empty(place, files)
     _remove_empty_above(folder, trash)
 
 
@@ -121,40 +134,37 @@ def _remove_empty_above(folder: RunFolder, trash: Path) -> None:
             return
 
 
-def _move(folder: RunFolder, files: Sequence[Path], target: Path, real: Path) -> None:
-    """Move files to a folder, all or none. real: where that is with all links followed, if there is none on the way."""
+def _move(folder: RunFolder, source: FolderBelow, files: Sequence[Path], target: FolderBelow) -> None:
+    """Move files between two folders, all or none, with no link followed below either root."""
     moved: list[Path] = []
-    if target.resolve() != real:
-        raise ValueError(
-            f"{folder.path.name}: there is a link on the way to {target.parent.name}, and none is followed."
-        )
     try:
-        target.mkdir(parents=True, exist_ok=True)
         for file in files:
-            (target / file.parent).mkdir(exist_ok=True)
-            _move_file(folder.path / file, target / file)
+            _move_file(source, target, file)
             moved.append(file)
     except OSError as error:
         for file in moved:
             with contextlib.suppress(OSError):
-                _move_file(target / file, folder.path / file)
+                _move_file(target, source, file)
         _remove_empty(target, files)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ValueError(
+                f"{folder.path.name}: there is a link on the way to {target.below.name}, and none is followed."
+            ) from error
         raise ValueError(f"{folder.path.name}: a file can't be moved: {error.strerror or error}.") from error
-    _remove_empty(folder.path, files)
+    _remove_empty(source, files)
 
 
-def _move_file(source: Path, target: Path) -> None:
-    """Move a file to where there is none. On an OSError, nothing of it stays there as long as the source is whole."""
-    try:
-        shutil.move(source, target)
-    except OSError:
-        if source.exists():
-            target.unlink(missing_ok=True)  # a part of a copy, to a disk that is full
-        raise
+def _move_file(source: FolderBelow, target: FolderBelow, file: Path) -> None:
+    with (
+        folder_below(source.root, source.below / file.parent) as taken,
+        folder_below(target.root, target.below / file.parent, make=True) as put,
+    ):
+        taken.move(file.name, put)
 
 
-def _remove_empty(folder: Path, files: Sequence[Path]) -> None:
+def _remove_empty(place: FolderBelow, files: Sequence[Path]) -> None:
     """Remove the folders of files that were moved away, as far as they are empty."""
-    for place in sorted({file.parent for file in files}, key=lambda place: len(place.parts), reverse=True):
-        with contextlib.suppress(OSError):
-            (folder / place).rmdir()
+    for parent in sorted({file.parent for file in files}, key=lambda parent: len(parent.parts), reverse=True):
+        emptied = place.below / parent
+        with contextlib.suppress(OSError), folder_below(place.root, emptied.parent) as above:
+            above.rmdir(emptied.name)

@@ -46,7 +46,7 @@ def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
     with suppress(OSError):  # what can't be read is found by those who need it
         reader = RunReader(folder.path)
         facts = reader.facts()
-        if not _may_run(facts) or reader.read().status:  # it has ended
+        if not may_be_training(facts) or reader.read().status:  # it has ended
             return
         who = f"another ComfyUI on {facts['host']}" if facts.get("host") else "another machine"
         before = _signs(folder.path)
@@ -64,7 +64,7 @@ def check_elsewhere(folder: RunFolder, observer: Observer) -> None:
                 )
 
 
-def _may_run(facts: Mapping[str, Any]) -> bool:
+def may_be_training(facts: Mapping[str, Any]) -> bool:
     """Return False where the process that wrote this run.json is gone, or this one, as far as can be known from here.
 
     facts: contents of run.json; those of older versions name no process, and the oldest no machine.
