@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+
+from .untrusted.tensor_files import open_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +106,7 @@ def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
 
     # ComfyUI runs nodes in inference mode, whose tensors autograd refuses. The tensors are cloned because those of
     # safetensors lie in the mapped file, which Windows can neither replace nor delete while it is mapped.
-    with torch.inference_mode(False), safe_open(path, framework="pt") as file:
+    with torch.inference_mode(False), open_tensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})
 
 

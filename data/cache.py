@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.files import read_tensors, sweep_unfinished, write_atomically
 from ..common.progress import Interrupted, Progress
+from ..common.untrusted.tensor_files import open_tensors
 
 Shape = tuple[int | None, ...]
 
@@ -46,7 +47,7 @@ class Cache:
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Read names and shapes of the tensors in the file; an empty dict where there is no intact file."""
         try:
-            with safe_open(self.path(key), framework="pt") as file:
+            with open_tensors(self.path(key)) as file:
                 return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (OSError, SafetensorError):
             return {}

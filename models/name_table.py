@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..common.untrusted.budgets import METADATA
+from ..common.untrusted.json_text import parse_json
+
 
 def flat_name(name: str) -> str:
     """`double_blocks.0.img_attn.qkv` as kohya's keys write it: `double_blocks_0_img_attn_qkv`."""
@@ -178,7 +181,7 @@ class NameTable:
 def read_recorded(text: str) -> NameTable | None:
     """Read the table that `recorded` gave; None where the text is nothing of the kind."""
     try:
-        told: dict[str, Any] = json.loads(text)
+        told: dict[str, Any] = parse_json(text, METADATA, "modules")
         diffusers = {str(name): tuple(map(str, parts)) for name, parts in told["diffusers"].items()}
         others, swapped = tuple(map(str, told["modules"])), frozenset(map(str, told["halves_swapped"]))
         unet, by_diffusers = bool(told["unet"]), bool(told["kohya_by_diffusers"])

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..common.files import write_atomically
+from ..common.untrusted.tensor_files import metadata_field, open_tensors
 from ..lora.files.formats import save_lora
 from ..lora.files.lora_model import LoraModel
 from .checkpoint.run_folder import place_of
@@ -59,8 +60,8 @@ class FinalLora:
 def read_best(path: Path) -> Best | None:
     """Read the record that `keep_best` wrote into a file's header; None for any other file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return Best(**json.loads((file.metadata() or {})[BEST]))
+        with open_tensors(path) as file:
+            return Best(**metadata_field(file.metadata(), BEST))
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
 

@@ -17,6 +17,8 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor
 
 from ...common.core import quantised_layout
+from ...common.untrusted.budgets import TUNE_RESULT
+from ...common.untrusted.json_text import read_json
 from ..cuda_graphs import memory_allocator, no_cuda_graphs
 from ..settings import CompileSettings
 from .inputs import StepInputs
@@ -218,7 +220,7 @@ def read_result(path: Path, key: dict[str, str]) -> TuneResult | None:
     Raises ValueError, in a sentence, for a file of another key or version, or a damaged one.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, TUNE_RESULT)
         if found["format"] != FORMAT or found["key"] != key:
             raise ValueError("it is of another version or for another model")
         result = TuneResult(

@@ -1,6 +1,5 @@
 """Small pictures of image and video files, to look at: bounded in time and memory whatever a file claims to hold."""
 
-from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -8,26 +7,22 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ...common.untrusted.budgets import THUMBNAIL_FRAME, THUMBNAIL_IMAGE
+from ...common.untrusted.in_flight import page_pixels
 from .images import _is_wide, _plane_reader, check_pillow, open_image
 from .images import _named_errors as _named_image_errors
-from .integrity import _TURN
-from .strips import decode, is_large, resize
+from .strips import decode, resize
 from .videos import _named_errors as _named_video_errors
 from .videos import _opened, _upright, _upright_size
 
 SIDE = 256  # of a thumbnail, in pixels
 QUALITY = 75
-# A file above these is trained on nevertheless; only to look at it is it too large.
-MOST_BYTES = 500_000_000  # of an image file
-MOST_PIXELS = 100_000_000  # of an image
-MOST_FRAME_PIXELS = 40_000_000  # of a frame of a video; 8K has 33 million
-MOST_PACKETS = 2000  # of a video that are read for its first frame
 
 
 def image_thumbnail(path: Path, name: str | None = None) -> bytes:
     """Make the thumbnail of an image as training sees it: upright, sRGB, transparent parts white; as WebP.
 
-    Its longer side is SIDE at most. Large images are decoded one at a time, as each holds its pixels.
+    Its longer side is SIDE at most. It waits for room, see `PixelGate`.
 
     name: name in messages; the file name by default.
     Raises ValueError if the file is not an image, or is too large.
@@ -36,15 +31,14 @@ def image_thumbnail(path: Path, name: str | None = None) -> bytes:
     name = name or path.name
     with _named_image_errors(name, path):
         size = path.stat().st_size
-    if size > MOST_BYTES:  # some formats are read whole when they are opened
+    if size > THUMBNAIL_IMAGE.bytes:  # some formats are read whole when they are opened
         raise ValueError(_too_large("picture", name, f"{size / 1e6:.0f} MB"))
     with _named_image_errors(name, path):
         image = open_image(path)
     with image:
-        if image.width * image.height > MOST_PIXELS:
+        if image.width * image.height > THUMBNAIL_IMAGE.pixels:
             raise ValueError(_too_large("picture", name, f"{image.width} x {image.height} pixels"))
-        turn = _TURN if is_large(image.size) else nullcontext()
-        with _named_image_errors(name, path), turn:
+        with _named_image_errors(name, path), page_pixels.decoding(image.width * image.height):
             return _encoded(_scaled(image))
 
 
@@ -65,21 +59,22 @@ def video_thumbnail(path: Path, name: str | None = None) -> bytes:
     name = name or path.name
     with _named_video_errors(name), _opened(path) as (container, stream):
         across, down = stream.codec_context.width, stream.codec_context.height
-        if across * down <= MOST_FRAME_PIXELS:
+        if across * down <= THUMBNAIL_FRAME.pixels:
             # The header may lie: the decoder keeps to the bound too.
-            stream.codec_context.options = {"max_pixels": str(MOST_FRAME_PIXELS)}
+            stream.codec_context.options = {"max_pixels": str(THUMBNAIL_FRAME.pixels)}
             stream.thread_type = "NONE"  # others would decode further frames
-            frame = _first_frame(container, stream)
-            height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio))
-            pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
-            scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)
+            with page_pixels.decoding(max(0, across) * max(0, down) or THUMBNAIL_FRAME.pixels):
+                frame = _first_frame(container, stream)
+                height, width = _fitting(*_upright_size(frame, stream.sample_aspect_ratio))
+                pixels = Image.fromarray(np.ascontiguousarray(_upright(frame).clip(0, 255).astype(np.uint8)))
+                scaled = pixels.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3)
             return _encoded(np.asarray(scaled, dtype=np.float32) / 255)
     raise ValueError(_too_large("clip", name, f"{across} x {down} pixels"))
 
 
 def _first_frame(container: Any, stream: Any) -> Any:
     """Decode the first frame; raises ValueError where the beginning of the file holds none."""
-    for packet, _ in zip(container.demux(), range(MOST_PACKETS), strict=False):
+    for packet, _ in zip(container.demux(), range(THUMBNAIL_FRAME.items), strict=False):
         for frame in packet.decode() if packet.stream.index == stream.index else ():
             return frame
     raise ValueError("there is no frame at its beginning")

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor, uint8
 
+from ...common.untrusted.budgets import METADATA
+from ...common.untrusted.json_text import parse_json
+
 _ABSOLUTE = re.compile(r"(/|~|\\|[A-Za-z]:[/\\]|file:)", re.IGNORECASE)
 # Inside of text: in quotes, as a value, or as a word, which a slash alone begins where another follows: "and/or", "5
 # /6" and addresses of the web stay as they are.
@@ -69,7 +72,7 @@ def _text_without_paths(text: str) -> str:
         return text
     if text.startswith(("{", "[")):
         try:
-            read = json.loads(text)
+            read = parse_json(text, METADATA, "metadata")
         except ValueError:
             pass
         else:

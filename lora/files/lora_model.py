@@ -1,6 +1,5 @@
 """LORA_MODEL: the type of a LoRA in the graph, from the trainer or from other nodes."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ...common.text import shown
+from ...common.untrusted.budgets import METADATA
+from ...common.untrusted.json_text import parse_json
 from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
 from ...models.registry import native_name, table_of
 
@@ -119,7 +120,7 @@ _read_once = lru_cache(maxsize=4)(read_recorded)
 def _family(metadata: Mapping[str, str]) -> str:
     """The family that a LoRA of ours says it was trained on, empty where it says nothing."""
     try:
-        settings = json.loads(metadata.get("tessera", ""))
+        settings = parse_json(metadata.get("tessera", ""), METADATA, "tessera")
     except ValueError:
         return ""
     return str(settings.get("family", "")) if isinstance(settings, dict) else ""

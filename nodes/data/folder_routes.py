@@ -21,6 +21,7 @@ from ...data.folders.dataset import IMAGES, VIDEOS
 from ...data.folders.files import file_below, file_state
 from ...data.folders.pages import FolderPage, PageEntry, read_page
 from ...data.media.thumbnails import image_thumbnail, video_thumbnail
+from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
 from ..common.folder_access import add_to_list, is_allowed_file, resolve_folder
 from .crop_frames import crops_of
@@ -134,7 +135,7 @@ async def list_folder(request: web.Request) -> web.Response:
         return _refused(str(error), endings=endings)
     except OSError as error:
         return _refused(f"The folder can't be read ({error.strerror}).", endings=endings)
-    return web.json_response(found | {"endings": endings}, headers=_HEADERS)
+    return answer(found | {"endings": endings}, headers=_HEADERS)
 
 
 async def show_thumbnail(request: web.Request) -> web.Response:
@@ -159,7 +160,7 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
 def _refused(sentence: str, **more: Any) -> web.Response:
-    return web.json_response({"error": _clean(sentence), **more}, status=400, headers=_HEADERS)
+    return refusal(sentence, 400, _HEADERS, **more)
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

@@ -4,16 +4,16 @@ The halves are `<name>_high_noise` (or `<name>` where there is none) and `<name>
 each in the folder of its run.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...common.text import shown
+from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...train.checkpoint.run_names import name_of, without_numbers
 from ...train.expert_pair import HIGH, LOW
 from .lora_list import (
@@ -185,8 +185,8 @@ def _named_after(name: str, listed: Sequence[str]) -> list[str]:
 def _settings(name: str) -> dict[str, Any] | None:
     """Settings that both halves of a pair share, from the file's metadata; None where it has none."""
     try:
-        with safe_open(path_of(name), framework="pt") as file:
-            metadata = json.loads((file.metadata() or {})["tessera"])
+        with open_tensors(path_of(name)) as file:
+            metadata = metadata_field(file.metadata(), "tessera")
         common = {key: value for key, value in metadata.items() if key not in _OF_ONE_RUN}
         if PurePosixPath(name).stem.endswith("-best"):
             del common["steps"]

@@ -8,6 +8,8 @@ from pathlib import Path, PurePosixPath
 import folder_paths
 
 from ...common.text import shown
+from ...common.untrusted.budgets import PATTERN_LINES, check_size
+from ...common.untrusted.patterns import name_matcher
 from ...train.checkpoint.run_names import STEPS
 
 NONE = "none"
@@ -49,7 +51,11 @@ def run_folder(name: str) -> PurePosixPath:
 
 
 def lines_of(loras: str) -> list[str]:
-    return [line.strip().replace("\\", "/") for line in loras.splitlines() if line.strip()]
+    """Split the text into its lines. Raises OverBudget for more than a grid could need."""
+    check_size(PATTERN_LINES, "loras", characters=len(loras))
+    lines = [line.strip().replace("\\", "/") for line in loras.splitlines() if line.strip()]
+    check_size(PATTERN_LINES, "loras", items=len(lines))
+    return lines
 
 
 def matching(line: str, listed: Sequence[str]) -> list[str]:
@@ -58,9 +64,8 @@ def matching(line: str, listed: Sequence[str]) -> list[str]:
     `my_lora-*/` of version 0.1, for every run of a name, finds the folders of today too.
     """
     exact = [name for name in listed if line in (name, name.removesuffix(ENDING))]
-    patterns = {line, line.replace("-*/", " (*)/")}
-    kinds = [re.compile(re.escape(pattern).replace(r"\*", ".*"), re.DOTALL) for pattern in patterns]
-    return exact or [name for name in listed if any(kind.fullmatch(name) for kind in kinds)]
+    matchers = [name_matcher(pattern, "loras") for pattern in {line, line.replace("-*/", " (*)/")}]
+    return exact or [name for name in listed if any(matcher.match(name) for matcher in matchers)]
 
 
 def loras_of_run(run: str, listed: Sequence[str]) -> list[str]:

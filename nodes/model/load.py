@@ -6,9 +6,10 @@ import folder_paths
 import torch
 from comfy import sd
 from comfy_api.latest import io
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...common.core import load_without_dynamic_vram
+from ...common.untrusted.tensor_files import open_tensors
 from ...memory.host.mapped_file import KeepMapped, copy_into_ram
 from ...memory.swap.selection import check_count
 from ...memory.weights.dynamic_vram import cast_as_asked
@@ -138,7 +139,7 @@ def _check_count(path: str, blocks_to_swap: int) -> None:
     if not path.lower().endswith(SAFETENSORS):
         return
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             names = [name for name in file.keys() if name.endswith(".weight")]
             matrices = [name for name in names if len(file.get_slice(name).get_shape()) > 1]
             most = most_blocks(uncompiled(name) for name in matrices)

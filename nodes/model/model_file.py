@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 import comfy.model_management
 import comfy.utils
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ...common.core import load_tensors, remember_loader
+from ...common.untrusted.tensor_files import open_tensors
 from ...memory.weights.requantise import AS_STORED, remember_base, requantise
 from ...models.blocks import in_blocks
 from .file_names import diffusion_model_tensors, linear_weights
@@ -51,7 +52,7 @@ def is_of_compiled(path: str) -> bool:
     if not path.lower().endswith(SAFETENSORS):
         return False
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return any("_orig_mod." in name for name in file.keys())
     except SafetensorError:
         return False  # loading says what is wrong with it
@@ -151,7 +152,7 @@ def _source(path: str) -> str:
 
 def _source_of(kept: Path) -> str | None:
     try:
-        with safe_open(str(kept), framework="pt") as file:
+        with open_tensors(kept) as file:
             return (file.metadata() or {}).get(SOURCE)
     except (OSError, SafetensorError):
         return None
@@ -159,7 +160,7 @@ def _source_of(kept: Path) -> str | None:
 
 def _is_damaged(kept: Path) -> bool:
     try:
-        with safe_open(str(kept), framework="pt"):
+        with open_tensors(kept):
             return False
     except SafetensorError:
         return True

@@ -6,7 +6,6 @@ row, never by a path, and links are not followed. GET `/tessera/runs/{id}/workfl
 """
 
 import asyncio
-import json
 import os
 from contextlib import suppress
 from io import BytesIO
@@ -16,10 +15,14 @@ from typing import Any
 from aiohttp import web
 from PIL import Image
 
+from ...common.untrusted.budgets import PREVIEW, WORKFLOW_FILE
+from ...common.untrusted.in_flight import page_pixels
+from ...common.untrusted.json_text import read_json
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_record import own_file
 from ...train.preview.contact_sheet import spread
 from ...train.preview.gallery import FOLDER, INDEX, read_index
+from ..common.answers import answer, refusal
 from ..common.byte_cache import ByteCache
 from ..common.saved_workflow import API, WORKFLOW
 from .run import runs_folder
@@ -28,10 +31,6 @@ from .run_routes import NO_RUN, known_runs
 
 MOST_LISTED = 2000
 MOST_COMPARED = 12  # columns of a grid that is still readable
-MOST_BYTES = 64 << 20  # of a preview
-MOST_INDEX_BYTES = 16 << 20
-MOST_WORKFLOW_BYTES = 32 << 20
-MOST_PIXELS = 64_000_000
 THUMBNAIL = 192  # pixels of the longer side
 MOST_CACHED = 4 << 20  # bytes of thumbnails in memory, a few KB each
 TYPES = {".png": "image/png", ".webp": "image/webp"}
@@ -43,6 +42,7 @@ HEADERS = {
 NO_WORKFLOW = "This run has no workflow: it was queued without one, or ComfyUI runs with --disable-metadata."
 GONE = "There is no such preview any more; list those of the run again."
 
+_REDUCIBLE = ("L", "LA", "RGB", "RGBA")  # modes in which neighbours can be averaged
 _thumbnails = ByteCache(MOST_CACHED)
 
 
@@ -60,7 +60,7 @@ def listed_previews(run: Path, most: int = MOST_LISTED) -> list[dict[str, Any]]:
     """List the newest previews of a run, by step and row; `changed` tells a file from one made anew."""
     folder = previews_folder(run)
     index = folder and own_file(folder, INDEX)
-    if folder is None or index is None or index.stat().st_size > MOST_INDEX_BYTES:
+    if folder is None or index is None:
         return []
     found = []
     for shot in sorted(read_index(folder), key=lambda shot: (shot.step, shot.row))[-most:]:
@@ -83,12 +83,12 @@ def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, st
     how = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, how), "rb") as file:
         status = os.fstat(file.fileno())
-        if status.st_size > MOST_BYTES:
+        if status.st_size > PREVIEW.bytes:
             return None
         key = path, status.st_mtime_ns, status.st_size
         if small and (made := _thumbnails.find(key)) is not None:
             return made, "image/webp"
-        data = file.read(MOST_BYTES + 1)
+        data = file.read(PREVIEW.bytes + 1)
     if not small:
         return data, TYPES[path.suffix]
     made = thumbnail(data)
@@ -102,14 +102,21 @@ def thumbnail(data: bytes) -> bytes | None:
     """Make the thumbnail of an image, or of the first frame of a video; None where it can't be read."""
     try:
         with Image.open(BytesIO(data), formats=["PNG", "WEBP"]) as opened:
-            if opened.width * opened.height > MOST_PIXELS:
+            if opened.width * opened.height > PREVIEW.pixels:
                 return None
-            picture = opened.convert("RGB")
+            with page_pixels.decoding(opened.width * opened.height):
+                picture = _reduced(opened).convert("RGB")
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
         picture.save(made := BytesIO(), "WEBP", quality=80)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
         return None
     return made.getvalue()
+
+
+def _reduced(opened: Image.Image) -> Image.Image:
+    """Decode a picture, and divide its sides while they are far larger than a thumbnail's: its copies are small so."""
+    factor = max(opened.size) // (3 * THUMBNAIL)
+    return opened.reduce(factor) if factor > 1 and opened.mode in _REDUCIBLE else opened
 
 
 def compared_saves(folder: RunFolder) -> list[str]:
@@ -126,10 +133,9 @@ def read_workflow(folder: RunFolder) -> dict[str, Any]:
     """
     for kind, suffix in (("workflow", WORKFLOW), ("prompt", API)):
         path = own_file(folder.path, f"{folder.name}.{suffix}")
-        if path is not None and path.stat().st_size <= MOST_WORKFLOW_BYTES:
+        if path is not None:
             with suppress(OSError, ValueError, RecursionError):
-                text = path.read_text(encoding="utf-8")
-                found = json.loads(text, parse_constant=lambda _: None)  # a browser reads no NaN
+                found = read_json(path, WORKFLOW_FILE)
                 if isinstance(found, dict) and found:
                     return {kind: found}
     return {}
@@ -139,20 +145,20 @@ async def give_workflow(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/workflow`."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
-        return web.json_response({"error": NO_RUN}, status=404)
+        return refusal(NO_RUN, 404)
     with suppress(OSError):
         if found := await asyncio.to_thread(read_workflow, folder):
-            return web.json_response(found)
-    return web.json_response({"error": NO_WORKFLOW}, status=404)
+            return answer(found)
+    return refusal(NO_WORKFLOW, 404)
 
 
 async def list_previews(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/previews`, and `/tessera/runs/{id}/previews?last=1` for the last one only."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
-        return web.json_response({"error": NO_RUN}, status=404)
+        return refusal(NO_RUN, 404)
     most = 1 if "last" in request.query else MOST_LISTED
-    return web.json_response({"previews": await asyncio.to_thread(listed_previews, folder.path, most)})
+    return answer({"previews": await asyncio.to_thread(listed_previews, folder.path, most)})
 
 
 async def show_preview(request: web.Request) -> web.Response:
@@ -165,7 +171,7 @@ async def show_preview(request: web.Request) -> web.Response:
         with suppress(OSError):
             found = await asyncio.to_thread(read_preview, folder.path, step, row, small)
     if found is None:
-        return web.json_response({"error": GONE}, status=404)
+        return refusal(GONE, 404)
     return web.Response(body=found[0], content_type=found[1], headers=HEADERS)
 
 
@@ -173,8 +179,8 @@ async def list_saves(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}/saves`."""
     folder = await asyncio.to_thread(known_runs.folder, request.match_info["id"])
     if folder is None:
-        return web.json_response({"error": NO_RUN}, status=404)
-    return web.json_response({"loras": await asyncio.to_thread(compared_saves, folder)})
+        return refusal(NO_RUN, 404)
+    return answer({"loras": await asyncio.to_thread(compared_saves, folder)})
 
 
 def add_routes(routes: web.RouteTableDef) -> None:

@@ -15,6 +15,7 @@ from ...train.checkpoint.run_record import PROGRESS, RunReader
 from ..common import training_now
 
 PAGE = 200  # runs
+MOST_STEPS = 10_000_000
 MOST_TEXT = 300  # letters of a text out of a file
 
 
@@ -90,7 +91,8 @@ def _folded(text: str) -> str:
 
 def steps_of(record: dict[str, Any]) -> int:
     """Return the steps that a run was asked for, out of its record; 0 where that does not say."""
-    return record["steps"] if type(record.get("steps")) is int else 0
+    steps = record.get("steps")
+    return steps if type(steps) is int and 0 <= steps <= MOST_STEPS else 0
 
 
 def text_of(value: Any) -> str:

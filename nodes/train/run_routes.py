@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -22,11 +23,13 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ...common.file_names import plain_name
+from ...common.untrusted.budgets import CURVE
 from ...train.checkpoint.run_folder import RunFolder, run_folders
 from ...train.checkpoint.run_record import MOST_POINTS, PROGRESS, RUN, SUMMARY, RunReader, averaged, own_file, thinned
 from ...train.expert_pair import HIGH, LOW
 from ...train.observer import SAMPLE, SAVE, STOP
 from ..common import training_now
+from ..common.answers import answer, refusal
 from .run import runs_folder
 from .run_index import PAGE, RunIndex, page_of, steps_of, text_of
 
@@ -35,12 +38,20 @@ MOST_READERS = 8  # whose curves stay in memory
 NO_RUN = "There is no such run; list the runs first."
 
 
+@dataclass
+class SharedReader:
+    """Reader of one run, which one request uses at a time."""
+
+    reader: RunReader
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class Runs:
     """Runs below a folder, as the routes give them."""
 
     def __init__(self) -> None:
         self._folders: dict[str, RunFolder] = {}
-        self._readers: OrderedDict[Path, RunReader] = OrderedDict()
+        self._readers: OrderedDict[Path, SharedReader] = OrderedDict()
         self._index = RunIndex()
         self._lock = threading.Lock()  # requests are answered by several threads
 
@@ -102,6 +113,14 @@ class Runs:
         found = self._folders.get(id)
         return found if found and _lies_in(found.path, runs_folder()) and _changed(found.path) else None
 
+    def _drop_readers(self) -> None:
+        """Drop the curves that were read longest ago, until few are left with few points in all."""
+        while len(self._readers) > 1:
+            points = sum(len(shared.reader.curve.loss) for shared in self._readers.values())
+            if len(self._readers) <= MOST_READERS and points <= CURVE.items:
+                return
+            self._readers.popitem(last=False)
+
     def read(self, id: str, since: int, points: int = MOST_POINTS) -> dict[str, Any] | None:
         """Read a run: what it is, whether it trains now, and its curve after step `since`. None for an unknown id.
 
@@ -112,12 +131,12 @@ class Runs:
             if found is None:
                 return None
             root, folder = runs_folder(), found.path
-            reader = self._readers.pop(folder, None) or RunReader(folder)
-            self._readers[folder] = reader
-            while len(self._readers) > MOST_READERS:
-                self._readers.popitem(last=False)
+            shared = self._readers.pop(folder, None) or SharedReader(RunReader(folder))
+            self._readers[folder] = shared
+            self._drop_readers()
+        with shared.lock:  # of this run alone: a large record keeps no other run and no list waiting
             try:
-                facts, curve = reader.facts(), reader.read()
+                facts, curve = shared.reader.facts(), shared.reader.read()
             except OSError:  # deleted meanwhile
                 return None
             steps = steps_of(facts)
@@ -136,7 +155,7 @@ class Runs:
                 "validation": thinned(list(curve.validation.values()), points),
                 "saves": [step for step, _ in thinned(list(curve.saves.values()))],
                 "previews": list(curve.previews)[-MOST_POINTS:],
-                "notes": curve.notes,
+                "notes": list(curve.notes),
                 "status": curve.status,
                 "text": curve.text,
                 "can_go_on": facts.get("can_go_on") is True,
@@ -211,26 +230,26 @@ async def list_runs(request: web.Request) -> web.Response:
     query = request.query
     if "name" not in query:
         if (page := _number(query.get("page", "0"))) is None:
-            return web.json_response({"error": "page is not a number; give 0 or more."}, status=400)
-        return web.json_response(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
+            return refusal("page is not a number; give 0 or more.", 400)
+        return answer(await asyncio.to_thread(known_runs.page, query.get("filter", ""), page))
     try:
         found = await asyncio.to_thread(known_runs.named, query["name"])
     except ValueError as error:
-        return web.json_response({"error": str(error)}, status=400)
-    return web.json_response({"runs": found})
+        return refusal(str(error), 400)
+    return answer({"runs": found})
 
 
 async def read_run(request: web.Request) -> web.Response:
     """Answer `/tessera/runs/{id}?since=0&points=2000`."""
     since, points = (_number(request.query.get(name, start)) for name, start in _READ.items())
     if since is None:
-        return web.json_response({"error": "since is not a step; give 0 or more."}, status=400)
+        return refusal("since is not a step; give 0 or more.", 400)
     if points is None or not 3 <= points <= MOST_POINTS:
-        return web.json_response({"error": f"points is not a number from 3 to {MOST_POINTS}."}, status=400)
+        return refusal(f"points is not a number from 3 to {MOST_POINTS}.", 400)
     found = await asyncio.to_thread(known_runs.read, request.match_info["id"], since, points)
     if found is None:
-        return web.json_response({"error": NO_RUN}, status=404)
-    return web.json_response(found)
+        return refusal(NO_RUN, 404)
+    return answer(found)
 
 
 _READ = {"since": "0", "points": str(MOST_POINTS)}
@@ -250,25 +269,25 @@ async def ask_run(request: web.Request) -> web.Response:
         body = None
     prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
     if not isinstance(prompt_id, str):
-        return web.json_response({"error": "Give the prompt_id of the run."}, status=400)
+        return refusal("Give the prompt_id of the run.", 400)
     what = request.match_info["what"]
     if what == SAMPLE and await asyncio.to_thread(known_runs.can_sample, request.match_info["id"]) is False:
         fix = "It has no Training Preview, so there is nothing to sample; connect one to preview and run it again."
-        return web.json_response({"error": fix}, status=409)
+        return refusal(fix, 409)
     found = await asyncio.to_thread(known_runs.ask, request.match_info["id"], prompt_id, what)
     if found is None:
-        return web.json_response({"error": NO_RUN}, status=404)
+        return refusal(NO_RUN, 404)
     if not found:
-        return web.json_response({"error": "This run isn't training right now."}, status=409)
-    return web.json_response({"asked": what})
+        return refusal("This run isn't training right now.", 409)
+    return answer({"asked": what})
 
 
 def refused_post(request: web.Request) -> web.Response | None:
     """Refuse a POST that no page of this server sends as JSON; None where it may go on."""
     if not _is_own_page(request):
-        return web.json_response({"error": "Only a page of this server may ask that."}, status=403)
+        return refusal("Only a page of this server may ask that.", 403)
     if request.content_type != "application/json":
-        return web.json_response({"error": "Send application/json."}, status=415)
+        return refusal("Send application/json.", 415)
     return None
 
 

@@ -1,133 +1,202 @@
-import random
-from fnmatch import fnmatchcase
+"""Regular expressions of the pack: each takes time linear in its input, whatever a stranger writes."""
+
+import ast
+import re
+import time
+from pathlib import Path
 
 import pytest
-from tessera.lora import patterns
-from tessera.lora.patterns import (
-    RankPattern,
-    match_rank_patterns,
-    match_targets,
-    parse_rank_patterns,
-    parse_targets,
-    rank_and_alpha,
-    unused_rank_patterns,
-)
 
-NAMES = [
-    "double_blocks.0.img_attn.qkv",
-    "double_blocks.0.img_attn.proj",
-    "double_blocks.0.txt_mlp.0",
-    "double_blocks.1.img_attn.qkv",
-    "single_blocks.0.linear1",
-    "single_blocks.0.linear2",
-]
+try:
+    from re import _constants as sre
+    from re import _parser as sre_parse
+except ImportError:  # before Python 3.11
+    import sre_constants as sre
+    import sre_parse
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("nodes", "train", "data", "lora", "compile", "models", "memory", "common", "headless")
+FUNCTIONS = {"compile", "match", "search", "fullmatch", "sub", "subn", "findall", "finditer", "split"}
+LENGTH = 1 << 11  # characters
+MEASURABLE = 0.003  # seconds of CPU
+LONGER = 4  # times; a quadratic pattern takes 16 times as long
+MOST = 8  # times as long, where linear takes 4
 
 
-def test_one_pattern_per_line_and_a_sign_excludes():
-    text = "\n  double_blocks.*.img_attn.*  \n- *.proj\n!single_blocks.0.linear2\n\n"
-    assert parse_targets(text) == (("double_blocks.*.img_attn.*",), ("*.proj", "single_blocks.0.linear2"))
+def constants(tree: ast.Module) -> dict[str, str]:
+    """Texts of a module's names, f-strings of known names included."""
+    known: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = node.value.elts if isinstance(node.value, ast.Tuple) and len(names) > 1 else [node.value]
+        for name, value in zip(names, values, strict=False):
+            if isinstance(name, ast.Name) and (text := text_of(value, known)) is not None:
+                known[name.id] = text
+    return known
 
 
-def test_nothing_written_stands_for_the_defaults():
-    assert parse_targets("") == ((), ())
-    assert parse_targets(" \r\n \n") == ((), ())
+def text_of(node: ast.expr, known: dict[str, str]) -> str | None:
+    """Text of a pattern; what is only known when it runs, such as an escaped name, counts as the letter a."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else known.get(getattr(part.value, "id", ""), "a")
+            for part in node.values
+        )
+    return None
 
 
-def test_a_sign_alone_is_named_with_its_line():
-    with pytest.raises(ValueError, match="Line 2 of targets is '-' with no pattern"):
-        parse_targets("single_blocks.*\n-")
+def methods_of(tree: ast.Module) -> dict[str, set[str]]:
+    """Methods that a module calls on each of its names, as on a compiled pattern."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in FUNCTIONS:
+            found.setdefault(node.value.id, set()).add(node.attr)
+    return found
 
 
-def test_include_less_exclude_in_the_model_s_order():
-    assert match_targets(NAMES, ["single_blocks.*", "*.img_attn.*"], ["*.proj"]) == [
-        "double_blocks.0.img_attn.qkv",
-        "double_blocks.1.img_attn.qkv",
-        "single_blocks.0.linear1",
-        "single_blocks.0.linear2",
-    ]
+def tables(tree: ast.Module) -> dict[str, list[str]]:
+    """Patterns of tables whose rows begin with one, by the loop variable that takes them."""
+    rows = {
+        (node.target if isinstance(node, ast.AnnAssign) else node.targets[0]).id: node.value
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Tuple)
+        if isinstance(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], ast.Name)
+    }
+    found: dict[str, list[str]] = {}
+    for loop in ast.walk(tree):
+        if isinstance(loop, (ast.For, ast.comprehension)) and isinstance(loop.iter, ast.Name) and loop.iter.id in rows:
+            first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+            firsts = (row.elts[0] for row in rows[loop.iter.id].elts if isinstance(row, ast.Tuple))
+            texts_found = [text for row in firsts if (text := text_of(row, {})) is not None]
+            found.setdefault(ast.unparse(first), []).extend(texts_found)
+    return found
 
 
-def test_a_name_is_matched_whole_and_case_matters():
-    assert match_targets(NAMES, ["double_blocks.0.img_attn.qkv"], []) == ["double_blocks.0.img_attn.qkv"]
-    for pattern in ("img_attn", "Single_blocks.*"):
-        with pytest.raises(ValueError, match="matches no layer"):
-            match_targets(NAMES, [pattern], [])
+def patterns() -> list[tuple[str, str, int, bool]]:
+    """List every pattern that the pack gives to `re`: place, text, flags, and whether it may begin anywhere."""
+    found = []
+    for file in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        known, methods = constants(tree), methods_of(tree)
+        names = {
+            node.value: node.targets[0].id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "re"
+                and node.func.attr in FUNCTIONS
+                and node.args
+            ):
+                flags = re.DOTALL if "DOTALL" in ast.unparse(node) else 0
+                text = text_of(node.args[0], known)
+                used = methods.get(names.get(node, ""), {"search"}) if node.func.attr == "compile" else {node.func.attr}
+                place = f"{file.relative_to(ROOT)}:{node.lineno}"
+                for each in [text] if text is not None else tables(tree).get(ast.unparse(node.args[0]), []):
+                    found.append((place, each, flags, not used <= {"match", "fullmatch"}))
+    return found
 
 
-@pytest.mark.parametrize(("include", "exclude"), [(["*.qkv", "to_q*"], []), (["*.qkv"], ["to_q*"])])
-def test_a_pattern_without_a_match_is_named_beside_three_names(include, exclude):
-    with pytest.raises(ValueError) as raised:
-        match_targets(NAMES, include, exclude)
-    assert str(raised.value) == (
-        "The pattern 'to_q*' in targets matches no layer of this model; its layers have names such as "
-        "double_blocks.0.img_attn.qkv, double_blocks.1.img_attn.qkv, single_blocks.0.linear2."
-    )
+def letters(parsed, depth: int = 0) -> set[str]:
+    """Characters that a parsed pattern names, and one of each class that it names."""
+    found: set[str] = set()
+    classes = {
+        sre.CATEGORY_DIGIT: "0",
+        sre.CATEGORY_SPACE: " \n",
+        sre.CATEGORY_WORD: "a",
+        sre.CATEGORY_NOT_SPACE: "a/",
+        sre.CATEGORY_NOT_WORD: "/",
+        sre.CATEGORY_NOT_DIGIT: "a",
+    }
+    for op, value in parsed:
+        if op in (sre.LITERAL, sre.NOT_LITERAL):
+            found.add(chr(value))
+        elif op is sre.RANGE:
+            found.add(chr(value[0]))
+        elif op is sre.CATEGORY:
+            found |= set(classes.get(value, "a"))
+        elif op is sre.ANY:
+            found |= set("a\n")
+        elif isinstance(value, (list, tuple, sre_parse.SubPattern)):
+            for inner in nested(value):
+                found |= letters(inner, depth + 1)
+    return found
 
 
-def test_excluding_everything_is_an_error():
-    with pytest.raises(ValueError, match="targets excludes every layer that it includes"):
-        match_targets(NAMES, ["*.img_attn.*"], ["double_blocks.*"])
+def nested(value):
+    """Yield the parsed patterns, and lists of a class, inside a value of one."""
+    if isinstance(value, sre_parse.SubPattern):
+        yield value
+    elif isinstance(value, list) and value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nested(item)
 
 
-def test_each_line_of_rank_patterns_changes_what_the_lines_before_left():
-    lines = parse_rank_patterns("double_blocks.*: rank=8\n\n*.qkv: alpha=3\ndouble_blocks.1.*: rank=4 alpha=1")
-    matching = match_rank_patterns(lines, NAMES)
-    found = {name: rank_and_alpha(lines, numbers, (16, 16.0)) for name, numbers in matching.items()}
-    assert list(found.values()) == [(8, 3.0), (8, 8.0), (8, 8.0), (4, 1.0), (16, 16.0), (16, 16.0)]
-    with pytest.raises(ValueError, match=r"The pattern '\*\.x' in rank_patterns matches no layer that is trained"):
-        match_rank_patterns([*lines, RankPattern("*.x", 4)], NAMES)
+def words(pattern: str) -> set[str]:
+    """Texts whose repetition may be hard: the pattern's characters, pairs of them, and its literal runs."""
+    found = sorted(letters(sre_parse.parse(pattern)))[:7]
+    runs = re.findall(r"[A-Za-z_]{2,}", re.sub(r"\\[a-zA-Z]|\(\?P?<\w+>", " ", pattern))[:3]
+    heads = [re.sub(r"\\(.)", r"\1", head) for head in re.findall(r"^(?:[\w '.:-]|\\[^a-zA-Z])+", pattern)]
+    return {*found, *(a + b for a in found for b in found if a < b), *runs, *heads}
 
 
-def unused_by_trying(lines, start, reads_alpha):
-    """Each line is left out in turn, and all layers are compared."""
-
-    def of_all(lines):
-        matching = {name: [i for i, line in enumerate(lines) if fnmatchcase(name, line.pattern)] for name in NAMES}
-        found = [rank_and_alpha(lines, numbers, start) for numbers in matching.values()]
-        return found if reads_alpha else [rank for rank, _ in found]
-
-    return [line for i, line in enumerate(lines) if of_all([*lines[:i], *lines[i + 1 :]]) == of_all(lines)]
-
-
-def test_the_lines_that_change_nothing_are_those_that_can_be_left_out():
-    chosen = random.Random(7)
-    globs = ["*", "double_blocks.*", "single_blocks.*", "*.qkv", "*.linear1", "*.1.*"]
-    for _ in range(400):
-        lines = [
-            RankPattern(chosen.choice(globs), rank, alpha)
-            for rank, alpha in chosen.choices([(3, None), (16, None), (None, 16.0), (None, 0.7), (3, 3.0)], k=8)
-        ]
-        for reads_alpha in (True, False):
-            found = unused_rank_patterns(lines, match_rank_patterns(lines, NAMES), (16, 16.0), reads_alpha)
-            assert found == unused_by_trying(lines, (16, 16.0), reads_alpha), (lines, reads_alpha)
+def seconds(compiled: re.Pattern[str], text: str, anywhere: bool) -> float:
+    """CPU seconds of the fastest of three searches of all matches, or of matches of the whole text."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        if anywhere:
+            for _ in compiled.finditer(text):
+                pass
+        compiled.fullmatch(text)
+        best = min(best, time.process_time() - start)
+        if best < MEASURABLE or best > 0.5:
+            break
+    return best
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["a_line_for_each_layer", "each_line_for_all_layers"])
-def test_the_work_over_rank_patterns_is_linear_in_their_number(monkeypatch, own):
-    calls = {"match": 0, "apply": 0}
-
-    def counted(name, function):
-        def call(*given):
-            calls[name] += 1
-            return function(*given)
-
-        return call
-
-    monkeypatch.setattr(patterns, "fnmatchcase", counted("match", fnmatchcase))
-    monkeypatch.setattr(RankPattern, "applied", counted("apply", RankPattern.applied))
-    layers = [f"blocks.{index}.linear" for index in range(100)]
-
-    for count in (100, 200, 400):
-        calls.update(match=0, apply=0)
-        values = [(2 + index % 7, None) if index % 2 else (None, 1.0 + index) for index in range(count)]
-        lines = [RankPattern(f"blocks.{i % 100}.*" if own else "*", *line) for i, line in enumerate(values)]
-        unused_rank_patterns(lines, match_rank_patterns(lines, layers), (16, 16.0))
-        assert calls["match"] == count * len(layers) and calls["apply"] <= 4 * count, (count, calls)
+def texts(pattern: str, length: int):
+    heads = ["", *(re.sub(r"\\(.)", r"\1", head) for head in re.findall(r"^(?:[\w '.:-]|\\[^a-zA-Z])+", pattern))]
+    for word in words(pattern):
+        for head in dict.fromkeys(heads):
+            yield head + word * (length // len(word)) + "\0"
 
 
-@pytest.mark.parametrize("digits", [4300, 10**5])
-def test_a_number_of_very_many_digits_is_told_and_cut(digits):
-    for line in (f"*: rank={'9' * digits}", f"*: alpha={'x' * digits}", "9" * digits):
-        with pytest.raises(ValueError, match="rank_patterns (has the|is) ") as told:
-            parse_rank_patterns(line)
-        assert len(str(told.value)) < 260
+def slow_text(pattern: str, flags: int, anywhere: bool) -> str | None:
+    """Beginning of a text on which the time of a pattern grows faster than its length; None without one.
+
+    A quadratic pattern takes millions of steps for LENGTH characters, hundreds of times what a linear one takes.
+    """
+    compiled = re.compile(pattern, flags)
+    for short, text in zip(texts(pattern, LENGTH // LONGER), texts(pattern, LENGTH), strict=True):
+        long = seconds(compiled, text, anywhere)
+        if long > MEASURABLE and long > MOST * seconds(compiled, short, anywhere):
+            return text[:40]
+    return None
+
+
+@pytest.mark.parametrize(("place", "pattern", "flags", "anywhere"), patterns())
+def test_pattern_takes_linear_time(place, pattern, flags, anywhere):
+    assert slow_text(pattern, flags, anywhere) is None, f"{place}: {pattern!r} takes more than linear time"
+
+
+@pytest.mark.parametrize("pattern", [r"\w\. \w|(\S+\s+){11}\S", r".*.*=.*", r"(a+)+b", r"a*a*b"])
+def test_slow_patterns_are_found(pattern):
+    if pattern == r"(a+)+b":  # exponential: a shorter text shows it
+        compiled = re.compile(pattern)
+        assert seconds(compiled, "a" * 20 + "\0", True) > 4 * seconds(compiled, "a" * 17 + "\0", True)
+        return
+    assert slow_text(pattern, 0, True) is not None

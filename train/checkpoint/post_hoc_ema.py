@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...common.files import read_tensors
 from ...common.text import shown
+from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ...lora.files.lora_model import LoraModel
 from ..optim.averaging import decay_at
 from .run_folder import step_loras
@@ -97,7 +98,7 @@ def _names(folder: Path) -> list[str]:
 def _steps_of(path: Path) -> int | None:
     """Read the number of steps from a LoRA's metadata; None where it is not ours or cannot be read."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return int((file.metadata() or {})["ss_steps"])
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
@@ -206,7 +207,7 @@ def _lines(counted: Sequence[Snapshot], weights: Sequence[float]) -> list[str]:
 
 def _notes(metadata: dict[str, str], profile: Profile) -> list[str]:
     try:
-        optimizer = json.loads(metadata["tessera"])["optimizer"]
+        optimizer = metadata_field(metadata, "tessera")["optimizer"]
     except (KeyError, TypeError, ValueError):
         optimizer = {}
     notes = []

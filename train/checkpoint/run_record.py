@@ -10,18 +10,30 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...common.files import write_atomically
+from ...common.untrusted.budgets import (
+    CURVE,
+    PROGRESS_FILE,
+    PROGRESS_LINE,
+    RUN_FILE,
+    RUN_NOTES,
+    RUN_SUMMARY,
+    Budget,
+    check_size,
+)
+from ...common.untrusted.json_text import parse_json, read_json
 
 log = logging.getLogger(__name__)
 
 RECORD = RUN, PROGRESS, SUMMARY = "run.json", "progress.jsonl", "summary.json"
 SECONDS_BETWEEN_WRITES = 1.0
-MOST_BYTES = 128 << 20  # of a file that is read: a million steps write half of that
 MOST_POINTS = 2000
+GREATEST = 1e30  # of a loss: fp32 ends at 3e38, and means are taken of sums
 
 
 class RunRecord:
@@ -122,7 +134,7 @@ class RunCurve:
     validation: dict[int, tuple[int, float]] = field(default_factory=dict)
     saves: dict[int, tuple[int, str]] = field(default_factory=dict)
     previews: dict[int, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
     status: str = ""
     text: str = ""
     seconds: float | None = None
@@ -141,22 +153,23 @@ class RunCurve:
         if kind == "start":
             if not self.status:  # the session before was killed, and nobody knows when
                 self.seconds = None
-            self.notes, self.status, self.text = [], "", ""
+            self.notes, self.status, self.text = {}, "", ""
         elif kind == "begin":
             self._begin(_step(line["step"]), line["loss"], line["validation"])
         elif kind == "step":
             step = _step(line["step"])
-            self.loss[step] = step, _number(line["loss"]), _number(line["rate"])
+            _put(self.loss, step, (step, _number(line["loss"]), _number(line["rate"])))
         elif kind == "saved":
-            self.saves[_step(line["step"])] = line["step"], str(line["file"])
+            _put(self.saves, _step(line["step"]), (line["step"], _text(line["file"])))
         elif kind == "preview":
-            self.previews[_step(line["step"])] = line["step"]
+            _put(self.previews, _step(line["step"]), line["step"])
         elif kind == "validation":
-            self.validation[_step(line["step"])] = line["step"], _number(line["loss"])
+            _put(self.validation, _step(line["step"]), (line["step"], _number(line["loss"])))
         elif kind == "note":
-            self.notes += [text for text in (str(line["text"]),) if text not in self.notes]
+            if len(self.notes) < RUN_NOTES.items:
+                self.notes[_text(line["text"])] = None
         elif kind == "end":
-            self.status, self.text = str(line["status"]), str(line["text"])
+            self.status, self.text = _text(line["status"]), _text(line["text"])
             if self.status == "finished" and not self.first_steps and "step" in line:
                 self.first_steps = max(0, _step(line["step"]) - self.first_begin)
             seconds = line.get("seconds")
@@ -166,6 +179,7 @@ class RunCurve:
                 self.seconds = None
 
     def _begin(self, step: int, loss: Sequence[float], validation: Sequence[Sequence[Any]]) -> None:
+        check_size(CURVE, "The curve", items=max(len(loss), len(validation)))
         rates = {at: rate for at, _, rate in self.loss.values()}
         points = {at: (at, _number(value), rates.get(at)) for at, value in enumerate(loss, start=1)}
         validated = {_step(at): (at, _number(value)) for at, value in validation}
@@ -186,11 +200,12 @@ class RunReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._curve, self._offset, self._file = RunCurve(), 0, (0, 0)
+        self.curve, self._offset, self._file = RunCurve(), 0, (0, 0)
+        self._inside_long_line = False
 
     def facts(self) -> dict[str, Any]:
         """Read run.json, or what summary.json says where there is none; empty without either."""
-        return _read_object(self.folder, RUN) or _read_object(self.folder, SUMMARY)
+        return _read_object(self.folder, RUN, RUN_FILE) or _read_object(self.folder, SUMMARY, RUN_SUMMARY)
 
     def read(self) -> RunCurve:
         """Read the record. Lines that are damaged are left out."""
@@ -203,20 +218,25 @@ class RunReader:
             self._file = found.st_dev, found.st_ino
         with open(path, "rb") as file:
             file.seek(self._offset)
-            added = file.read(max(0, MOST_BYTES - self._offset))
-        whole = added[: added.rfind(b"\n") + 1]  # the last line may be written just now
-        self._offset += len(whole)
-        for line in whole.split(b"\n"):
-            if line.strip():
-                try:
-                    self._curve.take(json.loads(line))
-                except (KeyError, TypeError, ValueError, RecursionError):
-                    continue
-        return self._curve
+            while self._offset < PROGRESS_FILE.bytes:
+                line = file.readline(PROGRESS_LINE.bytes)
+                whole = line.endswith(b"\n")
+                if not whole and len(line) < PROGRESS_LINE.bytes:
+                    break  # it may be written just now
+                self._offset += len(line)
+                if whole and not self._inside_long_line and line.strip():
+                    self._take(line)
+                self._inside_long_line = not whole
+        return self.curve
+
+    def _take(self, line: bytes) -> None:
+        """Take in one line; a damaged one is left out, and one past its budget."""
+        with suppress(KeyError, TypeError, ValueError, RecursionError):
+            self.curve.take(parse_json(line.decode(), PROGRESS_LINE, PROGRESS))
 
     def _of_summary(self) -> RunCurve:
         """Make the curve of a run that an older version trained."""
-        summary, curve = _read_object(self.folder, SUMMARY), RunCurve()
+        summary, curve = _read_object(self.folder, SUMMARY, RUN_SUMMARY), RunCurve()
         points = summary.get("validation", {}).get("points", []) if isinstance(summary.get("validation"), dict) else []
         try:
             for line in (
@@ -267,12 +287,10 @@ def thinned(points: Sequence[tuple[Any, ...]], most: int = MOST_POINTS) -> list[
     return [points[at] for at in sorted(kept)]
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def _read_object(folder: Path, name: str, budget: Budget) -> dict[str, Any]:
     path = own_file(folder, name)
     try:
-        if path is None or path.stat().st_size > MOST_BYTES:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = {} if path is None else read_json(path, budget)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -289,6 +307,17 @@ def _step(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
+    """Check a loss or a rate, cut to GREATEST: sums of larger ones would not be finite."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError
-    return float(value)
+    return min(max(float(value), -GREATEST), GREATEST)
+
+
+def _text(value: Any) -> str:
+    return str(value)[: RUN_NOTES.characters]
+
+
+def _put(series: dict[int, Any], step: int, point: Any) -> None:
+    """Add a point to a series, unless that would be longer than a run may have."""
+    if step in series or len(series) < CURVE.items:
+        series[step] = point

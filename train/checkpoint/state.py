@@ -15,6 +15,8 @@ import safetensors.torch
 from torch import Tensor
 
 from ...common.files import read_tensors, write_atomically
+from ...common.untrusted.budgets import STATE_HEADER
+from ...common.untrusted.tensor_files import metadata_field, open_tensors
 from ..optim.state_dict import pack_state, unpack_state
 from .metadata import VERSION
 from .schema import FORMAT, LATER, MASTER_WEIGHTS_PREFIX, StateHeader, StoredTensor, UnreadableField, parse_header
@@ -134,9 +136,9 @@ def read_header(path: Path) -> StateHeader:
     metadata: dict[str, str] = {}
     plain: Any = None
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             metadata = file.metadata() or {}
-            plain = json.loads(metadata["tessera"])
+            plain = metadata_field(metadata, "tessera", STATE_HEADER)
             tensors = {name: _stored(file, name) for name in file.keys()}  # noqa: SIM118
         return parse_header(plain, tensors)
     except UnreadableField as error:

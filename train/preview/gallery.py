@@ -16,6 +16,8 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ...common.files import write_atomically
+from ...common.untrusted.budgets import PREVIEW_INDEX
+from ...common.untrusted.json_text import read_json
 from .contact_sheet import middle, render_sheet, spread, to_picture
 
 FOLDER, SHEET, INDEX = "previews", "sheet.png", "previews.json"
@@ -88,7 +90,7 @@ def save_shot(folder: Path, shot: Shot, frames: Tensor, fps: float) -> Path:
 def read_index(folder: Path) -> list[Shot]:
     """Read the shots of an earlier session whose files exist; empty where the index cannot be read."""
     try:
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        found = read_json(folder / INDEX, PREVIEW_INDEX)
         shots = [Shot(int(s["step"]), int(s["row"]), s["title"], s["settings"], int(s["frames"])) for s in found]
         return [shot for shot in shots if (folder / shot.file).is_file()]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
