@@ -75,6 +75,7 @@ class NameTable:
     by_rule: True where it was made of one model's modules, so that a file of the model has to tell it.
     unet: True where diffusers has the model as a U-Net.
     kohya_by_diffusers: True where kohya's keys are diffusers' names with underscores, for modules that are one there.
+    cut: native names whose diffusers modules every format holds, since other files of the model hold those.
     """
 
     to_diffusers: Mapping[str, tuple[str, ...]]
@@ -86,6 +87,7 @@ class NameTable:
     by_rule: bool = False
     unet: bool = False
     kohya_by_diffusers: bool = False
+    cut: frozenset[str] = frozenset()
     _flat: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
     _dotted: dict[re.Pattern[str], str] = field(init=False, repr=False, compare=False)
 
@@ -139,6 +141,18 @@ class NameTable:
         template, numbers = self._entry(name)
         return tuple(filled(part, numbers) for part in self.to_diffusers.get(template, ()))
 
+    def cut_modules(self, name: str) -> tuple[str, ...]:
+        """The modules in place of which files hold `name`, in row order; empty for one that they hold whole."""
+        return self.diffusers(name) if self.template(name) in self.cut else ()
+
+    def cut_from(self, module: str) -> str | None:
+        """The native module that a module of `cut_modules` is a part of; None for any other."""
+        for template in self.cut:
+            for part in self.to_diffusers[template]:
+                if match := matcher(part).fullmatch(module):
+                    return filled(template, match.groups())
+        return None
+
     def _entry(self, name: str) -> tuple[str, Sequence[str]]:
         """The template of a native name, and the numbers in place of its "{}"."""
         if name not in self.to_diffusers:
@@ -174,6 +188,7 @@ class NameTable:
                 "halves_swapped": sorted(self.halves_swapped),
                 "unet": self.unet,
                 "kohya_by_diffusers": self.kohya_by_diffusers,
+                **({"cut": sorted(self.cut)} if self.cut else {}),
             }
         )
 
@@ -185,10 +200,13 @@ def read_recorded(text: str) -> NameTable | None:
         diffusers = {str(name): tuple(map(str, parts)) for name, parts in told["diffusers"].items()}
         others, swapped = tuple(map(str, told["modules"])), frozenset(map(str, told["halves_swapped"]))
         unet, by_diffusers = bool(told["unet"]), bool(told["kohya_by_diffusers"])
+        cut = frozenset(map(str, told.get("cut", ())))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     if any(part.count("{}") != name.count("{}") for name, parts in diffusers.items() for part in parts):
         return None
+    if not cut <= diffusers.keys():
+        return None
     return NameTable(
-        diffusers, others, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers
+        diffusers, others, halves_swapped=swapped, by_rule=True, unet=unet, kohya_by_diffusers=by_diffusers, cut=cut
     )

@@ -195,6 +195,18 @@ faster.
 | model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
 |---|---|---|---|---:|---:|---:|---|
 """
+NEWER = """
+## Newer than the tests
+
+The tests run ComfyUI {version}. Qwen Image 2.1 came later: it is known by name, and tested with a class of the tests'
+own that does what its stored sources do. The models below came later too, and no package tells the names of their
+classes: they train with ComfyUI's own forward by rule (default layers, noise levels of ComfyUI's class), and nothing of
+them is tested by name. Files and sampling are those of ComfyUI's workflow templates of October 2026. PAN 2 and
+MiniMax-H3-Image came after those; nothing is known of them here.
+
+| model | file | text encoders (type) | VAE | megapixels | steps | cfg | sampler, scheduler |
+|---|---|---|---|---:|---:|---:|---|
+"""
 INSIDE = "in the file"
 COUNTS = "{own} classes have a forward of our own, {A} are in tier A, {B} in B, {C} in C; {none} do not train here."
 
@@ -262,16 +274,24 @@ def loading(named: Sequence[Any]) -> Iterator[str]:
 
 
 def page(
-    version: str, classes: Sequence[type], rows: Sequence[Any], families: Mapping[str, str], named: Sequence[Any]
+    version: str,
+    classes: Sequence[type],
+    rows: Sequence[Any],
+    families: Mapping[str, str],
+    named: Sequence[Any],
+    by_rule: Sequence[Any],
 ) -> str:
-    """Make the text of docs/models.md."""
+    """Make the text of docs/models.md.
+
+    by_rule: models that only their files are known of.
+    """
     lines, counts = [], dict.fromkeys(("own", "A", "B", "C", "–"), 0)
     for name, tier, notes in table(classes, rows, families):
         lines.append(f"| `{name}` | {TITLES[name]} | {tier} | {notes} |")
         counts[tier] += 1
     summary = COUNTS.format(**{name: counts[name] for name in "ABC"}, own=counts["own"], none=counts["–"])
     mark = f"<!-- classes: {fingerprint(classes, rows, families)} -->"
-    files = LOADING + "\n".join(loading(named))
+    files = LOADING + "\n".join(loading(named)) + "\n" + NEWER.format(version=version) + "\n".join(loading(by_rule))
     return "\n".join((HEAD.format(version=version) + "\n".join(lines), "", summary, files, "", mark, ""))
 
 
@@ -288,11 +308,12 @@ def made() -> str:
     import comfy.supported_models
     import comfyui_version
     from tessera.models.native.facts.lookup import NAMED
+    from tessera.models.native.facts.newer import BY_RULE
     from tessera.models.registry import FAMILIES
     from tiny.native import ROWS
 
     families = {family.name: family.title for family in FAMILIES}
-    return page(comfyui_version.__version__, comfy.supported_models.models, ROWS, families, NAMED)
+    return page(comfyui_version.__version__, comfy.supported_models.models, ROWS, families, NAMED, BY_RULE)
 
 
 def main() -> None:

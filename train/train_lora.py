@@ -344,5 +344,5 @@ def read_finished(folder: RunFolder) -> TrainResult:
     """Read the result of a finished run from its folder."""
     summary = folder.read_summary()
     assert summary is not None
-    lora = LoraModel(*read_tensors(folder.lora_path))
+    lora = LoraModel.from_file(*read_tensors(folder.lora_path))
     return TrainResult(lora, summary["loss"], folder.lora_path, summary)

@@ -12,7 +12,7 @@ from ...common.files import write_atomically
 from ...common.text import shown
 from ...models.name_table import NameTable
 from .header import for_file
-from .lora_model import ALPHA, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
+from .lora_model import ALPHA, CUT, DORA, DOWN, PREFIX, UP, LoraModel, low_rank, normalised
 
 FORMATS = ("kohya", "comfyui", "diffusers")
 Layout = Callable[[LoraModel, str, Mapping[str, Tensor]], dict[str, Tensor]]
@@ -44,7 +44,8 @@ def convert(lora: Mapping[str, Tensor], format: str = "kohya", dtype: str = "fp3
     layout = layouts[format]
     tensors: dict[str, Tensor] = {}
     for flat, parts in model.parts().items():
-        tensors.update(layout(model, flat, parts))
+        halves = _cut(table, model, flat, parts, format)
+        tensors.update(halves or layout(model, flat, parts))
     return {key: _cast(key, tensor, dtype) for key, tensor in tensors.items()}
 
 
@@ -107,6 +108,29 @@ def _diffusers(table: NameTable | None, model: LoraModel, flat: str, parts: Mapp
         for target, up in zip(targets, ups, strict=True)
         for key, tensor in zip(table.diffusers_keys(target), (module.down, up), strict=True)
     }
+
+
+def _cut(
+    table: NameTable | None, model: LoraModel, flat: str, parts: Mapping[str, Tensor], format: str
+) -> dict[str, Tensor]:
+    """Name the rows of a fused module as the modules that other files of the model hold, which ComfyUI maps onto the
+    fused one too. Empty for a module that all files hold whole, and for an update that rows don't divide."""
+    module, name = low_rank(parts), model.name(flat)
+    targets = table.cut_modules(name) if table is not None and name else ()
+    if not targets or module is None or format == "diffusers" or not set(parts) <= {DOWN, UP, ALPHA}:
+        return {}
+    assert table is not None and name is not None
+    rows = table.diffusers_rows(name, module.up.shape[0], module.down.shape[1])
+    tensors: dict[str, Tensor] = {}
+    ups = (module.up if format == "kohya" else module.scaled_up).split(rows)
+    for target, up in zip(targets, ups, strict=True):
+        prefix = f"{CUT}{target}"
+        if format == "kohya":
+            own = {DOWN: module.down, UP: up, ALPHA: torch.tensor(module.alpha)}
+            tensors |= {f"{prefix}.{suffix}": tensor for suffix, tensor in own.items()}
+        else:
+            tensors |= {f"{prefix}.lora_A.weight": module.down, f"{prefix}.lora_B.weight": up}
+    return tensors
 
 
 def _native(model: LoraModel, flat: str, format: str) -> str:

@@ -14,6 +14,8 @@ from ...models.name_table import NameTable, flat_name, read_recorded, uncompiled
 from ...models.registry import native_name, table_of
 
 PREFIX = "lora_unet_"
+CUT = "transformer."
+"""Before the names of the parts that files hold in place of a fused module."""
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
 DORA = "dora_scale"
 MODULES = "tessera_modules"
@@ -67,6 +69,24 @@ class LoraModel(dict[str, Tensor]):
         """From native module names such as `double_blocks.0.img_attn.qkv`. The tensors are taken as they are."""
         parts = {n: {DOWN: m.down, UP: m.up, ALPHA: torch.tensor(float(m.alpha))} for n, m in modules.items()}
         return cls.from_tensors(parts, metadata)
+
+    @classmethod
+    def from_file(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> "LoraModel":
+        """From a file of ours in kohya's keys: parts of a fused module are put together again."""
+        model = cls(tensors, metadata)
+        table = model._recorded()
+        if table is None or not table.cut:
+            return model
+        updates: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for key in [key for key in model if key.startswith(CUT)]:
+            module, suffix = _split(key.removeprefix(CUT))
+            if (fused := table.cut_from(module)) is not None:
+                updates.setdefault(fused, {}).setdefault(module, {})[suffix] = model.pop(key)
+        for fused, by_module in updates.items():
+            parts = [by_module[module] for module in table.cut_modules(fused)]
+            whole = parts[0] | {UP: torch.cat([part[UP] for part in parts])}
+            model.update((f"{PREFIX}{flat_name(fused)}.{suffix}", tensor) for suffix, tensor in whole.items())
+        return model
 
     @classmethod
     def from_tensors(

@@ -24,6 +24,9 @@ _TRANSFORMERS = (
     comfy.model_base.PixArt,
     comfy.model_base.Krea2,
 )
+# Fused in ComfyUI's files, and two layers in diffusers' and in split ones, in the order of its rows. In a fused model
+# ComfyUI has a name for each half, in a split one none for the whole (comfy/lora.py, model_lora_keys_unet, QwenImage).
+_QWEN_IMAGE_2_1 = (".img_mlp.gate_up", (".img_mlp.gate_layer", ".img_mlp.proj"))
 _Parts = Mapping[str, tuple[str, ...]]
 _STABILITY = "https://github.com/Stability-AI/generative-models"
 _COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
@@ -53,6 +56,13 @@ def native_names(model: Any) -> NameTable:
         found = {ours: (theirs,) for theirs, ours in known if not theirs.startswith("class_embedding.")}
         held = tuple((name, found[name]) for name in names if name in found)
         return _table(names, held, unet=True, kohya_by_diffusers=kind is comfy.model_base.BaseModel)
+    if kind is getattr(comfy.model_base, "QwenImage21", None):
+        fused, halves = _QWEN_IMAGE_2_1
+        held = tuple(
+            (name, tuple(name.removesuffix(fused) + half for half in halves) if name.endswith(fused) else (name,))
+            for name in names
+        )
+        return _table(names, held, cut=frozenset(name for name in names if name.endswith(fused)))
     if kind in _TRANSFORMERS or (kind is comfy.model_base.Lumina2 and config.get("z_image_modulation")):
         rows = dict.fromkeys(names, 0) | {name: rows for name, (rows, _) in linear_shapes(model).items()}
         parts, swapped = _turned_round(comfy.lora.model_lora_keys_unet(model, {}), rows)
@@ -124,6 +134,7 @@ def _table(
     swapped: frozenset[str] = frozenset(),
     unet: bool = False,
     kohya_by_diffusers: bool = False,
+    cut: frozenset[str] = frozenset(),
 ) -> NameTable:
     by_flat: dict[str, str] = {}
     for name in names:
@@ -134,14 +145,18 @@ def _table(
     held = dict(parts)
     templates = tuple(dict.fromkeys(_NUMBER.sub("{}", name) for name in names if name not in held))
 
+    short = _shortened(held, swapped)
+    templates_of = {name: next((t for t, _ in _templates(name) if t in short), name) for name in cut}
+
     def made(others: tuple[str, ...]) -> NameTable:
         return NameTable(
-            _shortened(held, swapped),
+            short,
             others,
             halves_swapped=swapped,
             by_rule=True,
             unet=unet,
             kohya_by_diffusers=kohya_by_diffusers,
+            cut=frozenset(templates_of.values()),
         )
 
     table = made(templates)

@@ -127,7 +127,7 @@ class OnDevices:
                 return read_finished(folder)
             copy = Path(folder_paths.get_temp_directory(), f"{folder.path.name}.safetensors")
             if copy.is_file():  # the run's folder could not take it
-                lora = LoraModel(*read_tensors(copy))
+                lora = LoraModel.from_file(*read_tensors(copy))
                 return TrainResult(lora, summary["loss"], folder.lora_path, summary, copy)
         raise TrainingStopped(_OTHER_RUN)
 

@@ -189,7 +189,7 @@ def average(root: Path, run: str, profile: Profile) -> tuple[LoraModel, str]:
     told = {"profile": profile.kind, "steps": [one.step for one in counted], "weights": weights}
     metadata[AVERAGE] = json.dumps(told)
     text = "\n".join([_heading(counted, profile), *_lines(counted, weights), *_notes(metadata, profile)])
-    return LoraModel({name: tensor.to(torch.float32) for name, tensor in sums.items()}, metadata), text
+    return LoraModel.from_file({name: tensor.to(torch.float32) for name, tensor in sums.items()}, metadata), text
 
 
 def _heading(counted: Sequence[Snapshot], profile: Profile) -> str:

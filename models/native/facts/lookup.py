@@ -7,11 +7,12 @@ from typing import Any
 from ...family import linear_shapes
 from .images import IMAGES
 from .model_facts import ModelFacts
+from .newer import NEWER
 from .stable_diffusion import STABLE_DIFFUSION
 from .targets import default_targets
 from .videos import VIDEOS
 
-NAMED = (*IMAGES, *STABLE_DIFFUSION, *VIDEOS)
+NAMED = (*IMAGES, *STABLE_DIFFUSION, *VIDEOS, *NEWER)
 
 
 def named_titles() -> tuple[str, ...]:
