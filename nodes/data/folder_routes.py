@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ...common.untrusted.in_flight import return_freed_memory
 from ...data.folders.dataset import IMAGES, VIDEOS
 from ...data.folders.files import file_below, file_state
 from ...data.folders.pages import FolderPage, PageEntry, read_page
@@ -55,6 +56,7 @@ def thumbnail_of(kind: str, folder: str, file: str) -> bytes:
     data = _thumbnails.find(key)
     if data is None:
         data = make(path, _clean(name))
+        return_freed_memory()
         _thumbnails.put(key, data)
     return data
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from PIL import Image
 
 from ...common.untrusted.budgets import PREVIEW, WORKFLOW_FILE
-from ...common.untrusted.in_flight import page_pixels
+from ...common.untrusted.in_flight import page_pixels, return_freed_memory
 from ...common.untrusted.json_text import read_json
 from ...train.checkpoint.run_folder import RunFolder
 from ...train.checkpoint.run_record import own_file
@@ -92,6 +92,7 @@ def read_preview(run: Path, step: int, row: int, small: bool) -> tuple[bytes, st
     if not small:
         return data, TYPES[path.suffix]
     made = thumbnail(data)
+    return_freed_memory()
     if made is None:
         return None
     _thumbnails.put(key, made)
