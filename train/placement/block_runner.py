@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compile.region import (
     CompileFailed,
@@ -132,10 +133,10 @@ class BlockRunner:
 
     def _eager(self) -> Callable[..., Any]:
         if self.memory.checkpointing == "full":
-            return self._full(run_block)
+            return _summed_by_block(self._full(run_block))
         if self.memory.checkpointing == "selective":
-            return checkpointing.selective_eager(run_block, self.memory.activation_budget)
-        return run_block
+            return _summed_by_block(checkpointing.selective_eager(run_block, self.memory.activation_budget))
+        return _summed_by_block(run_block)
 
     def _full(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return checkpointing.full(run) if self.offload is None else self.offload.wrap(checkpointing.full(run))
@@ -217,6 +218,21 @@ class BlockRunner:
             return eager(*args)
 
         among.run = counted
+
+
+def _summed_by_block(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the gradients of an input inside a block before they join those of other blocks.
+
+    Compiled and swapped blocks do so in any case. A modulation vector that all blocks share, and a double block reads
+    twice, would otherwise get its gradients one by one, and the same terms in another order round to other bits.
+    """
+
+    def run_with_own_inputs(block: Block, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(block, *args)
+        return run(block, *(arg.view_as(arg) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args))
+
+    return run_with_own_inputs
 
 
 def _watched(compiled: Callable[..., Any], report: RegionReport, device: torch.device) -> Callable[..., Any]:
