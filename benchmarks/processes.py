@@ -48,6 +48,7 @@ class Told(Measured):
     script: beside this file; it gets `spec` as its argument.
     python: the interpreter that runs it.
     limit: seconds that a reply may take; a process that takes longer is killed. None waits for ever.
+    begun: it was started, and its first line is not read yet.
     """
 
     script: str = ""
@@ -56,10 +57,18 @@ class Told(Measured):
     python: str = sys.executable
     limit: float | None = None
     process: subprocess.Popen[str] | None = None
+    begun: bool = False
     replies: SimpleQueue[str] = field(default_factory=SimpleQueue)
 
     def launch(self) -> dict[str, Any]:
-        """Starts the process and returns the line that it sends when it is ready."""
+        """Starts the process, unless it has begun, and returns the line that it sends when it is ready."""
+        if not self.begun:
+            self.begin()
+        self.begun = False
+        return self.read()
+
+    def begin(self) -> None:
+        """Starts the process and does not wait until it is ready."""
         command = [self.python, str(HERE / self.script), json.dumps(self.spec)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -68,7 +77,7 @@ class Told(Measured):
         self.replies = SimpleQueue()  # one that was launched before may still be ending
         # A thread, since only that can wait for a line of a pipe for a limited time on every system.
         Thread(target=_pass_on, args=(self.process.stdout, self.replies), daemon=True).start()
-        return self.read()
+        self.begun = True
 
     def ask(self, **command: Any) -> dict[str, Any]:
         if self.ended:
@@ -106,7 +115,7 @@ class Told(Measured):
                 self.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-            self.process = None
+            self.process, self.begun = None, False
 
 
 def _pass_on(lines: Iterable[str], replies: SimpleQueue[str]) -> None:

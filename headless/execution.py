@@ -52,7 +52,7 @@ class Run:
         main = importlib.import_module("main")
         self.result.begun(importlib.import_module("folder_paths").get_output_directory(), self.started)
         try:
-            return int(server.loop.run_until_complete(self._execute(server)))
+            return int(server.loop.run_until_complete(self.execute_on(server)))
         except UsageError as mistake:
             self.reporter.event("error", node=None, message=str(mistake))
             mistake.of_this_device = self.rank.tell_others(str(mistake), SAME)
@@ -73,7 +73,8 @@ class Run:
         self.signal = number
         importlib.import_module("nodes").interrupt_processing()
 
-    async def _execute(self, server: Any) -> int:
+    async def execute_on(self, server: Any) -> int:
+        """Run the prompt on a ComfyUI that was started; returns the exit code."""
         execution = importlib.import_module("execution")
         self.check_inputs()
         given = server.trigger_on_prompt({"prompt": self.prompt, "client_id": self.client})

@@ -4,35 +4,16 @@ A case runs in the process of its group. What a case needs is a plain estimate o
 so many times one sequence of hidden vectors, as counted for blocks compiled for an H100 (`results/counted.md`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-PARTS = ("smoke", "flux", "swap", "wan", "others")
+from card.case import Case, Group
+from card.checks.cases import smoke
+from card.nodes.cases import nodes
+
+PARTS = ("smoke", "flux", "swap", "nodes", "wan", "others")
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Case:
-    """how: what the process is told; limit: seconds after which it is taken to hang; least: seconds that it takes at
-    least, for want of which it is left out; missing: what it is left out for, as a sentence."""
-
-    name: str
-    how: dict[str, Any]
-    limit: float = 120.0
-    least: float = 5.0
-    missing: str = ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cases of one process. spec: what it is started with; share: of the part's time, which it may take."""
-
-    spec: dict[str, Any]
-    cases: tuple[Case, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +43,15 @@ TRAINED = {"rank": 16, "batch_size": 1, "targets": "all", "prefetch": 1, "swap":
 
 
 def groups(part: str, device: str, size: str, machine: dict[str, Any]) -> list[Group]:
-    made = {"smoke": _smoke, "flux": _flux, "swap": _swap, "wan": _wan, "others": _others}[part]
-    return [group for group in made(device, _Room(machine, size)) if group.cases]
+    """The groups of one part."""
+    room = _Room(machine, size)
+    checks: dict[str, Callable[[str], Iterator[Group]]] = {"smoke": smoke, "nodes": nodes}
+    if part in checks:
+        made = checks[part](device)
+    else:
+        timed = {"flux": _flux, "swap": _swap, "wan": _wan, "others": _others}[part](device, room)
+        made = (replace(group, timed=True) for group in timed)
+    return [group for group in made if group.cases]
 
 
 # What has room
@@ -112,111 +100,6 @@ def working_set(shape: Shape, checkpointing: str, budget: float | None, compiled
     once = 0.0 if checkpointing == "none" else AT_ONCE
     eager = 1.0 if compiled or checkpointing == "full" else 1.6
     return BESIDE + shape.sequence * (shape.blocks * kept + once) * eager
-
-
-# Smoke
-
-SOME, ALL = 3, 6  # of the small model's six blocks
-PLACES = ("page-locked", "staged", "file")
-KEEP = {
-    "none": {"checkpointing": "none"},
-    "selective": {"checkpointing": "selective"},
-    "full": {"checkpointing": "full"},
-    "full with offload": {"checkpointing": "full", "offload_activations": True},
-}
-DELAYS = ("compute", "copy", "both")
-STORED = ("fp8", "int8", "mxfp8")
-MULTIPLIED = ("fp8", "int8 turned")  # as they are stored, by `products`
-NATIVE, ASYNC = "native", "cudaMallocAsync"
-
-
-def _smoke(device: str, room: _Room) -> Iterator[Group]:
-    if device == "cpu":
-        yield Group({"kind": "smoke", "allocator": ""}, tuple(_smoke_cases()))
-        return
-    yield _on_allocator(NATIVE, tuple(_smoke_cases()), 0.62)
-    # ComfyUI sets this one by itself on CUDA 13.
-    yield _on_allocator(ASYNC, tuple(case for case in _smoke_cases() if not case.how.get("common")), 1.0)
-
-
-def _on_allocator(allocator: str, cases: tuple[Case, ...], share: float) -> Group:
-    named = tuple(replace(c, name=f"{c.name}, {allocator}") for c in cases)
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"}
-    return Group({"kind": "smoke", "allocator": allocator}, named, environment, share)
-
-
-def _smoke_cases() -> Iterator[Case]:
-    """In the order of worth; those marked `common` say nothing more under a second allocator."""
-
-    def train(name: str, least: float = 2.0, **how: Any) -> Case:
-        return Case(f"train: {name}", {"do": "train", "checkpointing": "none", **how}, 120.0, least)
-
-    yield train("eager, none, run to run")
-    for delayed, (keep, place) in product(DELAYS, (("none", "page-locked"), ("none", "staged"), ("none", "file"))):
-        yield train(f"delay {delayed}, eager, {keep}, all swapped, {place}", delay=delayed, swap=ALL, place=place)
-    for delayed, place in product(DELAYS, ("page-locked", "staged")):
-        how = {"delay": delayed, "swap": ALL, "place": place, "prefetch_blocks": 2}
-        yield train(f"delay {delayed}, eager, full with offload, 2 ahead, {place}", **how, **KEEP["full with offload"])
-    yield train("delay both, compiled, full with offload, all swapped", 8.0, compiled=True, delay="both", swap=ALL,
-                place="page-locked", **KEEP["full with offload"])  # fmt: skip
-    yield train("delay both, compiled, none, all swapped, staged", 8.0, compiled=True, delay="both", swap=ALL,
-                place="staged")  # fmt: skip
-    yield from _samples()
-    yield Case("a MODEL after a run", {"do": "after a run"}, 120.0, 3.0)
-    for stored in STORED:
-        yield train(f"{stored} stored, eager, none", stored=stored)
-        yield train(f"{stored} stored, eager, full, all swapped", stored=stored, swap=ALL, place="page-locked",
-                    checkpointing="full")  # fmt: skip
-        yield train(f"{stored} stored, compiled, full, all swapped", 8.0, stored=stored, compiled=True, swap=ALL,
-                    place="page-locked", checkpointing="full")  # fmt: skip
-    for stored in MULTIPLIED:
-        how = {"stored": stored, "products": stored.partition(" ")[0]}
-        yield train(f"{stored} multiplied, eager, none", **how)
-        yield train(f"{stored} multiplied, eager, full, all swapped", swap=ALL, place="page-locked",
-                    **how | KEEP["full"])  # fmt: skip
-        yield train(f"{stored} multiplied, compiled, full, all swapped", 8.0, compiled=True, swap=ALL,
-                    place="page-locked", **how | KEEP["full"])  # fmt: skip
-    yield train("eager, full, all swapped, evicted between the steps", evict=True, swap=ALL, place="page-locked",
-                checkpointing="full")  # fmt: skip
-    yield train("eager, full, evicted between the steps", evict=True, checkpointing="full")
-    yield train("automatic", swap=-1, checkpointing="auto")
-    yield train("batch 2, eager, none, all swapped", batch=2, swap=ALL, place="page-locked")
-    yield train("dropout, eager, full, all swapped", dropout=0.3, swap=ALL, place="page-locked", checkpointing="full")
-    yield train("torch's own choice of attention, eager, none, all swapped", attention="any", swap=ALL,
-                place="page-locked")  # fmt: skip
-    yield train("torch's own choice of attention, compiled, none", 8.0, attention="any", compiled=True)
-    yield train("torch's own choice of attention, compiled, selective", 8.0, attention="any", compiled=True,
-                checkpointing="selective")  # fmt: skip
-    resident = [("nothing swapped", {})]
-    swapped = [(f"{word} swapped, {place}", {"swap": count, "place": place})
-               for (word, count), place in product((("all", ALL), ("some", SOME)), PLACES)]  # fmt: skip
-    for compiled, (keep, options), (where, how) in product((False, True), KEEP.items(), resident + swapped):
-        if not compiled and keep == "none" and not how:
-            continue  # which is the reference
-        name = f"{'compiled' if compiled else 'eager'}, {keep}, {where}"
-        how = how | options | {"compiled": compiled, "common": where.startswith("some")}
-        yield train(name, 6.0 if compiled else 2.0, **how)
-
-
-def _samples() -> Iterator[Case]:
-    def sample(name: str, least: float = 2.0, **how: Any) -> Case:
-        return Case(f"sample: {name}", {"do": "sample", **how}, 180.0, least)
-
-    yield sample("run to run")
-    for place in PLACES:
-        yield sample(f"all swapped, {place}", swap=ALL, place=place)
-    yield sample("all swapped, 2 ahead, delay copy", swap=ALL, place="page-locked", prefetch=2, delay="copy")
-    yield sample("some swapped", swap=SOME, place="page-locked")
-    yield sample("automatic swap", swap=-1)
-    yield sample("all swapped, with a LoRA", swap=ALL, place="page-locked", lora=True)
-    yield sample("compiled", 8.0, mode="default")
-    yield sample("compiled, all swapped", 8.0, mode="default", swap=ALL, place="page-locked")
-    yield sample("compiled, all swapped, with a LoRA", 8.0, mode="default", swap=ALL, place="page-locked", lora=True)
-    yield sample("compiled, scope stack", 8.0, mode="default", scope="stack")
-    yield sample("compiled, scope model", 8.0, mode="default", scope="model")
-    yield sample("compiled, reduce-overhead", 8.0, mode="reduce-overhead")
-    yield sample("compiled, max-autotune-no-cudagraphs", 20.0, mode="max-autotune-no-cudagraphs", common=True)
-    yield sample("compiled, max-autotune", 20.0, mode="max-autotune")
 
 
 # Times
@@ -322,5 +205,8 @@ def _others(device: str, room: _Room) -> Iterator[Group]:
             _train("flux stored in fp8, fp8 products, compiled, full", stored="fp8", products="fp8", profiled=True),
         ]
         yield room.steps("flux", 0, rows, stored="fp8")
-        low = {"base": "int8", "products": "int8"}
-        yield room.steps("flux", 0, [_train("flux put into int8, int8 products, compiled, full", profiled=True, **low)])
+    rows = [
+        _train(f"flux put into {low}, {low} products, compiled, full", profiled=True, base=low, products=low)
+        for low in ("fp8", "int8")
+    ]
+    yield room.steps("flux", 0, rows)

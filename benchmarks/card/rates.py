@@ -17,7 +17,7 @@ GB = 1e9
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
     set_up_comfyui(spec["device"])
     rates = Rates(torch.device(spec["device"]))
-    return lambda how, before: getattr(rates, how["what"])()
+    return lambda how, before: rates.measure(how)
 
 
 class Rates:
@@ -27,6 +27,9 @@ class Rates:
         self.device, self.cuda = device, device.type == "cuda"
         self.small = 1 if self.cuda else 48
         self.tokens, self.width, self.heads = 4608 // self.small, 3072 // self.small, 24 if self.cuda else 2
+
+    def measure(self, how: dict[str, Any]) -> dict[str, Any]:
+        return getattr(self, how["what"])()
 
     def seconds(self, call: Callable[[], Any], repeat: int = 10) -> float:
         for _ in range(2):
@@ -52,12 +55,16 @@ class Rates:
 
     def link(self) -> dict[str, Any]:
         """Bytes a second between host and device, one way and both ways at once."""
-        from tessera.memory.host.page_locked import host_bytes, unlock
+        from tessera.memory.host.page_locked import count_newly_locked, host_bytes, lock, unlock
 
         size = 2**30 // self.small**2
         began = time.perf_counter()
-        host = host_bytes(size, self.cuda).fill_(1)
-        locking = size / GB / (time.perf_counter() - began)
+        host = host_bytes(size, self.cuda, later=True).fill_(1)
+        filled = time.perf_counter()
+        refused = lock(host) if self.cuda else 0
+        locked_at = time.perf_counter()
+        count_newly_locked([host])
+        preparing = {"filling": size / GB / (filled - began), "locking": size / GB / max(locked_at - filled, 1e-9)}
         back = host_bytes(size, self.cuda).fill_(1)
         pageable = torch.ones(size, dtype=torch.uint8)
         there, other = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
@@ -79,9 +86,9 @@ class Rates:
         found = {name: size / GB / self.seconds(call, 3) for name, call in calls.items()}
         locked = host.is_pinned()
         unlocked = [unlock(buffer) for buffer in (host, back)]
-        if self.cuda and not (locked and all(unlocked)):
+        if self.cuda and (refused or not (locked and all(unlocked))):
             raise RuntimeError("the host's memory could not be page-locked, or not given back")
-        shown = {"locking, filling": locking, **found}
+        shown = {**(preparing if self.cuda else {}), **found}
         return {"text": _listed(shown, "GB/s"), "figures": {"link": found["to the device"] * GB}}
 
     def memory(self) -> dict[str, Any]:

@@ -23,9 +23,11 @@ GIB, GB = 2**30, 1e9
 
 
 def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    from card.rates import Rates
+
     set_up_comfyui(spec["device"])
-    steps = Steps(spec)
-    return steps.measure
+    rates, steps = Rates(torch.device(spec["device"])), Steps(spec)
+    return lambda how, before: rates.measure(how) if "what" in how else steps.measure(how, before)
 
 
 class Enough(Exception):
@@ -66,6 +68,9 @@ class Steps:
             placed = time.perf_counter() - began
             steps_of(trainer, WARM_UP, self.cuda)
             ring = trainer.placed.swap.ring if trainer.placed.swap else None
+            if ring is not None and ring.locking is not None:
+                ring.locking.wait()
+            ready = time.perf_counter() - began
             copied = ring.bytes_copied if ring else 0
             parts = steps_of(trainer, count, self.cuda)
             copied = (ring.bytes_copied - copied) / count if ring else 0
@@ -75,7 +80,15 @@ class Steps:
             trainer.close()
             gc.collect()
         parts = {name: median(part[name] for part in parts) for name in parts[0]}
-        figures = {**parts, **memory, "copied": copied, "placing": placed, **_plain(facts), **profiled.get("found", {})}
+        figures = {
+            **parts,
+            **memory,
+            "copied": copied,
+            "placing": placed,
+            "ready": ready,
+            **_plain(facts),
+            **profiled.get("found", {}),
+        }
         if profiled:
             figures["bytes_of_graphs"] = bytes_of_graphs() - in_graphs
         good = not how["compiled"] or (
@@ -123,6 +136,7 @@ class Steps:
         cells["by torch, GiB"] = f"{(found['peak_mib'] + found['baseline_mib']) / 1024:.1f}" if self.cuda else ""
         cells |= {"graphs": str(found["graphs_compiled"]), "compiling, s": f"{found['compile_seconds'] or 0:.0f}"}
         cells["blocks swapped"] = str(found.get("blocks_swapped") or "")
+        cells["ready, s"] = f"{found['ready']:.0f}" if found.get("blocks_swapped") else ""
         cells["GB copied"] = f"{found['copied'] / GB:.2f}" if found["copied"] else ""
         link = before.get("rates: link", {}).get("link")
         cells["s at the link's rate"] = f"{found['copied'] / link:.3f}" if link and found["copied"] else ""

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from card import command, kernels
-from card.cases import ASYNC, DELAYS, KEEP, NATIVE, PARTS, PLACES, Case, Group, groups
+from card.case import Case, Group
+from card.cases import PARTS, groups
 from card.page import CUT, FAILED, OK, SKIPPED, Report
+from card.plan import plan
 
 dev = sys.modules["tessera_dev"]
 H100 = {"card": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "ram_gib": 128.0, "ram_free_gib": 120.0, "torch": "2.14.0"}
@@ -30,9 +34,12 @@ def machine(card: float, ram: float = 120.0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--part", "smok"], "--part is smok; take one of smoke, flux, swap, wan, others."),
+        (["--part", "smok"], "--part is smok; take one of smoke, flux, swap, nodes, wan, others."),
         (["--device", "cpu", "--size", "full"], "--size is full, which takes a GPU; with --device cpu take tiny."),
-        (["--limit", "0"], "--limit is 0; take at least a second."),
+        (["--part", "flux", "--limit", "0"], "--limit is 0; take at least a second."),
+        (["--minutes", "0"], "--minutes is 0; take more than 0 and less than a day."),
+        (["--limit", "60"], "--limit is for each --part; give --minutes for all together."),
+        (["--part", "flux", "--minutes", "5"], "--minutes is for all parts together; leave out --part"),
     ],
 )
 def test_bad_arguments_end_in_a_sentence(given, said, capsys):
@@ -41,8 +48,9 @@ def test_bad_arguments_end_in_a_sentence(given, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_every_part_runs_unless_one_is_named():
-    assert command.parse([]).part == list(PARTS) and command.parse([]).size == "full"
+def test_twelve_minutes_of_all_parts_unless_one_is_named():
+    assert (command.parse([]).part, command.parse([]).minutes) == ([], 12) and command.parse([]).size == "full"
+    assert command.parse(["--minutes", "4.5"]).minutes == 4.5
     assert command.parse(["--part", "swap", "flux", "swap"]).part == ["swap", "flux"]
     assert command.parse(["--device", "cpu"]).size == "tiny"
 
@@ -99,26 +107,53 @@ def test_every_name_stands_once_on_its_page():
         assert names and len(names) == len(set(names))
 
 
-def test_smoke_crosses_what_can_be_combined_under_both_allocators():
-    native, other = groups("smoke", "cuda", "full", H100)
-    assert [g.environment["PYTORCH_CUDA_ALLOC_CONF"] for g in (native, other)] == [
-        f"backend:{NATIVE}",
-        f"backend:{ASYNC}",
+# The plan
+
+
+def planned(machine: dict[str, Any]) -> list[str]:
+    return [case.name for group in plan("cuda", "full", machine) for case in group.cases]
+
+
+def test_the_plan_takes_what_no_card_has_shown_in_the_order_of_its_worth():
+    names = planned(H100)
+    order = [
+        "train: compiled, none, native",
+        "rates: link",
+        "flux, compiled, none",
+        "flux, compiled, full, 100 % swapped",
+        "flux, compiled, full, 50 % swapped",
+        "flux put into fp8, fp8 products, compiled, full",
+        "flux put into int8, int8 products, compiled, full",
+        "sample: compiled, reduce-overhead, native",
+        "nodes: try it",
+        "nodes: Block Swap with a LoRA",
+        "nodes: Compile Model, reduce-overhead",
+        "wan 14B, compiled, full",
+        "qwen_image, compiled, full",
+        "klein, core's Train LoRA",
+        "KSampler, ComfyUI's dynamic VRAM, half the model's memory",
     ]
-    names = {case.name.removesuffix(f", {NATIVE}") for case in native.cases}
-    swaps = ["nothing swapped", *(f"{word} swapped, {place}" for word, place in product(("some", "all"), PLACES))]
-    for mode, keep, swap in product(("eager", "compiled"), KEEP, swaps):
-        assert f"train: {mode}, {keep}, {swap}" in names or (mode, keep, swap) == ("eager", "none", "nothing swapped")
-    for delay, place in product(DELAYS, PLACES):
-        assert f"train: delay {delay}, eager, none, all swapped, {place}" in names
-    for mode in ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune", "scope stack", "scope model"):
-        assert f"sample: compiled, {mode}" in names
-    assert {f"{kind} stored, {how}" for kind in ("fp8", "int8") for how in ("eager, none",)} <= {
-        name.removeprefix("train: ") for name in names
-    }
-    for kind, mode in product(("fp8", "int8 turned"), ("eager, none", "compiled, full, all swapped")):
-        assert f"train: {kind} multiplied, {mode}" in names
-    assert 60 < len(other.cases) < len(native.cases)
+    assert [name for name in names if name in order] == order
+    assert len(names) == len(set(names))
+
+
+def test_the_plan_holds_all_of_smoke_and_of_the_nodes():
+    names = planned(H100)
+    for part in ("smoke", "nodes"):
+        assert {case.name for group in groups(part, "cuda", "full", H100) for case in group.cases} <= set(names)
+
+
+def test_a_real_model_is_made_in_one_process_of_the_plan():
+    made = [group for group in plan("cuda", "full", H100) if group.spec["kind"] == "steps"]
+    assert len({group.process() for group in made}) == len(made) == len({group.spec["model"] for group in made}) == 4
+    assert all(group.timed for group in made)
+
+
+def test_a_plan_of_a_small_card_swaps_to_fit():
+    assert "flux, compiled, full, swapped to fit" in planned(machine(24.0))
+
+
+# What has room
 
 
 def flux(of: dict[str, Any]) -> list[Case]:
@@ -182,9 +217,12 @@ def stand_in(tmp_path, monkeypatch) -> None:
 
 def run_part(folder: Path, *cases: Case, limit: float = 60.0) -> tuple[Report, int]:
     report = Report(folder / "out" / "card_today_flux", "flux", H100, "python dev.py card --part flux")
-    args = command.parse(["--limit", str(limit)])
-    failed = command.run_part(args, report, [Group({"kind": "stand-in"}, cases)], sys.executable, dict(os.environ))
-    return report, failed
+    args = command.parse([])
+    return report, run_groups(args, report, [Group({"kind": "stand-in"}, cases)], limit)
+
+
+def run_groups(args: Any, report: Report, made: list[Group], limit: float = 60.0) -> int:
+    return command.run_groups(args, report, made, time.monotonic() + limit, sys.executable, dict(os.environ))
 
 
 def test_the_files_are_written_after_every_case_and_say_what_is_missing(stand_in, tmp_path):
@@ -248,9 +286,51 @@ def test_only_what_is_asked_for_runs(stand_in, tmp_path):
     report = Report(tmp_path / "card", "flux", H100, "")
     args = command.parse(["--only", "one", "two"])
     cases = tuple(Case(name, {}) for name in ("one", "two", "three"))
-    command.run_part(args, report, [Group({"kind": "stand-in"}, cases)], sys.executable, dict(os.environ))
+    run_groups(args, report, [Group({"kind": "stand-in"}, cases)])
     assert [r["case"] for r in report.results] == ["one", "two"]
     assert command.command_of(args, "flux") == "python dev.py card --part flux --only one two"
+    assert command.command_of(args, "plan") == "python dev.py card --minutes 12 --only one two"
+
+
+def of_processes(report: Report) -> list[str]:
+    return [result["text"] for result in report.results]
+
+
+def test_a_process_waits_for_the_next_group_of_its_model(stand_in, tmp_path):
+    report = Report(tmp_path / "card", "plan", H100, "")
+    one, other = (Group({"kind": "stand-in", "model": name}, (Case(name, {}),)) for name in ("one", "other"))
+    again = replace(one, cases=(Case("one again", {}),))
+    assert run_groups(command.parse([]), report, [one, other, again]) == 0
+    first, second, third = of_processes(report)
+    assert first == third != second
+
+
+def test_the_next_process_starts_beside_what_is_not_timed(stand_in, tmp_path, monkeypatch):
+    begun: list[str] = []
+    begin = command.Processes.begin
+
+    def note(self: Any, group: Group, until: float) -> None:
+        begun.append(group.spec["model"])
+        begin(self, group, until)
+
+    monkeypatch.setattr(command.Processes, "begin", note)
+    report = Report(tmp_path / "card", "plan", H100, "")
+    names = ("checked", "timed", "last")
+    made = [Group({"kind": "stand-in", "model": name}, (Case(name, {}),), timed=name == "timed") for name in names]
+    assert run_groups(command.parse([]), report, made) == 0
+    assert begun == ["timed"] and len(set(of_processes(report))) == 3
+
+
+def test_what_the_minutes_cut_off_is_what_comes_last_and_a_short_case_still_runs(stand_in, tmp_path):
+    report = Report(tmp_path / "card", "plan", H100, "")
+    cases = (Case("first", {}, least=1.0), Case("long", {}, least=300.0), Case("short", {}, least=1.0))
+    groups_ = [Group({"kind": "stand-in"}, cases), Group({"kind": "stand-in"}, (Case("last", {}, least=1.0),))]
+    assert run_groups(command.parse([]), report, groups_, limit=30.0) == 0
+    states = {result["case"]: result["state"] for result in report.results}
+    assert states == {"first": OK, "long": SKIPPED, "short": OK, "last": OK}
+    late = Report(tmp_path / "late", "plan", H100, "")
+    assert run_groups(command.parse([]), late, groups_, limit=0.0) == 0
+    assert {result["state"] for result in late.results} == {SKIPPED} and late.finished
 
 
 def test_without_a_gpu_nothing_is_written(stand_in, tmp_path):

@@ -151,7 +151,7 @@ def test_only_the_first_device_saves_and_shows(rank, wanted, output, nodes, monk
 
     async def execute():
         server = Server()
-        return await run_of(Rank(rank, 2, rank), prompt=WITH_MORE)._execute(server), server.queued
+        return await run_of(Rank(rank, 2, rank), prompt=WITH_MORE).execute_on(server), server.queued
 
     code, ((_, _, prompt, _, outputs, _),) = asyncio.run(execute())
     assert (code, outputs, prompt) == (0, wanted, WITH_MORE)

@@ -1,0 +1,1 @@
+"""Checks of every path on a small FLUX: their cases, and how each is judged."""

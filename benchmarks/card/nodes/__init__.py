@@ -1,0 +1,1 @@
+"""Workflows through the executor of ComfyUI itself."""

@@ -1,0 +1,95 @@
+"""Graphs in API format, made of the shared workflow *Try it*: its training, and its sampling in many ways."""
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+Graph = dict[str, dict[str, Any]]
+Chain = Sequence[tuple[str, dict[str, Any]]]
+
+SEEDS = (0, 5)
+PLAIN, TRY_IT, SWAP_WITH_LORA = "plain", "try it", "Block Swap with a LoRA"
+COMPILED = {"backend": "inductor", "mode": "default", "dynamic": "auto", "fullgraph": False, "cache_size_limit": 64,
+            "scope": "blocks"}  # fmt: skip
+SWAPPED = {"blocks_to_swap": 2, "prefetch_blocks": 1, "pin_memory": "auto"}
+
+
+def read(workflows: Path) -> Graph:
+    """The shared workflow. workflows: the pack's folder of that name."""
+    return json.loads((workflows / "api" / "try_it.json").read_text(encoding="utf-8"))
+
+
+def compile_node(**inputs: Any) -> tuple[str, dict[str, Any]]:
+    return "TesseraCompileModel", COMPILED | inputs
+
+
+def swap_node(**inputs: Any) -> tuple[str, dict[str, Any]]:
+    return "TesseraBlockSwap", SWAPPED | inputs
+
+
+def training(shared: Graph, steps: int, compiled: str) -> Graph:
+    """The workflow with this many steps. compiled: `auto` or `off`."""
+    graph = deepcopy(shared)
+    half = max(1, steps // 2)
+    _node(graph, "TesseraTrainLora")["inputs"].update(steps=steps, compile=compiled, save_every=half, resume="off")
+    _node(graph, "TesseraPreview")["inputs"].update(every_n_steps=half)
+    return graph
+
+
+def sampling(shared: Graph, chain: Chain, name: str) -> Graph:
+    """Two pictures of other seeds from the model without a LoRA, behind the nodes of a chain, and Compile Report if one
+    of them compiles. name: of the pictures' files."""
+    model = _number(shared, "TesseraTryItModels")
+    kept = ("TesseraTryItModels", "CLIPTextEncode", "FluxGuidance", "EmptySD3LatentImage")
+    graph = {number: deepcopy(node) for number, node in shared.items() if node["class_type"] in kept}
+    changed = _chained(graph, [model, 0], chain)
+    pictures = _pictures(graph, shared, changed, name)
+    if any(kind == "TesseraCompileModel" for kind, _ in chain):
+        inputs = {"model": changed, "after": pictures[-1]}
+        graph["report"] = {"class_type": "TesseraCompileReport", "inputs": inputs}
+    return graph
+
+
+def swap_with_lora(shared: Graph, steps: int, chain: Chain) -> Graph:
+    """Train for some steps, and sample with the LoRA, resident as `plain` and behind the chain as `changed`."""
+    graph = training(shared, steps, "off")
+    lora = _number(shared, "LoraModelLoader")
+    sampled = ("KSampler", "VAEDecode", "SaveImage")
+    graph = {number: node for number, node in graph.items() if node["class_type"] not in sampled}
+    _pictures(graph, shared, [lora, 0], "plain")
+    _pictures(graph, shared, _chained(graph, [lora, 0], chain), "changed")
+    return graph
+
+
+def _chained(graph: Graph, model: list[Any], chain: Chain) -> list[Any]:
+    """Add the nodes of a chain behind a model; returns where the model comes out."""
+    for number, (kind, inputs) in enumerate(chain):
+        graph[f"chain {number}"] = {"class_type": kind, "inputs": {"model": model, **inputs}}
+        model = [f"chain {number}", 0]
+    return model
+
+
+def _pictures(graph: Graph, shared: Graph, model: list[Any], name: str) -> list[list[Any]]:
+    """Add sampler, decoder and saver for each seed; returns where the pictures come out."""
+    sampler, decoder = deepcopy(_node(shared, "KSampler")), deepcopy(_node(shared, "VAEDecode"))
+    pictures = []
+    for number, seed in enumerate(SEEDS):
+        own = f"{name} {number}"
+        inputs = sampler["inputs"] | {"model": model, "seed": seed}
+        graph[f"{own} sampler"] = {"class_type": "KSampler", "inputs": inputs}
+        inputs = decoder["inputs"] | {"samples": [f"{own} sampler", 0]}
+        graph[f"{own} decoder"] = {"class_type": "VAEDecode", "inputs": inputs}
+        picture = [f"{own} decoder", 0]
+        graph[f"{own} saver"] = {"class_type": "SaveImage", "inputs": {"images": picture, "filename_prefix": own}}
+        pictures.append(picture)
+    return pictures
+
+
+def _number(graph: Graph, kind: str) -> str:
+    return next(number for number, node in graph.items() if node["class_type"] == kind)
+
+
+def _node(graph: Graph, kind: str) -> dict[str, Any]:
+    return graph[_number(graph, kind)]

@@ -1,0 +1,122 @@
+"""Graphs through ComfyUI's own executor: its start, its loaders and its memory management, as `run.py` starts them."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from card.nodes import graphs
+from card.page import FAILED, OK
+
+ROOT = Path(__file__).resolve().parents[3]
+# Parts of 255 by which pictures may differ on average. A picture of another seed differs by ten times as much.
+SAME = 0.02
+FOLDERS = ("custom_nodes", "input", "output", "temp", "user", "models")
+
+
+def start(spec: dict[str, Any]) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    runs = Runs(spec)
+    return lambda how, before: runs.run(how)
+
+
+class Runs:
+    """A ComfyUI that runs one graph after another."""
+
+    def __init__(self, spec: dict[str, Any]):
+        self.backend, self.base = spec["backend"], Path(tempfile.mkdtemp())
+        for folder in FOLDERS:
+            (self.base / folder).mkdir()
+        (self.base / "custom_nodes" / "tessera").symlink_to(ROOT, target_is_directory=True)
+        load_headless()
+        comfyui = Path(os.environ["COMFYUI_PATH"])
+        sys.path.insert(0, str(comfyui))  # what starts ComfyUI puts this folder in the first place
+        options = ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
+        options += ["--cpu", "--use-pytorch-cross-attention"] if spec["device"] == "cpu" else []
+        options += [spec["option"]] if spec["option"] else []
+        self.server = import_module("headless.comfyui").start_comfyui(comfyui, options)
+        self.shared = graphs.read(ROOT / "workflows")
+        self.plain: list[Any] = []
+
+    def run(self, how: dict[str, Any]) -> dict[str, Any]:
+        kind = how["graph"]
+        if kind == "try it":
+            return self.train(how)
+        if kind == "swap with a LoRA":
+            outputs = self.execute(graphs.swap_with_lora(self.shared, how["steps"], [graphs.swap_node()]))
+            return self.compare(self.pictures(outputs, "changed"), self.pictures(outputs, "plain"), outputs)
+        chain = [graphs.swap_node(**how["swapped"])] if "swapped" in how else []
+        if "compiled" in how:
+            chain.append(graphs.compile_node(backend=self.backend, **how["compiled"]))
+        if not self.plain:
+            self.plain = self.pictures(self.execute(graphs.sampling(self.shared, [], "plain")), "plain")
+        if not chain:
+            first, second = self.plain
+            apart = difference(first, second)
+            return {"state": OK if apart > SAME else FAILED, "text": f"two seeds differ by {apart:.3f}; {vram()}"}
+        outputs = self.execute(graphs.sampling(self.shared, chain, "changed"))
+        return self.compare(self.pictures(outputs, "changed"), self.plain, outputs)
+
+    def execute(self, graph: graphs.Graph) -> dict[str, Any]:
+        """What the nodes show, by number. Raises RuntimeError where one fails."""
+        execution, rank, reports = (import_module(f"headless.{name}") for name in ("execution", "rank", "reports"))
+        run = execution.Run(graph, {}, set(), reports.Reporter(None), rank.Rank(), reports.Result(None))
+        self.server.loop.run_until_complete(run.execute_on(self.server))
+        history = self.server.prompt_queue.get_history(run.id)[run.id]
+        if history["status"]["status_str"] != "success":
+            failed = dict(history["status"]["messages"]).get("execution_error", {})
+            raise RuntimeError(f"{failed.get('node_type')}: {str(failed.get('exception_message')).strip()}")
+        return history["outputs"]
+
+    def pictures(self, outputs: dict[str, Any], name: str) -> list[Any]:
+        found = [outputs[f"{name} {number} saver"]["images"][0] for number in range(len(graphs.SEEDS))]
+        files = [self.base / image["type"] / image["subfolder"] / image["filename"] for image in found]
+        return [np.asarray(Image.open(file).convert("RGB"), dtype=np.float32) for file in files]
+
+    def compare(self, changed: list[Any], plain: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
+        far = max(difference(a, b) for a, b in zip(changed, plain, strict=True))
+        words = [f"pictures differ by {far:.4f}", vram()]
+        if (shown := outputs.get("report")) is not None:
+            words.append(first_line(shown))
+        return {"state": OK if far <= SAME else FAILED, "text": "; ".join(words), "figures": {"differs": far}}
+
+    def train(self, how: dict[str, Any]) -> dict[str, Any]:
+        """Train as the shared workflow does; the loss has to fall, if there are steps enough to tell."""
+        outputs = self.execute(graphs.training(self.shared, how["steps"], how["compile"]))
+        (summary,) = (shown["tessera"][0] for shown in outputs.values() if "loss" in (shown.get("tessera") or [{}])[0])
+        loss = summary["loss"]
+        part = max(1, len(loss) // 5)
+        first, last = (sum(some) / len(some) for some in (loss[:part], loss[-part:]))
+        good = len(loss) == how["steps"] and (last < first or len(loss) < 50)
+        text = f"{len(loss)} steps, loss {first:.3f} to {last:.3f}; {vram()}; {'; '.join(summary.get('notes', [])[:2])}"
+        return {"state": OK if good else FAILED, "text": text}
+
+
+def load_headless() -> None:
+    """The package of run.py, without the pack's own folder on the path: ComfyUI has modules of the same names as the
+    pack. Torch is not loaded by it, which ComfyUI sets the environment for first."""
+    spec = spec_from_file_location("headless", ROOT / "headless" / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["headless"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def difference(one: Any, other: Any) -> float:
+    return float(np.abs(one - other).mean() / 255)
+
+
+def vram() -> str:
+    enabled = getattr(import_module("comfy.memory_management"), "aimdo_enabled", False)
+    return f"dynamic VRAM is {'on' if enabled else 'off'}"
+
+
+def first_line(shown: dict[str, Any]) -> str:
+    """The first line of text that a node shows."""
+    texts = [text for values in shown.values() for text in values if isinstance(text, str) and text.strip()]
+    return texts[0].strip().splitlines()[0] if texts else "no report"
