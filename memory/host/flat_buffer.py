@@ -87,11 +87,14 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def empty_bytes(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """Allocate a flat buffer that starts at a multiple of ALIGNMENT. pinned: page-locked, where that can be had."""
+def empty_bytes(size: int, device: torch.device, pinned: bool = False, later: bool = False) -> Tensor:
+    """Allocate a flat buffer that starts at a multiple of ALIGNMENT.
+
+    pinned: page-locked, where that can be had. later: to be locked when it is filled, by `page_locked.lock`.
+    """
     with torch.inference_mode(False):
         if device.type == "cpu":
-            raw = host_bytes(size + ALIGNMENT, pinned)
+            raw = host_bytes(size + ALIGNMENT, pinned, later)
         else:
             raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         start = -raw.data_ptr() % ALIGNMENT

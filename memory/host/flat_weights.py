@@ -166,12 +166,15 @@ def point_at(ref: WeightRef, tensor: Tensor, parts: list[Tensor]) -> None:
     ref.table[ref.attribute] = with_parts(tensor, parts)
 
 
-def into_flat(refs: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at) -> Tensor:
+def into_flat(
+    refs: Sequence[WeightRef], layout: Layout, pinned: bool, put: Put = point_at, later: bool = False
+) -> Tensor:
     """Move the tensors into one flat buffer on the host; each is let go before the next is read.
 
     put(place, tensor, parts): called for each with its parts in the buffer.
+    later: the buffer is to be page-locked by `Locking`.
     """
-    flat = empty_bytes(layout.size, torch.device("cpu"), pinned)
+    flat = empty_bytes(layout.size, torch.device("cpu"), pinned, later)
     fields = iter(layout.fields)
     for ref in refs:
         tensor = ref.tensor()

@@ -7,13 +7,9 @@ in the mapped file they were loaded from.
 """
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from .file_bandwidth import worth_streaming
-from .flat_buffer import ScatteredBuffer
 
 PIN_MEMORY = ("auto", "on", "off")
 RESERVED_RAM = 4 * 2**30  # bytes that 'auto' leaves to everything else
@@ -103,13 +99,15 @@ def choose_pinning(mode: str, device: str, coming: int, available: int, windows:
     return Pinning(True, "The swapped blocks are page-locked.")
 
 
-def unpinned_message(flat_weights: Sequence[Tensor | ScatteredBuffer]) -> str | None:
-    """Return a sentence for the user where weights that were to be page-locked are not, else None."""
-    plain = sum(1 for weights in flat_weights if not weights.is_pinned())
+def unpinned_message(plain: int, blocks: int) -> str | None:
+    """Return a sentence for the user where weights that were to be page-locked are not, else None.
+
+    plain: number of blocks of which that is true.
+    """
     if not plain:
         return None
     return (
-        f"{plain} of {len(flat_weights)} swapped blocks could not be page-locked and go through a page-locked stage; "
+        f"{plain} of {blocks} swapped blocks could not be page-locked and go through a page-locked stage; "
         "free some RAM, or set pin_memory to 'off'."
     )
 

@@ -178,7 +178,8 @@ class SwappedBlocks:
             if flat is None or (pinned and not flat.is_pinned()):
                 flat = into_flat(refs, layout, pinned, _point_at_but(replaced))
             flats.append(flat)
-        if pinned and not self.keep_in_place and (note := unpinned_message(flats)) is not None:
+        plain = sum(not weights.is_pinned() for weights in flats) if pinned and not self.keep_in_place else 0
+        if (note := unpinned_message(plain, len(flats))) is not None:
             self._unpinnable = True
             self.note(note)
         if self.ring is None or self.ring.device != device or not self.ring.accepts(flats):

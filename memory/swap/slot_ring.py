@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..host.flat_buffer import ScatteredBuffer, empty_bytes
+from ..host.locking import Locking
 from ..host.staging import StagedStream, staged_stream
 
 
@@ -66,7 +67,9 @@ class SlotRing:
     flat_weights: flat host buffers of the blocks, or their stand-ins, in the order of the forward.
     prefetch: blocks copied ahead; one slot more than that is used.
     finish(j): called after each copy of block j, on the stream of the copies.
+    locking: page-locks the flat weights meanwhile; None once they all are, or are left as they are.
     stream: makes the copies; None chooses by where the flat weights lie.
+    refused: flat weights that could not be locked.
     copies, bytes_copied: counters.
     """
 
@@ -85,6 +88,8 @@ class SlotRing:
         self.slot_bytes = max(weights.numel() for weights in self.flat_weights)
         staged = stream or staged_stream(flat_weights, device, finish is not None)
         self.stream: CopyStream | StagedStream = staged or CopyStream(device)
+        self.locking: Locking | None = None
+        self.refused = 0
         self.copies = 0
         self.bytes_copied = 0
         self.slots: list[Tensor] = []
@@ -146,7 +151,25 @@ class SlotRing:
         self._bring(j, range(j - 1, j - 1 - self.prefetch, -1))
         self.check(j)
 
+    def lock_meanwhile(self) -> None:
+        """Begin to page-lock the flat weights, which go through a stage until all of them are."""
+        self.locking = Locking([weights for weights in self.flat_weights if isinstance(weights, Tensor)], self.device)
+
+    def end_locking(self) -> None:
+        """Stop locking. Where all flat weights are locked they are copied as they lie from here on."""
+        locking, self.locking = self.locking, None
+        if locking is None:
+            return
+        finished = locking.is_done()
+        locking.end()
+        self.refused = locking.failed
+        if finished and not locking.failed and self.finish is None:
+            self.stream.release()
+            self.stream, self._copied = CopyStream(self.device), [None] * self.count
+
     def _bring(self, j: int, ahead: Iterable[int]) -> None:
+        if self.locking is not None and self.locking.is_done():
+            self.end_locking()
         try:
             self._copy(j)
             for other in ahead:

@@ -50,10 +50,13 @@ class BlockSwap:
 
     def _make_ring(self, device: torch.device, prefetch: int, pinned: bool, in_place: bool) -> SlotRing:
         flat_weights = [
-            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved)
+            scattered(refs, layout) if in_place else into_flat(refs, layout, pinned, self._moved, later=True)
             for refs, layout in zip(self.refs, self.layouts, strict=True)
         ]
-        return SlotRing(flat_weights, device, prefetch)
+        ring = SlotRing(flat_weights, device, prefetch)
+        if pinned and not in_place:
+            ring.lock_meanwhile()
+        return ring
 
     def held_bytes(self) -> int:
         """Bytes of the slots on the device."""
@@ -79,6 +82,7 @@ class BlockSwap:
         They leave buffers that hold others too, patched or cast ones, which are freed then, and buffers that stay
         page-locked for as long as they are there.
         """
+        self.ring.end_locking()
         for j, (refs, layout) in enumerate(zip(self.refs, self.layouts, strict=True)):
             weights, self.ring.flat_weights[j] = self.ring.flat_weights[j], torch.empty(0, dtype=torch.uint8)
             if isinstance(weights, ScatteredBuffer):

@@ -299,7 +299,8 @@ def test_where_memory_cannot_be_locked_it_goes_on_with_plain_memory_and_says_so(
     assert "could not be page-locked" in caplog.text
     # Whoever keeps the record keeps no frame by it, and no tensor of a step that stands in one.
     assert not any(isinstance(arg, BaseException) for record in caplog.records for arg in record.args)
-    told = unpinned_message(masters(3))
+    assert unpinned_message(0, 3) is None
+    told = unpinned_message(3, 3)
     assert told is not None and told.startswith("3 of 3 swapped blocks could not be page-locked")
 
 

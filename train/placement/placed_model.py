@@ -236,12 +236,12 @@ class PlacedModel:
             )
         if self.host is not None and self.host.notes:
             self.observer.note(self.host.notes[0])
-        if self.swap is not None and self.host is not None and self.host.pinned:
-            if (message := unpinned_message(self.swap.ring.flat_weights)) is not None:
-                self.observer.note(message)
 
     def message(self) -> str | None:
-        """Return one sentence, once, on a problem with offloaded activations that only a step shows."""
+        """Return one sentence, once, on a problem with page-locked memory that only a step shows."""
+        if self.swap is not None and (refused := self.swap.ring.refused):
+            self.swap.ring.refused = 0
+            return unpinned_message(refused, len(self.swap.blocks))
         return None if self.runner.offload is None else self.runner.offload.message()
 
     def ensure(self) -> None:
