@@ -9,6 +9,7 @@ from server import PromptServer
 
 from ..common.core import features
 from ..compile.cache import use_persistent_cache
+from ..models.layers.attention import settle_kernel_order
 from .common.types import refuse_literals
 from .data import folder_routes, prepare
 from .loras import average, compare, save
@@ -45,6 +46,7 @@ class TesseraExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Before any node can compile."""
         log.info("Tessera finds in ComfyUI: %s", features())
+        settle_kernel_order()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # run.py has none
             for module in (run_routes, run_files, run_deletion, folder_routes):

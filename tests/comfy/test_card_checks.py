@@ -35,7 +35,8 @@ def noted(q, k, v, *args, **kwargs):
     return call(q, k, v, *args, **kwargs)
 
 torch.nn.functional.scaled_dot_product_attention = noted
-attention.ask_once = lambda: None
+import tessera.models.layers.attention
+tessera.models.layers.attention.settle_kernel_order = lambda: None
 with patch.object(torch.cuda, "is_available", lambda: True):
     attention.choose_attention(plain=True)
 import comfy.ops, tiny

@@ -21,8 +21,10 @@ _order: list[SDPBackend] = []  # ComfyUI's own
 
 def choose_attention(plain: bool) -> None:
     """Let attention run on torch's plain kernel, which is deterministic, or on whichever is chosen elsewhere."""
+    from tessera.models.layers.attention import settle_kernel_order
+
     ops = import_module("comfy.ops")  # and with it comfy.model_management
-    ask_once()
+    settle_kernel_order()
     for name in FLAGS:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(not plain)
     torch.backends.cuda.enable_math_sdp(True)
@@ -30,10 +32,3 @@ def choose_attention(plain: bool) -> None:
     if order is not None:
         _order[:] = _order or order
         order[:] = [SDPBackend.MATH] if plain else _order
-
-
-def ask_once() -> None:
-    """Let torch find its order of kernels now, outside of any context that would undo it."""
-    if torch.cuda.is_available():
-        q = torch.zeros(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
-        torch._fused_sdp_choice(q, q, q)
