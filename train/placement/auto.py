@@ -256,7 +256,7 @@ def measure(
     on_host = frozenset(f"{name}.{i}" for name, length in lists.items() for i in range(length))
     how = settings.memory.attention, on_host, settings.memory.base
     transformer = family.build(patcher, device, dtype, *how, in_zeros=True)
-    BlockProducts(settings.memory.products, device, dtype).set(transformer.blocks())
+    BlockProducts(settings.memory.products, device, dtype, None, compile_settings).set(transformer.blocks())
     once = blocks_run_once(family, settings)
     network = build_network(transformer, targets, settings.network, settings.seed, once)
     frozen = [module for _, block in transformer.blocks() for module in frozen_modules(block).values()]

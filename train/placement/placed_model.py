@@ -46,12 +46,12 @@ class PlacedModel:
         self.settings, self.world, self.share = context.device_settings, context.world, context.share
         data, targets = context.all_data, context.targets
         self.compile_settings, self.graphs = context.compile_settings, count_graphs(data, self.family, self.settings)
-        self.device = self.patcher.load_device
-        self.dtype = self.patcher.model.get_dtype_inference()
+        self.device, self.dtype = self.patcher.load_device, self.patcher.model.get_dtype_inference()
         self.memory, self.before = self.settings.memory, context.environment
         self.free_before = free_host_memory(self.world)
         self.sharing = SharedBlocks(self.world, connect_node(self.world, self.device, self.memory), self.device)
-        self.products = BlockProducts(self.memory.products, self.device, self.dtype, context.products)
+        own = self.memory.products, self.device, self.dtype
+        self.products = BlockProducts(*own, context.products, self.compile_settings)
         self.automatic: AutomaticMemory | None = None
         self.resident: ResidentWeights | None = None
         self.forward_checked, self.checked = False, (data.samples, self.settings.objective.guidance)

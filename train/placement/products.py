@@ -9,11 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ...common.text import joined, shortlist
+from ...compile.settings import CompileSettings
 from ...memory.weights.cards import card_of, fits, obstacle, preferred
 from ...memory.weights.products import AUTO, FULL, LEAST_ROWS, MULTIPLE, ErrorMeter, Products
 from ...models.family import Block
 from ...models.layers.lora_linear import LoraLayer, LoraLinear
 
+INDUCTOR = CompileSettings()
 SIDES = ("forward", "backward")
 # The largest error of a layer's product, as a part of the full one's norm: what real layers lie below by a half or more
 # where a product suits them, and above by a factor where a few large channels take the steps of a row.
@@ -56,8 +58,16 @@ class BlockProducts:
 
     micro_batches: ClassVar[int] = 4
 
-    def __init__(self, asked: str, device: torch.device, dtype: torch.dtype, kept: Mapping[str, Any] | None = None):
-        """kept: the decision in the state that the run goes on from, see `kept`."""
+    def __init__(
+        self,
+        asked: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        kept: Mapping[str, Any] | None = None,
+        compile_settings: CompileSettings | None = INDUCTOR,
+    ):
+        """kept: the decision in the state that the run goes on from, see `kept`. compile_settings: of the blocks; None
+        runs them eagerly."""
         self.asked, self.device = asked, device
         self.tried: tuple[str, ...] = ()
         self.missing = ""
@@ -65,7 +75,8 @@ class BlockProducts:
         self.errors: dict[Place, tuple[float, float]] = {}
         self.choices: Counter[_Choice] = Counter()
         if asked == AUTO:
-            self.tried, self.missing = preferred(card_of(device), dtype)
+            fuses = compile_settings is not None and compile_settings.backend == INDUCTOR.backend
+            self.tried, self.missing = preferred(card_of(device), dtype, fuses)
         elif asked != FULL:
             self.missing = obstacle(asked, card_of(device), dtype) or ""
             self.tried = () if self.missing else (asked,)
