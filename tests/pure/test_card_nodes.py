@@ -75,6 +75,18 @@ def test_the_lora_is_trained_once_and_sampled_resident_and_swapped(shared):
     assert behind == ["LoraModelLoader"] * 2 + ["TesseraBlockSwap"] * 2
 
 
+def test_a_report_without_graphs_or_with_eager_calls_fails():
+    def shown(graphs_: int, eager: int) -> dict[str, Any]:
+        regions = [{"eager_calls": eager, "recompiles": ["size 3"]}]
+        report = {"graphs": graphs_, "compile_seconds": 4.2, "graph_breaks": 0, "notes": ["a note"], "regions": regions}
+        return {"report": {"tessera": [report]}}
+
+    words = "2 graphs in 4 s, 0 breaks, 1 compiled again, 0 eager calls; a note"
+    assert graphs.read_report(shown(2, 0)) == (words, True)
+    assert not graphs.read_report(shown(0, 0))[1] and not graphs.read_report(shown(2, 1))[1]
+    assert graphs.read_report({}) == ("", True)
+
+
 def told(name: str) -> list[dict[str, Any]]:
     return [case.how[name] for group in nodes("cuda") for case in group.cases if name in case.how]
 

@@ -63,6 +63,18 @@ def swap_with_lora(shared: Graph, steps: int, chain: Chain) -> Graph:
     return graph
 
 
+def read_report(outputs: dict[str, Any]) -> tuple[str, bool]:
+    """What Compile Report shows, in a sentence, and whether all calls ran compiled. ("", True) without the node."""
+    if "report" not in outputs:
+        return "", True
+    report = outputs["report"]["tessera"][0]
+    eager = sum(region["eager_calls"] for region in report["regions"])
+    again = sum(len(region["recompiles"]) for region in report["regions"])
+    words = f"{report['graphs']} graphs in {report['compile_seconds']:.0f} s, {report['graph_breaks']} breaks, "
+    words += f"{again} compiled again, {eager} eager calls"
+    return "; ".join([words, *report["notes"]]), report["graphs"] > 0 and eager == 0
+
+
 def _chained(graph: Graph, model: list[Any], chain: Chain) -> list[Any]:
     """Add the nodes of a chain behind a model; returns where the model comes out."""
     for number, (kind, inputs) in enumerate(chain):

@@ -81,10 +81,9 @@ class Runs:
 
     def compare(self, changed: list[Any], plain: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
         far = max(difference(a, b) for a, b in zip(changed, plain, strict=True))
-        words = [f"pictures differ by {far:.4f}", vram()]
-        if (shown := outputs.get("report")) is not None:
-            words.append(first_line(shown))
-        return {"state": OK if far <= SAME else FAILED, "text": "; ".join(words), "figures": {"differs": far}}
+        report, compiled = graphs.read_report(outputs)
+        text = "; ".join(filter(None, [f"pictures differ by {far:.4f}", vram(), report]))
+        return {"state": OK if far <= SAME and compiled else FAILED, "text": text, "figures": {"differs": far}}
 
     def train(self, how: dict[str, Any]) -> dict[str, Any]:
         """Train as the shared workflow does; the loss has to fall, if there are steps enough to tell."""
@@ -114,9 +113,3 @@ def difference(one: Any, other: Any) -> float:
 def vram() -> str:
     enabled = getattr(import_module("comfy.memory_management"), "aimdo_enabled", False)
     return f"dynamic VRAM is {'on' if enabled else 'off'}"
-
-
-def first_line(shown: dict[str, Any]) -> str:
-    """The first line of text that a node shows."""
-    texts = [text for values in shown.values() for text in values if isinstance(text, str) and text.strip()]
-    return texts[0].strip().splitlines()[0] if texts else "no report"
