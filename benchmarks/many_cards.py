@@ -111,10 +111,10 @@ def priced(card: str, kept: str) -> float:
     """
     row = f"| flux 1024² | {kept} |"
     lines = COUNTED.read_text("utf-8").splitlines()
-    columns = next(line for line in lines if line.startswith(row) and line.count("|") == 9).split("|")
-    products, attention, thin, other = (float(column) for column in columns[3:7])
+    columns = next(line for line in lines if line.startswith(row) and line.count("|") == 10).split("|")
+    products, attention, *others = (float(column) for column in columns[3:8])
     known, asked = CARDS["H100"], CARDS[card]
-    return (products + attention) * known.products / asked.products + (thin + other) * known.bandwidth / asked.bandwidth
+    return (products + attention) * known.products / asked.products + sum(others) * known.bandwidth / asked.bandwidth
 
 
 def limit(picture: float, link: Link, numbers: tuple[int, ...], **options: float) -> str:

@@ -86,7 +86,8 @@ SHAPES = {
 }
 
 
-def make_block(pack: Any, kind: str, stored: str, rank: int) -> Any:
+def make_block(pack: Any, kind: str, stored: str, rank: int, modulation: bool) -> Any:
+    """Return a block on the meta device. modulation: its modulation has adapters too, as `*` for targets gives it."""
     blocks, weights = pack("models.flux.blocks"), MetaWeights(pack, stored)
     base, lora = pack("models.adapters.base"), pack("models.adapters.lora")
     norm = SimpleNamespace(query_norm=SimpleNamespace(eps=1e-6))
@@ -94,18 +95,20 @@ def make_block(pack: Any, kind: str, stored: str, rank: int) -> Any:
     native = SimpleNamespace(num_heads=HEADS, norm=norm, img_attn=side, txt_attn=side)
     block = (blocks.DoubleBlock if kind == "double" else blocks.SingleBlock)(weights, "block", native, attend)
     for name, linear in block.linears().items():
-        if not name.endswith("mod"):
+        if modulation or not name.endswith("mod"):
             spec = base.AdapterSpec("lora", rank, float(rank))
             linear.adapter = lora.LoraAdapter(spec, *linear.shape).to("meta")
     return block
 
 
-def block_costs(pack: Any, stored: str, tokens: int, rank: int, tflops: float, training: bool) -> list[Any]:
-    """The costs of all blocks in the order of the forward."""
+def block_costs(
+    pack: Any, stored: str, tokens: int, rank: int, tflops: float, training: bool, modulation: bool = False
+) -> list[tuple[Any, int]]:
+    """Return cost and trained numbers of each block, in the order of the forward."""
     cost, priced = pack("memory.swap.block_cost"), pack("memory.activations.cost")
     kinds = {}
     for kind in ("double", "single"):
-        block = make_block(pack, kind, stored, rank)
+        block = make_block(pack, kind, stored, rank, modulation)
         joint = tokens + TEXT
         vec = torch.empty(1, 1, HIDDEN, dtype=torch.bfloat16, device="meta")
         pe = torch.empty(1, joint, 1, HIDDEN // HEADS // 2, 2, device="meta")

@@ -2,21 +2,24 @@
 
 The planner and `benchmarks/counted.py` price blocks by these functions. What they reckon without lowering a block
 (bytes by what eager saves, what selective checkpointing computes again) holds for the lowered blocks of
-benchmarks/results/counted.json within what tests/pure/test_counted_cost.py says.
+benchmarks/results/counted.json within what tests/pure/test_counted_cost.py says, and for what an H100 took within what
+tests/unit/test_card_pages.py says.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Bytes that a compiled block's kernels read and write beside large products and attention, as multiples of what the
-# eager block saves for backward.
-FORWARD_BYTES, BACKWARD_BYTES = 3.0, 3.6
+# Bytes that a compiled block's kernels would read and write at the full rate of the memory in the time that they take
+# beside large products and attention, as multiples of what the eager block saves for backward. From what FLUX.1's
+# kernels took on an H100 (benchmarks/results/cards); other models and cards are assumed to be like it.
+FORWARD_BYTES, BACKWARD_BYTES = 4.2, 4.0
 # The part that a compiled block saves for backward of what the eager one does: counted 0.78 to 0.95, taken the most.
 COMPILED_SAVES = 0.95
 # Outputs of products are about half of what a block could save: below this budget products are computed again.
 PRODUCTS_BUDGET = 0.5
-# The part of a forward's other kernels that selective checkpointing runs again at the least budget.
-AGAIN_BYTES = 0.8
+# The part of a forward's other kernels that selective checkpointing runs again at the least budget. On the same card
+# the default budget of 0.5 took 0.003 s more a step than keeping all; smaller budgets have not been measured.
+AGAIN_BYTES = 0.25
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,10 @@ class KernelRates:
         return KernelRates(*(factor * rate for rate in rates))
 
 
-# bf16 on an H100: the rates that the counted page is priced with. Another card has other rates in about these ratios.
-H100_RATES = KernelRates(700e12, 550e12, 450e12, 2.6e12)
+# bf16 on an H100, as measured on one (benchmarks/results/cards): large products, cuDNN's attention, which torch chooses
+# there, and copies within its memory. That another card's rates are in about these ratios is assumed: nobody has
+# measured one. A plan is made from a block's own timed seconds, so of these only the ratios count there.
+H100_RATES = KernelRates(740e12, 632e12, 513e12, 3.0e12)
 
 
 @dataclass(frozen=True)

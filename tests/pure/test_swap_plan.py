@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tessera.memory.activations.cost import (
+    AGAIN_BYTES,
     COMPILED_SAVES,
     H100_RATES,
     BlockWork,
@@ -15,6 +16,8 @@ from tessera.memory.activations.cost import (
 from tessera.memory.host.file_bandwidth import FileBandwidth, worth_streaming
 from tessera.memory.swap.block_cost import LEAST_BUDGET, BlockCost, block_seconds, saved_bytes
 from tessera.memory.swap.plan import (
+    BOTH_WAYS,
+    ROOMY,
     Hardware,
     SearchSpace,
     SwapPlan,
@@ -79,7 +82,7 @@ def test_what_attention_gives_is_kept_at_every_budget_but_none() -> None:
     again = [block_seconds(block, "selective", budget)[1] - 2.0 for budget in (0.0, LEAST_BUDGET)]
     # A quarter of what was counted; at the least budget without attention, less than a fiftieth of the products, and a
     # part of the other kernels.
-    assert again[0] <= 3.0 and again[1] == pytest.approx((8 * 0.98 + 2 * 0.8 * 0.99) / 4)
+    assert again[0] <= 3.0 and again[1] == pytest.approx((8 * 0.98 + 2 * AGAIN_BYTES * 0.99) / 4)
     assert block_seconds(block, "full", 0.0)[1] == pytest.approx(2.0 + 3.0)
     eager = replace(block, work=EagerBlockWork(WORK.forward, WORK.backward))
     assert block_seconds(eager, "selective", LEAST_BUDGET)[1] == pytest.approx(2.0 + (8 * 0.99 + 2) / 4)
@@ -110,7 +113,7 @@ COUNTED = {
     "qwen_image": [(60, (528, 315, 85), 26.0, 578, 26.0, 26.4, 0.964, 0.219, 0.972, 0.548)],
     "wan": [(40, (7911, 4647, 1393), 335.5, 8230, 340.8, 681.4, 19.738, 22.323, 19.843, 55.808)],
 }
-PRICED = {"flux": (0.356, 0.376, 0.468), "qwen_image": (0.350, 0.366, 0.464), "wan": (9.469, 9.638, 10.852)}
+PRICED = {"flux": (0.323, 0.340, 0.426), "qwen_image": (0.316, 0.330, 0.424), "wan": (8.446, 8.588, 9.729)}
 
 
 def compiled_blocks(model: str) -> list[BlockCost]:
@@ -147,11 +150,70 @@ def test_auto_chooses_by_what_was_counted_of_compiled_blocks(model: str) -> None
     one = max(block.saved for block in blocks)  # of the block that goes back
     for number, way in enumerate(WAYS):
         counted = sum(count * (kept[number] - result) * 1e6 for count, kept, result, *_ in COUNTED[model])
-        made = plan(blocks, 0, replace(FAST, free=int(1.12 * counted) + one), (), choices)
+        room = int((1.12 * counted + one) / (ROOMY if way.checkpointing == "none" else 1.0))
+        made = plan(blocks, 0, replace(FAST, free=room), (), choices)
         assert (made.checkpointing, made.budget) == way
-        assert made.seconds == pytest.approx(PRICED[model][number], rel=0.07)
+        assert made.seconds == pytest.approx(PRICED[model][number], rel=0.12)
     # With less than attention's results need, it is full; eager costs would take the next smaller way each time.
     assert plan(blocks, 0, replace(FAST, free=counted // 2 + one), (), choices).checkpointing == "full"
+
+
+# Eight blocks of 1 s forward and 2 s back whose selective checkpointing takes 1 % more, and 2 GB each that it saves.
+NEARLY_FREE = [
+    replace(
+        block,
+        saved=4 * GB,
+        inputs=0,
+        work=BlockWork(
+            KernelWork(H100_RATES.products, bytes=0.24 * H100_RATES.bandwidth),
+            KernelWork(2 * H100_RATES.products),
+        ),
+    )
+    for block in BLOCKS
+]
+FAST_BOTH = replace(ALL, checkpointing=("none", "selective"))
+
+
+def needs(checkpointing: str, count: int = 0) -> int:
+    choices = SearchSpace((count,), (1,), (checkpointing,))
+    return plan(NEARLY_FREE, OTHER, FAST, ORDER, choices).device_bytes
+
+
+def test_selective_is_taken_where_it_saves_a_swap_and_costs_next_to_nothing() -> None:
+    none, selective = (
+        sum(sum(block_seconds(block, way, 0.5)) for block in NEARLY_FREE) for way in ("none", "selective")
+    )
+    assert none < selective < 1.02 * none
+    machine = replace(FAST, free=needs("none") - 1)
+    swapped = plan(NEARLY_FREE, OTHER, machine, ORDER, replace(FAST_BOTH, checkpointing=("none",)))
+    made = plan(NEARLY_FREE, OTHER, machine, ORDER, FAST_BOTH)
+    # The copies would be hidden: by the seconds alone it would swap.
+    assert swapped.fits and swapped.swapped and swapped.seconds < made.seconds
+    assert made.checkpointing == "selective" and not made.swapped
+    # Eager blocks run all other kernels again, which is more than a difference in timing: there it swaps.
+    eager = [
+        replace(block, work=EagerBlockWork(block.work.forward, block.work.backward))
+        for block in NEARLY_FREE
+        if block.work
+    ]
+    assert plan(eager, OTHER, machine, ORDER, FAST_BOTH).checkpointing == "none"
+
+
+def test_selective_is_taken_where_nothing_recomputed_leaves_no_room() -> None:
+    for free, chosen in ((needs("none"), "selective"), (int(needs("none") / ROOMY) + 1, "none")):
+        made = plan(NEARLY_FREE, OTHER, replace(FAST, free=free), ORDER, replace(FAST_BOTH, counts=(0,)))
+        assert made.checkpointing == chosen and made.fits
+    # Where both are tight it is the one that leaves more; where nothing fits, as before, the one that takes least.
+    tight = replace(FAST, free=needs("selective"))
+    assert plan(NEARLY_FREE, OTHER, tight, ORDER, replace(FAST_BOTH, counts=(0,))).checkpointing == "selective"
+
+
+def test_with_offload_the_link_carries_both_ways() -> None:
+    slow = Hardware(free=100 * GB, link=GB / 10, host=100 * GB)
+    choices = SearchSpace((8,), (1,), ("full",))
+    alone, both = (plan(BLOCKS, OTHER, slow, ORDER, replace(choices, offload=on)) for on in (False, True))
+    # Every second goes by copies here, but for one block's computing at either end.
+    assert both.seconds == pytest.approx(alone.seconds / BOTH_WAYS, rel=0.1)
 
 
 def test_where_everything_fits_nothing_is_swapped_and_nothing_computed_again() -> None:
