@@ -188,6 +188,7 @@ class Family(ABC):
         lacks them.
     swap_order: its lists of blocks, the one that is swapped first at the front.
     ragged: whether its attention leaves padded captions out, so that `transformer` is given a RaggedAttention.
+    tested_by_name: whether tests know the model by its name.
     own_forward: False where training runs ComfyUI's forward, which patches of other nodes are meant for.
     whole_grids: its forward takes whole grids alone, no ragged edge.
     resolution_shifts: the schedules of its sampler by resolution: value of timestep_sampling -> shift of a token count.
@@ -205,6 +206,7 @@ class Family(ABC):
     swap_order: tuple[str, ...]
     ragged: bool = False
     own_forward: bool = True
+    tested_by_name: bool = True
     whole_grids: bool = False
     resolution_shifts: Mapping[str, Callable[[int], float]] = {}
 
@@ -312,11 +314,8 @@ class Family(ABC):
     def check_forward(
         self, transformer: Transformer, on_device: RunBlock, inputs: ModelInputs, small: ModelInputs | None
     ) -> dict[str, str]:
-        """Compare the training forward with ComfyUI's on this batch and on a small sample in fp32, where it runs its
-        modules. on_device: calls a function on a block and its arguments with its weights on the device.
-
-        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ.
-        """
+        """Compare the training forward with ComfyUI's on this batch and a small one in fp32, where it runs its modules.
+        Returns the blocks that must not be compiled, with the reasons. Raises ValueError where they differ."""
         return {}
 
     @abstractmethod

@@ -170,7 +170,9 @@ they differ the run stops. Both run one sample on the weights of the run, withou
 small piece of it in fp32, where a block that is 1 % too strong shows. Of each format of weights one layer is compared
 with ComfyUI's reading of it. It costs about as much time as two steps, and no second copy of the weights. What it can't
 see: a fault that ComfyUI's own forward has too, weights that are wrong in the file, and what only other sizes show than
-those of your smallest picture or clip. The gradients are checked by the tests.
+those of your smallest picture or clip. The gradients are checked by the tests, and
+for a model that they don't know by name by a certificate before the first step: `verify` on *Training Memory*, whose
+help page says what it checks.
 
 What ComfyUI's own forward can't do and ours can:
 

@@ -18,6 +18,7 @@ from .optim.schedule import ENDLESS_SCHEDULERS
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 ATTENTION = ("auto", "sdpa", "flash-attn", "cudnn")
+VERIFY = ("auto", "on", "off")
 MOST_HELD_OUT = 0.9
 MOST_SIGMAS = 100
 
@@ -43,6 +44,7 @@ class MemoryOptions:
         the card.
     base: what the blocks' frozen Linears of 16 and 32 bits are held in while they train, one of BASES.
     shard: the devices of one machine each keep a part of every swapped block, which then comes from them all.
+    verify: certificate before the first step, one of VERIFY; 'auto' makes one for models that no test knows by name.
     """
 
     checkpointing: str = "auto"
@@ -55,6 +57,7 @@ class MemoryOptions:
     products: str = FULL
     base: str = AS_STORED
     shard: bool = option(False, _OF_SWAP)
+    verify: str = "auto"
 
     def __post_init__(self) -> None:
         finite(self)
@@ -70,6 +73,7 @@ class MemoryOptions:
         one_of("pin_memory", self.pin_memory, PIN_MEMORY)
         one_of("products", self.products, PRODUCTS)
         one_of("base", self.base, BASES)
+        one_of("verify", self.verify, VERIFY)
 
 
 def parse_sigmas(text: str) -> tuple[float, ...]:
@@ -269,6 +273,7 @@ class TrainSettings:
         """Return the memory options that tell runs apart. In version 0.1 full checkpointing was the default."""
         changed = changed_fields(self.memory)
         changed.pop("shard", None)  # of where the same bytes come from
+        changed.pop("verify", None)
         return {k: v for k, v in changed.items() if (k, v) != ("checkpointing", "full")}
 
     def _key(self, lineage: str, memory: dict[str, Any]) -> str:

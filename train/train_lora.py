@@ -17,6 +17,7 @@ from ..common.files import MACHINE, read_tensors
 from ..compile.settings import CompileSettings
 from ..data.samples import TrainingData
 from ..lora.files.lora_model import LoraModel
+from .certificate.watcher import checking_watchers
 from .checkpoint.metadata import now
 from .checkpoint.run_folder import RunFolder
 from .checkpoint.run_record import RunRecord
@@ -247,6 +248,7 @@ def _run(
                 folder.write_companion_file(ending, text)
     if context.validation is not None and settings.validation is not None:
         watchers = [Validation(settings.validation, context.validation), *watchers]
+    watchers = [*checking_watchers(context, begun.weights, state), *watchers]
     with recorder.errors(), torch.enable_grad():
         recorder.began(folder.path)
         trainer = Trainer(context, recorder, watchers)

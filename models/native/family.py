@@ -56,8 +56,9 @@ class NativeFamily(Family):
         self._streams: dict[str, set[int]] = {}
         self._batching = Batching()
         self.title = self.facts.title
+        self.tested_by_name = named_facts(model) is not None
         # One that has no row may be of a class of ours, with another forward.
-        self.name = self.facts.name if named_facts(model) else f"native-{self.facts.name}"
+        self.name = self.facts.name if self.tested_by_name else f"native-{self.facts.name}"
         self.model_class = type(model)
         self.transformer_class = type(model.diffusion_model)
         self.names = native_names(model)

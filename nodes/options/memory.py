@@ -1,10 +1,10 @@
-"""Training Memory: checkpointing, attention, block swap, offload, products, base and shard."""
+"""Training Memory: checkpointing, attention, block swap, offload, products, base, shard and verify."""
 
 from comfy_api.latest import io
 
 from ...memory.weights.products import PRODUCTS
 from ...memory.weights.requantise import BASES
-from ...train.settings import ATTENTION, CHECKPOINTING, MemoryOptions
+from ...train.settings import ATTENTION, CHECKPOINTING, VERIFY, MemoryOptions
 from ..common.types import MemoryType
 from ..model.block_swap import swap_inputs
 
@@ -83,6 +83,16 @@ class TesseraMemory(io.ComfyNode):
                     "each of them. Needs NCCL and blocks_to_swap.",
                     advanced=True,
                 ),
+                io.Combo.Input(
+                    "verify",
+                    options=list(VERIFY),
+                    default=MemoryOptions.verify,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Checks before the first step that gradients, swapped and compiled blocks and the saved "
+                    "LoRA are right for this model, and stops where they aren't. auto: only for models that aren't "
+                    "known by name. on: always. off: never. It takes about as long as 30 small steps.",
+                ),
             ],
             outputs=[MemoryType.Output(display_name="memory")],
         )
@@ -100,6 +110,7 @@ class TesseraMemory(io.ComfyNode):
         products: str = MemoryOptions.products,
         base: str = MemoryOptions.base,
         shard: bool = MemoryOptions.shard,
+        verify: str = MemoryOptions.verify,
     ) -> io.NodeOutput:
         options = MemoryOptions(
             checkpointing,
@@ -112,6 +123,7 @@ class TesseraMemory(io.ComfyNode):
             products,
             base,
             shard,
+            verify,
         )
         return io.NodeOutput(options)
 

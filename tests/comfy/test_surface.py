@@ -275,6 +275,7 @@ SURFACE = {
             'products? COMBO = "full"',
             'base? COMBO = "as stored"',
             "shard? BOOLEAN = false",
+            'verify? COMBO = "auto"',
         ],
         ["TESSERA_MEMORY memory"],
     ),
@@ -441,7 +442,7 @@ CONTRACT = {
     "TesseraLoraNetwork": "algorithm rank alpha targets dropout",
     "TesseraOptimizer": "optimizer learning_rate lr_scheduler warmup_steps max_grad_norm",
     "TesseraObjective": "timestep_sampling shift loss guidance",
-    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations products base shard",
+    "TesseraMemory": "checkpointing attention blocks_to_swap offload_activations products base shard verify",
     "TesseraPreview": "vae positive every_n_steps at_start width height steps cfg sampler_name scheduler seed seeds "
     "negative latent_image frames label fps use_ema preview",
     "TesseraTrainLora": "model data output_name steps learning_rate rank batch_size gradient_accumulation seed compile "
@@ -494,6 +495,7 @@ CHOICES = {
     ("TesseraMemory", "attention"): ["auto", "sdpa", "flash-attn", "cudnn"],
     ("TesseraMemory", "products"): ["full", "int8", "fp8", "auto"],
     ("TesseraMemory", "base"): ["as stored", "int8", "fp8"],
+    ("TesseraMemory", "verify"): ["auto", "on", "off"],
     ("TesseraTrainLora", "compile"): ["auto", "off"],
     ("TesseraAverageStates", "profile"): ["exponential", "power", "equal"],
     ("TesseraTrainLora", "resume"): ["latest", "off"],

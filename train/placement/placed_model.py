@@ -256,7 +256,7 @@ class PlacedModel:
         """
         self.check_forward(inputs)  # of validation, which may come before the first step
         self.network.write_casts()
-        return self.transformer.forward(self._run_block(inputs, rng_key), inputs)
+        return self.transformer.forward(self.run_block(inputs, rng_key), inputs)
 
     def velocity_without(self, inputs: ModelInputs) -> torch.Tensor:
         """Predict the velocity without the LoRA, detached, (B, N, C·patch).
@@ -298,7 +298,7 @@ class PlacedModel:
             if name in self.eager_blocks:
                 self.runner.leave_eager(block, self.eager_blocks[name])
 
-    def _run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
+    def run_block(self, inputs: ModelInputs, rng_key: tuple[int | str, ...] | None) -> RunBlock:
         drops = self.network.options.drops
 
         def sampled(block: Block) -> dict[str, DropMask]:

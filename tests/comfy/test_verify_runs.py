@@ -1,0 +1,81 @@
+"""`verify` on Training Memory in whole runs: who gets a certificate, a resumed run, the final file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from comfy.model_management import InterruptProcessingException
+from tessera.train.certificate import watcher as certificates
+from tiny.native import ROWS, build, data_of
+from tiny.runs import Watcher, cancel_at, mixed_data, train
+
+BY_NAME = {row.name: row for row in ROWS}
+BY_RULE = "joy-image"
+
+
+def run(name: str, root: Path, watcher: Any = None, **changes: Any) -> Any:
+    row = BY_NAME[name]
+    return train(build(row), data_of(row), root, watcher, **changes)
+
+
+def test_a_model_that_is_known_by_rule_gets_one_and_a_resumed_run_keeps_it(tmp_path, monkeypatch):
+    with pytest.raises(InterruptProcessingException):
+        run(BY_RULE, tmp_path, cancel_at(2), steps=4)
+    (summary,) = tmp_path.rglob("summary.json")
+    made = json.loads(summary.read_text())["certificate"]
+    assert "forward equal, gradients within" in made["text"] and made["file"]["layers_loaded"] == made["file"]["layers"]
+
+    def again(*_: Any) -> Any:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(certificates, "make_certificate", again)
+    watcher = Watcher()
+    result = run(BY_RULE, tmp_path, watcher, steps=4)
+    assert result.summary["certificate"] == made
+    assert any(note.startswith(made["text"]) and "checked when the run began" in note for note in watcher.notes)
+    assert result.summary["final_file"]["layers_loaded"] == result.summary["final_file"]["layers"] > 0
+    assert result.summary["final_file"]["layers_that_differ"] == 0
+
+
+def test_off_makes_none_and_a_named_model_needs_none(tmp_path):
+    off = run(BY_RULE, tmp_path / "a", steps=1, memory={"verify": "off"})
+    named = run("z-image", tmp_path / "b", steps=1)
+    assert "certificate" not in off.summary and "certificate" not in named.summary
+    assert named.summary["final_file"]["layers_loaded"] == named.summary["final_file"]["layers"]
+
+
+def test_on_checks_a_forward_of_our_own_too(tmp_path, tiny_flux):
+    watcher = Watcher()
+    result = train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1, memory={"verify": "on", "blocks_to_swap": 1})
+    made = result.summary["certificate"]
+    assert made["text"].startswith("FLUX.1: forward equal, gradients within") and made["text"] in watcher.notes
+    assert max(made["gradients"].values()) < 2e-3 and made["effect_difference"] < 1e-3
+
+
+def test_what_the_file_lacks_is_said(tmp_path, monkeypatch, tiny_flux):
+    from tessera.lora.files import formats
+    from tessera.train import saver
+
+    save = saver.save_lora
+
+    def without_one(path: Any, lora: Any, *rest: Any, **named: Any) -> None:
+        left = {key: tensor for key, tensor in lora.items() if "double_blocks_0_img_attn_qkv" not in key}
+        save(path, type(lora)(left, lora.metadata, lora.names), *rest, **named)
+
+    assert formats.save_lora is save
+    monkeypatch.setattr(saver, "save_lora", without_one)
+    watcher = Watcher()
+    train(tiny_flux, mixed_data(), tmp_path, watcher, steps=1)
+    assert any("layers of the LoRA file: not double_blocks.0.img_attn.qkv" in note for note in watcher.notes)
+
+
+def test_core_s_rounding_is_told_of_a_quantised_model(tmp_path, tiny_files):
+    model = tiny.load_flux(tiny_files["flux"], torch.float8_e4m3fn)
+    watcher = Watcher()
+    result = train(model, mixed_data(), tmp_path, watcher, steps=3)
+    (said,) = (note for note in watcher.notes if note.startswith("ComfyUI rounds this LoRA into the model's fp8"))
+    assert f"changes {result.summary['final_file']['rounding']:.0%} of its effect" in said
+    assert 0 < result.summary["final_file"]["rounding"]

@@ -1,0 +1,109 @@
+"""The final file of a run, checked as its user will load it."""
+
+import logging
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+
+from ...common.core import quantised_layout
+from ...models.registry import in_fp32
+from ..preflight.context import RunContext
+from ..trainer import Trainer
+from ..verify.forward import relative, small_inputs
+from .adapters import patched_by_core
+from .certificate import off_the_record
+from .gradients import precise_forward
+from .lora_file import FileCheck, check_file, loaded_by_core
+
+log = logging.getLogger(__name__)
+
+SIDE = 8
+
+
+class FinalFileWatcher:
+    """Watcher that loads the finished LoRA with ComfyUI's loader once the run is over."""
+
+    def __init__(self, context: RunContext):
+        self.context = context
+
+    def between_steps(self, trainer: Trainer) -> None:
+        return None
+
+    def is_due(self, step: int, steps: int) -> bool:
+        return False
+
+    def facts(self, trainer: Trainer) -> dict[str, Any]:
+        """Check the file where there is one, and note what is wrong with it. Never raises: it is saved already."""
+        path = self.context.folder.lora_path
+        if not path.is_file():
+            return {}
+        try:
+            return {"final_file": self._check(trainer)}
+        except Exception as error:
+            log.warning("The final file could not be checked", exc_info=error)
+            return {}
+
+    def _check(self, trainer: Trainer) -> dict[str, Any]:
+        placed, path = trainer.placed, self.context.folder.lora_path
+        linears = placed.transformer.linears()
+
+        def check(device: torch.device) -> FileCheck:
+            return check_file(path, trainer.saver.snapshot(), placed.patcher, placed.network, linears, device)
+
+        try:
+            checked = check(placed.device)
+        except Exception as error:
+            if not comfy.model_management.is_oom(error):
+                raise
+            checked = check(torch.device("cpu"))
+        if checked.fault is not None:
+            trainer.observer.note(f"{checked.fault} Please report this model; the LoRA is saved all the same.")
+        entries = checked.summary()
+        layouts = quantised_targets(placed.patcher, placed.network.adapters)
+        if layouts and trainer.world.is_lone:
+            rounding = self._rounding(trainer)
+            entries["rounding"] = float(f"{rounding:.3g}")
+            trainer.observer.note(
+                f"ComfyUI rounds this LoRA into the model's {' and '.join(layouts)} weights when it samples, which "
+                f"changes {rounding:.0%} of its effect; with a 16-bit file of the model it would be all there."
+            )
+        return entries
+
+    def _rounding(self, trainer: Trainer) -> float:
+        """Return how far the LoRA's effect on the output is off, relative to it, where ComfyUI bakes it into the
+        MODEL's own weights."""
+        placed, context = trainer.placed, self.context
+        placed.ensure()
+        guidance = trainer.settings.objective.guidance
+        inputs = small_inputs(placed.family, placed.patcher, context.data.samples, guidance, SIDE)
+        if inputs is None:
+            raise ValueError("the model takes no small grid")
+        patches = loaded_by_core(context.folder.lora_path, placed.patcher)
+        sampled = placed.patcher.clone()
+        for key, entries in patches.items():
+            sampled.patches[key] = [*sampled.patches.get(key, []), *entries]
+        forward = precise_forward(placed, inputs)
+        with torch.no_grad(), in_fp32(placed.transformer), off_the_record(placed):
+            with patched_by_core(placed, {}):
+                plain = forward()
+            with patched_by_core(placed, patches):
+                exact = forward()
+            with patched_by_core(placed, patches, sampled):
+                rounded = forward()
+        return relative(rounded - plain, exact - plain)
+
+
+def quantised_targets(patcher: ModelPatcher, targets: Any) -> list[str]:
+    """List the formats of less than 16 bits that the MODEL holds these Linears in, as words."""
+    found: set[str] = set()
+    for name in targets:
+        weight = comfy.utils.get_attr(patcher.model, f"diffusion_model.{name}.weight")
+        if isinstance(weight, QuantizedTensor):
+            found.add(quantised_layout(weight).removeprefix("TensorCore").removesuffix("Layout"))
+        elif weight.dtype.itemsize == 1 and weight.dtype.is_floating_point:
+            found.add("fp8")
+    return sorted(found)

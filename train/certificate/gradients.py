@@ -1,0 +1,119 @@
+"""Gradients against central differences, in fp32 over the stored weights, of a few tokens.
+
+Two targets in one block of each kind are moved along a random direction W', by t. The output is a function v(t):
+
+    J ≈ (v(h) − v(−h)) / 2h            by two forwards
+    ⟨r, J⟩ = d⟨r, v⟩ / dt              by the backward that training uses, for any r
+
+Both at h and at h/2: how far these are apart is the noise, which the bound goes by. Each block is computed again in the
+backward, so that a model of any depth takes the memory of one block beside its weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...memory.activations import checkpointing
+from ...models.family import Block, ModelInputs
+from ...models.registry import as_fp32, in_fp32, run_in_fp32
+from ..placement.placed_model import PlacedModel
+from .adapters import without_adapters
+from .probe import Probe
+
+STEP = 0.02
+LEAST, NOISES, UNMEASURABLE = 0.01, 4.0, 0.1
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """Relative errors of gradients by layer, and the noise of the differences that they were compared with."""
+
+    errors: Mapping[str, float]
+    noise: Mapping[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max((error for name, error in self.errors.items() if self.noise[name] <= UNMEASURABLE), default=0.0)
+
+    @property
+    def fault(self) -> str | None:
+        """Return a sentence on the first layer whose gradient is wrong."""
+        for name, error in self.errors.items():
+            if self.noise[name] <= UNMEASURABLE and not error <= max(LEAST, NOISES * self.noise[name]):
+                return f"the gradient of {name} is {error:.1%} off"
+        return None
+
+
+def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[str]) -> GradientCheck:
+    """Compare the gradients of two targets in a block of each kind with central differences; the LoRA is off."""
+    chosen = chosen_layers(placed, targets)
+    linears = placed.transformer.linears()
+    probes = {name: Probe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(chosen))}
+    forward = precise_forward(placed, inputs)
+    with without_adapters(placed), in_fp32(placed.transformer):
+        for name, probe in probes.items():
+            attached: Any = linears[name]
+            attached.adapter = probe
+        with torch.no_grad():
+            forward()
+        columns, noise = {}, {}
+        for name, probe in probes.items():
+            coarse, fine = (_difference(forward, probe, step) for step in (STEP, STEP / 2))
+            columns[name] = (4 * fine - coarse) / 3
+            noise[name] = float((fine - coarse).norm() / columns[name].norm().clamp(min=1e-30))
+        r = sum((column / column.norm().clamp(min=1e-30) for column in columns.values()), torch.zeros(()))
+        with placed.training():
+            out = forward()
+            scalars = [probe.t for probe in probes.values()]
+            found = torch.autograd.grad((out.double() * r).sum(), scalars, allow_unused=True)
+    errors = {}
+    for (name, column), gradient in zip(columns.items(), found, strict=True):
+        expected = float((column * r).sum())
+        got = 0.0 if gradient is None else float(gradient)
+        size = max(abs(expected), 0.1 * float(column.norm()), 1e-30)
+        errors[name] = 0.0 if expected == got else abs(got - expected) / size
+    return GradientCheck(errors, noise)
+
+
+def _difference(forward: Callable[[], Tensor], probe: Probe, step: float) -> Tensor:
+    sides = []
+    with torch.no_grad():
+        for t in (step, -step):
+            probe.t.fill_(t)
+            sides.append(forward().double())
+        probe.t.zero_()
+    return (sides[0] - sides[1]) / (2 * step)
+
+
+def chosen_layers(placed: PlacedModel, targets: Sequence[str]) -> list[str]:
+    """Choose the first and the last target in the first block of each kind that has any."""
+    wanted, kinds = set(targets), set()
+    chosen: list[str] = []
+    for name, block in placed.transformer.blocks():
+        kind = type(block).__name__ + block.kind
+        core_name = getattr(block, "name", name)
+        layers = [f"{core_name}.{block.native_name(own)}" for own in block.linears()]
+        there = [layer for layer in layers if layer in wanted]
+        if there and kind not in kinds:
+            kinds.add(kind)
+            chosen += dict.fromkeys((there[0], there[-1]))
+    return chosen
+
+
+def precise_forward(placed: PlacedModel, inputs: ModelInputs) -> Callable[[], Tensor]:
+    """Return a function that runs the model in fp32, each block computed again in a backward."""
+    wide = as_fp32(inputs)
+    recomputed = checkpointing.full(partial(run_in_fp32, _run))
+
+    def run(block: Block, *args: Any) -> Any:
+        return placed.on_device(recomputed, block, *args, {})
+
+    return lambda: placed.transformer.forward(run, wide)
+
+
+def _run(block: Block, *args: Any) -> Any:
+    return block(*args)

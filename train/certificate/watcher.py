@@ -1,0 +1,112 @@
+"""The certificate between the start of a run and its first step."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import torch
+
+from ...common.core import features
+from ...common.fingerprint import fingerprint
+from ..preflight.context import RunContext
+from ..trainer import Trainer, Watcher
+from .certificate import make_certificate
+from .final_file import FinalFileWatcher
+
+SUMMARY = "summary.json"
+
+
+class CertificateWatcher:
+    """Watcher that checks a run before its first step, and not again where a run goes on with the same model, versions
+    and plan.
+
+    model: fingerprint of the MODEL.
+    earlier: folder of the run that this one resumes from; None for one that begins.
+    """
+
+    def __init__(self, context: RunContext, model: str, earlier: Path | None):
+        self.context, self.model, self.earlier = context, model, earlier
+        self.done = False
+        self.entries: dict[str, Any] = {}
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Make the certificate, once. Raises ValueError where a check fails."""
+        if self.done:
+            return
+        self.done = True
+        key = self._key(trainer)
+        if (known := _known(self.earlier, key)) is not None:
+            self.entries = dict(known)
+            trainer.observer.note(f"{known['text']} This was checked when the run began.")
+            return
+        context = self.context
+        guidance = trainer.settings.objective.guidance
+        try:
+            made = make_certificate(trainer.placed, context.targets, context.data.samples, guidance, trainer.observer)
+        except Exception as error:
+            if not comfy.model_management.is_oom(error):
+                raise
+            comfy.model_management.soft_empty_cache()
+            trainer.observer.note(
+                "verify is skipped: the memory isn't enough to check this model; the first batch is compared with "
+                "ComfyUI's forward all the same."
+            )
+            return
+        finally:
+            trainer.learner.zero_grad()
+        self.entries = {**made.summary(), "key": key}
+        trainer.observer.note(made.text)
+        trainer.observer.phase(trainer.placed.runner.doing())
+
+    def is_due(self, step: int, steps: int) -> bool:
+        return False
+
+    def facts(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the certificate for summary.json."""
+        return {"certificate": self.entries} if self.entries else {}
+
+    def _key(self, trainer: Trainer) -> str:
+        """Fingerprint of model, versions and plan."""
+        placed, settings = trainer.placed, trainer.settings
+        memory = {name: str(value) for name, value in dataclasses.asdict(placed.memory).items()}
+        return fingerprint(
+            {
+                "model": self.model,
+                "comfyui": features()["version"],
+                "torch": torch.__version__,
+                "device": str(trainer.device.type),
+                "dtype": str(placed.dtype),
+                "memory": memory,
+                "compile": str(trainer.compile_settings),
+                "network": str(settings.network),
+                "targets": list(self.context.targets),
+            }
+        )
+
+
+def checking_watchers(context: RunContext, model: str, state: Path | None) -> list[Watcher]:
+    """Make the watchers that check a run: its final file always, and before its first step where `verify` asks for a
+    certificate: 'auto' for models that no test knows by name.
+
+    model: fingerprint of the MODEL. state: the run resumes from; None for one that begins.
+    """
+    verify, final = context.settings.memory.verify, FinalFileWatcher(context)
+    if verify == "off" or (verify == "auto" and context.family.tested_by_name):
+        return [final]
+    return [CertificateWatcher(context, model, None if state is None else state.parent), final]
+
+
+def _known(earlier: Path | None, key: str) -> Mapping[str, Any] | None:
+    """Read the certificate of an earlier run, None where it has none of this key."""
+    folders = [] if earlier is None else [earlier, *list(earlier.parents)[:2]]
+    for folder in folders:
+        try:
+            found = json.loads((folder / SUMMARY).read_text(encoding="utf-8")).get("certificate", {})
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(found, dict) and found.get("key") == key and isinstance(found.get("text"), str):
+            return found
+    return None
