@@ -22,7 +22,7 @@ from ...models.family import Block, ModelInputs
 from ...models.registry import as_fp32, in_fp32, run_in_fp32
 from ..placement.placed_model import PlacedModel
 from .adapters import without_adapters
-from .probe import Probe
+from .probe import DirectionProbe
 
 STEP = 0.02
 LEAST, NOISES, UNMEASURABLE = 0.01, 4.0, 0.1
@@ -52,7 +52,9 @@ def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[
     """Compare the gradients of two targets in a block of each kind with central differences; the LoRA is off."""
     chosen = chosen_layers(placed, targets)
     linears = placed.transformer.linears()
-    probes = {name: Probe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(chosen))}
+    probes = {
+        name: DirectionProbe(linears[name].shape, number, placed.device) for number, name in enumerate(sorted(chosen))
+    }
     forward = precise_forward(placed, inputs)
     with without_adapters(placed), in_fp32(placed.transformer):
         for name, probe in probes.items():
@@ -79,7 +81,7 @@ def check_gradients(placed: PlacedModel, inputs: ModelInputs, targets: Sequence[
     return GradientCheck(errors, noise)
 
 
-def _difference(forward: Callable[[], Tensor], probe: Probe, step: float) -> Tensor:
+def _difference(forward: Callable[[], Tensor], probe: DirectionProbe, step: float) -> Tensor:
     sides = []
     with torch.no_grad():
         for t in (step, -step):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...models.adapters.base import DropMask
 
 
-class Probe(nn.Module):
+class DirectionProbe(nn.Module):
     """y + t·(W' x) for a random W' of rank 1, with which the layer's output changes by about itself at t = 1.
 
     t: a scalar with a gradient, the derivative along the direction W'.
